@@ -31,7 +31,7 @@ from headrace.checkpoint.repository.collect import Retention
 from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.restorer import Restorer
 from headrace.checkpoint.saver import Options, Saver
-from headrace.checkpoint.saving.executor import Carriers
+from headrace.checkpoint.saving.executor import SaveExecutor
 from headrace.checkpoint.saving.slices import check_limit
 from headrace.checkpoint.state.replicas import POLICIES
 from headrace.checkpoint.state.selection import Selection, matching
@@ -120,13 +120,13 @@ class Checkpointer:
         if direct is not None:
             staging_bytes = staging_bytes or RING_BYTES
         meter = SaveMeter(self._run)
-        self._carriers = Carriers(self._store, sidecar, meter)
+        self._executor = SaveExecutor(self._store, sidecar, meter)
         self._retention = Retention(self._store, self._run, keep) if keep and self._ranks.rank == 0 else None
         self._lineage = Lineage(self._store, self._run, base)
         self._saves = Saves(self._run, self._lineage, on_save_error == "raise", timeout)
         self._saver = Saver(
             *(self._store, self._run, self._ranks, self._lineage, self._saves),
-            *(self._carriers, meter, direct, self._retention),
+            *(self._executor, meter, direct, self._retention),
             Options(
                 *(compression, check_replicas, staging == "lazy", timeout),
                 *(check_limit(staging_bytes), matching(replicated)),
@@ -160,7 +160,7 @@ class Checkpointer:
             self._check_open()
             names.check_step(step)
             self._lineage.again = self._lineage.timeline == 0 or self._saves.again(step) if overwrites else False
-            self._saves.hear_failures()  # also those of the saves that `again` has waited for
+            self._saves.raise_failures()  # also those of the saves that `again` has waited for
             self._saves.require_new(step)
             if not urgent:
                 self._saves.wait_for_room(self._wait)
@@ -284,7 +284,7 @@ class Checkpointer:
             self._saves.raise_unfetched()
         finally:
             self._saver.close()
-            self._carriers.close()
+            self._executor.close()
             self._lineage.close()
             if self._owns_store and self._saves.all_done:
                 self._store.close()

@@ -154,7 +154,7 @@ def _retain(store: Store, options: argparse.Namespace) -> int:
     if not options.run or (options.last is None and options.every is None):
         raise UsageError("retain needs --run and a policy", hint="for example --run exp42 --last 3 --every 1000")
     keep = Keep(options.last, options.every, tuple(options.keep_tags or ("*",)))
-    gone = collect.condemn(store, options.run, keep)
+    gone = collect.to_delete(store, options.run, keep)
     done = collect.collect(store, gone, keep=keep) if options.apply else collect.preview(store, gone)
     return _tell(options, done)
 

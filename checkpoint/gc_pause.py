@@ -2,7 +2,7 @@
 
 Planning makes tens of thousands of small values within milliseconds and drops them together. Counted as they come, they bring on
 looks through the trainer's whole heap, which is large with torch alone, in the very moment in which it waits for us.
-Invariant: what is planned goes by reference counts; inside of `held_off` there is planning and the small reads for it only; the
+Invariant: what is planned goes by reference counts; inside of `gc_paused` there is planning and the small reads for it only; the
 collector is on afterwards if it was before, whichever of several threads ends last.
 Failure behaviour: none.
 """
@@ -20,7 +20,7 @@ _was_on = False
 
 
 @contextlib.contextmanager
-def held_off() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No automatic collection inside."""
     global _inside, _was_on
     with _lock:

@@ -150,14 +150,14 @@ class Handle:
 
     def set_result(self, result: SaveResult) -> None:
         """For the carrier: committed."""
-        self._let_go()
+        self._release()
         self._result = result
         self._staged.set()
         self._done.set()
 
     def set_error(self, error: BaseException) -> None:
         """For the carrier: failed."""
-        self._let_go()
+        self._release()
         self._error = error
         self._staged.set()
         self._done.set()
@@ -170,7 +170,7 @@ class Handle:
                 hint="wait for the save in the process that began it",
             )
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Of the copy, which holds the arena."""
         self._wait_seconds, self._copy = self.wait_seconds, None
 
@@ -276,7 +276,7 @@ class Saves:
             if not handle.wait(max(deadline - time.monotonic(), 0)):
                 raise DeadlineError(f"step {handle.step} is still in flight after {timeout:g} s", hint="wait longer")
 
-    def hear_failures(self) -> None:
+    def raise_failures(self) -> None:
         """Failed saves that nobody asked about: raised when that is wanted, or when this trainer was replaced."""
         for handle in self._handles.values():
             if handle.done and handle.error is not None and not handle.fetched:

@@ -23,7 +23,7 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import writers
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
-from headrace.checkpoint.repository.writers import Standing
+from headrace.checkpoint.repository.writers import WriterState
 from headrace.checkpoint.tier import restoring
 from headrace.checkpoint.tier.restoring import Found, NodeTier
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
@@ -51,7 +51,7 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
 class Lineage:
     """Of one trainer. `timeline` is 0 until it has saved; `again`: the next save may be of a step that its timeline has.
 
-    For one thread at a time, but for `prepare` and `let_go`.
+    For one thread at a time, but for `prepare` and `release`.
     """
 
     def __init__(self, store: Store, run: str, origin: Origin = None) -> None:
@@ -65,7 +65,7 @@ class Lineage:
         self._preparing, self._prepared = threading.Lock(), False
         self._restored: Base | None = None
         self.again = False
-        self._held, self._fork_held = Parent(store), Parent(store)
+        self._held, self._fork_held = ParentLease(store), ParentLease(store)
         self._base: Base | None = None
         self._fork: Base | None = None
         self._unsure: Base | None = None
@@ -92,7 +92,7 @@ class Lineage:
             self._check_sure()
             if not self.timeline:
                 self._fork = self._fork or self._find_origin()  # a mistaken one is to stop no other trainer
-            standing = Standing(self._writer, self.timeline, self._restored, anew=True, again=self.again)
+            standing = WriterState(self._writer, self.timeline, self._restored, anew=True, again=self.again)
             place = writers.place(self._store, self._run, step, standing, lambda base: self._held.hold(self._run, base))
             self._base = place.base or self._base
             self.drawn(place.timeline)
@@ -133,14 +133,14 @@ class Lineage:
             self._base = Base(self.timeline, step, attempt)
         self._fork = None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold nothing any more."""
-        self._held.let_go()
-        self._fork_held.let_go()
+        self._held.release()
+        self._fork_held.release()
 
     def close(self) -> None:
         """Hold nothing, and save no more."""
-        self.let_go()
+        self.release()
         self._leave()
 
     def _find_origin(self) -> Base | None:
@@ -162,8 +162,8 @@ class Lineage:
             self._unsure = None
 
 
-class Parent:
-    """Holds one step at a time, or none. `let_go` may come from any thread."""
+class ParentLease:
+    """Holds one step at a time, or none. `release` may come from any thread."""
 
     def __init__(self, store: Store, life: float = DEFAULT_LIFE, clock: Clock = SYSTEM_CLOCK) -> None:
         self._store, self._life, self._clock = store, life, clock
@@ -177,7 +177,7 @@ class Parent:
         if held is not None and held[1:] == (run, base) and held[0].alive():
             repository.require_there(self._store, run, base)
             return
-        self.let_go()
+        self.release()
         lease = LeaseKeeper(
             self._store, names.new_id(self._clock), run, base.timeline, base.step, [base], self._life, self._clock
         )
@@ -193,7 +193,7 @@ class Parent:
         with self._lock:
             self._held = lease, run, base
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold nothing."""
         with self._lock:
             held, self._held = self._held, None

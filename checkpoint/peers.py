@@ -36,10 +36,10 @@ _ANSWER_SECONDS = 10.0
 """For a second connection, after one has broken."""
 _UNREACHED = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 _COMING, _OPEN, _REFUSED, _RESET, _LOST, _BROKEN = "coming", "open", "refused", "reset", "lost", "broken"
-_doors: weakref.WeakSet[Door] = weakref.WeakSet()
+_doors: weakref.WeakSet[PeerProbe] = weakref.WeakSet()
 
 
-class Door:
+class PeerProbe:
     """What the other ranks hold on to. `address`: what they are told; zeros when it could not be opened. `host`: where, when it
     is not to be where other nodes reach it."""
 
@@ -61,7 +61,7 @@ class Door:
             self._socket.close()
 
 
-class Lifeline:
+class PeerConnection:
     """One rank's hold on another. Nothing waits: `state` is to be asked again. All times in seconds."""
 
     def __init__(
@@ -187,14 +187,14 @@ _CARD = struct.Struct(f">8sQQ{ADDRESS_BYTES}s")
 class Peers:
     """`cards`: what every rank says of itself, by rank, as in `card`; `rank`: this one; `door`: this one's, closed with it."""
 
-    def __init__(self, cards: Sequence[bytes], rank: int = 0, door: Door | None = None) -> None:
+    def __init__(self, cards: Sequence[bytes], rank: int = 0, door: PeerProbe | None = None) -> None:
         told = [_CARD.unpack(each) for each in cards]
         here, self._door = _place(), door
         self._here = {r: (pid, started) for r, (place, pid, started, _) in enumerate(told) if place == here}
         places = [place for place, *_ in told]
         self._held = watched(places, rank)
         self._beside = {r for r, place in enumerate(places) if self._held is not None and place == places[self._held]}
-        self._line = Lifeline(told[self._held][3]) if self._held is not None else None
+        self._line = PeerConnection(told[self._held][3]) if self._held is not None else None
         if self._held is None and door is not None:
             door.close()  # one node: nobody will knock
 
@@ -234,7 +234,7 @@ def watched(places: Sequence[bytes], rank: int) -> int | None:
     return theirs[places[:rank].count(places[rank]) % len(theirs)]
 
 
-def card(door: Door | None = None) -> bytes:
+def card(door: PeerProbe | None = None) -> bytes:
     """What this process says of itself; always of the same size."""
     return _CARD.pack(_place(), os.getpid(), _started(os.getpid()), door.address if door else bytes(ADDRESS_BYTES))
 

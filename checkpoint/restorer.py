@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.gc_pause import held_off
+from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.restoring import GdsStore
 from headrace.checkpoint.lineage import Lineage
@@ -69,7 +69,7 @@ class Restorer:
             found = self._find(run, step, number, tier, required)
             if found is None:
                 return None
-            with self._ranks.agreed(), held_off():
+            with self._ranks.agreed(), gc_paused():
                 near = self._near(tier)
                 work = self._open(stack, state, run, found, near, selection)
                 self._require_matches(selection)

@@ -20,12 +20,12 @@ import torch
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.gc_pause import held_off
+from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.saving import DeviceSlices
 from headrace.checkpoint.handle import Handle, Name, SaveResult, Saves
 from headrace.checkpoint.lineage import Lineage, Ticket
-from headrace.checkpoint.peers import Door, Peers, card
+from headrace.checkpoint.peers import PeerProbe, Peers, card
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.collect import Retention
@@ -33,8 +33,8 @@ from headrace.checkpoint.repository.commit import Attempt, FinalError
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE
 from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.arena import Arena, Staging
-from headrace.checkpoint.saving.copying import Copying, Gates, late_tensors, optimizers_in
-from headrace.checkpoint.saving.executor import Cargo, Carriers
+from headrace.checkpoint.saving.copying import Copying, OptimizerGate, late_tensors, optimizers_in
+from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
 from headrace.checkpoint.saving.slices import SlicedState
 from headrace.checkpoint.state import replicas as comparing
 from headrace.checkpoint.state.kinds import TorchKinds
@@ -78,17 +78,17 @@ class Saver:
         ranks: Ranks,
         lineage: Lineage,
         saves: Saves,
-        carriers: Carriers,
+        executor: SaveExecutor,
         meter: SaveMeter,
         direct: Direct | None,
         retention: Retention | None,
         options: Options,
     ) -> None:
         self._store, self._run, self._ranks, self._lineage = store, run, ranks, lineage
-        self._saves, self._carriers, self._meter, self._direct = saves, carriers, meter, direct
+        self._saves, self._executor, self._meter, self._direct = saves, executor, meter, direct
         self._retention, self._options, self.wait = retention, options, options.wait
         self.staging = Staging(options.staging_bytes)
-        self._gates, self._planner = Gates(), Planner()
+        self._gates, self._planner = OptimizerGate(), Planner()
         self._peers: Peers | None = None
         self._aborting: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
@@ -175,7 +175,7 @@ class Saver:
         taken, message, error = None, b"", None
         try:
             check()
-            with held_off():
+            with gc_paused():
                 taken = self._planner.known(self._taken(state))
             if self._ranks.rank == 0:
                 message = msgspec.msgpack.encode(self._lineage.draw(step))
@@ -187,7 +187,7 @@ class Saver:
         if ticket.timeline:
             self._lineage.drawn(ticket.timeline)
         if self._peers is None and self._ranks.world_size > 1:
-            door = Door()
+            door = PeerProbe()
             self._peers = Peers(self._ranks.all(card(door)), self._ranks.rank, door)
         return ticket, taken
 
@@ -237,9 +237,9 @@ class Saver:
             undo.callback(copying.cancel)
             handle.follow(copying)
             put = self._plan(step, ticket, prepared)
-            cargo = self._cargo(put, staging, arena, copying, handle, urgent)
+            save = self._staged_save(put, staging, arena, copying, handle, urgent)
             threading.Thread(
-                target=self._carry, args=(cargo, handle, copying, name), name=f"headrace-save-{step}"
+                target=self._commit_staged, args=(save, handle, copying, name), name=f"headrace-save-{step}"
             ).start()
             undo.pop_all()  # from now on all of it is the thread's
         return handle, copying
@@ -287,7 +287,7 @@ class Saver:
             return SlicedState(arena, tensors, specs, layout)
         return DeviceSlices(self._direct, arena, tensors, specs, layout)
 
-    def _cargo(
+    def _staged_save(
         self,
         put: plan.PutPlan,
         staging: Staging,
@@ -295,9 +295,9 @@ class Saver:
         copying: Copying | SlicedState,
         handle: Handle,
         urgent: bool,
-    ) -> Cargo:
+    ) -> StagedSave:
         sliced = copying if isinstance(copying, SlicedState) else None
-        return Cargo(
+        return StagedSave(
             put,
             -1 if sliced else arena.fd,
             (lambda: sliced) if sliced is not None else arena.view,
@@ -306,24 +306,26 @@ class Saver:
             handle.set_staged,
             urgent,
             copying.store if isinstance(copying, DeviceSlices) else _as_it_is,
-            self._peers.gone if self._peers is not None else commit.nobody,
+            self._peers.gone if self._peers is not None else commit.none_known,
             self._peers.silent if self._peers is not None and self._peers.across else None,
         )
 
     # in a thread
 
-    def _carry(self, cargo: Cargo, handle: Handle, copying: Copying | SlicedState, name: Name | None) -> None:
+    def _commit_staged(
+        self, save: StagedSave, handle: Handle, copying: Copying | SlicedState, name: Name | None
+    ) -> None:
         """From the copy to committed."""
         try:
-            self._join(cargo, copying)
+            self._join(save, copying)
             with span("commit", step=handle.step):
-                result = self._carriers.carry(cargo)
+                result = self._executor.commit_staged(save)
             if name is not None:
                 name.publish()
         except BaseException as error:
             if name is not None:
                 name.withdraw(error)
-            self._failed(cargo.plan, handle, error)
+            self._failed(save.plan, handle, error)
             return
         waits = {"stall": handle.stall, "waited": handle.wait_seconds, "sliced": isinstance(copying, SlicedState)}
         saved = msgspec.convert(result | waits | {"carrier": handle.carrier, "diverged": handle.diverged}, SaveResult)
@@ -335,16 +337,16 @@ class Saver:
             metrics.checkpoint_bytes.labels(kind).inc(getattr(saved, f"bytes_{kind}"))
         if saved.bytes_written >= _TELLING and saved.bytes_written / max(saved.seconds, 1e-9) < _SLOW:
             self.upload_hint = saved.bytes_written / saved.seconds
-        self._lineage.let_go()
+        self._lineage.release()
         if self._retention is not None:
             self._retention.committed()
         handle.set_result(saved)  # last: whoever hears of it may close the store, once retention is done
 
-    def _join(self, cargo: Cargo, copying: Copying | SlicedState) -> None:
+    def _join(self, save: StagedSave, copying: Copying | SlicedState) -> None:
         try:
             copying.join()
         except BaseException:
-            cargo.give_back()
+            save.give_back()
             raise
 
     def _failed(self, put: plan.PutPlan, handle: Handle, error: BaseException) -> None:
@@ -379,14 +381,14 @@ class Saver:
             commit.abort(self._store, attempt, reason)
 
 
-def _after(sliced: SlicedState, let_go: Callable[[], None]) -> Callable[[], None]:
-    """`let_go` of the arena, once nobody copies into it any more: the next save may have it from then on."""
+def _after(sliced: SlicedState, release: Callable[[], None]) -> Callable[[], None]:
+    """`release` of the arena, once nobody copies into it any more: the next save may have it from then on."""
 
     def ended() -> None:
         try:
             sliced.cancel()
         finally:
-            let_go()
+            release()
 
     return ended
 

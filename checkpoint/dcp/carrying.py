@@ -22,7 +22,7 @@ from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE
 from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.arena import Arena
-from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.checkpoint.saving.slices import LEAST_BYTES, SlicedState
 from headrace.dataio.store.base import Store
 
@@ -50,7 +50,7 @@ def carry_here(
 ) -> None:
     """Store the tensors; returns when the step is committed, by all ranks. `direct`: what it reaches goes by it."""
     try:
-        _carry(store, share, tensors, list(specs), tree, direct)
+        _commit_staged(store, share, tensors, list(specs), tree, direct)
     except BaseException as error:
         abort(store, share, error)
         raise
@@ -64,7 +64,7 @@ def abort(store: Store, share: Share, error: BaseException) -> None:
         commit.abort(store, attempt, reason)
 
 
-def _carry(
+def _commit_staged(
     store: Store,
     share: Share,
     tensors: Sequence[torch.Tensor],
@@ -83,7 +83,7 @@ def _carry(
             store = there.store(store)
         else:
             sliced = SlicedState(arena, tensors, specs, layout)
-        carry(sliced, put, lambda _: None, store=store)
+        commit_staged(sliced, put, lambda _: None, store=store)
     finally:
         if sliced is not None:
             sliced.cancel()

@@ -19,7 +19,7 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline, writers
-from headrace.checkpoint.repository.writers import Standing
+from headrace.checkpoint.repository.writers import WriterState
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
@@ -46,7 +46,7 @@ def draw(store: Store, run: str, step: int, again: bool = False) -> Ticket:
     with _lock:
         repository.ensure_repo(store)
         restored, since = _resumed.get(at, (None, 0))
-        standing = Standing(_own(), _timelines.get(at, 0), restored, since, handed_on=_handed_on, again=again)
+        standing = WriterState(_own(), _timelines.get(at, 0), restored, since, handed_on=_handed_on, again=again)
         place = writers.place(store, run, step, standing)
         _timelines[at] = place.timeline
         _resumed.pop(at, None)

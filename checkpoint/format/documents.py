@@ -98,11 +98,11 @@ class Lease(Document, frozen=True, kw_only=True):
     who: Who
 
 
-class Fate(Document, frozen=True, kw_only=True):
-    """`fate` is commit or abort; `manifests` are the hexadecimal BLAKE3 digests of the rank manifests, by rank."""
+class Decision(Document, frozen=True, kw_only=True):
+    """`decision` is commit or abort; `manifests` are the hexadecimal BLAKE3 digests of the rank manifests, by rank."""
 
     attempt: str
-    fate: str
+    outcome: str = msgspec.field(name="fate")
     manifests: tuple[str, ...] = ()
     reason: str = ""
 
@@ -130,7 +130,7 @@ class Policy(msgspec.Struct, frozen=True):
     tags: tuple[str, ...] = ("*",)
 
 
-class Condemned(Document, frozen=True, kw_only=True):
+class PendingDelete(Document, frozen=True, kw_only=True):
     """Steps that a collector is about to remove. `policy`: why; whoever removes them applies it again first. None: for good."""
 
     steps: tuple[StepOfRun, ...]

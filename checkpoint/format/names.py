@@ -72,7 +72,7 @@ def manifest(run: str, number: int, at: int, attempt_id: str, rank: int) -> str:
     return f"{attempt(run, number, at, attempt_id)}rank-{rank:05d}.manifest"
 
 
-def fate(run: str, number: int, at: int, attempt_id: str) -> str:
+def decision(run: str, number: int, at: int, attempt_id: str) -> str:
     return f"{attempt(run, number, at, attempt_id)}fate"
 
 

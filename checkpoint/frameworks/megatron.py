@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from headrace.checkpoint.dcp.writer import step_of
 from headrace.checkpoint.frameworks.plain import packed, unpacked
-from headrace.checkpoint.peers import Door, wait_closed
+from headrace.checkpoint.peers import PeerProbe, wait_closed
 from headrace.dataio.core.errors import UnsupportedError
 
 BACKEND = "headrace"
@@ -64,9 +64,9 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
             self._last.exception()  # its copies are used again; who finalizes it hears of an error
         state = _for_dcp(self._copied(_grouped(sharded_state_dict)), loading=False)
         self._last = saving = Future[None]()
-        door = Door("127.0.0.1")
+        door = PeerProbe("127.0.0.1")
 
-        def carry() -> None:
+        def commit_staged() -> None:
             try:
                 self._save(state, checkpoint_dir, self._group)
                 saving.set_result(None)
@@ -75,7 +75,7 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
             finally:
                 door.close()
 
-        Thread(target=carry, name="headrace-megatron-save").start()
+        Thread(target=commit_staged, name="headrace-megatron-save").start()
         return AsyncRequest(wait_closed, (door.address,), [saving.result])
 
     def _save(self, state: dict[str, Any], checkpoint_dir: str | Path, group: dist.ProcessGroup | None) -> None:

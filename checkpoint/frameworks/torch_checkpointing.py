@@ -318,7 +318,7 @@ class _Reading(io.RawIOBase):
     def __init__(self, store: Store, opened: Step, saved: Saved, stack: contextlib.ExitStack) -> None:
         super().__init__()
         self._store, self._opened, self._saved = store, opened, saved
-        self._let_go = Finalizer(self, stack.close)
+        self._release = Finalizer(self, stack.close)
         self._at, self._size = 0, saved.shape[0]
 
     def readable(self) -> bool:
@@ -361,7 +361,7 @@ class _Reading(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            self._let_go()
+            self._release()
         super().close()
 
     def __del__(self) -> None:

@@ -22,7 +22,7 @@ from headrace.checkpoint.repository import commit, fetch, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.fetch import Step, open_step
-from headrace.checkpoint.repository.steps import StepSeen
+from headrace.checkpoint.repository.steps import ListedStep
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.core.limits import counted, format_bytes
@@ -162,12 +162,12 @@ def _survey_run(store: Store, run: str, report: Report, clock: Clock) -> Iterato
 
 
 def _survey_step(
-    store: Store, run: str, number: int, at: int, seen: StepSeen, report: Report, current: set[Base], clock: Clock
+    store: Store, run: str, number: int, at: int, seen: ListedStep, report: Report, current: set[Base], clock: Clock
 ) -> Step | None:
     label = f"step {at} of run {run}, timeline {number}"
     try:
         base = repository.settle(store, run, number, at, seen)
-        for attempt_id in sorted({*seen.ranks, *seen.fated} - {base.attempt if base else ""}):
+        for attempt_id in sorted({*seen.ranks, *seen.decided} - {base.attempt if base else ""}):
             state = _state(store, Attempt(run, number, at, attempt_id, 0), base, seen, clock)
             report.unfinished.append(Unfinished(run, number, at, attempt_id, state))
         if base is None:
@@ -206,10 +206,10 @@ def _line(step: Step, current: bool, committed: float) -> StepLine:
     )
 
 
-def _state(store: Store, attempt: Attempt, base: Base | None, seen: StepSeen, clock: Clock) -> str:
+def _state(store: Store, attempt: Attempt, base: Base | None, seen: ListedStep, clock: Clock) -> str:
     if base is not None or seen.committed:
         return "removed" if base is None else "lost"
-    if attempt.id in seen.fated:
+    if attempt.id in seen.decided:
         return "aborted"
     for info in store.list(names.leases_of(attempt.id)):
         with suppress(NotFoundError):

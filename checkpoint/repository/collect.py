@@ -24,13 +24,13 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import Commit, Condemned, Fate, Policy, StepName, StepOfRun, encode
+from headrace.checkpoint.format.documents import Commit, Decision, PendingDelete, Policy, StepName, StepOfRun, encode
 from headrace.checkpoint.repository import commit, tag_records
 from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.inventory import Inventory, Reader
-from headrace.checkpoint.repository.retention import Keep, Plan, doomed
+from headrace.checkpoint.repository.retention import Keep, Plan, steps_to_delete
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import NotFoundError, TransientError
@@ -51,7 +51,7 @@ _BURIAL_SECONDS = plans.RECORD_SECONDS / 24
 """From its record on a collector takes at most this long until its last tombstone."""
 
 
-def condemn(store: Store, run: str, keep: Keep, removed: Iterable[StepOfRun] = ()) -> set[StepOfRun]:
+def to_delete(store: Store, run: str, keep: Keep, removed: Iterable[StepOfRun] = ()) -> set[StepOfRun]:
     """The steps of the run that the policy lets go. `removed`: those that are known to be tombstones.
 
     All steps are listed before the branch is looked at: one that is committed meanwhile then is in the branch at most, where
@@ -66,7 +66,7 @@ def condemn(store: Store, run: str, keep: Keep, removed: Iterable[StepOfRun] = (
     for tag in (tag for records in tag_records.standing(store).values() for tag in records):
         if tag.run == run:
             named.setdefault(StepName(tag.timeline, tag.step), set()).add(tag.name)
-    return {StepOfRun(run, name.timeline, name.step) for name in doomed(keep, branch, others, named)}
+    return {StepOfRun(run, name.timeline, name.step) for name in steps_to_delete(keep, branch, others, named)}
 
 
 def _committed(store: Store, run: str) -> set[StepName]:
@@ -79,11 +79,11 @@ def _committed(store: Store, run: str) -> set[StepName]:
     return found
 
 
-def preview(store: Store, condemned: Iterable[StepOfRun], clock: Clock = SYSTEM_CLOCK) -> Plan:
+def preview(store: Store, pending_deletes: Iterable[StepOfRun], clock: Clock = SYSTEM_CLOCK) -> Plan:
     """What `collect` would do; nothing is changed."""
     _require_repo(store)
     reader = Reader(store)
-    return plans.foresee(reader.look(), condemned, reader.packs_of, clock.time())
+    return plans.foresee(reader.look(), pending_deletes, reader.packs_of, clock.time())
 
 
 def retain(
@@ -92,13 +92,13 @@ def retain(
     """Let the steps go that the policy does not keep; what was done, None when there is nothing to let go."""
     _require_repo(store)
     reader = reader or Reader(store)
-    gone = condemn(store, run, keep, reader.removed)
+    gone = to_delete(store, run, keep, reader.removed)
     return collect(store, gone, clock, reader, keep) if gone else None
 
 
 def collect(
     store: Store,
-    condemned: Iterable[StepOfRun],
+    pending_deletes: Iterable[StepOfRun],
     clock: Clock = SYSTEM_CLOCK,
     reader: Reader | None = None,
     keep: Keep | None = None,
@@ -111,12 +111,12 @@ def collect(
     reader = reader or Reader(store)
     first = reader.look()
     _finish_complete(store, first, clock)
-    mine = _records(first, set(condemned), keep, clock)
+    mine = _records(first, set(pending_deletes), keep, clock)
     wanted = {step for record in mine.values() for step in record.steps}
     until = clock.monotonic() + _BURIAL_SECONDS
     now = _write(store, mine)
     aborted, safe = _fence(store, reader.look(), wanted, now)
-    safe |= wanted - _still_condemned(store, mine.values(), reader.removed)
+    safe |= wanted - _still_pending(store, mine.values(), reader.removed)
     gone = tuple(_bury(store, wanted - safe, clock, until))
     _tombstones()
     last = reader.look()
@@ -127,22 +127,22 @@ def collect(
     return Plan(gone, tuple(sorted(safe, key=plans.order)), aborted, tuple(objects), kept)
 
 
-def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clock) -> dict[str, Condemned]:
+def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clock) -> dict[str, PendingDelete]:
     """What this collection records, by key: its own steps, and what earlier ones left, each under the policy that condemned
     it."""
     by_policy: dict[Policy | None, set[StepOfRun]] = {keep.policy if keep is not None else None: own}
     for record in seen.records.values():
-        by_policy.setdefault(record.condemned.policy, set()).update(record.condemned.steps)
+        by_policy.setdefault(record.pending_deletes.policy, set()).update(record.pending_deletes.steps)
     wanted = plans.to_remove(seen, own)
-    made: dict[str, Condemned] = {}
+    made: dict[str, PendingDelete] = {}
     for policy, steps in by_policy.items():
         there = tuple(sorted(steps & wanted, key=plans.order))
         if there or not made:  # one at least: it says what time the store has
-            made[f"{names.GC}{names.new_id(clock)}.json"] = Condemned(steps=there, policy=policy)
+            made[f"{names.GC}{names.new_id(clock)}.json"] = PendingDelete(steps=there, policy=policy)
     return made
 
 
-def _write(store: Store, records: dict[str, Condemned]) -> float:
+def _write(store: Store, records: dict[str, PendingDelete]) -> float:
     """The time when the records were there, by the store's clock, which also dates the leases."""
     for _ in range(_TRIES):
         for key, record in records.items():
@@ -153,7 +153,7 @@ def _write(store: Store, records: dict[str, Condemned]) -> float:
     raise TransientError("other collections keep settling the records of this one", hint="collect again later")
 
 
-def _still_condemned(store: Store, records: Iterable[Condemned], removed: Iterable[StepOfRun]) -> set[StepOfRun]:
+def _still_pending(store: Store, records: Iterable[PendingDelete], removed: Iterable[StepOfRun]) -> set[StepOfRun]:
     """What is condemned for good, or would be condemned now as well."""
     found: set[StepOfRun] = set()
     for record in records:
@@ -162,7 +162,7 @@ def _still_condemned(store: Store, records: Iterable[Condemned], removed: Iterab
             found |= steps
             continue
         for run in {step.run for step in steps}:
-            found |= steps & condemn(store, run, Keep.of(record.policy), removed)
+            found |= steps & to_delete(store, run, Keep.of(record.policy), removed)
     return found
 
 
@@ -178,8 +178,8 @@ def _fence(store: Store, seen: Inventory, wanted: set[StepOfRun], now: float) ->
     aborted = []
     for attempt in plans.to_fence(seen, now):
         reason = "its lease was over when a collector came"
-        document = Fate(attempt=attempt.attempt, fate="abort", reason=reason)
-        if store.put_if_absent(attempt.fate_key, encode(document)):
+        document = Decision(attempt=attempt.attempt, outcome="abort", reason=reason)
+        if store.put_if_absent(attempt.decision_key, encode(document)):
             aborted.append(attempt.attempt)
     _fenced()
     return tuple(sorted(aborted)), safe
@@ -211,7 +211,7 @@ def _settled_records(seen: Inventory, gone: tuple[StepOfRun, ...], now: float) -
     return [
         key
         for key, record in seen.records.items()
-        if set(record.condemned.steps) <= buried or now - record.modified > plans.RECORD_SECONDS
+        if set(record.pending_deletes.steps) <= buried or now - record.modified > plans.RECORD_SECONDS
     ]
 
 

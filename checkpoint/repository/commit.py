@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import digest
-from headrace.checkpoint.format.documents import Commit, Fate, Timeline, encode, read
+from headrace.checkpoint.format.documents import Commit, Decision, Timeline, encode, read
 from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository import lease as leases
 from headrace.checkpoint.repository import timeline
@@ -40,8 +40,10 @@ _REASON_CHARACTERS = 500
 Gone = Callable[[Sequence[int]], str]
 """Which of these ranks can never come, in words; "" when none is known to be."""
 
-_before_fate = declare("ckpt.before-fate", "all manifests are checked; no fate: the step is invisible")
-_fate_written = declare("ckpt.fate-written", "the fate is commit, COMMIT is absent: complete, anyone finishes it")
+_before_decision = declare("ckpt.before-decision", "all manifests are checked; no fate: the step is invisible")
+_decision_written = declare(
+    "ckpt.decision-written", "the fate is commit, COMMIT is absent: complete, anyone finishes it"
+)
 _commit_written = declare("ckpt.commit-written", "COMMIT is there, the lease too: committed")
 
 
@@ -73,8 +75,8 @@ class Attempt:
         return names.commit(self.run, self.timeline, self.step)
 
     @property
-    def fate_key(self) -> str:
-        return names.fate(self.run, self.timeline, self.step, self.id)
+    def decision_key(self) -> str:
+        return names.decision(self.run, self.timeline, self.step, self.id)
 
     def manifest_key(self, rank: int) -> str:
         return names.manifest(self.run, self.timeline, self.step, self.id, rank)
@@ -86,7 +88,7 @@ class View:
     `same_process`: opened by the process that opened the attempt's."""
 
     manifests: frozenset[int] = frozenset()
-    fate: Fate | None = None
+    decision: Decision | None = None
     commit: Commit | None = None
     newer: Timeline | None = None
     lease_alive: bool = True
@@ -104,7 +106,7 @@ class WriteCommit:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteFate:
+class WriteDecision:
     """All manifests are there: seal the fate."""
 
 
@@ -122,7 +124,7 @@ class Stop:
     error: HeadraceError
 
 
-Action = Committed | WriteCommit | WriteFate | Wait | Stop
+Action = Committed | WriteCommit | WriteDecision | Wait | Stop
 
 
 def decide(attempt: Attempt, view: View) -> Action:
@@ -130,14 +132,14 @@ def decide(attempt: Attempt, view: View) -> Action:
     if view.commit is not None:
         mine = view.commit.attempt == attempt.id and not view.commit.tombstone
         return Committed() if mine else Stop(_taken(attempt, view.commit))
-    if view.fate is not None:
-        return WriteCommit() if view.fate.fate == "commit" else Stop(_aborted(attempt, view.fate))
+    if view.decision is not None:
+        return WriteCommit() if view.decision.outcome == "commit" else Stop(_aborted(attempt, view.decision))
     if view.newer is not None:
         return Stop(timeline.superseded(attempt.run, attempt.timeline, view.newer, view.same_process))
     if not view.lease_alive:
         return Stop(leases.lost(attempt.id))
     missing = tuple(rank for rank in range(attempt.world_size) if rank not in view.manifests)
-    return Wait(missing) if missing else WriteFate()
+    return Wait(missing) if missing else WriteDecision()
 
 
 def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
@@ -145,19 +147,19 @@ def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
     commit = find_commit(store, attempt.commit_key)
     if commit is not None:
         return View(commit=commit)
-    ranks, fate = set(), None
+    ranks, decision = set(), None
     for info in store.list(names.attempt(attempt.run, attempt.timeline, attempt.step, attempt.id)):
         parsed = names.parse_step_key(info.key)
         if parsed is not None and parsed.kind == "manifest":
             ranks.add(parsed.rank)
         elif parsed is not None:
-            fate = read(store, info.key, Fate)
-    newer = timeline.newest_after(store, attempt.run, attempt.timeline) if fate is None else None
+            decision = read(store, info.key, Decision)
+    newer = timeline.newest_after(store, attempt.run, attempt.timeline) if decision is None else None
     same = newer is not None and timeline.is_of_same_process(store, attempt.run, attempt.timeline, newer)
-    return View(frozenset(ranks), fate, None, newer, lease_alive, same)
+    return View(frozenset(ranks), decision, None, newer, lease_alive, same)
 
 
-def nobody(ranks: Sequence[int]) -> str:
+def none_known(ranks: Sequence[int]) -> str:
     """Nothing is known of other ranks."""
     return ""
 
@@ -169,7 +171,7 @@ def finish(
     *,
     timeout: float,
     rank: int = 0,
-    gone: Gone = nobody,
+    gone: Gone = none_known,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Commit:
     """Take the attempt from "my manifest is written" to committed; wait at most `timeout` seconds for other ranks.
@@ -193,11 +195,11 @@ def finish(
                 if view.commit is not None and view.commit.attempt == attempt.id:  # a tombstone now
                     return view.commit
                 raise error
-            case WriteFate():
+            case WriteDecision():
                 if waited and turn is None:
                     pause, turn = _POLL, min(clock.monotonic() + _TURN_SECONDS * (1 + rank), deadline)
                 if turn is None or clock.monotonic() >= turn:
-                    write_fate(store, attempt, lease)
+                    write_decision(store, attempt, lease)
                 else:
                     pause = _sleep(clock, pause, turn)
             case WriteCommit():
@@ -219,20 +221,20 @@ def _sleep(clock: Clock, pause: float, until: float) -> float:
     return min(pause * 1.5, _POLL_MAX)
 
 
-def write_fate(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
+def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
     """Check every rank's manifest and seal the fate. Losing the race is fine: the fate is then another rank's."""
     digests = _sound_manifests(store, attempt)
-    _before_fate()
+    _before_decision()
     lease.require_alive()
-    document = Fate(attempt=attempt.id, fate="commit", manifests=tuple(d.hex() for d in digests))
-    store.put_if_absent(attempt.fate_key, encode(document))
-    _fate_written()
+    document = Decision(attempt=attempt.id, outcome="commit", manifests=tuple(d.hex() for d in digests))
+    store.put_if_absent(attempt.decision_key, encode(document))
+    _decision_written()
 
 
 def abort(store: Store, attempt: Attempt, reason: str) -> None:
     """Seal the attempt as one that never becomes a step, unless its fate is sealed already."""
-    document = Fate(attempt=attempt.id, fate="abort", reason=reason[:_REASON_CHARACTERS])
-    store.put_if_absent(attempt.fate_key, encode(document))
+    document = Decision(attempt=attempt.id, outcome="abort", reason=reason[:_REASON_CHARACTERS])
+    store.put_if_absent(attempt.decision_key, encode(document))
 
 
 def abort_without(store: Store, attempt: Attempt, gone: Gone) -> None:
@@ -261,10 +263,10 @@ def find_commit(store: Store, key: str) -> Commit | None:
     return found
 
 
-def find_fate(store: Store, key: str) -> Fate | None:
+def find_decision(store: Store, key: str) -> Decision | None:
     """The attempt's fate, or None while it has none."""
     try:
-        return read(store, key, Fate)
+        return read(store, key, Decision)
     except NotFoundError:
         return None
 
@@ -273,8 +275,8 @@ def recognise(store: Store, attempt: Attempt) -> Commit | None:
     """COMMIT of a step whose saver may be gone, after finishing it if its fate is sealed; None when it is not complete."""
     commit = find_commit(store, attempt.commit_key)
     if commit is None:
-        fate = find_fate(store, attempt.fate_key)
-        if fate is None or fate.fate != "commit":
+        decision = find_decision(store, attempt.decision_key)
+        if decision is None or decision.outcome != "commit":
             return None
         write_commit(store, attempt)
         commit = find_commit(store, attempt.commit_key)
@@ -320,9 +322,9 @@ def _taken(attempt: Attempt, commit: Commit) -> ConflictError:
     )
 
 
-def _aborted(attempt: Attempt, fate: Fate) -> FinalError:
+def _aborted(attempt: Attempt, decision: Decision) -> FinalError:
     return FinalError(
-        f"{attempt}: attempt {attempt.id} was aborted: {fate.reason or 'its lease was over'}", hint="save again"
+        f"{attempt}: attempt {attempt.id} was aborted: {decision.reason or 'its lease was over'}", hint="save again"
     )
 
 

@@ -263,15 +263,15 @@ def manifests_like(
 def sealed(store: Store, run: str, base: Base) -> Sealed:
     """What the step's fate says."""
     where = Attempt(run, base.timeline, base.step, base.attempt, 0)
-    fate = commit.find_fate(store, where.fate_key)
-    if fate is None:
-        raise CorruptionError(f"{where.fate_key} is missing although its step is committed")
-    if fate.fate != "commit" or not fate.manifests or fate.attempt != base.attempt:
-        raise CorruptionError(f"{where.fate_key} does not commit the attempt that COMMIT names")
+    decision = commit.find_decision(store, where.decision_key)
+    if decision is None:
+        raise CorruptionError(f"{where.decision_key} is missing although its step is committed")
+    if decision.outcome != "commit" or not decision.manifests or decision.attempt != base.attempt:
+        raise CorruptionError(f"{where.decision_key} does not commit the attempt that COMMIT names")
     try:
-        return Sealed(run, base, where, tuple(bytes.fromhex(each) for each in fate.manifests))
+        return Sealed(run, base, where, tuple(bytes.fromhex(each) for each in decision.manifests))
     except ValueError:  # of a document without a digest of its own, as older ones are
-        raise CorruptionError(f"{where.fate_key} names manifests by what is no digest") from None
+        raise CorruptionError(f"{where.decision_key} names manifests by what is no digest") from None
 
 
 def read(store: Store, found: Sealed, ranks: Sequence[int], take: Callable[[int, bytes], T]) -> list[T]:
@@ -286,11 +286,11 @@ def together(found: Sealed, given: Sequence[Manifest]) -> Step:
     for each in given:
         if each.world_size != len(given):
             raise CorruptionError(
-                f"{found.attempt.fate_key} names {len(given)} manifests of a world of {each.world_size}"
+                f"{found.attempt.decision_key} names {len(given)} manifests of a world of {each.world_size}"
             )
     what = manifests.check_shards(given)
     if what is not None:
-        raise CorruptionError(f"{found.attempt.fate_key}: {what}", hint="run `headrace ckpt check`")
+        raise CorruptionError(f"{found.attempt.decision_key}: {what}", hint="run `headrace ckpt check`")
     return Step(found.run, found.base, tuple(given))
 
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import Commit, Condemned, Fate, Lease, StepOfRun, read
+from headrace.checkpoint.format.documents import Commit, Decision, Lease, PendingDelete, StepOfRun, read
 from headrace.checkpoint.format.names import StepKey
 from headrace.checkpoint.repository import commit as commits
 from headrace.dataio.core.errors import NotFoundError
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class SeenLease:
     """A lease, its key, and when the store says that it was written last."""
 
     key: str
@@ -48,25 +48,25 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SeenRecord:
     """A collector's record, and when the store says that it was written."""
 
-    condemned: Condemned
+    pending_deletes: PendingDelete
     modified: float
 
 
 @dataclass(slots=True)
-class Seen:
+class SeenAttempt:
     """One attempt: its step, the ranks whose manifest is there, its fate if it has one."""
 
     step: StepOfRun
     attempt: str
     ranks: set[int] = field(default_factory=set)
-    fate: Fate | None = None
+    decision: Decision | None = None
 
     def manifest_keys(self) -> list[str]:
         """Of a committed attempt all that its fate names, else those that were listed."""
-        s, known = self.step, len(self.fate.manifests) if self.fate else 0
+        s, known = self.step, len(self.decision.manifests) if self.decision else 0
         return [
             names.manifest(s.run, s.timeline, s.step, self.attempt, r) for r in sorted({*self.ranks, *range(known)})
         ]
@@ -77,8 +77,8 @@ class Seen:
         return [names.manifest(s.run, s.timeline, s.step, self.attempt, rank) for rank in sorted(self.ranks)]
 
     @property
-    def fate_key(self) -> str:
-        return names.fate(self.step.run, self.step.timeline, self.step.step, self.attempt)
+    def decision_key(self) -> str:
+        return names.decision(self.step.run, self.step.timeline, self.step.step, self.attempt)
 
 
 @dataclass(slots=True)
@@ -86,16 +86,16 @@ class Inventory:
     """What was seen. `packs`: by attempt, every pack's object; `leases`: by attempt, as several processes may hold one on it;
     `records`: collectors' records by key; `tombstones`: when each was written."""
 
-    attempts: dict[str, Seen] = field(default_factory=dict)
+    attempts: dict[str, SeenAttempt] = field(default_factory=dict)
     commits: dict[StepOfRun, Commit] = field(default_factory=dict)
-    leases: dict[str, list[Held]] = field(default_factory=lambda: defaultdict(list))
+    leases: dict[str, list[SeenLease]] = field(default_factory=lambda: defaultdict(list))
     tombstones: dict[StepOfRun, float] = field(default_factory=dict)
-    records: dict[str, Record] = field(default_factory=dict)
+    records: dict[str, SeenRecord] = field(default_factory=dict)
     packs: dict[str, list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
 
-    def condemned(self) -> set[StepOfRun]:
+    def pending_deletes(self) -> set[StepOfRun]:
         """Steps that unfinished collections name."""
-        return {step for record in self.records.values() for step in record.condemned.steps}
+        return {step for record in self.records.values() for step in record.pending_deletes.steps}
 
 
 class Reader:
@@ -103,7 +103,7 @@ class Reader:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._fates: dict[str, Fate] = {}
+        self._decisions: dict[str, Decision] = {}
         self._tombstones: dict[str, Commit] = {}
         self._packs: dict[str, frozenset[str]] = {}
         self._leases: set[str] = set()
@@ -112,10 +112,10 @@ class Reader:
         """Everything, in the order that the module's text gives."""
         seen = Inventory()
         self._look_at_commits(seen)
-        fated = self._list_attempts(seen)
+        decided = self._list_attempts(seen)
         for held in self._many(self._lease, self._listed_leases()):
             seen.leases[held.lease.attempt].append(held)
-        self._look_at_fates(seen, fated)
+        self._read_decisions(seen, decided)
         for key, record in self._many(self._record, list(self._store.list(names.GC))):
             seen.records[key] = record
         for info in self._store.list(names.PACKS):
@@ -128,7 +128,7 @@ class Reader:
         keys = map(names.parse_step_key, self._tombstones)
         return [StepOfRun(key.run, key.timeline, key.step) for key in keys if key is not None]
 
-    def packs_of(self, attempts: Iterable[Seen]) -> set[str] | None:
+    def packs_of(self, attempts: Iterable[SeenAttempt]) -> set[str] | None:
         """Keys of all packs that the manifests of these attempts name; None when one of them is not there (any more)."""
         keys = {key for attempt in attempts for key in attempt.manifest_keys()}
         fresh = [key for key in keys if key not in self._packs]
@@ -154,28 +154,28 @@ class Reader:
                 kept[info.key] = commit
         self._tombstones = kept
 
-    def _list_attempts(self, seen: Inventory) -> list[Seen]:
-        fated = []
+    def _list_attempts(self, seen: Inventory) -> list[SeenAttempt]:
+        decided = []
         for key, _ in self._step_keys():
             if key.kind == "commit":
                 continue
             step = StepOfRun(key.run, key.timeline, key.step)
-            attempt = seen.attempts.setdefault(key.attempt, Seen(step, key.attempt))
+            attempt = seen.attempts.setdefault(key.attempt, SeenAttempt(step, key.attempt))
             if key.kind == "fate":
-                fated.append(attempt)
+                decided.append(attempt)
             else:
                 attempt.ranks.add(key.rank)
-        return fated
+        return decided
 
-    def _look_at_fates(self, seen: Inventory, fated: list[Seen]) -> None:
-        for attempt in fated:  # one whose fate is gone by now was removed by another collector
+    def _read_decisions(self, seen: Inventory, decided: list[SeenAttempt]) -> None:
+        for attempt in decided:  # one whose fate is gone by now was removed by another collector
             del seen.attempts[attempt.attempt]
         kept = {}
-        for attempt, fate in self._many(self._fate, fated):
-            attempt.fate = fate
+        for attempt, decision in self._many(self._decision, decided):
+            attempt.decision = decision
             seen.attempts[attempt.attempt] = attempt
-            kept[attempt.fate_key] = fate
-        self._fates = kept
+            kept[attempt.decision_key] = decision
+        self._decisions = kept
 
     def _listed_leases(self) -> list[ObjectInfo]:
         listed = list(self._store.list(names.LEASES))
@@ -198,9 +198,9 @@ class Reader:
         with ThreadPoolExecutor(min(_THREADS, len(items)), thread_name_prefix="headrace-look") as pool:
             yield from (found for found in pool.map(work, items) if found is not None)
 
-    def _lease(self, info: ObjectInfo) -> Held | None:
+    def _lease(self, info: ObjectInfo) -> SeenLease | None:
         try:
-            return Held(info.key, read(self._store, info.key, Lease), info.modified)
+            return SeenLease(info.key, read(self._store, info.key, Lease), info.modified)
         except NotFoundError:
             return None
 
@@ -212,16 +212,16 @@ class Reader:
             return None
         return StepOfRun(key.run, key.timeline, key.step), info, commit
 
-    def _fate(self, seen: Seen) -> tuple[Seen, Fate] | None:
-        key = seen.fate_key
+    def _decision(self, seen: SeenAttempt) -> tuple[SeenAttempt, Decision] | None:
+        key = seen.decision_key
         try:
-            return seen, self._fates.get(key) or read(self._store, key, Fate)
+            return seen, self._decisions.get(key) or read(self._store, key, Decision)
         except NotFoundError:
             return None
 
-    def _record(self, info: ObjectInfo) -> tuple[str, Record] | None:
+    def _record(self, info: ObjectInfo) -> tuple[str, SeenRecord] | None:
         try:
-            return info.key, Record(read(self._store, info.key, Condemned), info.modified)
+            return info.key, SeenRecord(read(self._store, info.key, PendingDelete), info.modified)
         except NotFoundError:  # that collector is done
             return None
 

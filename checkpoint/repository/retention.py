@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import Commit, Fate, Policy, StepName, StepOfRun
-from headrace.checkpoint.repository.inventory import Held, Inventory, Seen
+from headrace.checkpoint.format.documents import Commit, Decision, Policy, StepName, StepOfRun
+from headrace.checkpoint.repository.inventory import Inventory, SeenAttempt, SeenLease
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.store.base import ObjectInfo
 
@@ -48,7 +48,7 @@ class Keep:
         return cls(policy.last, policy.every, policy.tags)
 
 
-def doomed(
+def steps_to_delete(
     keep: Keep, branch: Sequence[StepName], others: Iterable[StepName], tagged: Mapping[StepName, Iterable[str]]
 ) -> set[StepName]:
     """The steps to let go. `branch`: what readers see, newest first; `others`: steps of abandoned timelines."""
@@ -93,63 +93,69 @@ class Plan:
         return not (self.tombstones or self.aborted or self.objects)
 
 
-def is_over(held: Held, now: float) -> bool:
+def is_over(held: SeenLease, now: float) -> bool:
     """Whether the lease's life has passed since it was written, both by the store's clock (`now` is the store's)."""
     return now - held.modified > held.lease.life + SLACK_SECONDS
 
 
-def to_fence(seen: Inventory, now: float) -> list[Seen]:
+def to_fence(seen: Inventory, now: float) -> list[SeenAttempt]:
     """Attempts without a fate whose lease is over, or gone."""
     named = dict(seen.attempts)
     for attempt, (held, *_) in seen.leases.items():
         if attempt not in named and not held.reads_only:
             lease = held.lease
-            named[attempt] = Seen(StepOfRun(lease.run, lease.timeline, lease.step), attempt)
+            named[attempt] = SeenAttempt(StepOfRun(lease.run, lease.timeline, lease.step), attempt)
     return [
-        each for each in named.values() if each.fate is None and not _is_alive(seen.leases.get(each.attempt, ()), now)
+        each
+        for each in named.values()
+        if each.decision is None and not _is_alive(seen.leases.get(each.attempt, ()), now)
     ]
 
 
-def _is_alive(leases: Iterable[Held], now: float) -> bool:
+def _is_alive(leases: Iterable[SeenLease], now: float) -> bool:
     """Whether an attempt with these leases may go on."""
     return any(not is_over(held, now) for held in leases)
 
 
-def spared(seen: Inventory, condemned: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
-    """Condemned steps that a living attempt or reader leans on.
+def spared(seen: Inventory, pending_deletes: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
+    """PendingDelete steps that a living attempt or reader leans on.
 
     An attempt lives as long as one of its leases does, and is not fenced then. So all that its leases name is spared: the holder
     of one that is over may renew it.
     """
     alive = [held for leases in seen.leases.values() if _is_alive(leases, now) for held in leases]
-    return set(condemned) & {base.of(held.lease.run) for held in alive for base in held.lease.bases}
+    return set(pending_deletes) & {base.of(held.lease.run) for held in alive for base in held.lease.bases}
 
 
-def unfinished(seen: Inventory) -> list[Seen]:
+def unfinished(seen: Inventory) -> list[SeenAttempt]:
     """Attempts that are complete and whose step has no COMMIT yet."""
-    return [a for a in seen.attempts.values() if a.fate and a.fate.fate == "commit" and a.step not in seen.commits]
+    return [
+        a
+        for a in seen.attempts.values()
+        if a.decision and a.decision.outcome == "commit" and a.step not in seen.commits
+    ]
 
 
-def is_dead(seen: Inventory, attempt: Seen) -> bool:
+def is_dead(seen: Inventory, attempt: SeenAttempt) -> bool:
     """Whether nothing of the attempt is needed for its own sake."""
-    if attempt.fate is None:
+    if attempt.decision is None:
         return False
     commit = seen.commits.get(attempt.step)
-    if attempt.fate.fate != "commit" or commit is None:
-        return attempt.fate.fate != "commit"
+    if attempt.decision.outcome != "commit" or commit is None:
+        return attempt.decision.outcome != "commit"
     return commit.tombstone or _lost(seen, attempt, commit)
 
 
-def _lost(seen: Inventory, attempt: Seen, commit: Commit) -> bool:
+def _lost(seen: Inventory, attempt: SeenAttempt, commit: Commit) -> bool:
     """Whether COMMIT names another attempt, and that one is there and complete."""
     winner = seen.attempts.get(commit.attempt)
     if winner is None or winner is attempt or winner.step != attempt.step:
         return False
-    return winner.fate is not None and winner.fate.fate == "commit"
+    return winner.decision is not None and winner.decision.outcome == "commit"
 
 
 def garbage(
-    seen: Inventory, packs_of: Callable[[Iterable[Seen]], set[str] | None], now: float
+    seen: Inventory, packs_of: Callable[[Iterable[SeenAttempt]], set[str] | None], now: float
 ) -> tuple[list[tuple[str, int]], int]:
     """((key, bytes) of what goes, bytes of the packs that stay)."""
     live = [attempt for attempt in seen.attempts.values() if not is_dead(seen, attempt)]
@@ -172,27 +178,27 @@ def _may_go(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool
     """Whether a pack that no live manifest names may go."""
     known = seen.attempts.get(attempt)
     if known is not None:
-        return known.fate is not None
+        return known.decision is not None
     return attempt not in seen.leases and now - pack.modified > ORPHAN_SECONDS
 
 
 def _small(seen: Inventory, gone: set[str], now: float) -> list[tuple[str, int]]:
     """Documents that protect nothing any more."""
-    return [(key, 0) for key in (*_leases(seen, now), *_fates(seen, gone), *_tombstones(seen, now))]
+    return [(key, 0) for key in (*_leases(seen, now), *_decisions(seen, gone), *_tombstones(seen, now))]
 
 
 def _leases(seen: Inventory, now: float) -> list[str]:
     """Leases of attempts with a fate, and of readers that are gone."""
     over = [(a, held) for a, leases in seen.leases.items() for held in leases if is_over(held, now)]
-    return sorted(held.key for a, held in over if held.reads_only or (a in seen.attempts and seen.attempts[a].fate))
+    return sorted(held.key for a, held in over if held.reads_only or (a in seen.attempts and seen.attempts[a].decision))
 
 
-def _fates(seen: Inventory, gone: set[str]) -> list[str]:
+def _decisions(seen: Inventory, gone: set[str]) -> list[str]:
     """Fates under tombstones, which fence by themselves; while others need a pack of the attempt, its fate explains the pack."""
     return [
-        a.fate_key
+        a.decision_key
         for a in seen.attempts.values()
-        if a.fate is not None
+        if a.decision is not None
         and a.step in seen.tombstones
         and all(pack.key in gone for pack in seen.packs.get(a.attempt, ()))
     ]
@@ -207,17 +213,17 @@ def _tombstones(seen: Inventory, now: float) -> list[str]:
 
 def foresee(
     seen: Inventory,
-    condemned: Iterable[StepOfRun],
-    packs_of: Callable[[Iterable[Seen]], set[str] | None],
+    pending_deletes: Iterable[StepOfRun],
+    packs_of: Callable[[Iterable[SeenAttempt]], set[str] | None],
     now: float,
 ) -> Plan:
     """What a collection that began now would do, if nothing else happened meanwhile."""
-    wanted = to_remove(seen, condemned)
+    wanted = to_remove(seen, pending_deletes)
     safe = spared(seen, wanted, now)
     fenced = to_fence(seen, now)
     after = replace(seen, attempts=dict(seen.attempts), commits=dict(seen.commits), tombstones=dict(seen.tombstones))
     for attempt in fenced:
-        after.attempts[attempt.attempt] = replace(attempt, fate=Fate(attempt=attempt.attempt, fate="abort"))
+        after.attempts[attempt.attempt] = replace(attempt, decision=Decision(attempt=attempt.attempt, outcome="abort"))
     for step in wanted - safe:
         after.commits[step] = Commit(step=step.step, tombstone=True)
         after.tombstones[step] = now
@@ -231,9 +237,9 @@ def foresee(
     )
 
 
-def to_remove(seen: Inventory, condemned: Iterable[StepOfRun]) -> set[StepOfRun]:
+def to_remove(seen: Inventory, pending_deletes: Iterable[StepOfRun]) -> set[StepOfRun]:
     """Of the condemned, also by earlier collections that did not end, those that are there; at most `MOST_STEPS`."""
-    there = [step for step in {*condemned, *seen.condemned()} if _is_step(seen, step)]
+    there = [step for step in {*pending_deletes, *seen.pending_deletes()} if _is_step(seen, step)]
     return set(sorted(there, key=order)[:MOST_STEPS])
 
 

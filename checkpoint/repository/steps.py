@@ -17,7 +17,16 @@ from difflib import SequenceMatcher
 from itertools import islice
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import FORMAT_SUFFIX, Base, Commit, Condemned, Repo, StepName, encode, read
+from headrace.checkpoint.format.documents import (
+    FORMAT_SUFFIX,
+    Base,
+    Commit,
+    PendingDelete,
+    Repo,
+    StepName,
+    encode,
+    read,
+)
 from headrace.checkpoint.repository import commit, tag_records, timeline
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.timeline import Segment
@@ -40,12 +49,12 @@ _repo_created = declare("ckpt.repo-created", "an empty repository")
 
 
 @dataclass(slots=True)
-class StepSeen:
-    """The objects of one step as listed. `ranks[attempt]`: whose manifests are there; `fated`: attempts with a fate."""
+class ListedStep:
+    """The objects of one step as listed. `ranks[attempt]`: whose manifests are there; `decided`: attempts with a fate."""
 
     committed: bool = False
     ranks: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    fated: list[str] = field(default_factory=list)
+    decided: list[str] = field(default_factory=list)
 
 
 class MissingStepError(NotFoundError, FileNotFoundError):
@@ -85,9 +94,9 @@ def runs(store: Store, most: int | None = None) -> list[str]:
     return sorted({name_and_number[0] for name_and_number in parsed if name_and_number})
 
 
-def scan(store: Store, run: str, number: int) -> dict[int, StepSeen]:
+def scan(store: Store, run: str, number: int) -> dict[int, ListedStep]:
     """What is listed of every step of a timeline."""
-    found: dict[int, StepSeen] = defaultdict(StepSeen)
+    found: dict[int, ListedStep] = defaultdict(ListedStep)
     for info in store.list(names.timeline_steps(run, number)):
         key = names.parse_step_key(info.key)
         if key is None:
@@ -96,17 +105,17 @@ def scan(store: Store, run: str, number: int) -> dict[int, StepSeen]:
         if key.kind == "commit":
             seen.committed = True
         elif key.kind == "fate":
-            seen.fated.append(key.attempt)
+            seen.decided.append(key.attempt)
         else:
             seen.ranks[key.attempt].add(key.rank)
     return dict(found)
 
 
-def settle(store: Store, run: str, number: int, at: int, seen: StepSeen) -> Base | None:
+def settle(store: Store, run: str, number: int, at: int, seen: ListedStep) -> Base | None:
     """The attempt that is this step, after finishing what was complete; None when there is none."""
     if seen.committed:
         return _base_of(commit.find_commit(store, names.commit(run, number, at)), number)
-    for attempt_id in sorted(seen.fated):
+    for attempt_id in sorted(seen.decided):
         found = _recognise(store, Attempt(run, number, at, attempt_id, 0))
         if found is not None:
             return found
@@ -273,7 +282,7 @@ def _newest_listed(store: Store, run: str) -> tuple[int, int]:
     """(timeline, step) of the newest step that is committed or complete, also when it is removed, in the newest timeline."""
     number = max(timeline.numbers(store, run), default=0)
     listed = scan(store, run, number) if number else {}
-    return number, max((at for at, seen in listed.items() if seen.committed or seen.fated), default=-1)
+    return number, max((at for at, seen in listed.items() if seen.committed or seen.decided), default=-1)
 
 
 def _say_what_is_hidden(store: Store, run: str) -> None:
@@ -297,21 +306,21 @@ def settled(store: Store, run: str, attempt: Base) -> bool:
     return found is not None and found.attempt == attempt.attempt
 
 
-def scan_one(store: Store, run: str, number: int, step: int) -> StepSeen | None:
+def scan_one(store: Store, run: str, number: int, step: int) -> ListedStep | None:
     """What is listed of one step."""
-    seen = StepSeen()
+    seen = ListedStep()
     for info in store.list(names.step(run, number, names.check_step(step))):
         key = names.parse_step_key(info.key)
         if key is not None and key.kind == "commit":
             seen.committed = True
         elif key is not None and key.kind == "fate":
-            seen.fated.append(key.attempt)
-    return seen if seen.committed or seen.fated else None
+            seen.decided.append(key.attempt)
+    return seen if seen.committed or seen.decided else None
 
 
 def require_there(store: Store, run: str, base: Base) -> None:
     """Raise `NotFoundError` when the step is removed, or being removed. Whoever leans on it wrote a lease before asking."""
-    going = (run, base.timeline, base.step) in condemned(store)
+    going = (run, base.timeline, base.step) in pending_deletes(store)
     if going or is_removed(store, run, base):
         raise removed(run, base.step)
 
@@ -327,10 +336,10 @@ def removed(run: str, step: int) -> NotFoundError:
     return NotFoundError(f"step {step} of run {run} is being removed by retention", hint="restore a later step")
 
 
-def condemned(store: Store) -> set[tuple[str, int, int]]:
+def pending_deletes(store: Store) -> set[tuple[str, int, int]]:
     """(run, timeline, step) of what collectors are about to remove."""
     found: set[tuple[str, int, int]] = set()
     for info in store.list(names.GC):
         with suppress(NotFoundError):  # a collector that is done deletes its record
-            found |= {(s.run, s.timeline, s.step) for s in read(store, info.key, Condemned).steps}
+            found |= {(s.run, s.timeline, s.step) for s in read(store, info.key, PendingDelete).steps}
     return found

@@ -38,7 +38,7 @@ _process, _numbers = names.new_id(), itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class WriterState:
     """A writer before a save. `timeline`: the one that it saved in last, 0 for none; `restored`: the step that it restored since,
     while timeline `since` was the newest (0: at any time); `anew`: whether it may begin the run without a past; `handed_on`:
     whether other processes save for this one, so that the job's last timeline is to be looked for; `again`: whether it may save
@@ -54,7 +54,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SaveTarget:
     """Where a save goes. `base`: a step to leave out what has not changed since, None for the first one; `newer`: a step of the
     same timeline that stays the latest."""
 
@@ -107,15 +107,15 @@ os.register_at_fork(after_in_child=is_new_process)
 
 
 def place(
-    store: Store, run: str, step: int, standing: Standing, hold: Callable[[Base], object] = lambda _: None
-) -> Place:
+    store: Store, run: str, step: int, standing: WriterState, hold: Callable[[Base], object] = lambda _: None
+) -> SaveTarget:
     """The timeline to save `step` in, opened if need be. `hold` is called before with the step that it begins at, and raises
     `NotFoundError` when that is being removed."""
     removed: NotFoundError | None = None
     for _ in range(_TRIES):
         found = _look(store, run, step, standing)
         if found.timeline:
-            return Place(found.timeline, found.base, found.newer)
+            return SaveTarget(found.timeline, found.base, found.newer)
         if found.parent is not None:
             try:
                 hold(found.parent)
@@ -124,7 +124,7 @@ def place(
                 continue
         parent = None if found.parent is None else StepName(found.parent.timeline, found.parent.step)
         if timeline.take(store, run, found.following, parent, standing.writer):
-            return Place(found.following, found.base)
+            return SaveTarget(found.following, found.base)
     if removed is not None:
         raise ConflictError(
             f"run {run}: what step {step} goes on from was removed by retention meanwhile: {removed.message}",
@@ -136,7 +136,7 @@ def place(
     )
 
 
-def _look(store: Store, run: str, step: int, standing: Standing) -> _Found:
+def _look(store: Store, run: str, step: int, standing: WriterState) -> _Found:
     line = timeline.history(store, run)
     if not line:
         return _Found(0, 1, None, None)

@@ -30,7 +30,7 @@ from headrace.checkpoint.repository.commit import Attempt, FinalError
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.saving import plan as plans
 from headrace.checkpoint.saving.plan import Committing, Done, Event, PutPlan, Released, failed, to_json
-from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.checkpoint.saving.progress import ProgressFile, RecordingStore
 from headrace.checkpoint.saving.upload import ArenaBytes, manifest_of, upload
 from headrace.checkpoint.tier import saving
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
@@ -44,7 +44,7 @@ from headrace.dataio.store.wrappers import PausableUploads
 
 _ANY_BYTES = 1 << 62
 
-_started = declare("ckpt.carry-started", "nothing of the attempt is stored")
+_started = declare("ckpt.commit-started", "nothing of the attempt is stored")
 _leased = declare("ckpt.lease-written", "only the lease is there: invisible")
 _packs_written = declare("ckpt.packs-written", "all packs are there, no manifest: invisible")
 _arena_released = declare(
@@ -54,7 +54,7 @@ _manifest_written = declare("ckpt.manifest-written", "packs and this rank's mani
 _lease_deleted = declare("ckpt.lease-deleted", "committed, nothing left to do")
 
 
-def carry(
+def commit_staged(
     arena: ArenaBytes | None,
     plan: bytes,
     emit: Callable[[Event], None],
@@ -63,7 +63,7 @@ def carry(
     shelf: LocalTier | None = None,
     progress: ProgressFile | None = None,
     gate: Callable[[], None] | None = None,
-    gone: commit.Gone = commit.nobody,
+    gone: commit.Gone = commit.none_known,
     clock: Clock = SYSTEM_CLOCK,
 ) -> dict[str, object]:
     """Commit the plan's step and return what happened; `store` when the caller has it open already; `shelf` is the node's
@@ -75,13 +75,13 @@ def carry(
     decoded = plans.decode(plan, len(arena) if arena is not None else _ANY_BYTES)
     book = progress or ProgressFile(None)
     if store is not None:
-        return _carry(arena, decoded, emit, store, shelf, book, gone, clock)
+        return _commit_staged(arena, decoded, emit, store, shelf, book, gone, clock)
     with open_location(decoded.location.to_location()) as opened:
         sending = PausableUploads(opened, gate) if gate is not None else opened
-        return _carry(arena, decoded, emit, Logged(sending, book), shelf, book, gone, clock)
+        return _commit_staged(arena, decoded, emit, RecordingStore(sending, book), shelf, book, gone, clock)
 
 
-def _carry(
+def _commit_staged(
     arena: ArenaBytes | None,
     plan: PutPlan,
     emit: Callable[[Event], None],
@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gate = partial(pass_by, options.gate_fd) if options.gate_fd >= 0 else None
     try:
         shelf, plan = saving.shelf_of(options), _read_plan(options.plan_fd)
-        result = carry(_mapped(options.arena_fd), plan, _print, shelf=shelf, progress=progress, gate=gate)
+        result = commit_staged(_mapped(options.arena_fd), plan, _print, shelf=shelf, progress=progress, gate=gate)
     except HeadraceError as error:
         _print(failed(error, again=_may_succeed_later(error)))
         return error.exit_code

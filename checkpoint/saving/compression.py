@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from headrace.checkpoint.format import chunking, codec
 from headrace.checkpoint.format.chunking import Layout, PieceSpan, TensorSpec
 from headrace.checkpoint.format.manifest import DELTAS, PLANES, RAW, ZSTD
-from headrace.checkpoint.saving.dedup import Bases, Stored
+from headrace.checkpoint.saving.dedup import DeltaBases, Stored
 from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.store.base import Buffer
 
@@ -91,7 +91,7 @@ def measure_difference(payload: memoryview, base: memoryview, kind: int, reading
     return Sample(kind, size / max(total, 1), (time.thread_time() - began) / max(total, 1) + reading / len(payload))
 
 
-def worth_leaning(difference: Sample, alone: Sequence[Sample]) -> bool:
+def worth_delta(difference: Sample, alone: Sequence[Sample]) -> bool:
     """Whether the difference is so small that it beats a new base, to which later chunks would have smaller ones. Pure."""
     return difference.ratio < _KEY_FRAME * min([1.0, *(sample.ratio for sample in alone)])
 
@@ -105,7 +105,7 @@ class Packed:
     base: Stored | None = None
 
 
-class Upload:
+class UploadSpeed:
     """How fast the store takes bytes: counted where it is waited for. `hint`: what an earlier save found."""
 
     def __init__(self, hint: float = 0.0) -> None:
@@ -125,7 +125,7 @@ class Upload:
         return self._hint or None
 
 
-class Choice:
+class CodecChooser:
     """The codec of every piece of one save. Asked from several threads; a tensor is measured once."""
 
     def __init__(
@@ -134,9 +134,9 @@ class Choice:
         specs: Sequence[TensorSpec],
         layout: Layout,
         spans: Sequence[Sequence[PieceSpan]],
-        upload: Upload,
+        upload: UploadSpeed,
         threads: int,
-        bases: Bases | None = None,
+        bases: DeltaBases | None = None,
     ) -> None:
         self._compression, self._upload, self._threads, self._bases = compression, upload, threads, bases
         self._tensor_of = {
@@ -183,7 +183,7 @@ class Choice:
         if base is None:
             return []
         found = measure_difference(payload, base, kinds[0], time.perf_counter() - began)
-        return [found] if worth_leaning(found, alone) else []
+        return [found] if worth_delta(found, alone) else []
 
     def _difference(self, piece: int, payload: memoryview, kind: int) -> Packed:
         """Of a tensor whose first new chunk was worth it; whole where this one has no base, or gains nothing by it."""

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from headrace.checkpoint.format.chunking import Layout, TensorSpec
-from headrace.checkpoint.gc_pause import held_off
+from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.saving.arena import Arena
 from headrace.checkpoint.saving.copy_threads import LATE, PIECE, Crew
 from headrace.checkpoint.state.kinds import as_bits, has_plain_memory
@@ -71,7 +71,7 @@ class Copying:
         self._watched = [(specs[i].name, tensors[i], tensors[i]._version) for i in late]
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._todo: deque[list[_Copy]] = deque()
-        with held_off():
+        with gc_paused():
             rows = [(tensors[i], at, i in late) for i, at in enumerate(layout.offsets) if specs[i].nbytes]
             now, later = (_part(rows, of_late) for of_late in (False, True))
         try:
@@ -315,7 +315,7 @@ def _memory(tensor: Any) -> int | None:
         return None
 
 
-class Gates:
+class OptimizerGate:
     """Makes every known optimizer wait, before its step, for the copies that are on their way."""
 
     def __init__(self) -> None:
@@ -346,7 +346,7 @@ class Gates:
         self._hooks.clear()
 
 
-def _hook(gates: weakref.ref[Gates]) -> Any:
+def _hook(gates: weakref.ref[OptimizerGate]) -> Any:
     pid = os.getpid()
 
     def before_step(*_: object) -> None:

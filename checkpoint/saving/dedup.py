@@ -50,7 +50,7 @@ class Stored:
 
 
 @dataclass(slots=True)
-class Known:
+class KnownChunks:
     """Stored chunks by digest, and the bases that they come from."""
 
     chunks: dict[bytes, Stored] = field(default_factory=dict)
@@ -68,12 +68,12 @@ def shard_of(rank: int, tensor: Tensor | TensorSpec) -> Shard:
 
 def load(
     store: Store, run: str, bases: Sequence[Base], *, rank: int = 0, world_size: int = 1, replicas: bytes = b""
-) -> Known:
+) -> KnownChunks:
     """What `rank` may leave out. The caller's lease already names `bases`. `replicas`: as a manifest's."""
-    known = Known()
+    known = KnownChunks()
     if not bases:
         return known
-    going = repository.condemned(store)
+    going = repository.pending_deletes(store)
     for base in bases:
         at = base.of(run)
         if (at.run, at.timeline, at.step) in going:
@@ -89,7 +89,7 @@ def load(
     return known
 
 
-def _forget_nearly_dead(store: Store, run: str, known: Known) -> None:
+def _forget_nearly_dead(store: Store, run: str, known: KnownChunks) -> None:
     own = {base.attempt for base in known.bases}
     needed: dict[PackName, int] = defaultdict(int)
     for stored in known.chunks.values():
@@ -138,7 +138,7 @@ def _is_step(store: Store, run: str, base: Base) -> bool:
     return found is not None and not found.tombstone and found.attempt == base.attempt
 
 
-def _add(given: Sequence[Manifest], known: Known) -> None:
+def _add(given: Sequence[Manifest], known: KnownChunks) -> None:
     for manifest in given:
         stored = [Stored(manifest.packs[chunk.pack], chunk) for chunk in manifest.chunks]
         for chunk, on in manifest.links:
@@ -154,11 +154,16 @@ def _add(given: Sequence[Manifest], known: Known) -> None:
 _log = get_logger(__name__)
 
 
-class Bases:
+class DeltaBases:
     """By number of piece."""
 
     def __init__(
-        self, store: Store, known: Known, rank: int, specs: Sequence[TensorSpec], spans: Sequence[Sequence[PieceSpan]]
+        self,
+        store: Store,
+        known: KnownChunks,
+        rank: int,
+        specs: Sequence[TensorSpec],
+        spans: Sequence[Sequence[PieceSpan]],
     ) -> None:
         self._store = store
         self._of: dict[int, Stored] = {}
@@ -190,6 +195,6 @@ class Bases:
         c = base.chunk
         return codec.Link(c.digest, base.pack.attempt, base.pack.name, c.offset, c.stored, c.raw, c.codec)
 
-    def _add(self, known: Known, span: PieceSpan, base: Stored) -> None:
+    def _add(self, known: KnownChunks, span: PieceSpan, base: Stored) -> None:
         if span.start == 0 and span.length == base.chunk.raw and base.chunk.digest in known.chunks:
             self._of[span.piece] = base

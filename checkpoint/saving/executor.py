@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.saving import plan as plans
-from headrace.checkpoint.saving.commit_worker import carry, result_of
+from headrace.checkpoint.saving.commit_worker import commit_staged, result_of
 from headrace.checkpoint.saving.plan import Event, PutPlan, Released
 from headrace.checkpoint.saving.upload import ArenaBytes
 from headrace.checkpoint.tier.restoring import node_tier
@@ -45,7 +45,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Cargo:
+class StagedSave:
     """A staged save. `give_back` and `abandon` are the arena's; `handed_over` is told "sidecar" or "process".
 
     `arena_fd` is -1 for a state that comes in slices, which only this process can carry; `through` is how it then sees the store.
@@ -61,11 +61,11 @@ class Cargo:
     handed_over: Callable[[str], None]
     urgent: bool = False
     through: Callable[[Store], Store] = lambda store: store
-    gone: commit.Gone = commit.nobody
+    gone: commit.Gone = commit.none_known
     silent: commit.Gone | None = None
 
 
-class Carriers:
+class SaveExecutor:
     """Chooses the carrier for every save of one `Checkpointer`."""
 
     def __init__(
@@ -75,16 +75,16 @@ class Carriers:
         self._sidecar: Sidecar | None = None
         self._lock = threading.Lock()
 
-    def carry(self, cargo: Cargo) -> dict[str, object]:
+    def commit_staged(self, save: StagedSave) -> dict[str, object]:
         """Carry the save to its commit and return what happened; the arena is given back as soon as possible."""
-        sidecar, staged = self._hand_over(cargo)
-        cargo.handed_over("process" if staged is None else "sidecar")
+        sidecar, staged = self._hand_over(save)
+        save.handed_over("process" if staged is None else "sidecar")
         try:
             if sidecar is None or staged is None:
-                return self._here(cargo, shared=sidecar is not None)
-            return self._there(cargo, sidecar, staged)
+                return self._here(save, shared=sidecar is not None)
+            return self._there(save, sidecar, staged)
         except TransientError as error:
-            return self._look_again(cargo.plan, error)
+            return self._look_again(save.plan, error)
 
     def close(self) -> None:
         """End the connection to the sidecar; what it carries goes on."""
@@ -93,11 +93,11 @@ class Carriers:
                 self._sidecar.close()
             self._sidecar = None
 
-    def _hand_over(self, cargo: Cargo) -> tuple[Sidecar | None, Staged | None]:
+    def _hand_over(self, save: StagedSave) -> tuple[Sidecar | None, Staged | None]:
         """(sidecar, its job); without a job this process carries, and with a sidecar then the sidecar perhaps too."""
         if self._wanted is None:
             return None, None
-        if cargo.arena_fd < 0:
+        if save.arena_fd < 0:
             warn_once(_log, "the state comes in slices, which the sidecar does not take: saving inside this process")
             return None, None
         if not self._store.location.shareable:
@@ -110,7 +110,7 @@ class Carriers:
             warn_once(_log, "no sidecar answers: saving inside this process")
             return None, None
         try:
-            return sidecar, _stage(sidecar, cargo)
+            return sidecar, _stage(sidecar, save)
         except HeadraceError as error:
             warn_once(_log, f"the sidecar did not take the save over, saving inside this process: {error}")
             unsure = sidecar.broken or isinstance(error, DeadlineError)
@@ -125,33 +125,33 @@ class Carriers:
                     self._sidecar.reporting = self._meter.report
             return self._sidecar
 
-    def _here(self, cargo: Cargo, *, shared: bool) -> dict[str, object]:
+    def _here(self, save: StagedSave, *, shared: bool) -> dict[str, object]:
         """In this process; `shared`: a sidecar may be reading the arena as well, and may carry the same attempt."""
-        let_go, done = (cargo.abandon if shared else cargo.give_back), False
+        release, done = (save.abandon if shared else save.give_back), False
 
         def emit(event: Event) -> None:
             nonlocal done
             if isinstance(event, Released):
                 done = True
-                let_go()
+                release()
 
         try:
             with node_tier(self._wanted) as tier:
-                plan, shelf = plans.encode(cargo.plan), tier.shelf
-                store = cargo.through(self._store)
-                gone = commit.nobody if shared else cargo.gone
-                return carry(cargo.view(), plan, emit, store=store, shelf=shelf, gone=gone, clock=self._clock)
+                plan, shelf = plans.encode(save.plan), tier.shelf
+                store = save.through(self._store)
+                gone = commit.none_known if shared else save.gone
+                return commit_staged(save.view(), plan, emit, store=store, shelf=shelf, gone=gone, clock=self._clock)
         finally:
             if not done:
-                let_go()
+                release()
 
-    def _there(self, cargo: Cargo, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
+    def _there(self, save: StagedSave, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
         """Wait for the daemon's job, also through restarts of the daemon; when none comes back, carry it here."""
-        with self._watching(cargo):
-            return self._followed(cargo, sidecar, staged)
+        with self._watching(save):
+            return self._followed(save, sidecar, staged)
 
-    def _followed(self, cargo: Cargo, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
-        held = _Held(cargo)
+    def _followed(self, save: StagedSave, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
+        held = _ArenaOwner(save)
         for _ in range(ROUNDS):
             try:
                 staged.wait_released(CARRY_SECONDS)
@@ -161,7 +161,7 @@ class Carriers:
                 if not isinstance(error, TransientError) or not sidecar.broken:
                     held.abandon()
                     raise
-                found = self._found_again(cargo, staged.token, error, held.given)
+                found = self._found_again(save, staged.token, error, held.given)
             if isinstance(found, dict):
                 held.abandon()
                 return found
@@ -169,17 +169,17 @@ class Carriers:
                 break
             sidecar, staged = found
         if held.given:
-            raise _without_daemon(cargo.plan)
-        return self._here(cargo, shared=True)
+            raise _without_daemon(save.plan)
+        return self._here(save, shared=True)
 
     @contextlib.contextmanager
-    def _watching(self, cargo: Cargo) -> Iterator[None]:
+    def _watching(self, save: StagedSave) -> Iterator[None]:
         """Abort, for all who wait, when the node of a rank that has not come is lost, which no daemon says."""
-        if cargo.silent is None:
+        if save.silent is None:
             yield
             return
-        over, arguments = threading.Event(), (self._store, attempt_of(cargo.plan), cargo.silent)
-        watcher = threading.Thread(target=_watch, args=(over, *arguments), name=f"headrace-nodes-{cargo.plan.step}")
+        over, arguments = threading.Event(), (self._store, attempt_of(save.plan), save.silent)
+        watcher = threading.Thread(target=_watch, args=(over, *arguments), name=f"headrace-nodes-{save.plan.step}")
         watcher.start()
         try:
             yield
@@ -188,15 +188,15 @@ class Carriers:
             watcher.join()
 
     def _found_again(
-        self, cargo: Cargo, token: str, error: TransientError, released: bool
+        self, save: StagedSave, token: str, error: TransientError, released: bool
     ) -> tuple[Sidecar, Staged] | dict[str, object] | None:
         """After the connection broke: the job, followed again or staged again, or the result of one that goes on by itself.
         None when there is neither; raises `error` when the arena is given back and nobody can say more."""
         until = self._clock.monotonic() + (GRACE_SECONDS if released else RETURN_SECONDS)
         while True:
-            if (result := self._committed(cargo.plan)) is not None:
+            if (result := self._committed(save.plan)) is not None:
                 return result
-            if (back := self._back(cargo, token, released)) is not None:
+            if (back := self._back(save, token, released)) is not None:
                 return back
             if self._clock.monotonic() >= until:
                 if released:
@@ -204,7 +204,7 @@ class Carriers:
                 return None
             self._clock.sleep(_POLL)
 
-    def _back(self, cargo: Cargo, token: str, released: bool) -> tuple[Sidecar, Staged] | None:
+    def _back(self, save: StagedSave, token: str, released: bool) -> tuple[Sidecar, Staged] | None:
         """The job at a daemon that is back; staged again when the daemon does not know it and the arena is still ours."""
         sidecar = self._find()
         if sidecar is None:
@@ -217,9 +217,9 @@ class Carriers:
         except HeadraceError:
             return None
         try:
-            return sidecar, _stage(sidecar, cargo)
+            return sidecar, _stage(sidecar, save)
         except HeadraceError as error:
-            _log.warning("step %d could not be staged again: %s", cargo.plan.step, error)
+            _log.warning("step %d could not be staged again: %s", save.plan.step, error)
             return None
 
     def _look_again(self, plan: PutPlan, error: TransientError) -> dict[str, object]:
@@ -247,21 +247,21 @@ class Carriers:
         return result_of(self._store, attempt, plan.rank, found)
 
 
-class _Held:
+class _ArenaOwner:
     """The arena of a save that somebody else carries: given back or abandoned once."""
 
-    def __init__(self, cargo: Cargo) -> None:
-        self._cargo, self.given = cargo, False
+    def __init__(self, save: StagedSave) -> None:
+        self._staged_save, self.given = save, False
 
     def give_back(self) -> None:
         if not self.given:
             self.given = True
-            self._cargo.give_back()
+            self._staged_save.give_back()
 
     def abandon(self) -> None:
         if not self.given:
             self.given = True
-            self._cargo.abandon()
+            self._staged_save.abandon()
 
 
 def attempt_of(plan: PutPlan) -> Attempt:
@@ -276,15 +276,15 @@ def _watch(over: threading.Event, store: Store, attempt: Attempt, silent: commit
                 commit.abort_without(store, attempt, silent)
 
 
-def _stage(sidecar: Sidecar, cargo: Cargo) -> Staged:
-    plan = plans.encode(cargo.plan)
+def _stage(sidecar: Sidecar, save: StagedSave) -> Staged:
+    plan = plans.encode(save.plan)
     _plan_built()
     return sidecar.stage(
         kind="checkpoint",
-        arena_fd=cargo.arena_fd,
+        arena_fd=save.arena_fd,
         plan=plan,
-        about=_about(cargo.plan),
-        urgent=cargo.urgent,
+        about=_about(save.plan),
+        urgent=save.urgent,
         wait=ROOM_SECONDS,
     )
 

@@ -26,7 +26,7 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.format.manifest import DELTAS, Chunk, PackName
 from headrace.checkpoint.format.pack import Entry
 from headrace.checkpoint.repository.commit import FinalError
-from headrace.checkpoint.saving.dedup import Known, Stored
+from headrace.checkpoint.saving.dedup import KnownChunks, Stored
 from headrace.checkpoint.saving.plan import PutPlan
 from headrace.dataio.core.errors import HeadraceError, NotFoundError
 from headrace.dataio.core.limits import GIB
@@ -208,7 +208,7 @@ class ProgressFile:
         os.lseek(self._fd, at, os.SEEK_SET)
 
 
-class Logged(Wrapper):
+class RecordingStore(Wrapper):
     """`inner`, with uploads and packs written down in `book`."""
 
     def __init__(self, inner: Store, book: ProgressFile) -> None:
@@ -230,7 +230,7 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def add_stored(known: Known, packs: Mapping[PackName, tuple[Entry, ...]]) -> None:
+def add_stored(known: KnownChunks, packs: Mapping[PackName, tuple[Entry, ...]]) -> None:
     """Make the chunks of these packs known, as this save's own."""
     for name, entries in packs.items():
         for entry in entries:

@@ -23,7 +23,7 @@ from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.manifest import Chunk, PackName
 from headrace.checkpoint.repository.fetch import in_order
 from headrace.checkpoint.saving import compression, dedup
-from headrace.checkpoint.saving.dedup import Bases
+from headrace.checkpoint.saving.dedup import DeltaBases
 from headrace.checkpoint.saving.plan import Event, Progress, PutPlan
 from headrace.checkpoint.saving.progress import ProgressFile, add_stored
 from headrace.dataio.core.clock import Clock
@@ -58,7 +58,7 @@ class Stored:
     spans: list[list[chunking.PieceSpan]]
     tables: Tables
     digests: list[bytes]
-    known: dedup.Known
+    known: dedup.KnownChunks
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Tables:
     packs: dict[PackName, int] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
     number: dict[bytes, int] = field(default_factory=dict)
-    leans: dict[bytes, dedup.Stored] = field(default_factory=dict)
+    references: dict[bytes, dedup.Stored] = field(default_factory=dict)
     """Of each new chunk that is a difference, its base."""
     links: list[tuple[int, int]] = field(default_factory=list)
     written: int = 0
@@ -78,7 +78,7 @@ class Tables:
         self.number[entry.digest] = len(self.chunks)
         at = self.packs.setdefault(name, len(self.packs))
         self.chunks.append(Chunk(entry.digest, at, entry.offset, entry.stored, entry.raw, entry.codec))
-        if (base := self.leans.get(entry.digest)) is not None:
+        if (base := self.references.get(entry.digest)) is not None:
             if base.chunk.digest not in self.number:
                 self.add(base.pack, base.chunk)
             self.links.append((self.number[entry.digest], self.number[base.chunk.digest]))
@@ -89,10 +89,10 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
     specs = [tensor.spec() for tensor in plan.tensors]
     place = chunking.lay_out(specs)
     pieces, spans = chunking.cut_all(specs, place)
-    taken = compression.Upload(plan.upload_hint)
+    taken = compression.UploadSpeed(plan.upload_hint)
     known = dedup.load(store, plan.run, plan.bases, rank=plan.rank, world_size=plan.world_size, replicas=plan.replicas)
-    bases = Bases(store, known, plan.rank, specs, spans) if plan.compression == "delta" else None
-    choice = compression.Choice(plan.compression, specs, place, spans, taken, _THREADS, bases)
+    bases = DeltaBases(store, known, plan.rank, specs, spans) if plan.compression == "delta" else None
+    choice = compression.CodecChooser(plan.compression, specs, place, spans, taken, _THREADS, bases)
     tables, digests = Tables(), list[bytes]()
     add_stored(known, book.stored(store, plan))
     total = sum(piece.length for piece in pieces)
@@ -102,7 +102,7 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
         for piece, (chunk, base, seen) in zip(pieces, _hashed(pool, arena, pieces, known, choice), strict=True):
             digests.append(chunk.digest)
             if base is not None and chunk.digest not in tables.number:
-                tables.leans[chunk.digest] = base
+                tables.references[chunk.digest] = base
             for new in _if_new(chunk, known, tables):
                 same.sent(piece, seen)
                 yield new
@@ -124,7 +124,7 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
     with ThreadPoolExecutor(
         _THREADS, thread_name_prefix="headrace-hash"
     ) as pool:  # ends with this call, however it ends
-        same = _Same(arena, pool, plan.step)
+        same = _ArenaCheck(arena, pool, plan.step)
         for nth, _ in enumerate(pack.write_all(store, key_of, new_chunks(), packed, taken.took)):
             same.require()
             book.checked(key_of(nth))
@@ -132,7 +132,7 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
     return Stored(specs, spans, tables, digests, known)
 
 
-class _Same:
+class _ArenaCheck:
     """Whether the pieces that were sent are still what they were when they were hashed.
 
     A trainer that writes to the arena meanwhile would have a step committed that cannot be restored. Each piece is read once more
@@ -170,7 +170,7 @@ class _Same:
 
     def _compare(self, piece: chunking.Piece, seen: int) -> None:
         assert self._arena is not None
-        if _glance(self._arena[piece.at : piece.at + piece.length]) != seen:
+        if _fingerprint(self._arena[piece.at : piece.at + piece.length]) != seen:
             raise CorruptionError(
                 f"step {self._step} is not saved: its staged copy was changed while it was stored, within {piece.length} bytes "
                 f"from {piece.at} on",
@@ -178,15 +178,15 @@ class _Same:
             )
 
 
-_glance = xxhash.xxh3_64_intdigest
+_fingerprint = xxhash.xxh3_64_intdigest
 
 
-def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterator[pack.NewChunk]:
+def _if_new(chunk: pack.NewChunk, known: dedup.KnownChunks, tables: Tables) -> Iterator[pack.NewChunk]:
     if chunk.digest in tables.number:
         tables.deduplicated += chunk.raw
     elif (stored := known.chunks.get(chunk.digest)) is not None:
         if stored.base is not None:
-            tables.leans[chunk.digest] = stored.base
+            tables.references[chunk.digest] = stored.base
         tables.add(stored.pack, stored.chunk)
         tables.deduplicated += chunk.raw if chunk.digest not in known.own else 0
         tables.written += known.own.get(chunk.digest, 0)
@@ -195,15 +195,19 @@ def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterato
 
 
 def _hashed(
-    pool: Executor, arena: ArenaBytes, pieces: Sequence[chunking.Piece], known: dedup.Known, choice: compression.Choice
+    pool: Executor,
+    arena: ArenaBytes,
+    pieces: Sequence[chunking.Piece],
+    known: dedup.KnownChunks,
+    choice: compression.CodecChooser,
 ) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None, int]]:
     """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead; with what a
-    difference leans on, and what `_Same` compares later."""
+    difference leans on, and what `_ArenaCheck` compares later."""
 
     def work(numbered: tuple[int, chunking.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None, int]:
         number, piece = numbered
         payload = arena[piece.at : piece.at + piece.length]
-        seen = _glance(payload) if isinstance(arena, memoryview) else 0  # first: a change from here on is seen
+        seen = _fingerprint(payload) if isinstance(arena, memoryview) else 0  # first: a change from here on is seen
         name = digest(payload)
         if name in known.chunks:
             return pack.NewChunk(name, payload, piece.length), None, seen

@@ -272,7 +272,7 @@ def _verified(shelf: LocalTier, source: str, key: str) -> Iterator[memoryview]:
 
 def _require_bases(store: Store, shelf: LocalTier, record: Record, bases: Sequence[Base]) -> None:
     """The lease names the bases; now that they cannot go any more, see whether they are there."""
-    going = repository.condemned(store)
+    going = repository.pending_deletes(store)
     for base in bases:
         at = base.of(record.run)
         found = commit.find_commit(store, names.commit(at.run, at.timeline, at.step))

@@ -146,14 +146,14 @@ def record_of(url: str, manifest: Manifest, now: float) -> Record:
         rank=m.rank,
         world_size=m.world_size,
         own=(*(p.key for p in m.packs if p.attempt == m.attempt), where.manifest_key(m.rank)),
-        references=(*(p.key for p in m.packs if p.attempt != m.attempt), where.fate_key),
+        references=(*(p.key for p in m.packs if p.attempt != m.attempt), where.decision_key),
         created=now,
     )
 
 
 def mark_committed(store: Store, shelf: LocalTier, record: Record, when: float) -> None:
     """The store has the step: keep its fate as well, which names the digests of all manifests."""
-    key = names.fate(record.run, record.timeline, record.step, record.attempt)
+    key = names.decision(record.run, record.timeline, record.step, record.attempt)
     shelf.keep(record.source, key, store.get(key))
     shelf.put_record(msgspec.structs.replace(record, committed=when))
 

@@ -103,7 +103,7 @@ def trainer(task: Task, store: Store, journal: Journal) -> None:
         )
         base = save(store, made)
         journal.say("committed", number, step, base.attempt)
-        parent.let_go()
+        parent.release()
         retention.committed()
     retention.wait(60)
 

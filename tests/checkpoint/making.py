@@ -16,7 +16,7 @@ from headrace.checkpoint.repository import timeline
 from headrace.checkpoint.repository.fetch import open_step
 from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.saving import plan
-from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.checkpoint.saving.plan import Event
 from headrace.checkpoint.state import tree
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
@@ -105,7 +105,7 @@ def begin(store: Store, parent: Base | None = None, run: str = RUN) -> int:
 
 def save(store: Store, made: Made, emit: Callable[[Event], None] = lambda _: None, clock: Clock = SYSTEM_CLOCK) -> Base:
     """Carry it here; the committed step."""
-    result = carry(made.arena, made.encoded, emit, store=store, clock=clock)
+    result = commit_staged(made.arena, made.encoded, emit, store=store, clock=clock)
     assert result["attempt"] == made.plan.attempt
     return Base(made.plan.timeline, made.plan.step, made.plan.attempt)
 

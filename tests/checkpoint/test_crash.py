@@ -21,7 +21,7 @@ from tests.support import nursery
 
 assert headrace.checkpoint.saving.commit_worker
 POINTS = sorted(name for name in declared() if name.startswith("ckpt.") and name != "ckpt.mid-stage")
-COMPLETE = {"ckpt.fate-written", "ckpt.commit-written", "ckpt.lease-deleted"}
+COMPLETE = {"ckpt.decision-written", "ckpt.commit-written", "ckpt.lease-deleted"}
 """From the fate on the step exists for every reader."""
 
 
@@ -103,7 +103,7 @@ def assert_clean(store: Store, before: Before, point: str) -> None:
     report = check.check(store)
     assert report.clean
     assert len(report.steps) == len(before.kept) + (point in COMPLETE)
-    fateless = {"ckpt.manifest-written", "ckpt.before-fate"}
+    fateless = {"ckpt.manifest-written", "ckpt.before-decision"}
     assert [u.state for u in report.unfinished] == (["in progress"] if point in fateless else [])
 
 

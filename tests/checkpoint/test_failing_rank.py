@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoint.peers import Door, Peers, card, wait_closed, watched
+from headrace.checkpoint.peers import PeerProbe, Peers, card, wait_closed, watched
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.store.open import open_store
 from tests.support import nursery
@@ -94,7 +94,7 @@ def test_the_ranks_of_a_node_hold_on_to_different_ranks_of_the_next() -> None:
 
 
 def test_where_there_is_one_node_no_door_stays_open() -> None:
-    door = Door("127.0.0.1")
+    door = PeerProbe("127.0.0.1")
     peers = Peers([card(door), card()], 0, door)
     assert not peers.across
     wait_closed(door.address)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 
-from headrace.checkpoint.gc_pause import held_off
+from headrace.checkpoint.gc_pause import gc_paused
 
 
 def test_the_collector_is_on_again_only_if_it_was_on_and_when_all_are_done() -> None:
-    first, second = held_off(), held_off()
+    first, second = gc_paused(), gc_paused()
     with first:
         assert not gc.isenabled()
         second.__enter__()
@@ -17,7 +17,7 @@ def test_the_collector_is_on_again_only_if_it_was_on_and_when_all_are_done() -> 
     assert gc.isenabled()
     gc.disable()
     try:
-        with held_off():
+        with gc_paused():
             pass
         assert not gc.isenabled(), "the trainer collects by itself"
     finally:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.checkpoint.peers import ADDRESS_BYTES, ENDED, LIVES, SILENT, Door, Lifeline, _packed
+from headrace.checkpoint.peers import ADDRESS_BYTES, ENDED, LIVES, SILENT, PeerConnection, PeerProbe, _packed
 
 _HOLDER = """
 import os, sys
-from headrace.checkpoint.peers import Door
-door = Door()
+from headrace.checkpoint.peers import PeerProbe
+door = PeerProbe()
 if os.fork() == 0:  # as a loader's worker, which outlives it
     sys.stdin.read()
     os._exit(0)
@@ -26,15 +26,15 @@ sys.stdin.read()
 """
 _CUT_OFF = """
 import ctypes, fcntl, socket, struct, sys, time
-from headrace.checkpoint.peers import Door, Lifeline
+from headrace.checkpoint.peers import PeerProbe, PeerConnection
 if ctypes.CDLL(None).unshare(0x10000000 | 0x40000000):  # a user and a network of its own
     sys.exit(77)
 def link(flags):
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH22x", b"lo", flags))
 link(1)
-door = Door()
-line = Lifeline(door.address, idle=1, interval=1, probes=1, answer=0.5)
+door = PeerProbe()
+line = PeerConnection(door.address, idle=1, interval=1, probes=1, answer=0.5)
 while line._held is False:
     print(line.state(), flush=True)
 link(0)
@@ -49,7 +49,7 @@ def test_a_process_that_ends_is_noticed_though_its_children_live_and_one_that_is
         [sys.executable, "-c", _HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_here()
     ) as held:
         assert held.stdout is not None
-        line = Lifeline(bytes.fromhex(held.stdout.readline()))
+        line = PeerConnection(bytes.fromhex(held.stdout.readline()))
         _until(lambda: line.state() == LIVES and line._held)
         held.send_signal(signal.SIGSTOP)
         assert line.state() == LIVES
@@ -61,7 +61,7 @@ def test_a_process_that_ends_is_noticed_though_its_children_live_and_one_that_is
 
 def test_a_line_that_something_between_cut_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as between:
-        line = Lifeline(_packed("127.0.0.1", between.getsockname()[1]))
+        line = PeerConnection(_packed("127.0.0.1", between.getsockname()[1]))
         _until(lambda: line.state() == LIVES and line._held)
         between.accept()[0].close()
         _until(lambda: line.state() == LIVES and line._knocked > 0)
@@ -76,11 +76,11 @@ def test_what_could_never_be_reached_lives(monkeypatch: pytest.MonkeyPatch) -> N
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = _packed("127.0.0.1", gone.getsockname()[1])
     for each in (address, bytes(ADDRESS_BYTES)):
-        line = Lifeline(each)
+        line = PeerConnection(each)
         assert {line.state() for _ in range(100)} == {LIVES}
         line.close()
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
-    door = Door()
+    door = PeerProbe()
     assert door.address == bytes(ADDRESS_BYTES)
     door.close()
 

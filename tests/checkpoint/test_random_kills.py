@@ -52,10 +52,10 @@ class Repository:
         self._two |= [task.kind for task in tasks].count("trainer") > 1
         began = time.monotonic()
         running = [kills.start(task) for task in tasks]
-        doomed = {0} | {i for i in range(1, len(running)) if self._chance.random() < 0.5}
+        steps_to_delete = {0} | {i for i in range(1, len(running)) if self._chance.random() < 0.5}
         if not tasks[0].crash:
             time.sleep(self._chance.uniform(0, self._longest))
-        for i in doomed:
+        for i in steps_to_delete:
             if not tasks[i].crash:
                 running[i].kill()
         for task, process in zip(tasks, running, strict=True):
@@ -89,14 +89,14 @@ class Repository:
         if repository.read_repo(store) is None:
             assert not kills.committed(self._journal)
             return
-        if repository.condemned(
+        if repository.pending_deletes(
             store
         ):  # by a collector that was killed: refused to readers until the next one has been
             collect.collect(store, ())
         report = check.check(store)
         assert report.clean, report.problems
         there = {StepName(line.timeline, line.step): line.attempt for line in report.steps}
-        going = repository.condemned(store)  # spared now, since somebody dead still holds it
+        going = repository.pending_deletes(store)  # spared now, since somebody dead still holds it
         for name, attempt in there.items():
             if (RUN, name.timeline, name.step) in going:
                 continue

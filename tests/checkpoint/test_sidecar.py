@@ -148,7 +148,7 @@ def test_a_step_committed_by_an_orphan_of_a_killed_daemon_is_reported_as_committ
         assert checkpointer.steps() == [1, 2]
 
 
-@pytest.mark.parametrize(("point", "committed"), [("ckpt.packs-written", False), ("ckpt.fate-written", True)])
+@pytest.mark.parametrize(("point", "committed"), [("ckpt.packs-written", False), ("ckpt.decision-written", True)])
 def test_when_the_job_dies_the_repository_decides(daemon: Daemon, tmp_path: Path, point: str, committed: bool) -> None:
     mark = tmp_path / "mark"
     daemon.start(HEADRACE_CRASH=point, HEADRACE_CRASH_MARK=str(mark))
@@ -249,13 +249,13 @@ def test_a_save_that_a_daemon_carries_ends_when_another_ranks_node_is_lost(
     with open_store(tmp_path) as store:
         made = make(store, tiny_state(1), step=1, number=begin(store), world_size=2)
         fd = sealed("arena", bytes(made.arena))
-        cargo = executor.Cargo(
+        save = executor.StagedSave(
             *(made.plan, fd, lambda: made.arena, lambda: None, lambda: None, lambda carrier: None),
             silent=lambda ranks: "the node of rank 1 does not answer" if 1 in ranks else "",
         )
-        own = executor.Carriers(store, daemon.socket, SaveMeter(RUN))
+        own = executor.SaveExecutor(store, daemon.socket, SaveMeter(RUN))
         with pytest.raises(TransientError, match="was aborted: the node of rank 1 does not answer"):
-            own.carry(cargo)
+            own.commit_staged(save)
         own.close()
         os.close(fd)
     assert steps_of(str(tmp_path)) == []

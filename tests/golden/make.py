@@ -116,7 +116,7 @@ def tensors_of(url: str, run: str, step: int | str) -> dict[str, str]:
 
 def _slow_store() -> None:
     """So that every save compresses, and stores differences where it may."""
-    compression.Upload.speed = property(lambda _: 1e5)  # type: ignore[method-assign, assignment]
+    compression.UploadSpeed.speed = property(lambda _: 1e5)  # type: ignore[method-assign, assignment]
 
 
 def repository(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from headrace.checkpoint.repository import check as checking
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import open_step
 from headrace.checkpoint.saving import compression
-from headrace.checkpoint.saving.compression import Sample, Upload, decide
+from headrace.checkpoint.saving.compression import Sample, UploadSpeed, decide
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Buffer
@@ -80,12 +80,12 @@ def test_a_choice_never_makes_the_save_later(upload: float, ratio: float, second
 
 
 def test_the_stores_own_buffers_do_not_count_as_its_speed() -> None:
-    upload = Upload()
+    upload = UploadSpeed()
     upload.took(40 * MIB, 0.001)
     assert upload.speed is None
     upload.took(60 * MIB, 0.999)
     assert upload.speed == pytest.approx(100 * MIB)
-    assert Upload(5e6).speed == 5e6
+    assert UploadSpeed(5e6).speed == 5e6
 
 
 class Narrow(Wrapped):

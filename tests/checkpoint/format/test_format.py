@@ -58,7 +58,7 @@ def test_keys_can_be_taken_apart_again(number: int, step: int, rank: int) -> Non
     assert names.parse_step_key(names.commit("r", number, step)) == names.StepKey("r", number, step, "commit")
     key = names.manifest("r", number, step, ATTEMPT, rank)
     assert names.parse_step_key(key) == names.StepKey("r", number, step, "manifest", ATTEMPT, rank)
-    assert names.parse_step_key(names.fate("r", number, step, ATTEMPT)) == names.StepKey(
+    assert names.parse_step_key(names.decision("r", number, step, ATTEMPT)) == names.StepKey(
         "r", number, step, "fate", ATTEMPT
     )
     assert names.parse_timeline_key(names.timeline("r", number)) == ("r", number)

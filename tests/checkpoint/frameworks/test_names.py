@@ -25,8 +25,8 @@ FRAMEWORKS = ("lightning", "transformers", "accelerate")
 POINTS = sorted(name for name in declared() if name.startswith("name.") and name != "name.replaced")
 """Of all adapters; "name.replaced" has a test of its own."""
 OWN = {"transformers": ["name.trainer-folder-written"], "accelerate": ["name.accelerate-folder-written"]}
-STORED = ["ckpt.packs-written", "ckpt.before-fate", "ckpt.fate-written", "ckpt.commit-written"]
-COMPLETE = {"ckpt.fate-written", "ckpt.commit-written", "name.committed", "name.named", "name.removed"}
+STORED = ["ckpt.packs-written", "ckpt.before-decision", "ckpt.decision-written", "ckpt.commit-written"]
+COMPLETE = {"ckpt.decision-written", "ckpt.commit-written", "name.committed", "name.named", "name.removed"}
 """Where step 4 is committed when the process dies."""
 QUICK = {("transformers", "ckpt.packs-written"), *((kind, "name.committed") for kind in FRAMEWORKS)}
 

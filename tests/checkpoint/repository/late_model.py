@@ -65,11 +65,11 @@ Objects = tuple[object, ...]
 
 
 class Manifest(NamedTuple):
-    """`pack` is a key, `body` what was in it, `leans` whether the base step's pack is needed too."""
+    """`pack` is a key, `body` what was in it, `references` whether the base step's pack is needed too."""
 
     pack: int
     body: str
-    leans: bool
+    references: bool
 
 
 class Lease(NamedTuple):
@@ -86,11 +86,11 @@ class Request(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """`at` is the next thing to do; `trusts` its lease; `leans` on the base step."""
+    """`at` is the next thing to do; `trusts` its lease; `references` on the base step."""
 
     at: str = "lease"
     trusts: bool = False
-    leans: bool = False
+    references: bool = False
     manifest: Manifest | None = None
 
 
@@ -98,7 +98,7 @@ class Collector(NamedTuple):
     at: str = "finish"
     fence: bool = False
     spare: bool = False
-    doomed: tuple[int, ...] = ()
+    steps_to_delete: tuple[int, ...] = ()
 
 
 class World(NamedTuple):
@@ -150,12 +150,12 @@ def broken(world: World) -> bool:
     objects = world.objects
     if objects[COMMIT_B] == "B" and objects[PACK_B] is None:
         return True
-    commit, fate = objects[COMMIT_A], objects[FATE]
-    if commit == "tombstone" or (commit is None and not isinstance(fate, Manifest)):
+    commit, decision = objects[COMMIT_A], objects[FATE]
+    if commit == "tombstone" or (commit is None and not isinstance(decision, Manifest)):
         return False
-    if not isinstance(fate, Manifest) or objects[MANIFEST] != fate or objects[fate.pack] != fate.body:
+    if not isinstance(decision, Manifest) or objects[MANIFEST] != decision or objects[decision.pack] != decision.body:
         return True
-    return fate.leans and objects[PACK_B] is None
+    return decision.references and objects[PACK_B] is None
 
 
 class Machine:
@@ -205,12 +205,12 @@ class Machine:
             yield from self._send(world, then(at="base", trusts=True), (LEASE, Lease(True)))
         elif worker.at == "base":
             going = objects[GC_0] is not None or objects[GC_1] is not None
-            yield then(at="pack", leans=objects[COMMIT_B] == "B" and not going)
+            yield then(at="pack", references=objects[COMMIT_B] == "B" and not going)
         elif worker.at == "pack":
             if i > 0 and world.noted and objects[PACK_0] is not None:  # as its predecessor wrote down
-                yield then(at="manifest", manifest=Manifest(PACK_0, "by worker 0", worker.leans))
+                yield then(at="manifest", manifest=Manifest(PACK_0, "by worker 0", worker.references))
             pack = PACK_1 if i > 0 and self.rules.own_packs else PACK_0
-            after = then(at="manifest", manifest=Manifest(pack, body, worker.leans))
+            after = then(at="manifest", manifest=Manifest(pack, body, worker.references))
             yield from self._send(world, after._replace(noted=world.noted or i == 0), (pack, body))
         elif worker.at == "manifest":
             yield from self._send(world, then(at="decide"), (MANIFEST, worker.manifest))
@@ -240,16 +240,16 @@ class Machine:
             return world._replace(collectors=(*world.collectors[:i], changed, *world.collectors[i + 1 :]))
 
         objects = world.objects
-        fate, commit = objects[FATE], objects[COMMIT_A]
+        decision, commit = objects[FATE], objects[COMMIT_A]
         if collector.at == "finish":
-            complete = isinstance(fate, Manifest) and commit is None
+            complete = isinstance(decision, Manifest) and commit is None
             yield from self._send(world, then("record"), *([(COMMIT_A, "A")] if complete else []))
         elif collector.at == "record":
             yield from self._send(world, then("leases"), (GC_0 + i, "record"))
         elif collector.at == "leases":
             leases = [lease for lease in objects if isinstance(lease, Lease)]
             alive = any(lease.live for lease in leases)
-            fence = fate is None and (bool(leases) or objects[MANIFEST] is not None) and not alive
+            fence = decision is None and (bool(leases) or objects[MANIFEST] is not None) and not alive
             named = [lease for lease in leases if lease.live or self.rules.together]
             yield then("fence", fence=fence, spare=alive and any(lease.names_base for lease in named))
         elif collector.at == "fence":
@@ -261,24 +261,26 @@ class Machine:
             bury = self.rules.removes_new and commit == "A"
             yield from self._send(world, then("look"), *([(COMMIT_A, "tombstone")] if bury else []))
         elif collector.at == "look":
-            yield then("delete", doomed=tuple(self._garbage(objects)))
+            yield then("delete", steps_to_delete=tuple(self._garbage(objects)))
         elif collector.at == "delete":
-            yield from self._send(world, then("settle", doomed=()), *((key, None) for key in collector.doomed))
+            yield from self._send(
+                world, then("settle", steps_to_delete=()), *((key, None) for key in collector.steps_to_delete)
+            )
         elif collector.at == "settle":
             yield from self._send(world, then("over"), (GC_0 + i, None))
 
     def _garbage(self, objects: Objects) -> Iterator[int]:
-        fate, commit, manifest = objects[FATE], objects[COMMIT_A], objects[MANIFEST]
-        dead = fate == "abort" or (fate is not None and commit == "tombstone")
+        decision, commit, manifest = objects[FATE], objects[COMMIT_A], objects[MANIFEST]
+        dead = decision == "abort" or (decision is not None and commit == "tombstone")
         live = manifest if isinstance(manifest, Manifest) and not dead else None
         for pack in (PACK_0, PACK_1):
-            if fate is not None and objects[pack] is not None and not (live and live.pack == pack):
+            if decision is not None and objects[pack] is not None and not (live and live.pack == pack):
                 yield pack
         if dead:
             yield MANIFEST
             if commit == "tombstone":
                 yield FATE
-        if objects[COMMIT_B] == "tombstone" and not (live and live.leans):
+        if objects[COMMIT_B] == "tombstone" and not (live and live.references):
             yield PACK_B
 
 

@@ -44,7 +44,7 @@ class Mover(NamedTuple):
 
 class Collector(NamedTuple):
     at: str = "condemn"
-    doomed: tuple[int, ...] = ()
+    steps_to_delete: tuple[int, ...] = ()
 
 
 class World(NamedTuple):
@@ -186,23 +186,23 @@ class Machine:
     def _collector(
         self, world: World, objects: dict[tuple[str, int], object], i: int, collector: Collector
     ) -> Iterator[World]:
-        def then(at: str, doomed: tuple[int, ...] = collector.doomed) -> World:
-            changed = Collector(at, doomed)
+        def then(at: str, steps_to_delete: tuple[int, ...] = collector.steps_to_delete) -> World:
+            changed = Collector(at, steps_to_delete)
             return world._replace(collectors=(*world.collectors[:i], changed, *world.collectors[i + 1 :]))
 
         if collector.at == "condemn":
             there = [step for step in (2, 3) if ("tombstone", step) not in objects]
             yield then("record", tuple(step for step in there if step not in self._kept(objects)))
         elif collector.at == "record":
-            yield from self._send(world, then("leases"), Request(("gc", i), collector.doomed, True))
+            yield from self._send(world, then("leases"), Request(("gc", i), collector.steps_to_delete, True))
         elif collector.at == "leases":
             leased = {value[0] for (kind, _), value in objects.items() if kind == "lease" and value[1]}  # type: ignore[index]
-            yield then("tags", tuple(step for step in collector.doomed if step not in leased))
+            yield then("tags", tuple(step for step in collector.steps_to_delete if step not in leased))
         elif collector.at == "tags":
             kept = self._kept(objects)
-            yield then("bury", tuple(step for step in collector.doomed if step not in kept))
+            yield then("bury", tuple(step for step in collector.steps_to_delete if step not in kept))
         elif collector.at == "bury":
-            tombstones = [Request(("tombstone", step), True) for step in collector.doomed]
+            tombstones = [Request(("tombstone", step), True) for step in collector.steps_to_delete]
             yield from self._send(world, then("settle"), *tombstones)
         elif collector.at == "settle":
             yield from self._send(world, then("over"), Request(("gc", i), None))

@@ -8,10 +8,10 @@ import pytest
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import Box
-from headrace.checkpoint.format.documents import Base, Fate, encode
+from headrace.checkpoint.format.documents import Base, Decision, encode
 from headrace.checkpoint.repository import check, lease
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.collect import collect, condemn
+from headrace.checkpoint.repository.collect import collect, to_delete
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.clock import SYSTEM_CLOCK
 from headrace.dataio.core.errors import ConflictError, CorruptionError, DeadlineError, MismatchError, UnsupportedError
@@ -96,7 +96,7 @@ def test_clocks_that_are_an_hour_off_cost_nothing(saver: float, collector: float
         assert latest(store) == bases[-1]
     busy = lease.LeaseKeeper(store, "0" * 25 + "1", RUN, number, 4, [bases[1]], clock=Skewed(saver))
     with busy:
-        done = collect(store, condemn(store, RUN, Keep(last=1)), clock=Skewed(collector))
+        done = collect(store, to_delete(store, RUN, Keep(last=1)), clock=Skewed(collector))
         assert done.aborted == ()
         assert [step.step for step in done.spared] == [2]
         busy.release()
@@ -128,8 +128,8 @@ def test_a_step_is_taken_once_whatever_the_writers_believe(store: Store) -> None
 @pytest.mark.parametrize("digest", ["zz", "é", "ab" * 31])
 def test_a_fate_whose_digests_are_none_is_damage_and_is_found(digest: str, store: Store) -> None:
     base = save(store, make(store, tiny_state(1), step=1, number=begin(store)))
-    fate = names.fate(RUN, base.timeline, base.step, base.attempt)
-    store.put(fate, encode(Fate(attempt=base.attempt, fate="commit", manifests=(digest,))))
+    decision = names.decision(RUN, base.timeline, base.step, base.attempt)
+    store.put(decision, encode(Decision(attempt=base.attempt, outcome="commit", manifests=(digest,))))
     with pytest.raises(CorruptionError, match="digest"):
         load(store, base)
     assert not check.check(store).clean

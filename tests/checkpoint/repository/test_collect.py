@@ -19,8 +19,8 @@ from headrace.checkpoint.format.documents import Base, StepName, StepOfRun
 from headrace.checkpoint.repository import check, commit, lease, tags
 from headrace.checkpoint.repository import collect as collecting
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.collect import collect, condemn, preview
-from headrace.checkpoint.repository.retention import Keep, doomed
+from headrace.checkpoint.repository.collect import collect, preview, to_delete
+from headrace.checkpoint.repository.retention import Keep, steps_to_delete
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError, UsageError
 from headrace.dataio.store.base import Store
@@ -42,16 +42,16 @@ def branch_of(*steps: int) -> list[StepName]:
 def test_a_policy_keeps_the_newest_the_round_and_the_tagged() -> None:
     branch = branch_of(10, 20, 30, 40, 50, 60)
     tagged = {StepName(1, 20): ["best"], StepName(1, 30): ["tmp-1"]}
-    assert names_of(doomed(Keep(last=2), branch, (), tagged)) == [10, 40]
-    assert names_of(doomed(Keep(last=1, every=20, tags=("b*",)), branch, (), tagged)) == [10, 30, 50]
-    assert names_of(doomed(Keep(every=40, tags=()), branch, (), tagged)) == [10, 20, 30, 50]
-    assert doomed(Keep(), branch, [StepName(0, 5)], {}) == set()
-    assert doomed(Keep(last=9), branch, [StepName(0, 5)], {}) == {StepName(0, 5)}
+    assert names_of(steps_to_delete(Keep(last=2), branch, (), tagged)) == [10, 40]
+    assert names_of(steps_to_delete(Keep(last=1, every=20, tags=("b*",)), branch, (), tagged)) == [10, 30, 50]
+    assert names_of(steps_to_delete(Keep(every=40, tags=()), branch, (), tagged)) == [10, 20, 30, 50]
+    assert steps_to_delete(Keep(), branch, [StepName(0, 5)], {}) == set()
+    assert steps_to_delete(Keep(last=9), branch, [StepName(0, 5)], {}) == {StepName(0, 5)}
 
 
 @given(st.sets(st.integers(0, 50), min_size=1), st.integers(1, 5), st.integers(1, 9) | st.none())
 def test_the_newest_step_is_never_let_go(steps: set[int], last: int, every: int | None) -> None:
-    gone = doomed(Keep(last, every), branch_of(*steps), (), {})
+    gone = steps_to_delete(Keep(last, every), branch_of(*steps), (), {})
     assert StepName(1, max(steps)) not in gone
     assert len(steps) - len(gone) >= min(last, len(steps))
 
@@ -78,10 +78,10 @@ def test_removed_steps_are_gone_and_what_others_need_of_them_stays(store_url: st
     with open_store(store_url) as store:
         one, two, three = three_steps(store)
         before = packs(store)
-        plan = preview(store, condemn(store, RUN, Keep(last=1)))
+        plan = preview(store, to_delete(store, RUN, Keep(last=1)))
         assert packs(store) == before
         assert [step.step for step in plan.tombstones] == [1, 2]
-        done = collect(store, condemn(store, RUN, Keep(last=1)))
+        done = collect(store, to_delete(store, RUN, Keep(last=1)))
         assert done.tombstones == plan.tombstones
         assert {key for key, _ in done.objects} == {key for key, _ in plan.objects}
         assert [step.step for step in repository.visible(store, RUN)] == [3]
@@ -91,7 +91,7 @@ def test_removed_steps_are_gone_and_what_others_need_of_them_stays(store_url: st
         for gone in (one, two):
             with pytest.raises(NotFoundError):
                 repository.find(store, RUN, gone.step)
-        assert preview(store, condemn(store, RUN, Keep(last=1))).empty
+        assert preview(store, to_delete(store, RUN, Keep(last=1))).empty
         after = save(store, make(store, tiny_state(4), step=4, number=1, bases=(three,)))
         assert load(store, after) == tiny_state(4)
 
@@ -100,13 +100,13 @@ def test_a_step_that_somebody_reads_is_spared(tmp_path: Path) -> None:
     with open_store(str(tmp_path)) as store:
         one, *_ = three_steps(store)
         with lease.LeaseKeeper(store, "0" * 26, RUN, 1, 1, [one]):
-            done = collect(store, condemn(store, RUN, Keep(last=1)))
+            done = collect(store, to_delete(store, RUN, Keep(last=1)))
             assert [step.step for step in done.spared] == [1]
             assert [step.step for step in done.tombstones] == [2]
             assert load(store, one) == tiny_state(1)
         old = os.stat(tmp_path / names.lease("0" * 26)).st_mtime - 400  # its holder is dead for longer than a life
         os.utime(tmp_path / names.lease("0" * 26), (old, old))
-        done = collect(store, condemn(store, RUN, Keep(last=1)))
+        done = collect(store, to_delete(store, RUN, Keep(last=1)))
         assert [step.step for step in done.tombstones] == [1]
         assert names.lease("0" * 26) in {key for key, _ in done.objects}
         assert not list(store.list("leases/"))
@@ -132,7 +132,7 @@ def test_a_collectors_own_clock_does_not_matter(tmp_path: Path) -> None:
         attempt = "0" * 25 + "1"
         with lease.LeaseKeeper(store, attempt, RUN, 1, 4, []):
             assert collect(store, (), clock=Ahead()).aborted == ()
-            assert commit.find_fate(store, names.fate(RUN, 1, 4, attempt)) is None
+            assert commit.find_decision(store, names.decision(RUN, 1, 4, attempt)) is None
 
 
 def test_what_a_dead_saver_left_is_fenced_and_deleted(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_steps_of_abandoned_timelines_go_when_no_tag_names_them(tmp_path: Path) 
         tags.tag(store, "old", RUN, 3)
         number = begin(store, one)  # back to step 1
         new = save(store, make(store, tiny_state(8), step=2, number=number, bases=(one,)))
-        gone = condemn(store, RUN, Keep(last=2))
+        gone = to_delete(store, RUN, Keep(last=2))
         assert gone == {StepOfRun(RUN, 1, 2)}
         collect(store, gone)
         assert [base.step for base in repository.visible(store, RUN)] == [2, 1]
@@ -258,7 +258,7 @@ def test_a_checkpointer_keeps_what_its_policy_says(store_url: str) -> None:
 
 @pytest.mark.parametrize("condemned", [(), (1,)])
 def test_a_collector_whose_record_another_one_has_settled_goes_on(
-    condemned: tuple[int, ...], store: Store, monkeypatch: pytest.MonkeyPatch
+    pending_deletes: tuple[int, ...], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     three_steps(store)
     others: list[object] = []
@@ -269,9 +269,9 @@ def test_a_collector_whose_record_another_one_has_settled_goes_on(
             others.append(collect(store, ()))
 
     monkeypatch.setattr(collecting, "_recorded", overtaken)
-    collect(store, {StepOfRun(RUN, 1, step) for step in condemned})
+    collect(store, {StepOfRun(RUN, 1, step) for step in pending_deletes})
     assert len(others) == 2
-    assert [base.step for base in repository.visible(store, RUN)] == [s for s in (3, 2, 1) if s not in condemned]
+    assert [base.step for base in repository.visible(store, RUN)] == [s for s in (3, 2, 1) if s not in pending_deletes]
     assert not list(store.list(names.GC))
 
 

@@ -18,7 +18,7 @@ from headrace.checkpoint.format.documents import Base, StepOfRun
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.collect import collect, condemn
+from headrace.checkpoint.repository.collect import collect, to_delete
 from headrace.checkpoint.repository.inventory import Inventory, Seen
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import TransientError
@@ -61,8 +61,8 @@ class World:
         """Every step that is committed, or complete and not removed, has all its packs."""
         for base in (self.base, self.new):
             found = commit.find_commit(self.store, names.commit(RUN, 1, base.step))
-            fate = commit.find_fate(self.store, names.fate(RUN, 1, base.step, base.attempt))
-            if fate is None or fate.fate != "commit" or (found is not None and found.tombstone):
+            decision = commit.find_decision(self.store, names.decision(RUN, 1, base.step, base.attempt))
+            if decision is None or decision.outcome != "commit" or (found is not None and found.tombstone):
                 continue
             for pack in self._needs(base):
                 assert pack in self.store.objects, f"step {base.step} has lost {pack}"
@@ -135,7 +135,7 @@ def test_a_great_many_bursts_lose_nothing() -> None:
 def by_commit(seen: Inventory, attempt: Seen) -> bool:
     """The rule that is wrong: an attempt counts only once its COMMIT is there."""
     found = seen.commits.get(attempt.step)
-    return attempt.fate is not None and (found is None or found.tombstone or found.attempt != attempt.attempt)
+    return attempt.decision is not None and (found is None or found.tombstone or found.attempt != attempt.attempt)
 
 
 def without_fences(seen: Inventory, now: float) -> list[Seen]:
@@ -183,7 +183,7 @@ def test_a_step_committed_while_a_policy_is_applied_is_never_let_go(last: int) -
         base = save(store, make(store, tiny_state(1), step=1, number=begin(store)))
         made = make(store, tiny_state(2), step=2, bases=(base,))
         stepping(store)
-        looking = Actor(store, lambda store=store: condemn(store, RUN, Keep(last=last)))  # type: ignore[misc]
+        looking = Actor(store, lambda store=store: to_delete(store, RUN, Keep(last=last)))  # type: ignore[misc]
         for _ in range(moments):
             looking.step()
         if looking.done:

@@ -14,9 +14,9 @@ from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import (
     Base,
     Commit,
-    Condemned,
-    Fate,
+    Decision,
     Lease,
+    PendingDelete,
     StepOfRun,
     Timeline,
     Who,
@@ -25,11 +25,20 @@ from headrace.checkpoint.format.documents import (
 )
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.collect import collect, condemn
-from headrace.checkpoint.repository.commit import Attempt, Committed, Stop, View, Wait, WriteCommit, WriteFate, decide
+from headrace.checkpoint.repository.collect import collect, to_delete
+from headrace.checkpoint.repository.commit import (
+    Attempt,
+    Committed,
+    Stop,
+    View,
+    Wait,
+    WriteCommit,
+    WriteDecision,
+    decide,
+)
 from headrace.checkpoint.repository.lease import Holding, LeaseKeeper
 from headrace.checkpoint.repository.retention import Keep
-from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.dataio.core.clock import SYSTEM_CLOCK
 from headrace.dataio.core.errors import (
     ConflictError,
@@ -63,18 +72,18 @@ NEWER = Timeline(run="r", timeline=2, parent=None, created=0.0, who=Who("other-h
 
 def test_every_situation_has_the_one_right_next_action() -> None:
     commits = [None, Commit(step=5, attempt=ME), Commit(step=5, attempt=OTHER), Commit(step=5, tombstone=True)]
-    fates = [None, Fate(attempt=ME, fate="commit"), Fate(attempt=ME, fate="abort")]
+    decisions = [None, Decision(attempt=ME, outcome="commit"), Decision(attempt=ME, outcome="abort")]
     ranks = [frozenset[int](), frozenset({1}), frozenset({0, 1})]
-    for c, f, r, newer, alive in itertools.product(commits, fates, ranks, [None, NEWER], [True, False]):
+    for c, f, r, newer, alive in itertools.product(commits, decisions, ranks, [None, NEWER], [True, False]):
         action = decide(TWO, View(r, f, c, newer, alive))
         if c is not None:
             expected: type = Committed if c.attempt == ME else Stop
         elif f is not None:
-            expected = WriteCommit if f.fate == "commit" else Stop
+            expected = WriteCommit if f.outcome == "commit" else Stop
         elif newer is not None or not alive:
             expected = Stop
         else:
-            expected = WriteFate if len(r) == 2 else Wait
+            expected = WriteDecision if len(r) == 2 else Wait
         assert type(action) is expected, (c, f, r, newer, alive)
 
 
@@ -83,7 +92,11 @@ def test_every_situation_has_the_one_right_next_action() -> None:
     [
         (View(commit=Commit(step=5, attempt=OTHER)), ConflictError, f"attempt {OTHER} won"),
         (View(commit=Commit(step=5, tombstone=True)), ConflictError, "removed by retention"),
-        (View(fate=Fate(attempt=ME, fate="abort", reason="collected")), TransientError, "aborted: collected"),
+        (
+            View(decision=Decision(attempt=ME, outcome="abort", reason="collected")),
+            TransientError,
+            "aborted: collected",
+        ),
         (View(newer=NEWER), ConflictError, "timeline 2, opened by process 7 on other-host"),
         (View(lease_alive=False), TransientError, "could not renew its lease"),
     ],
@@ -158,7 +171,7 @@ def test_a_takeover_during_the_upload_is_seen_before_the_fate(store: Store) -> N
     made = make(store, tiny_state(1), step=1, number=number)
     with pytest.raises(ConflictError, match="taken over by timeline 2"):
         save(TakenOver(store), made)
-    assert not store.exists(names.fate(RUN, number, 1, made.plan.attempt))
+    assert not store.exists(names.decision(RUN, number, 1, made.plan.attempt))
 
 
 def test_a_saver_that_wakes_after_a_collector_fenced_it_fails_cleanly(store: Store) -> None:
@@ -169,8 +182,8 @@ def test_a_saver_that_wakes_after_a_collector_fenced_it_fails_cleanly(store: Sto
         def put_if_absent(self, key: str, data: Buffer) -> bool:
             won = self.inner.put_if_absent(key, data)
             if key.endswith(".manifest"):
-                fate = Fate(attempt=made.plan.attempt, fate="abort", reason="its lease was over")
-                assert self.inner.put_if_absent(names.fate(RUN, number, 1, made.plan.attempt), encode(fate))
+                decision = Decision(attempt=made.plan.attempt, outcome="abort", reason="its lease was over")
+                assert self.inner.put_if_absent(names.decision(RUN, number, 1, made.plan.attempt), encode(decision))
             return won
 
     with pytest.raises(TransientError, match="was aborted: its lease was over"):
@@ -207,7 +220,9 @@ class LetGo(Wrapped):
         won = self.inner.put_if_absent(key, data)
         if key.endswith("/000000000001/COMMIT"):
             save(self.inner, make(self.inner, tiny_state(2), step=2))
-            assert [step.step for step in collect(self.inner, condemn(self.inner, RUN, Keep(last=1))).tombstones] == [1]
+            assert [step.step for step in collect(self.inner, to_delete(self.inner, RUN, Keep(last=1))).tombstones] == [
+                1
+            ]
         return won
 
 
@@ -221,7 +236,7 @@ class Again(Wrapped):
 
 def test_a_save_that_was_committed_says_so_though_retention_has_let_it_go_already(store: Store) -> None:
     made = make(store, tiny_state(1), step=1, number=begin(store))
-    result = carry(made.arena, made.encoded, lambda _: None, store=LetGo(Again(store)))
+    result = commit_staged(made.arena, made.encoded, lambda _: None, store=LetGo(Again(store)))
     assert result["attempt"] == made.plan.attempt
     assert [base.step for base in repository.visible(store, RUN)] == [2]
 
@@ -264,7 +279,7 @@ class GoneOnceCommitted(Wrapped):
 def test_a_save_that_was_committed_says_so_though_the_store_went_away_just_then(store: Store) -> None:
     away = GoneOnceCommitted(Again(store))
     made = make(store, tiny_state(1), step=1, number=begin(store))
-    result = carry(made.arena, made.encoded, lambda _: None, store=away)
+    result = commit_staged(made.arena, made.encoded, lambda _: None, store=away)
     assert away.fired
     assert (result["step"], result["attempt"]) == (1, made.plan.attempt)
     assert latest(store) == Base(made.plan.timeline, 1, made.plan.attempt)
@@ -274,7 +289,7 @@ def test_a_manifest_that_stands_is_not_read_again_for_what_it_says(store: Store)
     """It may have millions of chunks; the seal of the fate has read it once already."""
     away = GoneOnceCommitted(store)
     made = make(store, tiny_state(1), step=1, number=begin(store))
-    result = carry(made.arena, made.encoded, lambda _: None, store=away)
+    result = commit_staged(made.arena, made.encoded, lambda _: None, store=away)
     assert (away.fired, away.read) == (False, 1)
     assert (result["step"], result["rank"], result["attempt"]) == (1, 0, made.plan.attempt)
 
@@ -318,7 +333,7 @@ def test_of_a_base_that_was_divided_alike_a_rank_reads_its_own_manifest_alone(
     again = two_ranks(store, number, 2, replicas=divided, bases=(base,))
     results = both(
         *(
-            lambda m=m, s=s: carry(m.arena, m.encoded, lambda _: None, store=s)
+            lambda m=m, s=s: commit_staged(m.arena, m.encoded, lambda _: None, store=s)
             for m, s in zip(again, reads, strict=True)
         )  # type: ignore[misc]
     )
@@ -360,7 +375,7 @@ def test_a_rank_that_waited_leaves_the_manifests_to_the_one_that_came_last(store
     mine, other = made[rank], made[1 - rank]
     counting = GoneOnceCommitted(store)
     clock = Meanwhile(lambda: dies_before_the_fate(store, other), lambda: None, lambda: save(store, other))
-    result = carry(mine.arena, mine.encoded, lambda _: None, store=counting, clock=clock)
+    result = commit_staged(mine.arena, mine.encoded, lambda _: None, store=counting, clock=clock)
     assert not clock.others
     assert result["attempt"] == mine.plan.attempt
     assert (counting.read, counting.fired) == (0, False)
@@ -410,7 +425,7 @@ def test_a_repository_of_a_newer_format_is_refused(store: Store) -> None:
 def test_a_step_that_a_collector_condemned_is_no_base(store: Store) -> None:
     number = begin(store)
     first = save(store, make(store, tiny_state(1), step=1, number=number))
-    store.put("gc/1.json", encode(Condemned(steps=(StepOfRun(RUN, number, 1),))))
+    store.put("gc/1.json", encode(PendingDelete(steps=(StepOfRun(RUN, number, 1),))))
     second = save(store, make(store, tiny_state(1), step=2, number=number, bases=(first,)))
     manifest = manifest_of(store, second)
     assert manifest.bases == ()
@@ -442,7 +457,7 @@ def test_a_saver_that_could_not_renew_its_lease_stops_before_the_fate(store: Sto
     made = make(store, tiny_state(1), step=1, number=number, lease_seconds=300.0)
     with pytest.raises(TransientError, match="could not renew its lease in time and stopped before its fate"):
         save(SlowManifest(store, clock), made, clock=clock)
-    assert not store.exists(names.fate(RUN, number, 1, made.plan.attempt))
+    assert not store.exists(names.decision(RUN, number, 1, made.plan.attempt))
     assert latest(store) is None
 
 

@@ -11,7 +11,7 @@ import pytest
 from headrace.checkpoint.format import manifest, names
 from headrace.checkpoint.format.documents import (
     Base,
-    Condemned,
+    PendingDelete,
     Policy,
     StepName,
     StepOfRun,
@@ -43,7 +43,7 @@ def repository_with_everything() -> tuple[MemoryStore, list[Base]]:
     begin(store, found[2])
     collect.collect(store, [StepOfRun(RUN, number, removed.step)])
     LeaseKeeper(store, "0" * 26, RUN, 1, 3, [found[2]])._write()
-    record = Condemned(steps=(StepOfRun(RUN, 1, 1),), policy=Policy(last=2))
+    record = PendingDelete(steps=(StepOfRun(RUN, 1, 1),), policy=Policy(last=2))
     store.put("gc/00000000000000000000000000.json", encode(record))
     return store, found
 

@@ -44,9 +44,9 @@ class World:
         made = make(self.store, tiny_state(2), step=1, number=number, bases=(base,), run=FORK)
         self.steps = {RUN: (origin, tiny_state(1)), FORK: (Base(number, 1, made.plan.attempt), tiny_state(2))}
         stepping(self.store)
-        condemned = {StepOfRun(RUN, 1, 1)}
+        pending_deletes = {StepOfRun(RUN, 1, 1)}
         self.actors = [Actor(self.store, lambda: save(self.store, made))]
-        self.actors += [Actor(self.store, lambda: collect(self.store, condemned)) for _ in range(2)]
+        self.actors += [Actor(self.store, lambda: collect(self.store, pending_deletes)) for _ in range(2)]
 
     def move(self, choice: int) -> None:
         if choice == TIME:
@@ -61,8 +61,8 @@ class World:
         """Whether the run's step is committed, or complete, and not removed."""
         base = self.steps[run][0]
         found = commit.find_commit(self.store, names.commit(run, 1, 1))
-        fate = commit.find_fate(self.store, names.fate(run, 1, 1, base.attempt))
-        return fate is not None and fate.fate == "commit" and not (found is not None and found.tombstone)
+        decision = commit.find_decision(self.store, names.decision(run, 1, 1, base.attempt))
+        return decision is not None and decision.outcome == "commit" and not (found is not None and found.tombstone)
 
     def check(self) -> None:
         for run in filter(self.there, self.steps):
@@ -122,7 +122,7 @@ def test_a_great_many_bursts_lose_nothing_of_a_fork() -> None:
         play(moves)
 
 
-def in_its_own_run(seen: Inventory, condemned: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
+def in_its_own_run(seen: Inventory, pending_deletes: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
     """The rule of collectors that know nothing of forks."""
     leant = {
         StepOfRun(held.lease.run, base.timeline, base.step)
@@ -131,7 +131,7 @@ def in_its_own_run(seen: Inventory, condemned: Iterable[StepOfRun], now: float) 
         if not plans.is_over(held, now)
         for base in held.lease.bases
     }
-    return set(condemned) & leant
+    return set(pending_deletes) & leant
 
 
 def test_the_search_finds_what_the_run_of_a_base_is_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ import pytest
 
 from headrace.checkpoint.format import manifest, names, pack
 from headrace.checkpoint.format.chunking import digest
-from headrace.checkpoint.format.documents import Base, Fate, StepOfRun, decode
+from headrace.checkpoint.format.documents import Base, Decision, StepOfRun, decode
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.collect import collect
-from headrace.checkpoint.saving.commit_worker import carry
-from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.checkpoint.saving.commit_worker import commit_staged
+from headrace.checkpoint.saving.progress import ProgressFile, RecordingStore
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Buffer
@@ -90,7 +90,7 @@ class World:
 
     def _save(self, made: Made) -> None:
         book = ProgressFile(self.progress)
-        carry(made.arena, made.encoded, lambda _: None, store=Logged(self.store, book), progress=book)
+        commit_staged(made.arena, made.encoded, lambda _: None, store=RecordingStore(self.store, book), progress=book)
 
     def move(self, choice: int, draw: random.Random) -> None:
         if choice == TIME:
@@ -107,17 +107,17 @@ class World:
         """Every step that is committed, or complete and not removed, has its manifest and its packs."""
         objects = self.store.objects
         for base in (self.base, self.new):
-            fate_key = names.fate(RUN, 1, base.step, base.attempt)
+            decision_key = names.decision(RUN, 1, base.step, base.attempt)
             commit_key = names.commit(RUN, 1, base.step)
             found = commit.find_commit(self.store, commit_key) if commit_key in objects else None
-            fate = decode(objects[fate_key][0], Fate, fate_key) if fate_key in objects else None
+            decision = decode(objects[decision_key][0], Decision, decision_key) if decision_key in objects else None
             removed = found is not None and found.tombstone
-            if removed or (found is None and (fate is None or fate.fate != "commit")):
+            if removed or (found is None and (decision is None or decision.outcome != "commit")):
                 continue
-            assert fate is not None, f"step {base.step} has lost its decision"
+            assert decision is not None, f"step {base.step} has lost its decision"
             key = names.manifest(RUN, 1, base.step, base.attempt, 0)
             assert key in objects, f"step {base.step} has lost its manifest"
-            assert (digest(objects[key][0]).hex(),) == fate.manifests
+            assert (digest(objects[key][0]).hex(),) == decision.manifests
             self._check_packs(base, manifest.decode(objects[key][0], key))
 
     def _check_packs(self, base: Base, found: manifest.Manifest) -> None:

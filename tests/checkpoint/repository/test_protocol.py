@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import Commit, Fate, Timeline, decode, encode, me
+from headrace.checkpoint.format.documents import Commit, Decision, Timeline, decode, encode, me
 from headrace.checkpoint.repository import commit
-from headrace.checkpoint.repository.commit import Attempt, Committed, Stop, WriteCommit, WriteFate, decide
+from headrace.checkpoint.repository.commit import Attempt, Committed, Stop, WriteCommit, WriteDecision, decide
 from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
 from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store
@@ -73,9 +73,9 @@ def saver(store: Store, attempt: Attempt, rank: int) -> Iterator[str]:
             case Stop():
                 yield "stopped"
                 return
-            case WriteFate():
-                fate = Fate(attempt=attempt.id, fate="commit", manifests=("x",) * attempt.world_size)
-                store.put_if_absent(attempt.fate_key, encode(fate))
+            case WriteDecision():
+                decision = Decision(attempt=attempt.id, outcome="commit", manifests=("x",) * attempt.world_size)
+                store.put_if_absent(attempt.decision_key, encode(decision))
             case WriteCommit():
                 commit.write_commit(store, attempt)
 
@@ -90,7 +90,7 @@ def collector(store: Store, attempts: Sequence[Attempt]) -> Iterator[str]:
     """Fences what has no fate (as if every lease were over)."""
     for attempt in attempts:
         yield "fencing"
-        store.put_if_absent(attempt.fate_key, encode(Fate(attempt=attempt.id, fate="abort")))
+        store.put_if_absent(attempt.decision_key, encode(Decision(attempt=attempt.id, outcome="abort")))
 
 
 def helper(store: Store, attempts: Sequence[Attempt]) -> Iterator[str]:
@@ -125,6 +125,6 @@ def test_however_they_interleave_a_step_is_one_complete_attempt(order: list[int]
         elif "takeover" not in others:  # else a rank may stop for the new timeline just before another seals the fate
             assert heard == {"committed"}
         if attempt.id in seen:
-            assert decode(store.objects[attempt.fate_key], Fate, "fate").fate == "commit"
+            assert decode(store.objects[attempt.decision_key], Decision, "fate").outcome == "commit"
     if not others - {"helper"}:
         assert len(seen) == 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.checkpoint.cli import ckpt
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import digest
-from headrace.checkpoint.format.documents import Base, Condemned, Lease, StepName, StepOfRun, Timeline, encode, read
+from headrace.checkpoint.format.documents import Base, Lease, PendingDelete, StepName, StepOfRun, Timeline, encode, read
 from headrace.checkpoint.format.manifest import Chunk
 from headrace.checkpoint.repository import check, fetch, timeline
 from headrace.checkpoint.repository import steps as repository
@@ -243,7 +243,7 @@ def test_damage_of_small_objects_is_reported_and_the_other_step_stays(
     root, first, _ = damaged
     key = {
         "manifest": names.manifest(RUN, 1, 1, first.attempt, 0),
-        "fate": names.fate(RUN, 1, 1, first.attempt),
+        "fate": names.decision(RUN, 1, 1, first.attempt),
         "commit": names.commit(RUN, 1, 1),
     }[what]
     flip(root / key, 3)
@@ -312,6 +312,6 @@ def test_a_lease_names_the_step_while_it_is_read(store: Store) -> None:
 
 def test_a_step_that_a_collector_is_removing_is_not_restored(store: Store) -> None:
     base = save(store, make(store, tiny_state(1), step=1, number=begin(store)))
-    store.put("gc/1.json", encode(Condemned(steps=(StepOfRun(RUN, base.timeline, base.step),))))
+    store.put("gc/1.json", encode(PendingDelete(steps=(StepOfRun(RUN, base.timeline, base.step),))))
     with pytest.raises(NotFoundError, match="step 1 of run exp is being removed"):
         load(store, base)

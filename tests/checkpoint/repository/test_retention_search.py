@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint.format import manifest, names
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.lineage import Parent
+from headrace.checkpoint.lineage import ParentLease
 from headrace.checkpoint.repository import collect, tags, timeline, writers
 from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
@@ -72,14 +72,14 @@ class World:
 
     def _trainer(self) -> None:
         """Goes back to the second step."""
-        base, parent = self.bases[1], Parent(self.store, clock=self.clock)
+        base, parent = self.bases[1], ParentLease(self.store, clock=self.clock)
         try:
             parent.hold(RUN, base)
             self.store.exists("training")
             number = opened_by_saving(self.store, 3, base, parent)
             self._save(3, number, (base,), 7)
         finally:
-            parent.let_go()
+            parent.release()
         self.committed = number
         self._retain()
 
@@ -133,11 +133,11 @@ class World:
             parsed = names.parse_step_key(key)
             if parsed is None or parsed.kind != "fate":
                 continue
-            fate = self.store.document(key)
+            decision = self.store.document(key)
             commit = self.store.document(names.commit(RUN, parsed.timeline, parsed.step))
             if commit is not None and (commit["tombstone"] or commit["attempt"] != parsed.attempt):
                 continue
-            if fate["fate"] == "commit":
+            if decision["fate"] == "commit":
                 found.append(Base(parsed.timeline, parsed.step, parsed.attempt))
         return found
 
@@ -217,7 +217,7 @@ def test_the_search_finds_what_applying_the_policy_again_is_for(monkeypatch: pyt
             play(moves)
 
 
-class Loose(Parent):
+class Loose(ParentLease):
     """The rule that is wrong: what was restored is not held."""
 
     def hold(self, run: str, base: Base) -> None:
@@ -239,7 +239,7 @@ def moments(prepare: Callable[[MemoryStore], Actor], meanwhile: Callable[[Memory
         found.append(actor)
 
 
-def opened_by_saving(store: Store, step: int, restored: Base, parent: Parent) -> int:
+def opened_by_saving(store: Store, step: int, restored: Base, parent: ParentLease) -> int:
     """What a trainer that starts does before its first save; the number of its timeline."""
     standing = Standing("heir-1", restored=restored, anew=True)
     return writers.place(store, RUN, step, standing, lambda base: parent.hold(RUN, base)).timeline
@@ -280,8 +280,8 @@ def test_a_tag_given_while_its_step_is_let_go_keeps_it_or_is_refused() -> None:
     assert False in given
 
 
-@pytest.mark.parametrize("kind", [Parent, Loose])
-def test_a_step_that_a_trainer_goes_back_to_stays_until_it_has_one_of_its_own(kind: type[Parent]) -> None:
+@pytest.mark.parametrize("kind", [ParentLease, Loose])
+def test_a_step_that_a_trainer_goes_back_to_stays_until_it_has_one_of_its_own(kind: type[ParentLease]) -> None:
     """At whichever operation of its start a retention comes by."""
 
     def starting(store: MemoryStore) -> Actor:
@@ -319,7 +319,7 @@ def test_a_trainer_that_goes_back_and_dies_before_its_first_save_leaves_a_latest
 
     def going_back(store: MemoryStore) -> None:
         stores.append(store)
-        base, parent = repository.find(store, RUN, 1) if visible_steps(store)[-1:] == [1] else None, Parent(store)
+        base, parent = repository.find(store, RUN, 1) if visible_steps(store)[-1:] == [1] else None, ParentLease(store)
         if base is not None:
             with suppress(NotFoundError):
                 parent.hold(RUN, base)
@@ -380,18 +380,18 @@ def test_a_policy_applied_while_a_trainer_starts_anew_or_goes_back_keeps_what_wa
     assert collect.retain(store, RUN, Keep(last=1)) is None
     assert load(store, three) == tiny_state(3)
     number = begin(store, one)
-    assert collect.condemn(store, RUN, Keep(last=1)) == set()  # the parent is the newest of its branch
+    assert collect.to_delete(store, RUN, Keep(last=1)) == set()  # the parent is the newest of its branch
     save(store, make(store, tiny_state(8), step=2, number=number, bases=(one,)))
-    assert {step.step for step in collect.condemn(store, RUN, Keep(last=1))} == {1, 2}
+    assert {step.step for step in collect.to_delete(store, RUN, Keep(last=1))} == {1, 2}
     save(store, make(store, tiny_state(9), step=3, number=number, bases=(one,)))
-    assert len(collect.condemn(store, RUN, Keep(last=1))) == 4
+    assert len(collect.to_delete(store, RUN, Keep(last=1))) == 4
 
 
 def test_a_trainer_whose_restored_step_was_removed_is_told_before_it_opens_a_timeline() -> None:
     store = MemoryStore()
     clock = StoreClock(store)
     one, *_ = three_steps(store)
-    parent = Parent(store, clock=clock)
+    parent = ParentLease(store, clock=clock)
     parent.hold(RUN, one)
     assert collect.retain(store, RUN, Keep(last=1), clock=clock).spared  # type: ignore[union-attr]
     store.now += 1000  # it sleeps
@@ -401,7 +401,7 @@ def test_a_trainer_whose_restored_step_was_removed_is_told_before_it_opens_a_tim
     ):
         opened_by_saving(store, 2, one, parent)
     assert timeline.numbers(store, RUN) == [1]
-    parent.let_go()
+    parent.release()
     assert not list(store.list("leases/"))
 
 
@@ -444,10 +444,10 @@ def test_a_dead_collectors_record_is_no_warning_for_ever() -> None:
     tags._write(store, made, move=False)  # as one that was given just before the record
     done = collect.collect(store, (), clock=clock)
     assert [s.step for s in done.tombstones] == [2]
-    assert (RUN, 1, 1) in repository.condemned(store)  # that collector may only sleep
+    assert (RUN, 1, 1) in repository.pending_deletes(store)  # that collector may only sleep
     store.now += plans.RECORD_SECONDS + 1
     collect.collect(store, (), clock=clock)
-    assert not repository.condemned(store)
+    assert not repository.pending_deletes(store)
     assert [base.step for base in repository.visible(store, RUN)] == [3, 1]
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from headrace.checkpoint.format import pack
 from headrace.checkpoint.repository import check
-from headrace.checkpoint.saving.commit_worker import carry
-from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.checkpoint.saving.commit_worker import commit_staged
+from headrace.checkpoint.saving.progress import ProgressFile, RecordingStore
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Buffer, Store
@@ -87,10 +87,12 @@ def test_a_pack_of_changed_bytes_is_not_what_a_carrier_that_takes_over_rests_on(
             made = store.made = make(inner, STATE, step=1, number=number)
             book = ProgressFile(fd)
             with pytest.raises(CorruptionError):
-                carry(made.arena, made.encoded, lambda _: None, store=Logged(store, book), progress=book)
+                commit_staged(
+                    made.arena, made.encoded, lambda _: None, store=RecordingStore(store, book), progress=book
+                )
             assert [info.key for info in inner.list("packs/")], "the pack was stored whole"
             assert ProgressFile(fd).stored(inner, made.plan) == {}
-            carry(made.arena, made.encoded, lambda _: None, store=inner, progress=ProgressFile(fd))
+            commit_staged(made.arena, made.encoded, lambda _: None, store=inner, progress=ProgressFile(fd))
             found = latest(inner)
             assert found is not None
             assert load(inner, found)["t0"] == bytes([STATE["t0"][0] ^ 1]) + STATE["t0"][1:]

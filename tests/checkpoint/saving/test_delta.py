@@ -25,8 +25,8 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.collect import collect
 from headrace.checkpoint.repository.fetch import open_step
 from headrace.checkpoint.saving import compression
-from headrace.checkpoint.saving.compression import Sample, decide, worth_leaning
-from headrace.checkpoint.saving.dedup import Known
+from headrace.checkpoint.saving.compression import Sample, decide, worth_delta
+from headrace.checkpoint.saving.dedup import KnownChunks
 from headrace.checkpoint.saving.progress import add_stored
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import MIB
@@ -81,8 +81,8 @@ def test_a_decompression_bomb_is_refused_before_its_memory_is_taken() -> None:
 
 def test_a_difference_is_taken_where_it_pays_and_a_new_base_where_it_has_grown() -> None:
     planes, small, large = Sample(2, 0.7, 1 / 400e6), Sample(5, 0.12, 1 / 300e6), Sample(5, 0.5, 1 / 300e6)
-    assert worth_leaning(small, [planes])
-    assert not worth_leaning(large, [planes])
+    assert worth_delta(small, [planes])
+    assert not worth_delta(large, [planes])
     assert decide([planes, small], 100e6, 2) == 5
     assert decide([planes, small], 2e9, 2) == RAW
     assert decide([planes, Sample(5, 0.12, 1 / 20e6)], 100e6, 2) == 2  # the base comes too slowly
@@ -230,7 +230,7 @@ def test_a_manifest_whose_links_are_wrong_is_refused(links: tuple[tuple[int, int
 def test_a_carrier_that_takes_over_stores_differences_once_more() -> None:
     from headrace.checkpoint.format.pack import Entry
 
-    known, entries = Known(), (Entry(b"a" * 32, 0, 5, 9, RAW), Entry(b"b" * 32, 4096, 5, 9, 5))
+    known, entries = KnownChunks(), (Entry(b"a" * 32, 0, 5, 9, RAW), Entry(b"b" * 32, 4096, 5, 9, 5))
     add_stored(known, {manifest.PackName("A", "0-0123abcd-0"): entries})
     assert set(known.chunks) == {b"a" * 32}
 

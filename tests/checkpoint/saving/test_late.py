@@ -10,8 +10,8 @@ import pytest
 
 from headrace.checkpoint.format import pack
 from headrace.checkpoint.repository import check
-from headrace.checkpoint.saving.commit_worker import carry
-from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.checkpoint.saving.commit_worker import commit_staged
+from headrace.checkpoint.saving.progress import ProgressFile, RecordingStore
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Store
@@ -37,7 +37,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 def carried(store: Store, made: Made, fd: int) -> None:
     book = ProgressFile(fd)
-    carry(made.arena, made.encoded, lambda _: None, store=Logged(store, book), progress=book)
+    commit_staged(made.arena, made.encoded, lambda _: None, store=RecordingStore(store, book), progress=book)
 
 
 def whole(store: Store) -> None:

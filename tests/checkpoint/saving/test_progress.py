@@ -19,9 +19,9 @@ from headrace.checkpoint.format.manifest import PackName
 from headrace.checkpoint.format.pack import Entry
 from headrace.checkpoint.repository import check
 from headrace.checkpoint.saving import progress
-from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.checkpoint.saving.plan import Event, Released
-from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.checkpoint.saving.progress import ProgressFile, RecordingStore
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Buffer, Store
@@ -69,10 +69,12 @@ def test_packs_that_are_complete_are_not_written_again(tmp_path: Path, fd: int) 
         made = make(store, STATE, step=1, number=begin(store))
         first = Dying(store, 5)
         with pytest.raises(Killed):
-            carry(made.arena, made.encoded, lambda _: None, store=Logged(first, b := ProgressFile(fd)), progress=b)
+            commit_staged(
+                made.arena, made.encoded, lambda _: None, store=RecordingStore(first, b := ProgressFile(fd)), progress=b
+            )
         second = Dying(store, 100)
-        result = carry(
-            made.arena, made.encoded, lambda _: None, store=Logged(second, b := ProgressFile(fd)), progress=b
+        result = commit_staged(
+            made.arena, made.encoded, lambda _: None, store=RecordingStore(second, b := ProgressFile(fd)), progress=b
         )
         assert len(first.written) == 5
         assert len(second.written) == 3
@@ -91,10 +93,14 @@ def test_a_pack_that_is_gone_from_the_store_is_written_again(tmp_path: Path, fd:
         made = make(store, STATE, step=1, number=begin(store))
         first = Dying(store, 5)
         with pytest.raises(Killed):
-            carry(made.arena, made.encoded, lambda _: None, store=Logged(first, b := ProgressFile(fd)), progress=b)
+            commit_staged(
+                made.arena, made.encoded, lambda _: None, store=RecordingStore(first, b := ProgressFile(fd)), progress=b
+            )
         store.delete_many(first.written[1:3])
         second = Dying(store, 100)
-        carry(made.arena, made.encoded, lambda _: None, store=Logged(second, b := ProgressFile(fd)), progress=b)
+        commit_staged(
+            made.arena, made.encoded, lambda _: None, store=RecordingStore(second, b := ProgressFile(fd)), progress=b
+        )
         assert len(second.written) == 5
         found = latest(store)
         assert found is not None
@@ -110,7 +116,7 @@ def finished(store: Store, fd: int) -> bytes:
             raise Killed
 
     with pytest.raises(Killed):
-        carry(made.arena, made.encoded, emit, store=Logged(store, b := ProgressFile(fd)), progress=b)
+        commit_staged(made.arena, made.encoded, emit, store=RecordingStore(store, b := ProgressFile(fd)), progress=b)
     assert latest(store) is None
     return made.encoded
 
@@ -118,7 +124,7 @@ def finished(store: Store, fd: int) -> bytes:
 def test_after_the_release_the_arena_is_not_needed(tmp_path: Path, fd: int) -> None:
     with open_store(tmp_path / "store") as store:
         plan = finished(store, fd)
-        carry(None, plan, lambda _: None, store=store, progress=ProgressFile(fd))
+        commit_staged(None, plan, lambda _: None, store=store, progress=ProgressFile(fd))
         found = latest(store)
         assert found is not None
         assert load(store, found) == STATE
@@ -153,12 +159,16 @@ def test_where_progress_cannot_be_written_the_arena_is_held_until_the_manifest_i
             patched.setattr(progress, "_write_all", torn)
             if records is None:
                 patched.setattr(progress, "_sync", broken)
-            carry(made.arena, made.encoded, emit, store=Logged(store, b := ProgressFile(fd)), progress=b)
+            commit_staged(
+                made.arena, made.encoded, emit, store=RecordingStore(store, b := ProgressFile(fd)), progress=b
+            )
         assert there == [True]
         assert [record.levelname for record in caplog.records].count("WARNING") == 1
         assert (found := latest(store)) is not None
         assert load(store, found) == STATE
-        carry(made.arena, made.encoded, emit, store=store, progress=ProgressFile(fd))  # what is there does no harm
+        commit_staged(
+            made.arena, made.encoded, emit, store=store, progress=ProgressFile(fd)
+        )  # what is there does no harm
         assert check.check(store).clean
 
 
@@ -167,7 +177,7 @@ def test_a_manifest_whose_packs_are_gone_is_never_committed(tmp_path: Path, fd: 
         plan = finished(store, fd)
         store.delete_many([next(store.list("packs/")).key])
         with pytest.raises(TransientError, match="was not stored before its worker ended"):
-            carry(None, plan, lambda _: None, store=store, progress=ProgressFile(fd))
+            commit_staged(None, plan, lambda _: None, store=store, progress=ProgressFile(fd))
         assert latest(store) is None
 
 
@@ -177,7 +187,7 @@ def test_without_arena_and_manifest_the_step_is_lost_and_that_is_said(tmp_path: 
         book = ProgressFile(fd)
         book.begun("packs/x", "no such upload")
         with pytest.raises(TransientError, match="step 1 of run exp is lost"):
-            carry(None, made.encoded, lambda _: None, store=store, progress=book)
+            commit_staged(None, made.encoded, lambda _: None, store=store, progress=book)
         assert book.unfinished == {}
         assert latest(store) is None
 

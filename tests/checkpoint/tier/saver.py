@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.local_tier.records import TierLimits
 from headrace.dataio.store.local_tier.tier import LocalTier
@@ -18,7 +18,7 @@ def main(url: str, tier: str) -> None:
         base = latest(store)
         assert base is not None
         made = make(store, tiny_state(2), step=2, number=1, bases=(base,))
-        carry(
+        commit_staged(
             made.arena, made.encoded, lambda _: None, store=store, shelf=LocalTier(Path(tier), TierLimits(512 * MIB, 3))
         )
 

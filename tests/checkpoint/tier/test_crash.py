@@ -12,7 +12,7 @@ import pytest
 import headrace.checkpoint.saving.commit_worker
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import check
-from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.checkpoint.tier import restoring, saving
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.store.local_tier.stores import TierReader
@@ -29,8 +29,8 @@ POINTS = [
     "ckpt.packs-written",
     "ckpt.arena-released",
     "ckpt.manifest-written",
-    "ckpt.before-fate",
-    "ckpt.fate-written",
+    "ckpt.before-decision",
+    "ckpt.decision-written",
     "ckpt.commit-written",
     "ckpt.lease-deleted",
 ]
@@ -47,7 +47,7 @@ def test_what_a_killed_carrier_left_is_finished_or_absent(tmp_path: Path, point:
     url, tier, mark = tmp_path / "store", shelf(tmp_path, steps=3), tmp_path / "mark"
     with open_store(url) as store:
         made = make(store, tiny_state(1), step=1, number=begin(store))
-        carry(made.arena, made.encoded, lambda _: None, store=store, shelf=tier)
+        commit_staged(made.arena, made.encoded, lambda _: None, store=store, shelf=tier)
         first = Base(1, 1, made.plan.attempt)
         done = subprocess.run(
             [sys.executable, "-m", "tests.checkpoint.tier.saver", str(url), str(tier.root)],

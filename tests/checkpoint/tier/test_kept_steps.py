@@ -18,7 +18,7 @@ from headrace.checkpoint.repository import commit, timeline
 from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.repository.retention import ORPHAN_SECONDS
 from headrace.checkpoint.restoring import restore
-from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.checkpoint.saving.plan import Event, Released
 from headrace.checkpoint.saving.progress import ProgressFile
 from headrace.checkpoint.tier import restoring, saving
@@ -52,7 +52,7 @@ def away(_operation: str, _key: str) -> None:
 
 
 def keep(store: Store, tier: LocalTier, made: Made) -> Base:
-    result = carry(made.arena, made.encoded, lambda _: None, store=store, shelf=tier)
+    result = commit_staged(made.arena, made.encoded, lambda _: None, store=store, shelf=tier)
     assert isinstance(result["kept"], float)
     return Base(made.plan.timeline, made.plan.step, made.plan.attempt)
 
@@ -109,7 +109,7 @@ def test_the_arena_is_released_before_a_slow_store_has_anything(remote: Counting
             assert not list(remote.inner.list(names.PACKS))
             gate.set()
 
-    carry(made.arena, made.encoded, emit, store=remote, shelf=tier)
+    commit_staged(made.arena, made.encoded, emit, store=remote, shelf=tier)
     assert any(isinstance(event, Released) for event in events)
     assert load(remote, Base(1, 1, made.plan.attempt)) == tiny_state(1)
 
@@ -169,7 +169,7 @@ def test_a_step_saved_while_the_store_is_away_is_no_step_until_a_restore_commits
     remote.before = away
     released: list[Event] = []
     with pytest.raises(TransientError, match="not committed, but kept in this node's tier"):
-        carry(made.arena, made.encoded, released.append, store=remote, shelf=tier)
+        commit_staged(made.arena, made.encoded, released.append, store=remote, shelf=tier)
     assert any(isinstance(event, Released) for event in released)
     assert restoring.latest(tier, remote.location.url, RUN, "latest") == first
     remote.before = lambda _operation, _key: None
@@ -216,7 +216,7 @@ def unfinished(remote: Counting, tier: LocalTier, *, step: int = 2, bases: tuple
 
     remote.before = fail
     with pytest.raises(TransientError, match="kept"):
-        carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+        commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
     remote.before = lambda _operation, _key: None
     return made
 
@@ -240,13 +240,13 @@ def test_a_worker_that_takes_over_sends_what_only_the_tier_has(
     fd = os.open(tmp_path / "progress", os.O_RDWR | os.O_CREAT)
     remote.before = fail
     with pytest.raises(TransientError):
-        carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+        commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
     assert fired
     remote.before = lambda _operation, _key: None
     os.lseek(fd, 0, os.SEEK_SET)
     again = ProgressFile(fd)
     assert again.manifest is not None
-    carry(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=again)
+    commit_staged(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=again)
     os.close(fd)
     assert load(remote, Base(1, 1, made.plan.attempt)) == tiny_state(1)
 
@@ -259,13 +259,13 @@ def test_a_step_kept_while_the_store_was_away_altogether_is_sent_from_the_tier_b
     fd = os.open(tmp_path / "progress", os.O_RDWR | os.O_CREAT)
     remote.before = away
     with pytest.raises(TransientError, match="kept in this node's tier"):
-        carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+        commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
     os.lseek(fd, 0, os.SEEK_SET)
     with pytest.raises(TransientError, match=r"the store is away$"):
-        carry(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+        commit_staged(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
     remote.before = lambda _operation, _key: None
     os.lseek(fd, 0, os.SEEK_SET)
-    carry(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+    commit_staged(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
     os.close(fd)
     assert load(remote, Base(1, 2, made.plan.attempt)) == tiny_state(2)
     assert [r.committed > 0 for r in tier.records()] == [True, True]
@@ -292,12 +292,12 @@ def test_what_is_older_than_a_collector_lets_unexplained_packs_lie_is_over(remot
 
 
 def test_a_collectors_abort_stops_what_only_the_tier_has(remote: Counting, tier: LocalTier) -> None:
-    from headrace.checkpoint.format.documents import Fate
+    from headrace.checkpoint.format.documents import Decision
 
     first = saved(remote, tier)
     made = unfinished(remote, tier)
-    fate = names.fate(RUN, 1, 2, made.plan.attempt)
-    assert remote.put_if_absent(fate, encode(Fate(attempt=made.plan.attempt, fate="abort")))
+    decision = names.decision(RUN, 1, 2, made.plan.attempt)
+    assert remote.put_if_absent(decision, encode(Decision(attempt=made.plan.attempt, outcome="abort")))
     try_to_finish(remote, tier)
     assert latest(remote) == first
     assert tier.records()[0].over
@@ -317,7 +317,7 @@ def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, t
     first, attempt = saved(remote, tier), names.new_id()
     mine = make(remote, tiny_state(2), step=2, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
     with pytest.raises(TransientError, match="no manifest of rank 1"):
-        carry(mine.arena, mine.encoded, lambda _: None, store=remote, shelf=tier)
+        commit_staged(mine.arena, mine.encoded, lambda _: None, store=remote, shelf=tier)
     fired = []
 
     def fail(operation: str, key: str) -> None:
@@ -328,7 +328,7 @@ def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, t
     other = make(remote, tiny_state(1), step=2, attempt=attempt, rank=1, world_size=2, bases=(first,))
     remote.before = fail
     with pytest.raises(TransientError, match="away"):
-        carry(other.arena, other.encoded, lambda _: None, store=remote)
+        commit_staged(other.arena, other.encoded, lambda _: None, store=remote)
     assert fired
     remote.before = lambda _operation, _key: None
     remote.put(names.commit(RUN, 1, 1), encode(Commit(step=1, tombstone=True)))
@@ -342,7 +342,7 @@ def test_a_step_with_ranks_that_nobody_has_is_left_alone(remote: Counting, tier:
     attempt = names.new_id()
     made = make(remote, tiny_state(2), step=2, number=1, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
     with pytest.raises(TransientError, match="no manifest of rank 1"):
-        carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+        commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
     try_to_finish(remote, tier)
     assert latest(remote) == first
     assert not tier.records()[0].over
@@ -367,7 +367,7 @@ def test_a_step_that_was_committed_without_the_tier_hearing_of_it_is_noted(remot
 def test_a_full_tier_does_not_disturb_a_save(remote: Counting, tmp_path: Path) -> None:
     tier = shelf(tmp_path, 200_000)
     made = make(remote, tiny_state(1), step=1, number=begin(remote))
-    result = carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+    result = commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
     assert result["kept"] is None
     assert load(remote, Base(1, 1, made.plan.attempt)) == tiny_state(1)
     assert tier.records() == []
@@ -381,10 +381,10 @@ def test_another_carriers_manifest_is_not_mistaken_for_the_kept_one(remote: Coun
     def overtake(operation: str, key: str) -> None:
         if operation == "put_if_absent" and key.endswith(".manifest") and not fired:
             fired.append(key)
-            carry(made.arena, made.encoded, lambda _: None, store=remote.inner)
+            commit_staged(made.arena, made.encoded, lambda _: None, store=remote.inner)
 
     remote.before = overtake
-    carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+    commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
     assert fired
     assert load(TierReader(remote, tier, saving.keeps), Base(number, 1, made.plan.attempt)) == tiny_state(1)
 
@@ -399,12 +399,14 @@ def test_a_carrier_that_stopped_and_goes_on_late_changes_nothing_of_the_step_tha
     def stopped(source: str, key: str, data: bytes) -> None:
         if not late and key.endswith(".manifest"):
             late.append(data)
-            carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=LocalTier(tier.root, tier.limits))
+            commit_staged(
+                made.arena, made.encoded, lambda _: None, store=remote, shelf=LocalTier(tier.root, tier.limits)
+            )
             late.append(tier.records())
         keep(source, key, data)
 
     tier.keep = stopped  # type: ignore[assignment, method-assign]
-    carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+    commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
     assert late[0] != remote.get(late[1][0].own[-1])
     assert tier.records() == late[1]
     base = Base(1, 1, made.plan.attempt)

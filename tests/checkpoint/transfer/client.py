@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.saving.executor import Cargo, Carriers
+from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.sidecar.client import SaveMeter
 from headrace.dataio.sidecar.jobs.memfd import sealed
@@ -33,14 +33,14 @@ def main(url: str, socket: str, step: str, seed: str, size: str, parent: str) ->
     with open_store(url) as store:
         made = make(store, state(int(seed), int(size)), step=int(step), number=base.timeline, bases=(base,))
         fd = sealed("arena", bytes(made.arena))
-        cargo = Cargo(made.plan, fd, lambda: made.arena, lambda: say("given back"), lambda: say("abandoned"), say)
-        carriers = Carriers(store, socket, SaveMeter(RUN))
+        save = StagedSave(made.plan, fd, lambda: made.arena, lambda: say("given back"), lambda: say("abandoned"), say)
+        executor = SaveExecutor(store, socket, SaveMeter(RUN))
         try:
-            result = carriers.carry(cargo)
+            result = executor.commit_staged(save)
             say(f"committed {result['step']} {result['attempt'] == made.plan.attempt}")
         except HeadraceError as error:
             say(f"failed {error.code}: {error}")
-        carriers.close()
+        executor.close()
         os.close(fd)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.checkpoint.format.documents import Fate, encode
+from headrace.checkpoint.format.documents import Decision, encode
 from headrace.checkpoint.repository.commit import Attempt, FinalError, LateError
 from headrace.checkpoint.repository.lease import lost
 from headrace.checkpoint.saving.commit_worker import _may_succeed_later
@@ -78,7 +78,7 @@ def test_an_attempt_that_was_aborted_is_not_to_be_tried_again(store: Store, tmp_
     made = make(store, tiny_state(1), step=1, number=begin(store))
     p = made.plan
     attempt = Attempt(p.run, p.timeline, p.step, p.attempt, p.world_size)
-    store.put(attempt.fate_key, encode(Fate(attempt=p.attempt, fate="abort", reason="the test says so")))
+    store.put(attempt.decision_key, encode(Decision(attempt=p.attempt, outcome="abort", reason="the test says so")))
     worker = Worker(made, tmp_path)
     said = worker.run()[-1]
     worker.close()

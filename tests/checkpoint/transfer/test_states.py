@@ -28,13 +28,13 @@ STATES = {
     "received": "sidecar.stage-received",
     "journaled": "sidecar.stage-journaled",
     "acknowledged": "sidecar.stage-acknowledged",
-    "started": "ckpt.carry-started",
+    "started": "ckpt.commit-started",
     "leased": "ckpt.lease-written",
     "uploading": "ckpt.in-pack",
     "packed": "ckpt.packs-written",
     "released": "ckpt.arena-released",
     "manifest written": "ckpt.manifest-written",
-    "fate written": "ckpt.fate-written",
+    "fate written": "ckpt.decision-written",
     "committed": "ckpt.commit-written",
 }
 ORDER = list(STATES)
