@@ -66,7 +66,7 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
         self._last = saving = Future[None]()
         door = PeerProbe("127.0.0.1")
 
-        def commit_staged() -> None:
+        def commit() -> None:
             try:
                 self._save(state, checkpoint_dir, self._group)
                 saving.set_result(None)
@@ -75,7 +75,7 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
             finally:
                 door.close()
 
-        Thread(target=commit_staged, name="headrace-megatron-save").start()
+        Thread(target=commit, name="headrace-megatron-save").start()
         return AsyncRequest(wait_closed, (door.address,), [saving.result])
 
     def _save(self, state: dict[str, Any], checkpoint_dir: str | Path, group: dist.ProcessGroup | None) -> None:

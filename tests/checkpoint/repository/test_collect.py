@@ -256,7 +256,7 @@ def test_a_checkpointer_keeps_what_its_policy_says(store_url: str) -> None:
         assert not state["frozen"].any()
 
 
-@pytest.mark.parametrize("condemned", [(), (1,)])
+@pytest.mark.parametrize("pending_deletes", [(), (1,)])
 def test_a_collector_whose_record_another_one_has_settled_goes_on(
     pending_deletes: tuple[int, ...], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

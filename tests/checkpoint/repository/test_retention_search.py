@@ -211,7 +211,7 @@ def judged_once(store: object, records: object, removed: object) -> set[object]:
 
 
 def test_the_search_finds_what_applying_the_policy_again_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_still_condemned", judged_once)
+    monkeypatch.setattr(collect, "_still_pending", judged_once)
     with pytest.raises(AssertionError, match="the tagged step was removed"):
         for moves in schedules(11, 200):
             play(moves)
@@ -309,7 +309,7 @@ def test_a_trainer_that_goes_back_and_dies_before_its_first_save_leaves_a_latest
 ) -> None:
     """At whichever operation of a retention that sleeps until the dead trainer's lease is over."""
     if not again:
-        monkeypatch.setattr(collect, "_still_condemned", judged_once)
+        monkeypatch.setattr(collect, "_still_pending", judged_once)
     stores: list[MemoryStore] = []
 
     def retaining(store: MemoryStore) -> Actor:
