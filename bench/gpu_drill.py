@@ -67,6 +67,39 @@ USES: dict[str, tuple[str, ...]] = {"feed": ("nvidia.dali",), "checks": ("av", "
 """With these it shows more."""
 LEAST_SECONDS = 5
 """With less left a part is not begun."""
+SHOWS: dict[str, tuple[str, str]] = {
+    "probe": ("machine:probe", "the machine: card, PCIe link, driver, versions, what torch, DALI and cuFile see"),
+    "nvdec": (
+        "nvdec:run",
+        "NVDEC by DALI for h264, hevc, vp9, av1: pixels compared with the CPU's, frames/s, decoder utilisation",
+    ),
+    "feed": (
+        "feed:run",
+        "loader to device tensors, copied during a real training step: batches/s, idle share of the device",
+    ),
+    "staging": (
+        "checkpoints:staging",
+        "device-to-host copies in GB/s: pinned, pageable, registered memfd; stall of `save` compared with the PCIe limit",
+    ),
+    "lazy": (
+        "checkpoints:lazy",
+        "lazy and eager staging during a bf16 transformer step: visible stall, slow-down of the steps",
+    ),
+    "restore": (
+        "checkpoints:restore",
+        "restore into GPU tensors, verified, warm and cold page cache: GB/s; equal to the bit",
+    ),
+    "gds": (
+        "checkpoints:gds",
+        "GDS/cuFile: probe, compatibility mode, save and restore GB/s compared with copies through host memory",
+    ),
+    "checks": (
+        "checks:run",
+        "order of streams, pinned arenas, hand-over of batches, memory of decoders: right or wrong",
+    ),
+    "tests": ("machine:suite", "pytest -m gpu (collected only, without a GPU)"),
+}
+"""Part → (module:function in `headrace.bench.drill`, one line that says what it shows)."""
 PARTS = tuple(SECONDS)
 HOME = ROOT / ".drill"
 
@@ -128,7 +161,7 @@ def _drill(args: argparse.Namespace) -> int:
         print(f"gpu_drill: no part {unknown[0]!r}; there are {', '.join(PARTS)}", file=sys.stderr)
         return 2
     for name in PARTS:
-        print(f"{'*' if name in names else ' '} {name:8} {_line(name)}", flush=True)
+        print(f"{'*' if name in names else ' '} {name:8} {SHOWS[name][1]}", flush=True)
     (args.out / "parts").mkdir(parents=True, exist_ok=True)
     environ = _environ(args)
     absent = _absent(environ)
@@ -188,12 +221,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return known
-
-
-def _line(name: str) -> str:
-    """What a part shows, read from its file: its imports may not be there yet."""
-    text = (ROOT / "bench" / "drill" / f"{name}.py").read_text()
-    return text.partition('\nLINE = "')[2].partition('"\n')[0]
 
 
 def _environ(args: argparse.Namespace) -> dict[str, str]:
@@ -277,10 +304,11 @@ def _one(name: str, out: Path, *, dry: bool) -> int:
     gpu = not dry and _gpu()
     if not gpu and not dry:
         raise SystemExit("torch sees no GPU here; --dry-run runs what needs none")
-    module: Any = importlib.import_module(f"headrace.bench.drill.{name}")
+    module, _, function = SHOWS[name][0].partition(":")
+    part: Any = getattr(importlib.import_module(f"headrace.bench.drill.{module}"), function)
     result: Any = importlib.import_module("headrace.bench.drill.result")
     result.PartResult.path = out / "parts" / f"{name}.json"
-    module.run(gpu).finish()
+    part(gpu).finish()
     return 0
 
 

@@ -1,5 +1,5 @@
-"""The parts of `bench/gpu_drill.py`: what only a GPU can show, one part a module, each in a process of its own.
+"""The parts of `bench/gpu_drill.py`: what only a GPU can show, each part in a process of its own.
 
-A part has `LINE` (what it shows) and `run(gpu) -> PartResult`; with `gpu=False` it does what a machine without one can
-do, and says what it left out. `wheels` brings the packages that the machine lacks.
+A part is a function `part(gpu) -> PartResult`, listed in `gpu_drill.SHOWS`. With `gpu=False` it does what a machine without
+a GPU can do, and notes what it left out. `wheels` installs the packages that the machine lacks.
 """

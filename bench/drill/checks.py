@@ -16,7 +16,6 @@ from typing import Any
 
 from headrace.bench.drill.result import PartResult
 
-LINE = "order of streams, pinned arenas, hand-over of batches, memory of decoders: right or wrong"
 _MIB = 1 << 20
 _MANY = 128
 """1080p clips, one after the other: more than DALI's cache of decoders holds, if none is found again."""

@@ -16,7 +16,6 @@ from typing import Any
 from headrace.bench.drill.result import PartResult
 
 _STEP_SECONDS = 0.05
-LINE = "loader to device tensors with H2D overlap under a real training step: batches/s, idle share"
 
 
 def run(gpu: bool) -> PartResult:

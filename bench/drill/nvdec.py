@@ -1,10 +1,11 @@
-"""NVDEC through DALI `mixed`: do its pixels equal the CPU's, and how many frames a second, by codec and size.
+"""NVDEC through DALI `mixed`: whether its pixels equal the CPU's, and how many frames a second it decodes, by codec and size.
 
-How: clips are made here (libx264, libx265, libvpx-vp9, libsvtav1) and decoded by the loader's own back-ends from the same
-bytes. Difference is over all frames of a clip; rates are of several threads at once, as the loader uses them, and what those
-threads got is compared with what one alone did. What `headrace.loaders.decode.nvdec` keeps from a GPU is a note; what
-DALI makes of that
-is among the `checks`.
+The clips are made here (libx264, libx265, libvpx-vp9, libsvtav1). The loader's own decoders decode them from the same bytes.
+The difference is over all frames of a clip. Rates are those of several threads at once, as in the loader; their frames are
+compared with those of one thread alone. A stream that `headrace.loaders.decode.nvdec` does not give to the GPU is a note.
+
+`Dmon` samples the utilisation of the card ten times a second by NVML (`nvmlDeviceGetDecoderUtilization`,
+`nvmlDeviceGetUtilizationRates`), or once a second by `nvidia-smi dmon`. It only reads. Without either there are no samples.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any, Self
 from headrace.bench.drill.result import PartResult, rates
 from headrace.dataio.core.errors import UnsupportedError
 
-LINE = "NVDEC by DALI for h264, hevc, vp9, av1: pixels beside the CPU's, frames/s, decoder utilisation"
 _CODECS = {
     "h264": ("libx264", "mp4"),
     "hevc": ("libx265", "mp4"),

@@ -10,13 +10,8 @@ import contextlib
 import importlib
 import mmap
 import os
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as tdc
 from blake3 import blake3
 
+from headrace.bench.core.processes import daemon
 from headrace.bench.workloads.training import Guard, State, Training
 from headrace.checkpoint import Checkpointer
 
@@ -237,9 +233,6 @@ class Built:
     """What a trainer may call once, behind its first steps."""
 
 
-_START_SECONDS = 30.0
-
-
 def headrace(where: str, training: Training, *, sidecar: str | None = None, **options: Any) -> Built:
     """Without a sidecar unless one is given."""
     checkpointer = Checkpointer(where, run="bench", sidecar=sidecar, **options)
@@ -261,40 +254,15 @@ def headrace(where: str, training: Training, *, sidecar: str | None = None, **op
 
 
 def with_sidecar(where: str, training: Training, **options: Any) -> Built:
-    """The trainer keeps to the first core, the daemon that saves for it to the second, where there are two."""
-    cores = sorted(os.sched_getaffinity(0))
-    folder = tempfile.mkdtemp(prefix="mr-")
-    command = [
-        sys.executable,
-        "-m",
-        "headrace.dataio.cli",
-        "sidecar",
-        "run",
-        "--socket",
-        f"{folder}/s",
-        "--http-port",
-        "off",
-    ]
-    log = open(f"{folder}/log", "wb")  # noqa: SIM115 - the daemon's, closed with it
-    daemon = subprocess.Popen([*command, "--cache-dir", f"{folder}/cache"], stdout=log, stderr=log)
-    os.sched_setaffinity(daemon.pid, cores[1:] or cores)
+    """Pin the trainer to the first core, and the daemon that saves for it to the others, if there are several."""
+    cores, stack = sorted(os.sched_getaffinity(0)), contextlib.ExitStack()
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-"))
+    running = stack.enter_context(daemon(Path(folder), http_port="off"))
+    os.sched_setaffinity(running.pid, cores[1:] or cores)
     os.sched_setaffinity(0, cores[:1])
-    until = time.monotonic() + _START_SECONDS
-    while not os.path.exists(f"{folder}/s"):
-        if daemon.poll() is not None or time.monotonic() > until:
-            daemon.kill()
-            raise RuntimeError(f"the sidecar did not start: {Path(folder, 'log').read_text()[-500:]}")
-        time.sleep(0.05)
-    inner = headrace(where, training, sidecar=f"{folder}/s", **options)
-
-    def close() -> None:
-        inner.close()
-        daemon.send_signal(signal.SIGTERM)
-        daemon.wait(SECONDS)
-        log.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    return Built(inner.save, inner.restore, close, warm_up=inner.warm_up)
+    inner = headrace(where, training, sidecar=str(running.socket), **options)
+    stack.callback(inner.close)
+    return Built(inner.save, inner.restore, stack.close, warm_up=inner.warm_up)
 
 
 _PAGE, _BLOCK, _THREADS, _READERS = 4096, 16 << 20, 2, 4

@@ -1,4 +1,7 @@
-"""DLIO's `data_loader_classname`: batches of a Headrace dataset, read by a `FileLoader`.
+"""Plugins for DLIO (github.com/argonne-lcf/dlio_benchmark): the original harness drives our loader and our checkpoints.
+
+`docs/benchmarks.md` has the commands. Written for and run with dlio_benchmark 2.0.0, which is no dependency: its package
+requires TensorFlow.
 
 Invariant: each rank gets its share of every epoch; bytes are checked against the index. Every pass is the next epoch, in
 another order, as `sample_shuffle` asks of a loader.
@@ -24,7 +27,7 @@ from headrace.loaders import FileLoader
 
 
 class HeadraceDataLoader(BaseDataLoader):  # type: ignore[misc,unused-ignore]
-    """One loader for each of DLIO's two datasets, kept over all epochs."""
+    """DLIO's `data_loader_classname`: a `FileLoader` for each of DLIO's two datasets, kept over all epochs."""
 
     def __init__(self, format_type: Any, dataset_type: Any, epoch_number: int) -> None:
         super().__init__(format_type, dataset_type, epoch_number, DataLoaderType.PYTORCH)
@@ -46,10 +49,15 @@ class HeadraceDataLoader(BaseDataLoader):  # type: ignore[misc,unused-ignore]
         self.read()
         assert self._loader is not None
         for batch in self._loader:
-            yield list(batch["bytes"].split(batch["sizes"].sum(1).tolist()))
+            yield samples(batch)
 
     def finalize(self) -> None:
         """Do nothing: DLIO calls this after each epoch, and the loader goes on with the next one."""
+
+
+def samples(batch: dict[str, Any]) -> list[torch.Tensor]:
+    """The bytes of each sample of a batch, uint8."""
+    return list(batch["bytes"].split(batch["sizes"].sum(1).tolist()))
 
 
 def file_loader(place: Path, batch_size: int, rank: int, world_size: int, seed: int) -> FileLoader:
@@ -64,13 +72,18 @@ _WAIT_SECONDS = 600.0
 
 
 class HeadraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-ignore]
-    """A singleton, as DLIO wants it. `saved` are the steps committed by this process."""
+    """DLIO's `checkpoint_mechanism_classname`: a `Checkpointer` saves DLIO's state into its checkpoint folder.
+
+    DLIO requires a singleton. `checkpoint` returns when the step is committed, so DLIO's figures are times to durable, not
+    stalls. With `checkpoint.type: rank_zero` rank 0 saves alone. A save that fails raises and ends the run. `saved` are the
+    steps that this process committed.
+    """
 
     _instance: ClassVar[HeadraceCheckpointing | None] = None
 
     @classmethod
     def get_instance(cls) -> Self:
-        """The one of this process."""
+        """The instance of this process."""
         if cls._instance is None:
             cls._instance = cls()
         assert isinstance(cls._instance, cls)
@@ -85,15 +98,15 @@ class HeadraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-igno
         self.saved: list[int] = []
 
     def get_tensor(self, size: int) -> torch.Tensor:
-        """`size` bytes that are not all the same, or deduplication would win what no training gives it."""
+        """`size` random bytes: equal bytes would be deduplicated, as those of a training are not."""
         generator = torch.Generator().manual_seed(size + 7919 * self.args.my_rank)
         return torch.randint(-128, 127, (size,), dtype=torch.int8, generator=generator)
 
     def save_state(self, suffix: str, state: Any) -> None:
-        """Unused: a step is saved whole."""
+        """Do nothing: `checkpoint` saves the whole step."""
 
     def checkpoint(self, epoch: int, step_number: int) -> None:
-        """Save what this rank holds and wait for the commit."""
+        """Save the state of this rank and wait for the commit."""
         if not self._mine:
             return
         state = {"model": self.model_state, "optimizer": self.optimization_state, "layers": self.layer_state}

@@ -1,11 +1,11 @@
-"""Resuming a loader in the middle of an epoch, beside other loaders: how long, how exact, how large a state.
+"""`headrace bench resume`: how long resuming in the middle of an epoch takes, how exact it is, and how large the state is.
 
-Purpose: `headrace bench resume`. Every candidate reads the same small clips in shuffled batches of 8, once to deliver
-their bytes, once to decode them: ours by its decoder, the peers by plain PyAV in the reading process, as their users do.
-The floor opens the same dataset, and looks up and reads the next samples one after the other in the thread that wants them.
-Invariant: a candidate walks an epoch once, keeping its state and the ids of the next batches at 50 % and at 99 %. Then, in
-the same process (imports do not count), a new loader over the data takes the state, as it comes back from JSON, and is timed
-from there to its first batch; it is exact if the next batches hold the same ids.
+Every candidate reads the same small clips in shuffled batches of 8 and decodes them: Headrace by its decoder, the peers by
+plain PyAV in the reading process, as their documentation shows. The floor opens the same dataset, then looks up, reads and
+decodes the next samples one after the other, without threads.
+Invariant: a candidate delivers one epoch, and keeps its state and the ids of the next batches at 50 % and at 99 %. Then a new
+loader in the same process takes that state, as it comes back from JSON, and is timed until its first batch. Imports do not
+count. The resume is exact if the next batches have the same ids.
 Failure behaviour: an exception ends the candidate's process; `headrace.bench.core.measure` reports it.
 """
 
@@ -36,8 +36,6 @@ from headrace.dataio.core.errors import UsageError
 CLIPS, DISTINCT, BATCH, AFTER = 4000, 16, 8, 3
 OURS, TORCHDATA, LITDATA, MOSAIC = "headrace", "torchdata StatefulDataLoader", "litdata", "mosaicml-streaming"
 FLOOR = "floor"
-BYTES = ", bytes"
-"""What is added to a candidate's name when it delivers bytes; else it decodes."""
 METRICS = {
     "before_read_50_ms": Metric("to the first read, 50 %, ms", "ms"),
     "before_read_99_ms": Metric("99 %, ms", "ms", group="to the first read"),
@@ -49,7 +47,7 @@ METRICS = {
 
 
 class Loader(Protocol):
-    """What the candidates have in common."""
+    """The methods that all candidates have."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -71,16 +69,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """One set of clips, in each candidate's form."""
+    """Write the clips in the format of each candidate, and measure all candidates in turn."""
     if job.args.clips // BATCH <= AFTER:
-        raise UsageError(
-            f"{job.args.clips} clips are too few to resume among", hint=f"--clips {BATCH * (AFTER + 1)} or more"
-        )
+        raise UsageError(f"{job.args.clips} clips are too few to resume", hint=f"--clips {BATCH * (AFTER + 1)} or more")
     job.tell("making clips", 0)
     prepare(job.scratch, job.args.clips)
-    names = [*(name + what for what in ("", BYTES) for name in (OURS, TORCHDATA, LITDATA)), FLOOR + BYTES]
+    names = [OURS, TORCHDATA, LITDATA, FLOOR]
     if importlib.util.find_spec("litdata") is None:
-        names = [name for name in names if not name.startswith(LITDATA)]
+        names.remove(LITDATA)
     part.title = f"Resume: {job.args.clips} small clips, shuffled, batches of {BATCH}, local disk"
     part.settings = {"clips": job.args.clips, "batch": BATCH, "compared batches": AFTER}
     part.metrics, part.against = METRICS, TORCHDATA
@@ -89,15 +85,12 @@ def fill(job: command.Job, part: Part) -> None:
     wanted = [Candidate(name, "headrace.bench.workloads.resume", (name, str(job.scratch))) for name in names]
     if python := job.args.mosaic_python:
         _convert(MOSAIC, job.scratch, python)
-        wanted += [
-            Candidate(MOSAIC + what, "headrace.bench.workloads.resume", (MOSAIC + what, str(job.scratch)), python)
-            for what in ("", BYTES)
-        ]
+        wanted.append(Candidate(MOSAIC, "headrace.bench.workloads.resume", (MOSAIC, str(job.scratch)), python))
     alternate(wanted, job.rounds, job.tell, part.candidates)
 
 
 def prepare(folder: Path, count: int) -> None:
-    """`count` clips of two frames in four tars, indexed where they are."""
+    """Write `count` clips of two frames into four tars, and index them in place."""
     clips = [_clip(number) for number in range(DISTINCT)]
     for shard in range(4):
         with tarfile.open(folder / f"{shard}.tar", "w") as tar:
@@ -109,12 +102,9 @@ def prepare(folder: Path, count: int) -> None:
 
 
 def measure(candidate: str, folder: Path) -> dict[str, float]:
-    """Figures of one candidate."""
+    """Measure one candidate: the first epoch, then both resumes."""
     makers = {OURS: _headrace, TORCHDATA: _torchdata, LITDATA: _litdata, MOSAIC: _mosaic, FLOOR: _Bare}
-    maker = makers[candidate.removesuffix(BYTES)]
-
-    def make(folder: Path) -> Loader:
-        return maker(folder, _nothing if candidate.endswith(BYTES) else _decoded)
+    make: Callable[[Path], Loader] = makers[candidate]
 
     there = _count(folder) // BATCH
     marks = {percent: min(there * percent // 100, there - AFTER) for percent in (50, 99)}
@@ -129,7 +119,7 @@ def measure(candidate: str, folder: Path) -> dict[str, float]:
 
 
 def _resume(make: Callable[[], Loader], state: str, found: dict[str, float], percent: int) -> list[list[int]]:
-    """The ids of the first batches."""
+    """Resume from `state`, and add the times to `found`; the ids of the first batches."""
     begun = time.perf_counter()
     with _ended(make()) as loader:
         loader.load_state_dict(json.loads(state))
@@ -143,7 +133,7 @@ def _resume(make: Callable[[], Loader], state: str, found: dict[str, float], per
 
 @contextlib.contextmanager
 def _ended(loader: Loader) -> Iterator[Loader]:
-    """The loader is gone after the block, and its threads too, so that no other one's time has its end in it."""
+    """Close the loader and end its threads after the block, so that closing it is in no other measurement."""
     try:
         yield loader
     finally:
@@ -159,7 +149,7 @@ def _count(folder: Path) -> int:
 
 
 def _walk(loader: Loader, marks: set[int]) -> tuple[dict[int, str], dict[int, list[list[int]]]]:
-    """One epoch: the states after so many batches, and the ids of the batches that follow."""
+    """Deliver one epoch: the states after `marks` batches, and the ids of the batches that follow each."""
     states, ids = dict[int, str](), list[list[int]]()
     for number, batch in enumerate(loader, 1):
         ids.append(_ids(batch))
@@ -173,15 +163,7 @@ def _ids(batch: Any) -> list[int]:
 
 
 _READS: list[float] = []
-"""When our loader read for the first time, for each that was made."""
-
-
-Finish = Callable[[bytes], Any]
-"""What a peer does with the bytes of a sample."""
-
-
-def _nothing(data: bytes) -> bytes:
-    return data
+"""The time of the first read of each Headrace loader of this process."""
 
 
 def _decoded(data: bytes) -> Any:
@@ -198,7 +180,7 @@ def _decoded(data: bytes) -> Any:
     return np.stack(frames)
 
 
-def _headrace(folder: Path, finish: Finish) -> Loader:
+def _headrace(folder: Path) -> Loader:
     import headrace.loaders.loader as loader_module
     from headrace.loaders import Clip, VideoLoader
     from headrace.loaders.fetch.sample_reader import StoreReader
@@ -212,47 +194,14 @@ def _headrace(folder: Path, finish: Finish) -> Loader:
 
     seen: list[Timed] = []
     vars(loader_module)["open_reader"] = lambda store, *_: Timed(store)
-    loader = VideoLoader(
-        str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, num_threads=2, trust_mounts=True
-    )
-    if finish is _nothing:
-        vars(loader)["_start_processor"] = _Bytes
-    return loader
-
-
-class _Bytes:
-    """A work of ours that delivers bytes."""
-
-    def __init__(self) -> None:
-        from headrace.loaders.interfaces import SampleLayout
-
-        self.layout = SampleLayout(("there",), {"data": None})
-
-    def needs(self, ref: Any) -> dict[str, Any]:
-        return {"avi": None}
-
-    def cost(self, sample: Any) -> int:
-        return 0
-
-    def process(self, loaded: Sequence[Any]) -> list[Any]:
-        import torch
-
-        from headrace.loaders.interfaces import ProcessedSample
-
-        return [
-            ProcessedSample(one.ref.sample, {"there": torch.ones(1)}, {"data": bytes(one.media["avi"])})
-            for one in loaded
-        ]
-
-    def close(self) -> None:
-        pass
+    return VideoLoader(str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, num_threads=2, trust_mounts=True)
 
 
 class _Bare:
-    """Samples in a drawn order, read when they are wanted: no threads, nothing ahead."""
+    """The floor: samples in a shuffled order, read one after the other, without threads or prefetching."""
 
-    def __init__(self, folder: Path, finish: Finish) -> None:
-        self._dataset, self._finish, self._at = Dataset.at_once(str(folder / "ds"), trust_mounts=True), finish, 0
+    def __init__(self, folder: Path) -> None:
+        self._dataset, self._at = Dataset.at_once(str(folder / "ds"), trust_mounts=True), 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"batch": self._at}
@@ -268,11 +217,11 @@ class _Bare:
             ids = order[self._at * BATCH : (self._at + 1) * BATCH].tolist()
             self._at += 1
             samples = self._dataset.samples(ids)
-            yield {"id": ids, "data": [self._finish(self._dataset.read(one, "avi")) for one in samples]}
+            yield {"id": ids, "data": [_decoded(self._dataset.read(one, "avi")) for one in samples]}
 
 
-def _torchdata(folder: Path, finish: Finish) -> Loader:
-    """Samples by number, in a shuffled order of torch's."""
+def _torchdata(folder: Path) -> Loader:
+    """Samples by number, in the shuffled order of torch."""
     import torch
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -284,7 +233,7 @@ def _torchdata(folder: Path, finish: Finish) -> Loader:
             return len(self.dataset)
 
         def __getitem__(self, number: int) -> dict[str, Any]:
-            return {"id": number, "data": finish(self.dataset.read(self.dataset.sample(number), "avi"))}
+            return {"id": number, "data": _decoded(self.dataset.read(self.dataset.sample(number), "avi"))}
 
     torch.manual_seed(1)
     loader: Loader = StatefulDataLoader(Members(), BATCH, shuffle=True, drop_last=True)
@@ -292,7 +241,7 @@ def _torchdata(folder: Path, finish: Finish) -> Loader:
 
 
 class _Encoded:
-    """A loader whose state holds tensors, as JSON."""
+    """Encodes a state that holds tensors as JSON."""
 
     def __init__(self, inner: Loader) -> None:
         self._inner = inner
@@ -313,19 +262,19 @@ class _Encoded:
         return iter(self._inner)
 
 
-def _litdata(folder: Path, finish: Finish) -> Loader:
+def _litdata(folder: Path) -> Loader:
     import litdata
     from torch.utils.data import default_collate
 
     def collate(samples: Sequence[dict[str, Any]]) -> Any:
-        return default_collate([{"id": one["id"], "data": finish(one["data"])} for one in samples])
+        return default_collate([{"id": one["id"], "data": _decoded(one["data"])} for one in samples])
 
     dataset = litdata.StreamingDataset(str(folder / "litdata"), shuffle=True, seed=1, drop_last=True)
     loader: Loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0, collate_fn=collate)
     return loader
 
 
-def _mosaic(folder: Path, finish: Finish) -> Loader:
+def _mosaic(folder: Path) -> Loader:
     import importlib
 
     from torch.utils.data import default_collate
@@ -333,7 +282,7 @@ def _mosaic(folder: Path, finish: Finish) -> Loader:
     streaming: Any = importlib.import_module("streaming")
 
     def collate(samples: Sequence[dict[str, Any]]) -> Any:
-        return default_collate([{"id": one["id"], "data": finish(one["data"])} for one in samples])
+        return default_collate([{"id": one["id"], "data": _decoded(one["data"])} for one in samples])
 
     local = folder / f"mosaic-{time.monotonic_ns()}"  # it takes each folder once in a process
     local.symlink_to(folder / MOSAIC)
@@ -344,7 +293,7 @@ def _mosaic(folder: Path, finish: Finish) -> Loader:
 
 
 def _convert(peer: str, folder: Path, python: str) -> None:
-    """The same samples in the peer's own form, written by an interpreter that has it."""
+    """Write the same samples in the peer's own format, by an interpreter that has the peer."""
     import subprocess
 
     quiet = {**os.environ, "LITDATA_DISABLE_VERSION_CHECK": "1"}
@@ -369,7 +318,7 @@ def _to_mosaic(folder: Path) -> None:
 
 
 class _Read:
-    """Sample number → a row for a peer, in a worker that opens the dataset itself."""
+    """Sample number → a row for a peer. Each worker opens the dataset itself."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -26,9 +26,9 @@ from typing import IO
 import xxhash
 
 from headrace.bench.core import command
-from headrace.bench.core.processes import DaemonProcess, daemon, run_ranks, server, write_shards
+from headrace.bench.core.processes import DaemonProcess, daemon, server
 from headrace.bench.core.results import Metric, Part, Samples
-from headrace.bench.workloads.sidecar_rank import Job, Shape
+from headrace.bench.workloads.sidecar_rank import Job, Shape, run_ranks, write_shards
 from headrace.dataio.core.cli import positive_int
 from headrace.dataio.core.files import storage_kind
 from headrace.dataio.sidecar import protocol as m

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import random
+import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -128,6 +132,64 @@ def run(job: Job) -> dict[str, float]:
     reader.close()
     store.close()
     return {"samples": samples, "bytes": size, "wall_s": wall, "cpu_s": used, "first_batch_s": first}
+
+
+def write_shards(folder: Path, shape: Shape) -> None:
+    """Write shards of random bytes in the shape of a dataset."""
+    (folder / "shards").mkdir(parents=True)
+    for shard in range(shape.shards):
+        key = shape.read(shard * shape.per_shard)[0]
+        (folder / key).write_bytes(random.Random(shard).randbytes(shape.shard_bytes))
+
+
+def run_ranks(
+    jobs: Sequence[Job], environ: Mapping[str, str] | None = None, before: Callable[[], None] = lambda: None
+) -> tuple[float, list[dict[str, float]]]:
+    """Start a process for each rank, call `before`, and let all begin together.
+
+    Returns:
+        Wall seconds until the last rank has ended, and the figures of each rank.
+
+    Raises:
+        RuntimeError: A rank failed; the message has the end of its standard error.
+    """
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "headrace.bench.workloads.sidecar_rank", job.text()],
+            env={**os.environ, **(environ or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for job in jobs
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        before()
+        began = time.perf_counter()
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        found = [_figures(process) for process in processes]
+        return time.perf_counter() - began, found
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _figures(process: subprocess.Popen[str]) -> dict[str, float]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        _, errors = process.communicate()
+        raise RuntimeError(f"a rank failed: {errors.strip()[-600:]}")
+    figures: dict[str, float] = json.loads(line)
+    return figures
 
 
 def main() -> int:

@@ -17,19 +17,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace.bench.core import command
 from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.processes import daemon
 from headrace.bench.core.results import Metric, Part
 from headrace.dataio.core.cli import positive_int
 from headrace.dataio.core.errors import UnsupportedError, UsageError
 from headrace.dataio.core.limits import MIB, parse_bytes
-from headrace.dataio.sidecar.client import Sidecar
-from headrace.dataio.sidecar.tier.protocol import RateLimit
+from headrace.dataio.testing.proxy import FaultProxy
 from headrace.dataio.testing.s3server import start_seaweedfs
 
 CERTIFICATES = Path(__file__).resolve().parents[2] / "deploy" / "buddies" / "certificates.sh"
@@ -59,7 +58,7 @@ def fill(job: command.Job, part: Part) -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(start_seaweedfs())
         server.create_bucket("headrace")
-        relay = stack.enter_context(Relay(server.endpoint, rate))
+        relay = stack.enter_context(FaultProxy(server.endpoint, answers=rate))
         os.environ.update(server.environment())
         places = _places(job, stack, relay)
         candidates = [
@@ -69,7 +68,7 @@ def fill(job: command.Job, part: Part) -> None:
         alternate(candidates, job.rounds, job.tell, part.candidates)
 
 
-def _places(job: command.Job, stack: contextlib.ExitStack, relay: Relay) -> dict[str, tuple[str, ...]]:
+def _places(job: command.Job, stack: contextlib.ExitStack, relay: FaultProxy) -> dict[str, tuple[str, ...]]:
     """Candidates by name, with the arguments of `restore`; the step is in all of these places afterwards."""
     memory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mrb-", dir="/dev/shm")))
     disk = job.scratch / "disk"
@@ -93,24 +92,10 @@ def _places(job: command.Job, stack: contextlib.ExitStack, relay: Relay) -> dict
 
 
 def _daemon(stack: contextlib.ExitStack, folder: Path, more: dict[str, str]) -> str:
-    """A daemon with a tier below `folder`; its socket."""
+    """Start a daemon with a tier in `folder`/tier; its socket."""
     short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mrb-")))
-    path = short / "sidecar.sock"
-    options = {"socket": str(path), "http_port": "off", "cache_dir": str(short / "cache"), "cache_bytes": "1MiB"}
-    options |= {"tier_dir": str(folder / "tier"), "tier_bytes": "16GiB", **more}
-    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", *flags], stderr=subprocess.DEVNULL
-    )
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    until = time.monotonic() + 60
-    while (found := Sidecar.find(path)) is None:
-        if process.poll() is not None or time.monotonic() > until:
-            raise UnsupportedError("the daemon did not start", hint="headrace sidecar run says why")
-        time.sleep(0.02)
-    found.close()
-    return str(path)
+    tier = {"tier_dir": str(folder / "tier"), "tier_bytes": "16GiB", "http_port": "off", "cache_bytes": "1MiB"}
+    return str(stack.enter_context(daemon(short, None, **tier, **more)).socket)
 
 
 def _save(socket_path: str, mib: int) -> None:
@@ -145,42 +130,6 @@ def _free_port(host: str) -> int:
         listener.bind((host, 0))
         port: int = listener.getsockname()[1]
         return port
-
-
-class Relay:
-    """Passes TCP connections on to an HTTP server; what comes back passes at `rate` bytes a second in all."""
-
-    def __init__(self, upstream: str, rate: int) -> None:
-        host, _, port = upstream.removeprefix("http://").partition(":")
-        self._upstream, self._pace, self._lock = (host, int(port)), RateLimit(rate), threading.Lock()
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-
-    def __enter__(self) -> Relay:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._socket.accept()
-                server = socket.create_connection(self._upstream)
-                for source, target, slow in ((client, server, False), (server, client, True)):
-                    threading.Thread(target=self._pump, args=(source, target, slow), daemon=True).start()
-
-    def _pump(self, source: socket.socket, target: socket.socket, slow: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(256 << 10):
-                if slow:
-                    with self._lock:
-                        self._pace.take(len(data))
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 def restore(url: str, mib: int, sidecar: str, where: str, tier: str = "") -> Iterator[tuple[str, float]]:

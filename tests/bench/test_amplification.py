@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.core.processes import Server, daemon, run_ranks, server, write_shards
-from headrace.bench.workloads.sidecar_rank import Job, Shape
+from headrace.bench.core.processes import Server, daemon, server
+from headrace.bench.workloads.sidecar_rank import Job, Shape, run_ranks, write_shards
 
 SHAPE = Shape(shards=4, per_shard=64, members=(90_000, 20_000, 600))
 

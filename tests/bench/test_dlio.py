@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,6 +20,15 @@ from headrace.dataio.core.errors import UsageError
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("HEADRACE_DLIO_PYTHON", sys.executable)
 """A Python with dlio_benchmark; docs/benchmarks.md says how to make one, as its package wants TensorFlow."""
+
+
+STUBS: dict[str, dict[str, object]] = {
+    "dlio_benchmark": {},
+    "dlio_benchmark.checkpointing.base_checkpointing": {"BaseCheckpointing": object},
+    "dlio_benchmark.common.enumerations": {"CheckpointLocationType": object, "DataLoaderType": object},
+    "dlio_benchmark.data_loader.base_data_loader": {"BaseDataLoader": object},
+}
+"""As much of DLIO as importing the plugins takes."""
 
 
 def installed() -> bool:
@@ -90,6 +101,30 @@ def test_files_become_samples_with_the_same_bytes_once(tmp_path: Path, capsys: p
         assert [dataset.sample(n).members[0].length for n in range(5)] == [1000, 1001, 1002, 1003, 1004]
     assert main([str(tmp_path)]) == 0
     assert "nothing to do" in capsys.readouterr().out
+
+
+def test_the_loader_gives_every_rank_its_share_of_each_epoch_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train").mkdir()
+    for number in range(6):
+        (tmp_path / "train" / f"img_{number}_of_6.npz").write_bytes(os.urandom(1000 + number))
+    prepare(tmp_path)
+    for name in ("checkpointing", "common", "data_loader"):
+        monkeypatch.setitem(sys.modules, f"dlio_benchmark.{name}", ModuleType(name))
+    for name, members in STUBS.items():
+        stub = ModuleType(name)
+        vars(stub).update(members)
+        monkeypatch.setitem(sys.modules, name, stub)
+    monkeypatch.delitem(sys.modules, "headrace.bench.peers.dlio", raising=False)
+    plugin = importlib.import_module("headrace.bench.peers.dlio")
+    wanted = sorted(path.read_bytes() for path in (tmp_path / "train").iterdir())
+    loaders = [plugin.file_loader(place_of(tmp_path, "train"), 2, rank, 2, 1) for rank in range(2)]
+    for _ in range(2):
+        found = [bytes(sample.numpy()) for loader in loaders for batch in loader for sample in plugin.samples(batch)]
+        assert sorted(found) == wanted
+    for loader in loaders:
+        loader.close()
 
 
 def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 from headrace.bench import gpu_drill
 from headrace.bench.core import results
 from headrace.bench.drill import checks, nvdec, wheels
-from headrace.bench.drill import tests as gpu_tests
+from headrace.bench.drill import machine as gpu_tests
 from headrace.bench.drill.result import PartResult
 from headrace.bench.drill.wheels import DrillError
 from headrace.dataio.core.errors import HeadraceError
@@ -146,10 +147,12 @@ def test_what_most_parts_need_is_carried_first_and_dali_last() -> None:
     assert [path.name.split("-")[0] for path in ordered] == ["msgspec", "numpy", "av", "libcst", "nvidia_dali_cuda130"]
 
 
-def test_what_the_drill_brings_is_all_that_the_project_needs_but_for_stores_on_a_network() -> None:
+def test_the_drill_brings_what_the_project_needs_on_a_gpu_machine_except_torch_and_network_stores() -> None:
     project = tomllib.loads((gpu_drill.ROOT / "pyproject.toml").read_text())["project"]
-    needed = {re.split(r"[^a-z0-9-]", line)[0] for line in project["dependencies"]}
-    assert needed - set(wheels.NEEDED) == {"aiohttp", "s3fs", "torch"}
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for name in ("data", "torch", "dali", "sql") for line in extras[name])]
+    needed = {re.split(r"[^a-z0-9-]", line)[0] for line in lines} - {"headrace"}
+    assert needed - set(wheels.NEEDED) == {"torch"}
 
 
 @pytest.mark.parametrize("name", ["../evil.whl", "/etc/passwd", "a/b.whl", "evil.py", ""])
@@ -190,7 +193,7 @@ def test_a_dry_run_lists_all_parts_runs_what_needs_no_gpu_and_goes_on_where_it_s
     assert listed == ["*", "nvdec", "feed", "staging", "lazy", "restore", "gds", "checks"]
     (probe,) = results.read(tmp_path / "drill.json").parts
     assert (probe.name, probe.status) == ("probe", "done")
-    assert probe.notes == ["no GPU is here: torch.cuda.is_available() is False"]
+    assert probe.notes == ["no GPU: torch.cuda.is_available() is False"]
     again = drill(tmp_path, "--parts", "restore", OUT=str(tmp_path / "carried"))
     assert "restore: done in" in again.stdout
     assert "probe: done before" in drill(tmp_path, "--parts", "probe").stdout
@@ -272,8 +275,12 @@ def test_wrong_use_is_said(tmp_path: Path) -> None:
     assert "no part 'guess'; there are probe" in done.stderr
 
 
-def test_every_part_of_the_drill_says_what_it_shows() -> None:
-    assert all(len(gpu_drill._line(name)) > 20 for name in gpu_drill.PARTS)
+def test_every_part_of_the_drill_can_be_imported_and_says_what_it_shows() -> None:
+    assert set(gpu_drill.SHOWS) == set(gpu_drill.PARTS)
+    for where, line in gpu_drill.SHOWS.values():
+        module, _, function = where.partition(":")
+        assert callable(getattr(importlib.import_module(f"headrace.bench.drill.{module}"), function))
+        assert len(line) > 20
 
 
 class Card:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.core.processes import daemon, run_ranks, server, write_shards
+from headrace.bench.core.processes import daemon, server
 from headrace.bench.core.results import Metric, Part, Run, Samples, decode
 from headrace.bench.simulate import engine
 from headrace.bench.simulate import node as model
@@ -23,7 +23,7 @@ from headrace.bench.simulate.cli import calibrated, main
 from headrace.bench.simulate.cluster import VARIANTS, Cluster, Costs, Job, best_interval, costs, daly, simulate, young
 from headrace.bench.simulate.engine import Latch, Link, Process, Simulation, SimulationError, Sleep, Transfer
 from headrace.bench.workloads.sidecar_rank import Job as RankJob
-from headrace.bench.workloads.sidecar_rank import Shape
+from headrace.bench.workloads.sidecar_rank import Shape, run_ranks, write_shards
 from headrace.dataio.cache.readers.bypass import MOST_BYTES
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import CACHE_BLOCK_BYTES

@@ -206,14 +206,14 @@ def test_without_a_gpu_or_a_directory_one_line_says_why(tmp_path: Path, caplog: 
 
 
 def test_the_gpu_drill_measures_saves_and_restores_that_go_straight(tmp_path: Path) -> None:
-    from headrace.bench.drill import gds as drill
+    from headrace.bench.drill import checkpoints as drill
     from headrace.bench.drill.result import PartResult
 
     part, counts = PartResult("gds", "GPUDirect Storage"), Counts()
     part.metric("save", "save", "GB/s")
     part.metric("restore", "restore", "GB/s")
     size, options = RING + 4 * MIB, {"device": "cpu", "rounds": 1, "staging_bytes": RING}
-    drill.checkpoints(part, "cuFile", tmp_path, size, counts.direct(), **options)
+    drill.save_and_restore(part, "cuFile", tmp_path, size, counts.direct(), **options)
     assert counts.written >= size
     assert counts.read >= size
     assert [len(values) for values in part.candidates["cuFile"]["metrics"].values()] == [1, 1]
