@@ -66,22 +66,23 @@ _HOME = {
 
 
 _FREEZE = 1000
-"""Fewer objects are nobody's wish: Python 3.12 begins with some 400 that are frozen."""
+"""With fewer frozen objects, the program froze none itself: Python 3.12 begins with some 400."""
 
 
 @contextlib.contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """Modules are no garbage, and a look for some among all that torch has made takes longer than any import of ours.
-    What was imported counts as old from here on, so that nobody looks through it with the first batch either."""
+    """Import without the garbage collector.
+
+    Modules are not garbage, and searching all objects of torch takes longer than any import of ours. The imported
+    objects then count as old, so the collector does not search them during the first batch either.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
-            if (
-                gc.get_freeze_count() < _FREEZE
-            ):  # else it would become what somebody wants frozen, or be all that no longer is
+            if gc.get_freeze_count() < _FREEZE:  # else the objects that the program froze would be unfrozen
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

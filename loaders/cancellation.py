@@ -1,8 +1,9 @@
-"""Long work that is given up when nobody wants its result any more.
+"""Cancelling long work whose result is not wanted any more.
 
 Purpose: a loader that closes does not wait for the rest of a clip, however long that takes to decode.
 Invariant: an event holds for one thread, inside one block; outside of such blocks `check_cancelled` does nothing.
-Failure behaviour: `Cancelled`, which is nobody's damage and no `HeadraceError`, passes all handlers of samples.
+Failure behaviour: `Cancelled` is not a `HeadraceError` and says nothing about a sample, so no handler of damaged
+samples catches it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def cancelled_by(when: threading.Event) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Between two steps of the work."""
+    """Raise `Cancelled` if this thread's work was cancelled. Called between two steps of the work."""
     when: threading.Event | None = getattr(_mine, "when", None)
     if when is not None and when.is_set():
         raise Cancelled

@@ -1,4 +1,4 @@
-"""`headrace quarantine`: which samples loaders on this machine left out, and why.
+"""`headrace quarantine`: the samples that loaders on this machine skipped, and why.
 
 Invariant: standard output holds results only, with `--json` JSON only. It starts without torch.
 Failure behaviour: errors are raised for `headrace.dataio.cli` to report.
@@ -18,10 +18,10 @@ from headrace.dataio.core.errors import HeadraceError, NotFoundError, UsageError
 from headrace.dataio.core.limits import counted
 from headrace.loaders.quarantine import records
 
-_ABOUT = "List the samples that loaders on this machine refused, with the reason, or forget them."
+_ABOUT = "List the samples that loaders on this machine skipped, with the reason, or delete the records."
 _MORE = """\
-The list lies in $HEADRACE_QUARANTINE (`off`: none is kept), or in ~/.local/state/headrace/quarantine.
-Nothing reads it back into a run. To leave samples out for good, make a version without them:
+The records lie in $HEADRACE_QUARANTINE (`off`: none are kept), or in ~/.local/state/headrace/quarantine.
+No run reads them. To leave samples out of all runs, make a version without them:
 `headrace remove DATASET KEY ...`.
 
 exit codes: 0 none listed, or forgotten · 1 some are listed · 2 wrong use"""
@@ -32,7 +32,7 @@ def quarantine(argv: list[str]) -> int:
     parser = Parser("headrace quarantine", description=_ABOUT, epilog=_MORE)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("dataset", nargs="?", help="a dataset's URL or directory (default: all)")
-    parser.add_argument("--clear", action="store_true", help="forget what is listed")
+    parser.add_argument("--clear", action="store_true", help="delete the records")
     parser.add_argument(
         "--shared", metavar="URL", help="list what runs share there instead (a loader's quarantine_list)"
     )
@@ -40,12 +40,14 @@ def quarantine(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.shared is not None:
         if args.clear or args.dataset is not None:
-            raise UsageError("--shared goes alone: a shared list only grows", hint="begin another list instead")
+            raise UsageError(
+                "--shared goes without other arguments: a shared list only grows", hint="begin another list instead"
+            )
         return _shared(args.shared, as_json=args.json)
     folder = records.directory()
     if folder is None:
         raise UsageError(
-            "no list is kept: HEADRACE_QUARANTINE=off, or nobody's home is known",
+            "no records are kept: HEADRACE_QUARANTINE=off, or this user has no home directory",
             hint="name a directory in HEADRACE_QUARANTINE",
         )
     url = None if args.dataset is None else _url(args.dataset)
@@ -55,7 +57,7 @@ def quarantine(argv: list[str]) -> int:
 
 
 def _url(named: str) -> str:
-    """As stores call themselves, which is how refusals are filed."""
+    """The URL as the store has it, by which records are filed."""
     if "://" in named and not named.startswith("file://"):
         return named.rstrip("/")
     from headrace.dataio.store.open import open_store
@@ -65,7 +67,7 @@ def _url(named: str) -> str:
 
 
 def _is_missing(url: str) -> bool:
-    """Whether nothing is there; False when that cannot be told."""
+    """Whether there is no dataset; False if that is unknown."""
     from headrace.dataio.store.open import open_store
 
     try:

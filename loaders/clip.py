@@ -1,6 +1,6 @@
-"""Which frames make a clip: chosen by frame number or by presentation time, never by frame-rate arithmetic.
+"""The frames of a clip: chosen by frame number or by presentation time, never by frame-rate arithmetic.
 
-Purpose: turn (what the index says of a video, what the trainer wants, a key) into the frames to decode. Pure.
+Purpose: choose the frames to decode, from the index's description of a video, the trainer's `Clip` and a key. Pure.
 
 Invariants: the choice is a function of its arguments alone, so a resumed run and any other world size choose the same.
 With `stride` a clip is every stride-th frame in presentation order, exact for a variable frame rate because frames are
@@ -27,7 +27,7 @@ from headrace.dataio.shards.contract import KeyFrame, VideoInfo
 from headrace.loaders.sampling.permutation import key_of
 from headrace.loaders.validation import check_fields
 
-_START, _JITTER = 5, 21  # keep the keys of clip starts apart from those of the order
+_START, _JITTER = 5, 21  # purposes of `key_of` that no other module uses
 Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
@@ -47,12 +47,13 @@ class Clip:
         fps (float | None): take frames 1/fps seconds apart, in place of `stride`. Default: None.
         start (str): where a clip begins. Default: "random".
 
-            - "random": drawn uniformly from the frames where the whole clip fits, anew for every epoch, sample and clip.
+            - "random": drawn uniformly from the frames where the whole clip fits, anew for every epoch, sample and
+              clip.
             - "center": the middle of the video, or the middles of `per_video` equal parts.
             - "every": clips follow each other without a gap, as many as fit whole, at least one.
         per_video (int): clips of each video in an epoch; not with "every". Default: 1.
-        jitter (int): move a "center" or "every" clip by up to this many of its steps either way, drawn anew for every epoch,
-            sample and clip. Default: 0.
+        jitter (int): move a "center" or "every" clip by up to this many of its steps either way, drawn anew for every
+            epoch, sample and clip. Default: 0.
 
     Raises:
         UsageError: for an impossible clip.
@@ -86,19 +87,17 @@ class Clip:
 
 
 def check_start(start: str, parts: int, jitter: float) -> None:
-    """`UsageError` for what cannot be meant together."""
+    """Raise `UsageError` for options that do not go together."""
     if start not in ("random", "center", "every"):
         raise UsageError(f"start={start!r} is not known", hint="use 'random', 'center' or 'every'")
     if start == "every" and parts != 1:
-        raise UsageError("start='every' takes as many parts of each sample as there are", hint="leave their number out")
+        raise UsageError("start='every' takes all parts of each sample", hint="leave their number out")
     if not 0 <= jitter < math.inf or (jitter and start == "random"):
-        raise UsageError(
-            "jitter moves parts that start at the center or follow each other; it is not negative", hint="jitter=0"
-        )
+        raise UsageError("jitter is for start='center' and start='every', and is not negative", hint="jitter=0")
 
 
 def counts(clip: Clip, frames: Values, seconds: Values) -> int | Counts:
-    """How many clips each video has, whose frames and durations these are; one number where all have as many."""
+    """How many clips each video has, from its frames and its duration in seconds; one number if all have the same."""
     if clip.start != "every":
         return clip.per_video
     fitting = frames / (clip.frames * clip.stride) if clip.rate is None else seconds * float(clip.rate) / clip.frames
@@ -118,8 +117,8 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 def choose(info: VideoInfo, clip: Clip, seed: int, epoch: int, sample: int, number: int, attempt: int = 0) -> Wanted:
-    """The frames of clip `number` of `sample` in `epoch`. `attempt` tells apart the clips of a sample that stands in
-    for another from its own."""
+    """The frames of clip `number` of `sample` in `epoch`. `attempt` gives substitutes other clips than the sample's
+    own."""
     if info.frames < 1 or not info.key_frames:
         raise CorruptionError(
             "the index lists no frames or no key frames for this video", hint="index the dataset again"
@@ -137,7 +136,7 @@ def choose(info: VideoInfo, clip: Clip, seed: int, epoch: int, sample: int, numb
 def first_of(
     start: Start, room: int, span: Fraction, parts: int, jitter: int, place: tuple[int, int, int, int, int]
 ) -> int:
-    """Where a part begins among 0 … `room`, in whatever unit `room`, `span` (the part's length) and `jitter` have.
+    """Where a part begins among 0 … `room`. `room`, `span` (the part's length) and `jitter` are in the same unit.
 
     `place` is (seed, epoch, sample, number, attempt).
     """

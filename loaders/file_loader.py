@@ -62,8 +62,8 @@ class FileLoader(Loader):
         - Each of `columns`: a list.
 
     Args:
-        The arguments are those of `FileConfig` and `LoaderConfig`; `help(FileLoader.__init__)` lists them. `transform` and
-        `decode_in_subprocess` are not possible, since nothing is decoded.
+        The arguments are those of `FileConfig` and `LoaderConfig`; `help(FileLoader.__init__)` lists them. `transform`
+        and `decode_in_subprocess` are not possible, since nothing is decoded.
 
     Raises:
         NotFoundError, AccessDeniedError, UsageError: when the loader is made.

@@ -238,7 +238,8 @@ class Loader(IterableDataset[dict[str, Any]]):
             With `force`, what is lost; it is also logged.
 
         Raises:
-            MismatchError: the state does not fit; the error names the first field that differs. The loader is unchanged.
+            MismatchError: the state does not fit; the error names the first field that differs. The loader is
+            unchanged.
             UsageError: `state` is not the state of a loader.
         """
         loss = None

@@ -46,7 +46,8 @@ class Output(msgspec.Struct, frozen=True):
         device: of the tensors.
         pinned: whether they are in pinned memory.
         mean, std: three values each, for pixels in 0 to 1; None does not normalize.
-        dtype: of "video", with pixels in 0 to 1 if it is a floating type. Default: uint8, or float32 with `mean` and `std`.
+        dtype: of "video", with pixels in 0 to 1 if it is a floating type. Default: uint8, or float32 with `mean` and
+        `std`.
         axes: of one clip, after the batch's axis.
     """
 
@@ -172,7 +173,7 @@ def _released(sample: ProcessedSample) -> ProcessedSample:
 def _other_shape(sample: ProcessedSample, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
     return UsageError(
         f"sample {sample.sample.key!r} has {name} of {tuple(tensor.shape)}, others in its batch of {tuple(target.shape)}",
-        hint="give the loader a size=(height, width); what a transform returns is of one shape too",
+        hint="give the loader a size=(height, width); a transform has to return one shape, too",
     )
 
 
@@ -189,10 +190,10 @@ def write_pixels(target: torch.Tensor, video: torch.Tensor, output: Output) -> N
         target.copy_(video, non_blocking=True)
         return
     mean, std = output.mean or (0.0, 0.0, 0.0), output.std or (1.0, 1.0, 1.0)
-    video = video.to(target.device, non_blocking=True)  # bytes go there, not floats of them
+    video = video.to(target.device, non_blocking=True)  # copy bytes to the device, not floats
     numbers = (torch.tensor(mean) * 255, 1 / (torch.tensor(std) * 255))
     shift, scale = (three.view(3, 1, 1).to(video.device, non_blocking=True) for three in numbers)
-    if target.dtype == torch.float32:  # computed in place, without a copy between
+    if target.dtype == torch.float32:  # in place, without a copy in between
         target.copy_(video).sub_(shift).mul_(scale)
     else:
         target.copy_(video.float().sub_(shift).mul_(scale), non_blocking=True)
@@ -264,7 +265,8 @@ class JoinedBatch(Batch):
         return [FileTarget(self._files[slot], memory[ends[slot] : ends[slot + 1]]) for slot in slots]
 
     def put(self, slot: int, sample: ProcessedSample) -> None:
-        """Write `sample` into its stretch, or keep it apart if a substitute has another length. Its tensor is released."""
+        """Write `sample` into its stretch, or keep it apart if a substitute has another length. Its tensor is
+        released."""
         tensor = sample.tensors.get(self._name)
         if tensor is not None and not sample.in_place:
             start, end = self._ends[slot], self._ends[slot + 1]

@@ -37,21 +37,30 @@ Block = mmap.mmap
 
 
 class _Loan(weakref.ref[Any]):
-    """Of a block, to an array."""
+    """A weak reference to the array that uses a block."""
 
     __slots__ = ("block",)
     block: Block
 
 
 class BufferPool:
-    """Lends tensors on `device`; `reuse=False` gives every tensor memory of its own. Safe to share between threads."""
+    """Lends the memory of tensors. Safe to share between threads.
+
+    Args:
+        device: of the tensors.
+        pinned: use pinned memory.
+        reuse: lend memory again. False gives every tensor memory of its own.
+        spare: free blocks that are kept.
+    """
 
     def __init__(self, device: torch.device, *, pinned: bool = False, reuse: bool = True, spare: int = 4) -> None:
         self._device, self._pinned, self._spare = device, pinned, spare
         self._pooled = reuse and device.type == "cpu" and not pinned
         self._lock = threading.Lock()
         self._lent: dict[int, _Loan] = {}
-        self._returned: deque[weakref.ref[Any]] = deque()  # appended to when loans end, at any moment: without the lock
+        self._returned: deque[weakref.ref[Any]] = (
+            deque()
+        )  # appended to without the lock, at any moment, when an array is gone
         self._free: list[Block] = []
         self.lent = self.reused = 0
 
@@ -65,12 +74,12 @@ class BufferPool:
         lent = _Loan(loan, self._returned.append)
         lent.block = block
         self._lent[id(lent)] = lent
-        if dtype in _IN_NUMPY:  # torch's own views let other threads go first, and wait for them
+        if dtype in _IN_NUMPY:  # torch's own views release the interpreter, and then wait for it
             return torch.from_numpy(loan.view(_IN_NUMPY[dtype]).reshape(shape))
         return torch.from_numpy(loan).view(dtype).view(tuple(shape))
 
     def clear(self) -> None:
-        """Let go of what is not lent."""
+        """Free the blocks that are not lent."""
         with self._lock:
             self._free = []
             self._lent.clear()
@@ -97,7 +106,7 @@ class Closed(Exception):
 
 
 class MemoryBudget:
-    """Admits work by the bytes that it declares."""
+    """Admits samples by the bytes that they declare, `limit` in sum."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -108,7 +117,7 @@ class MemoryBudget:
 
     @contextmanager
     def admitted(self, size: int) -> Iterator[None]:
-        """Wait until `size` bytes fit, hold them inside the block, and give them back."""
+        """Wait until `size` bytes fit, and hold them inside the block."""
         self._enter(size)
         try:
             yield
@@ -118,7 +127,7 @@ class MemoryBudget:
                 self._turn.notify_all()
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Wake all threads that wait; they raise `Closed`."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()

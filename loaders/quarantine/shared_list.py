@@ -60,11 +60,16 @@ Location = tuple[str, str, int]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A sample, why it is bad, and which run found that in which of its epochs ("" and 0: nobody in particular).
+    """A bad sample.
 
-    A run adds what it finds as `suspected`: that counts for the run itself. It counts for every run once another one,
-    which read the sample by itself in another `process`, has found the same. Entries that name no process count as of
-    different ones.
+    Args:
+        dataset, shard, offset: where its bytes lie.
+        key: of the sample.
+        code, reason: of the error.
+        run, epoch: which run found it in which of its epochs; "" and 0 for an entry made by hand.
+        suspected: found by one run. Such an entry counts for that run. It counts for every run once another run, which
+            read the sample in another process, adds the same sample.
+        process: of the run; entries without one count as from different processes.
     """
 
     dataset: str
@@ -148,23 +153,24 @@ class QuarantineList:
             return len(self._digests) - 1
 
     def digest(self, version: int) -> str:
-        """What `version` is known by."""
+        """The digest of `version`."""
         self._need(version)
         return self._digests[version]
 
     def entries(self, version: int | None = None) -> list[Entry]:
-        """What is on the list, in the order in which it came there."""
+        """The entries of a version, in the order in which they were added."""
         last = self.newest() if version is None else version
         self._need(last)
         return [entry for number, entry in self._ordered() if number <= last]
 
     def numbered(self) -> list[tuple[int, Entry]]:
-        """Everything that is on the list now, with the version that added it."""
+        """All entries, with the version that added each."""
         self.newest()
         return self._ordered()
 
     def append(self, entries: Iterable[Entry]) -> int:
-        """Add what is not there yet, in versions of up to `MAX_ENTRIES`; the version that has it all."""
+        """Add the entries that are not there yet, in versions of up to `MAX_ENTRIES`. Returns the version that has them
+        all."""
         if self.pinned is not None:
             raise UsageError(f"{self.url} was opened at version {self.pinned}: nothing is added to it")
         wanted, lost = {(entry.spot, entry.run): entry for entry in entries}, 0
@@ -177,10 +183,10 @@ class QuarantineList:
                 if version >= MAX_VERSIONS:
                     raise CapacityError(f"{self.url}: the list of bad samples is full", hint="begin another list")
                 lost += not self._store.put_if_absent(_entries(version + 1), self._encoded(new[:MAX_ENTRIES]))
-            raise CapacityError(f"{self.url}: others were faster {_TRIES} times", hint="try again")
+            raise CapacityError(f"{self.url}: other writers were faster {_TRIES} times", hint="try again")
 
     def adopted(self, run: str, epoch: int) -> int:
-        """The version that `epoch` of `run` goes by: what was decided before, or the newest now."""
+        """The version that `epoch` of `run` follows: the one that was decided before, or the newest now."""
         if self.pinned is not None:
             return self.pinned
         key = f"epochs/{run}/{epoch}.json"
@@ -192,12 +198,12 @@ class QuarantineList:
             return self._decided(key)
 
     def refused(self, spot: Location, version: int, run: str, epoch: int) -> Entry | None:
-        """The entry of a sample that `epoch` of `run` leaves out when it goes by `version`."""
+        """The entry for which `epoch` of `run` skips a sample when it follows `version`."""
         own = (e for _, e in self._entries.get(spot, ()) if e.run == run and run and e.epoch <= epoch)
         return self._lasting(spot, version) or next(own, None)
 
     def is_lasting(self, spot: Location, version: int) -> bool:
-        """Whether every run that goes by `version` leaves the sample out."""
+        """Whether every run that follows `version` skips the sample."""
         return self._lasting(spot, version) is not None
 
     def _lasting(self, spot: Location, version: int) -> Entry | None:
@@ -286,14 +292,15 @@ def location_of(sample: Sample, url: str) -> Location:
 
 
 KEPT_EPOCHS = 1024
-"""More than batches are looked up ahead of the trainer, who may be as many epochs behind where each has one batch."""
+"""Epochs whose versions are remembered. It is more than the batches that are planned ahead, since an epoch may have one
+batch."""
 PROCESS = secrets.token_hex(8)
-"""Loaders that share a process share its memory and its network, so two of them are no two witnesses; nor is a forked
+"""Two loaders in one process do not confirm each other: they share its memory and its network. Neither does a forked
 child."""
 
 
 class ListAtVersion(msgspec.Struct, frozen=True):
-    """What an epoch of a run leaves out: `SampleRef.known_bad`. `urls` are those of the plan's datasets."""
+    """The samples that an epoch of a run skips: `SampleRef.known_bad`. `urls` are those of the plan's datasets."""
 
     list: QuarantineList
     version: int
@@ -302,15 +309,16 @@ class ListAtVersion(msgspec.Struct, frozen=True):
     urls: tuple[str, ...]
 
     def refuses(self, ref: SampleRef) -> HeadraceError | None:
-        """Why the sample of this place is not read, or None."""
+        """Why this sample is skipped, or None."""
         entry = self.list.refused(location_of(ref.sample, self.urls[ref.source]), self.version, self.run, self.epoch)
         return None if entry is None else CorruptionError(f"it is on the list at {self.list.url}: {entry.reason}")
 
 
 class FollowedList:
-    """A list as one loader goes by it: which version in which epoch, and the plan's places marked with that.
+    """The list as one loader follows it: a `BatchSource` whose samples know the version of their epoch. Safe to share
+    between threads.
 
-    `run` stands for everything that decides the order. Safe to share between threads.
+    `run` identifies everything that decides the order.
     """
 
     def __init__(self, chosen: QuarantineList, plan: Plan, run: str, *, owns_list: bool = False) -> None:
@@ -323,7 +331,7 @@ class FollowedList:
 
     @classmethod
     def of(cls, place: str | os.PathLike[str] | QuarantineList, plan: OrderPlan) -> FollowedList:
-        """The list at a URL, or one that is open and stays so."""
+        """Follow the list at a URL, or an open list, which is not closed here."""
         described = json.dumps(plan.fingerprint(0, 0).values(), sort_keys=True)
         owns = not isinstance(place, QuarantineList)
         chosen = QuarantineList(place) if not isinstance(place, QuarantineList) else place
@@ -339,7 +347,7 @@ class FollowedList:
         return version, self.list.digest(version)
 
     def version_of(self, epoch: int) -> int:
-        """The version that an epoch goes by."""
+        """The version that an epoch follows."""
         with self._lock:
             if epoch not in self._versions:
                 self._versions[epoch] = self._decided(epoch)
@@ -348,8 +356,8 @@ class FollowedList:
             return self._versions[epoch]
 
     def follow(self, epoch: int, version: int) -> None:
-        """From here on, `epoch` goes by `version`, and later ones by no older one, whatever was decided for them by
-        those who looked ahead."""
+        """From now on, `epoch` follows `version`, and later epochs follow no older one, whatever was decided for them
+        while planning ahead."""
         self.list.digest(version)
         with self._lock:
             self._versions, self._told = {epoch: version}, (epoch, version)
@@ -368,7 +376,8 @@ class FollowedList:
         return self._plan.batches_in(epoch)
 
     def add(self, refusal: SkippedSample, epoch: int) -> bool:
-        """See to it that a sample that a batch of `epoch` was found to hold is on the list; False where it is not."""
+        """Put a sample that was skipped in a batch of `epoch` on the list. Returns False if it is not on it
+        afterwards."""
         sample = self._plan.datasets[refusal.source].sample(refusal.id)
         spot = location_of(sample, self._urls[refusal.source])
         if self.list.refused(spot, self.version_of(epoch), self._run, epoch) is not None:
@@ -380,7 +389,7 @@ class FollowedList:
             self.list.append([Entry(*spot, *why, self._run, epoch, suspected=True, process=PROCESS)])
         except HeadraceError as error:
             warn_once(_log, f"bad samples are kept in the loader's state, since the list cannot take them: {error}")
-            self._sealed = True  # the trainer waits here: once is enough
+            self._sealed = True  # do not try again: the trainer waits here
             return False
         return (
             self.list.refused(spot, self.version_of(epoch), self._run, epoch) is not None
@@ -388,8 +397,8 @@ class FollowedList:
 
 
 def follow_state(listed: FollowedList | None, position: Position) -> Difference | None:
-    """Have the position's epoch go by the version that the state names: none of the list, where it names none. What
-    does not fit is left as it is, and said."""
+    """Let the position's epoch follow the version that the state names, or the empty version 0. Returns what does not
+    fit, if anything; then nothing changes."""
     version, digest = position.listed or (0, "")
     if listed is None:
         return Difference("quarantine_list", list(position.listed), None) if position.listed else None

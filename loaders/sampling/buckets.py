@@ -3,19 +3,20 @@ number.
 
 Purpose: train on every clip near its own shape without padding, and with about the same work in every step.
 
-A clip goes to the bucket of the nearest aspect ratio; of these to the largest that does not enlarge it, else the
-smallest; of these to the longest that the video fills, else the shortest. A bucket's global batch holds as many clips
-as the budget pays for: floor(budget / cost) rounded down to a multiple of `multiple`, where a clip costs its tokens,
-the product of its frames, height and width, each divided by `patch` and rounded up; with the patch (1, 1, 1) tokens are
-pixels.
+The bucket of a clip is chosen by three rules, each among the buckets that the one before it left:
 
-**Who gets how much.** The budget is that of the *global* batch, so a batch is the same whatever the world size. Ranks
-share it evenly: contiguous parts that differ by one clip at most, and not at all for every world size that divides
-`multiple`.
+1. The nearest aspect ratio.
+2. The largest size that does not enlarge the clip; if there is none, the smallest.
+3. The longest length that the video fills; if there is none, the shortest.
 
-Invariants: each bucket is a stream with an `Order` of its own, whose batches come in its own sequence; `Interleave`
-spreads them evenly over the epoch, starting elsewhere in every epoch. Each clip comes once an epoch, but those that
-fill no whole batch of their bucket (with `drop_last`). Pure, elastic, and a seek costs O(log buckets).
+The budget counts tokens of the *global* batch, so a batch does not depend on the world size. A clip costs the product
+of its frames, height and width, each divided by `patch` and rounded up. A bucket's global batch has floor(budget /
+cost) clips, rounded down to a multiple of `multiple`. Ranks share it in contiguous parts that differ by one clip at
+most, and are equal for every world size that divides `multiple`.
+
+Invariants: each bucket is a stream with an `Order` of its own. `Interleave` spreads the batches of the buckets evenly
+over the epoch, starting elsewhere in every epoch. Each clip comes once an epoch, except clips that fill no whole batch
+of their bucket (with `drop_last`). Pure, independent of the world size, and a seek costs O(log buckets).
 Failure behaviour: `UsageError` for buckets that cannot be, for a budget below one clip of a bucket, and for a dataset
 that fills no batch.
 """
@@ -41,7 +42,7 @@ from headrace.loaders.validation import check_fields
 
 MAX_BUCKETS = 256
 MAX_SIDE = 16_384
-_START = 8  # keeps the keys apart from those of the other rooms
+_START = 8  # a purpose of `key_of` that no other module uses
 _SAME = 1e-6  # aspect ratios that differ by less are one
 
 F64 = npt.NDArray[np.float64]
@@ -81,8 +82,8 @@ class Buckets:
     Args:
         buckets (tuple[Bucket, ...]): the shapes, each once, at most 256.
         budget (int): tokens in a global batch at most.
-        patch (tuple[int, int, int]): frames, height and width of a token, in frames and pixels. Default: (1, 1, 1), so tokens
-            are pixels.
+        patch (tuple[int, int, int]): frames, height and width of a token, in frames and pixels. Default: (1, 1, 1), so
+            tokens are pixels.
         multiple (int): the number of clips in a global batch is a multiple of this. Default: 1.
 
     Raises:
@@ -130,12 +131,12 @@ class Buckets:
         return [self.batch(bucket, frames) for bucket in range(len(self.buckets))]
 
     def numbers(self, frames: int) -> list[int]:
-        """Everything that decides what a batch holds, beside the order."""
+        """Everything besides the order that decides the content of a batch."""
         shapes = [n for bucket in self.buckets for n in (*bucket.size, bucket.frames or frames)]
         return [*shapes, self.budget, *self.patch, self.multiple]
 
     def assign(self, heights: I64, widths: I64, lengths: F64, frames: int) -> I64:
-        """The bucket of each video: pixels as shown, and how many of the clip's frames it can fill."""
+        """The bucket of each video, from its height and width as shown and the number of frames it can give."""
         shapes = np.array([bucket.size for bucket in self.buckets], np.float64)
         wanted = np.array([bucket.frames or frames for bucket in self.buckets], np.float64)
         away = np.abs(np.log(widths / heights)[:, None] - np.log(shapes[:, 1] / shapes[:, 0])[None, :])
@@ -148,7 +149,7 @@ class Buckets:
 
 
 def _largest(left: npt.NDArray[np.bool_], fits: npt.NDArray[np.bool_], value: F64) -> npt.NDArray[np.bool_]:
-    """Of the candidates `left` in each row those of the largest value that fits, or of the smallest if none does."""
+    """In each row, the candidates `left` with the largest value that fits, or with the smallest if none fits."""
     some = (left & fits).any(axis=1, keepdims=True)
     largest = np.where(left & fits, value, -np.inf).max(axis=1, keepdims=True)
     smallest = np.where(left, value, np.inf).min(axis=1, keepdims=True)
@@ -194,7 +195,7 @@ class Durations:
         return [int(self.budget / one + _SAME) // self.multiple * self.multiple for one in self.seconds]
 
     def numbers(self) -> list[int]:
-        """Everything that decides what a batch holds, beside the order."""
+        """Everything besides the order that decides the content of a batch."""
         return [*(round(one * 1e6) for one in (*self.seconds, self.budget)), self.multiple]
 
     def assign(self, seconds: F64) -> I64:
@@ -205,13 +206,13 @@ class Durations:
 
 @dataclass(frozen=True)
 class Bucketed:
-    """A `Schedule` whose streams are buckets; an order without samples is not there. `name` stands for the buckets."""
+    """A `Schedule` whose streams are the buckets that have samples. `name` identifies the buckets."""
 
     evaluates: ClassVar[bool] = False
 
     orders: tuple[Order, ...]
     buckets: tuple[int, ...]
-    """Which bucket each stream is."""
+    """The bucket of each stream."""
     name: str
     drop_last: bool = True
     seed: int = 0
@@ -227,13 +228,14 @@ class Bucketed:
         shuffle: bool = True,
         drop_last: bool = True,
     ) -> Bucketed:
-        """Buckets whose global batches have so many clips, and what each holds; `numbers` stand for them in states."""
+        """Make one from the size of each bucket's global batches and what each bucket has. `numbers` identify the
+        buckets in states."""
         there = tuple(bucket for bucket, population in enumerate(populations) if population.samples)
         orders = tuple(populations[bucket].order(batches[bucket], seed, shuffle) for bucket in there)
         made = cls(orders, there, short(key_of(*numbers)), drop_last, seed)
         if not made.batches:
             raise UsageError(
-                "no bucket has the clips of a whole batch", hint="lower the budget, or give drop_last=False"
+                "no bucket has enough clips for a whole batch", hint="lower the budget, or give drop_last=False"
             )
         return made
 

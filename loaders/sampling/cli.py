@@ -1,4 +1,4 @@
-"""`headrace order`: how well a dataset would be shuffled, and what that costs in reads; of several, how evenly they are
+"""`headrace order`: how well a dataset is shuffled, and what that costs in reads; how evenly several datasets are
 mixed, also in buckets.
 
 Invariant: reads the index and no media. Standard output holds results only.
@@ -29,7 +29,9 @@ def order(argv: list[str]) -> int:
     """`headrace order DATASET...`"""
     args = _parser().parse_args(argv)
     if len(args.datasets) == 1 and (args.weights is not None or args.temperature != 1.0):
-        raise UsageError("--weights and --temperature are of a mixture, and one dataset is none", hint="name several")
+        raise UsageError(
+            "--weights and --temperature need a mixture, and this is one dataset", hint="name several datasets"
+        )
     from headrace.dataio.shards.dataset import Dataset
 
     found: list[Quality] = []
@@ -74,7 +76,7 @@ def _buckets(args: argparse.Namespace) -> Buckets:
 
 
 def _sorted(dataset: Dataset, buckets: Buckets, args: argparse.Namespace) -> list[Population]:
-    """What of a dataset's videos is in each bucket, when frames follow each other."""
+    """The part of a dataset's videos in each bucket, for clips of consecutive frames."""
     import numpy as np
 
     table = dataset.columns(["height", "width", "frames"])
@@ -150,7 +152,7 @@ def _measure(dataset: Dataset, args: argparse.Namespace) -> Quality:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="headrace order",
-        description="Measure the order in which a loader would take a dataset's samples, beside a full shuffle.",
+        description="Measure the order in which a loader takes a dataset's samples, compared with a full shuffle.",
         epilog="exit codes: see headrace --help",
     )
     parser.add_argument(

@@ -1,11 +1,10 @@
 """What is lost when a state is loaded that does not fit.
 
-Purpose: a changed batch size or a grown dataset in the middle of a run is sometimes wanted; then nobody should have to
-guess what it costs.
-Invariants: the loader goes to where as many samples of the epoch lie behind it as lay behind the saved one (rounded
-down to a batch). Nothing of the saved order is kept, but the seeds of what is drawn for samples. `again` and `missed`
-are counted from the old order, which is a pure function of the state, where dataset and clips are the same and the
-epoch has at most `MAX_COUNTED` clips; from the counters of a mixture; else they are None, not known.
+Purpose: report the cost of a changed batch size, or of a grown dataset, in the middle of a run.
+Invariants: the loader goes to the batch before which the same number of samples of the epoch were delivered, rounded
+down. Of the saved order, only the seeds of what is drawn for samples are kept. `again` and `missed` are counted exactly
+in two cases: from the old order, which is a pure function of the state, if dataset and clips are the same and the epoch
+has at most `MAX_COUNTED` clips; and from the counters of a mixture. Otherwise they are None.
 Failure behaviour: none of its own.
 """
 
@@ -32,9 +31,15 @@ _WORDS = {"drop_last", "evaluation"}
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """The fields that differ, where the loader goes on, how many clips of this epoch come `again` or not at all
-    (`missed`), and whether the quarantine was dropped, since its numbers mean other samples now. True if anything
-    differs."""
+    """What is lost. True if anything differs.
+
+    Args:
+        fields: the fields that differ.
+        epoch, batch: where the loader continues.
+        again: clips of this epoch that are delivered again; None if unknown.
+        missed: clips of this epoch that are not delivered; None if unknown.
+        quarantine_dropped: the quarantine was dropped, since its numbers mean other samples now.
+    """
 
     fields: tuple[Difference, ...]
     epoch: int
@@ -47,7 +52,7 @@ class Loss(msgspec.Struct, frozen=True):
         return bool(self.fields)
 
     def also(self, other: Difference) -> Loss:
-        """This, and one field more."""
+        """The same with one more field."""
         return replace(self, fields=(*self.fields, other))
 
     def __str__(self) -> str:
@@ -62,7 +67,7 @@ class Loss(msgspec.Struct, frozen=True):
 
 
 def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tuple[Position, Loss]:
-    """Where `plan` goes on after a state that may not fit it, and what that loses."""
+    """Where `plan` continues after a state that may not fit it, and what is lost."""
     plan = plan.of(position.epoch)
     fingerprint = plan.fingerprint(position.epoch, position.batch)
     saved = resolved(fingerprint.values(), saved)
@@ -78,7 +83,7 @@ def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tup
 
 
 def _batch(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> int:
-    """The batch before which as many clips lie as before the saved one."""
+    """The batch before which the same number of clips were delivered as before the saved one."""
     old, new = saved.get("global_batch"), plan.schedule.described(0, 0).get("global_batch")
     if isinstance(old, int) and isinstance(new, int) and old > 0:
         return min(plan.schedule.batches, position.batch * old // new)
@@ -88,7 +93,7 @@ def _batch(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> int
 def _counted(
     plan: OrderPlan, saved: Mapping[str, Any], position: Position, batch: int
 ) -> tuple[int | None, int | None]:
-    """Clips that come again, and not at all."""
+    """Clips that are delivered again, and clips that are not delivered."""
     schedule = plan.schedule
     if isinstance(schedule, (Mixed, MixedBuckets)) and _counts(saved.get("sources")):
         taken = schedule.taken(position.epoch, batch)
@@ -106,7 +111,7 @@ def _counted(
 
 
 def _counts(sources: Any) -> bool:
-    """Whether a state says how many samples each source gave; that of an evaluation does not."""
+    """Whether a state counts the samples of each source; the state of an evaluation does not."""
     return isinstance(sources, dict) and all(isinstance(row[2], int) for row in sources.values())
 
 
@@ -126,8 +131,8 @@ def _old_order(plan: OrderPlan, saved: Mapping[str, Any]) -> Order | None:
 
 
 def _same_parts(old: Any, here: Any) -> bool:
-    """Whether every sample has as many parts as it had. From the word that says how clips or windows start on, their
-    descriptions are those of how many there are; before it, of how long each is."""
+    """Whether every sample has the same number of parts. A description has first the length of a part, then the word
+    for how parts start, then what decides their number."""
     if old == here:
         return True
     if not isinstance(old, list) or not isinstance(here, list):

@@ -3,18 +3,19 @@ them.
 
 Purpose: mixtures and buckets together, exact and elastic, with a position that is one number.
 
-How. A source whose share of all samples is w has the share w * n / N of those in a bucket, where n of its N clips lie.
-The sum over the sources, divided by how many clips a batch of the bucket has, is how often the bucket's turn comes:
-`Turns` says whose turn a step is and how often it came before, by `Interleave`. The batch is then number so-and-many of
-the bucket's own `Mixed`, in which sources have just those shares. A change of weights begins a segment outside and one
-in every bucket, at the number of batches that it had given by then; so counting goes on without a hole.
+How. A source with a share w of all samples, and n of its N clips in a bucket, has the share w * n / N of the samples of
+that bucket. The sum over the sources, divided by the clips in a batch of the bucket, decides how often the bucket has
+its turn. `Turns` says which bucket has its turn in a step, and how often it had one before, by `Interleave`. That
+number is the number of the batch in the bucket's own `Mixed`, in which the sources have these shares. A change of
+weights begins a segment of the turns and one in every bucket, at the number of batches that the bucket had given by
+then, so counts continue without a gap.
 
-Invariants: those of `Mixed` in each bucket: of the clips that a source has in a bucket none comes twice before all came
-once. Buckets go their own ways, so a source's epochs in different buckets are out of step. Everything is counted in
-whole numbers, the same on every machine. The position is one number, the step; the world size is no parameter; a seek
+Invariants: those of `Mixed` in each bucket: no clip of a source in a bucket comes twice before all came once. Each
+bucket has its own pace, so a source's epochs in different buckets are out of step. Everything is counted in whole
+numbers, the same on every machine. The position is one number, the step. The world size is not a parameter. A seek
 costs O(log) of buckets and sources.
-Failure behaviour: `UsageError` for weights and buckets that cannot be. A cell (source and bucket) so rare that its
-share is less than one in `RESOLUTION` gets that much.
+Failure behaviour: `UsageError` for weights and buckets that cannot be. A cell (source and bucket) with a share of less
+than one in `RESOLUTION` gets one in `RESOLUTION`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.permutation import I64, key_of, short
 from headrace.loaders.sampling.schedule import Population, Share, orders_digest
 
-_START = 10  # keeps the key apart from those of the other rooms
+_START = 10  # a purpose of `key_of` that no other module uses
 _ENDLESS = 1 << 60
 _SCALE = 1 << 64
 Rates = list[list[int]]
@@ -52,13 +53,13 @@ Rates = list[list[int]]
 
 @dataclass(frozen=True)
 class Turns:
-    """Whose turn each step is, by quotas that may change at a step, `RESOLUTION` in sum."""
+    """Which bucket has its turn in each step, by quotas that may change at a step, `RESOLUTION` in sum."""
 
     segments: tuple[Segment, ...]
     offset: int = 0
 
     def at(self, step: int) -> tuple[int, int]:
-        """Whose turn it is, and how many turns that one had before."""
+        """The bucket that has its turn, and how many turns it had before."""
         number = segment_at(self.segments, step)
         place = np.array([step - self.segments[number].step])
         stream = self._interleaves[number].stream(place, self.offset)
@@ -66,7 +67,7 @@ class Turns:
         return int(stream[0]), int(self._bases[number][stream[0]] + before[0])
 
     def counts(self, step: int) -> I64:
-        """How many turns each had before `step`."""
+        """How many turns each bucket had before `step`."""
         number = segment_at(self.segments, step)
         return self._bases[number] + self._since(number, step)
 
@@ -88,9 +89,9 @@ class Turns:
 
 @dataclass(frozen=True)
 class MixedBuckets:
-    """A `Schedule` whose streams are cells: what one source has in one bucket. Make one with `MixedBuckets.of`.
+    """A `Schedule` whose streams are cells: the samples of one source in one bucket. Make one with `MixedBuckets.of`.
 
-    `mixtures` are those of the buckets that hold anything, `numbers` which buckets these are, `name` stands for all
+    `mixtures` are those of the buckets with samples, `numbers` the numbers of these buckets, `name` identifies all
     buckets.
     """
 
@@ -117,8 +118,8 @@ class MixedBuckets:
         shuffle: bool = True,
         epoch_batches: int | None = None,
     ) -> MixedBuckets:
-        """What each source has in each bucket; `batches` and `numbers` are as in `Bucketed.of`, the rest as in
-        `Mixed.of`."""
+        """Make one from the part of each source in each bucket. `batches` and `numbers` are as in `Bucketed.of`, the
+        rest as in `Mixed.of`."""
         totals = {name: sum(cell.virtual for cell in cells) for name, cells in sources.items()}
         segments = segments_of(tuple(sources), totals if weights is None else weights, temperature)
         there = [b for b in range(len(batches)) if any(cells[b].samples for cells in sources.values())]
@@ -158,7 +159,7 @@ class MixedBuckets:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Which bucket each stream is of."""
+        """The bucket of each stream."""
         return tuple(bucket for _, bucket in self.streams)
 
     @cached_property
@@ -194,8 +195,8 @@ class MixedBuckets:
 
 
 def apportion(values: Sequence[int]) -> tuple[int, ...]:
-    """Whole numbers in proportion to `values`, `RESOLUTION` in sum, by the largest remainders; what is not 0 gets 1 at
-    least."""
+    """Whole numbers in proportion to `values`, `RESOLUTION` in sum, by the largest remainders. Values above 0 get at
+    least 1."""
     total = sum(values)
     whole = [value * RESOLUTION // total for value in values]
     by_rest = sorted(range(len(values)), key=lambda n: (-(values[n] * RESOLUTION % total), n))
@@ -209,8 +210,8 @@ def apportion(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _rates(amounts: Rates, totals: Sequence[int], quotas: Sequence[int]) -> Rates:
-    """Of each bucket's (row's) sources, how many samples are wanted: at least one, where the source has any and is
-    wanted."""
+    """How many samples of each source are wanted in each bucket: at least one, if the source has samples there and a
+    quota."""
     return [
         [
             max(1, quota * amount * _SCALE // total) if quota and amount else 0
@@ -223,7 +224,7 @@ def _rates(amounts: Rates, totals: Sequence[int], quotas: Sequence[int]) -> Rate
 def _inside(
     turns: Turns, segments: Sequence[Segment], rates: Rates, place: int, amounts: Sequence[int]
 ) -> tuple[Segment, ...]:
-    """The segments of the bucket at `place`: from its how-many-th batch on its sources have which shares."""
+    """The segments of the bucket at `place`: from which of its batches on its sources have which shares."""
     own = [amount > 0 for amount in amounts]
     found = list[Segment]()
     for segment, rate in zip(segments, rates, strict=True):

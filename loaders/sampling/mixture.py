@@ -47,10 +47,11 @@ from headrace.loaders.validation import checked
 MAX_NAME, MAX_SOURCES = 64, 1024
 MAX_SEGMENTS = 64
 RESOLUTION = 832_040
-"""Weights are multiples of one in so many; a Fibonacci number, see `Interleave`."""
-_SOURCE, _START = 6, 7  # keep the keys apart from those of `lanes` and of clips
+"""Weights are multiples of 1 / RESOLUTION; a Fibonacci number, see `Interleave`."""
+_SOURCE, _START = 6, 7  # purposes of `key_of` that no other module uses
 MERGED = 2
-"""How sources are merged; 1, which states named by nothing, gave batches that were off by a few."""
+"""Version of the way sources are merged. Version 1, which states do not name, gave batches that were off by a few
+samples."""
 
 Weights = Mapping[str, float]
 
@@ -59,14 +60,15 @@ Weights = Mapping[str, float]
 class Mixture:
     """Several datasets as one, by weights.
 
-    Each source has its own epochs: a small one begins again while others go on. The epoch of the mixture, after which a `for`
-    loop ends, has `epoch_batches` batches.
+    Each source has its own epochs: a small one begins again while others go on. The epoch of the mixture, after which a
+    `for` loop ends, has `epoch_batches` batches.
 
     Args:
-        sources (Mapping[str, Dataset | str | os.PathLike]): datasets, views (`dataset.where(...)`), URLs or folders, by name.
-        weights (Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None): how many samples are taken from each
-            source. A list of (step, weights), the first at step 0, is a curriculum; steps are global batches since the start
-            of the run. Default: the numbers of clips.
+        sources (Mapping[str, Dataset | str | os.PathLike]): datasets, views (`dataset.where(...)`), URLs or folders, by
+        name.
+        weights (Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None): how many samples are taken
+            from each source. A list of (step, weights), the first at step 0, is a curriculum; steps are global batches
+            since the start of the run. Default: the numbers of clips.
         temperature (float): shares are proportional to weight ** (1 / temperature), so a high temperature favours small
             sources. Default: 1.0.
         epoch_batches (int | None): global batches of an epoch. Default: as many as all sources' clips fill once.
@@ -88,11 +90,11 @@ class Mixture:
     def __post_init__(self) -> None:
         if not self.sources or not isinstance(self.sources, Mapping):
             raise UsageError(
-                "a mixture without sources by name", hint='give datasets by name: Mixture({"a": ..., "b": ...})'
+                "a mixture needs sources by name", hint='give datasets by name: Mixture({"a": ..., "b": ...})'
             )
         for name in self.sources:
             if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
-                raise UsageError(f"{name!r} is no name of a source", hint=f"use 1 to {MAX_NAME} characters")
+                raise UsageError(f"{name!r} cannot be the name of a source", hint=f"use 1 to {MAX_NAME} characters")
         object.__setattr__(self, "sources", dict(sorted(self.sources.items())))
         weights = dict.fromkeys(self.sources, 1.0) if self.weights is None else self.weights
         segments_of(tuple(self.sources), weights, self.temperature)
@@ -101,7 +103,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Segment:
-    """From global step `step` on, sources are taken by `quotas`, in the order of the sources' names, `RESOLUTION` in
+    """From global step `step` on, samples are taken by `quotas`, in the order of the sources' names, `RESOLUTION` in
     sum."""
 
     step: int
@@ -228,7 +230,7 @@ class Mixed:
 
 
 def _earlier(streams: I64) -> I64:
-    """How often the stream of each place stands before it in its row."""
+    """How often the stream of each place occurs before it in its row."""
     order = np.argsort(streams, axis=1, kind="stable")
     ordered = np.take_along_axis(streams, order, axis=1)
     places = np.broadcast_to(np.arange(streams.shape[1]), streams.shape)
@@ -256,7 +258,7 @@ def segment_at(segments: Sequence[Segment], step: int) -> int:
 
 
 def length_of(epoch_batches: int | None, filled: int) -> int:
-    """Batches in an epoch: as many as are asked for, or as all samples fill."""
+    """Batches in an epoch: `epoch_batches`, or as many as all samples fill."""
     epoch_batches = checked("epoch_batches", epoch_batches, int | None)
     if epoch_batches is not None and epoch_batches < 1:
         raise UsageError(
@@ -266,7 +268,7 @@ def length_of(epoch_batches: int | None, filled: int) -> int:
 
 
 def weights_digest(segments: Sequence[Segment], step: int) -> str:
-    """Stands for the weights before `step`; those to come may still be changed."""
+    """Identifies the weights before `step`; later ones may still be changed."""
     used = [s for s in segments if s.step < step]
     return short(key_of(*(n for s in used for n in (s.step, *s.quotas)))) if used else "0"
 

@@ -1,19 +1,19 @@
-"""The global order of samples: a pure function of (dataset version, seed, epoch), whoever reads it.
+"""The global order of samples: a pure function of (dataset version, seed, epoch).
 
 Purpose: say which sample stands at any position of any epoch, in O(1) and without a table of the samples.
 
 How it is built. Samples are cut into chunks of `chunk` consecutive ones, so that a chunk is one or two short ranges of
-one shard. A fixed permutation deals the chunks to K `lanes`, once and for all epochs: a lane's chunks are read by the
+one shard. A fixed permutation deals the chunks to K `lanes`, the same in all epochs: a lane's chunks are read by the
 same node in every epoch, and its cache stays useful. Slot s of a global batch of G belongs to lane floor(s * K / G).
 Inside a lane the chunks are shuffled anew for every (seed, epoch), then cut into windows of `window` chunks whose
 samples are shuffled among each other; windows of different lanes are staggered so that they do not all begin at once.
 
 Invariants, for any number of samples n and any G: positions 0 … n-1 of an epoch are a permutation of the samples.
-Position t * G + s is slot s of global batch t. World size and threads are no parameters: a rank takes a contiguous part
-of each batch's slots. K divides G. Every lane owes the same q = floor(n / G) * G / K positions; the last positions of a
-lane that is too short are taken, by prefix sums over the lanes, from the samples that longer lanes have beyond q. The n
-mod G samples then left over are the epoch's tail: its last, short batch, or dropped. Memory is O(K), a seek costs what
-any other position costs.
+Position t * G + s is slot s of global batch t. World size and threads are not parameters: a rank takes a contiguous
+part of each batch's slots. K divides G. Every lane has to fill the same q = floor(n / G) * G / K positions; the last
+positions of a lane that is too short are taken, by prefix sums over the lanes, from the samples that longer lanes have
+beyond q. The n mod G samples then left over are the epoch's tail: its last, short batch, or dropped. Memory is O(K).
+Seeking costs no more than going on.
 
 Failure behaviour: `UsageError` for an impossible description, a position or a rank out of range.
 """
@@ -30,16 +30,16 @@ from headrace.dataio.core.limits import MIB
 from headrace.loaders.sampling.permutation import I64, U64, key_of, permute, unpermute
 
 MAX_LANES = 240
-"""More lanes than nodes is enough: 240 has the most divisors of the numbers near it."""
+"""There should be more lanes than nodes. 240 has more divisors than the numbers near it."""
 CHUNKS_PER_LANE = 16
-"""A lane with fewer chunks would shuffle too little and be uneven; small datasets get fewer lanes instead."""
+"""With fewer chunks a lane would shuffle too little and be uneven; small datasets get fewer lanes instead."""
 WINDOW_CHUNKS = 256
-"""Chunks that all windows together hold: with 8 MiB chunks, samples mix over 2 GiB."""
+"""Chunks in all windows together: with 8 MiB chunks, samples mix over 2 GiB."""
 CHUNK_BYTES = 8 * MIB
 NEIGHBOURS = 16
-"""At least so many samples, if there are as many, can stand in for each other."""
+"""Samples that can replace each other, if there are so many."""
 
-# what a key is for; a fixed first part keeps the purposes apart
+# purposes of `key_of`: each has keys of its own
 _DEAL, _CHUNKS, _WINDOW, _SUBSTITUTE = 1, 2, 3, 4
 
 
@@ -128,11 +128,11 @@ class Order:
         return np.arange(start + size * rank // world_size, start + size * (rank + 1) // world_size, dtype=np.int64)
 
     def substitute(self, sample: int, attempt: int, clips: int = 1) -> int | None:
-        """Who stands in for a damaged virtual `sample`: the same clip number of a neighbour.
+        """The virtual sample that replaces a damaged `sample`: the same clip number of a neighbour.
 
-        The neighbours are the samples of its chunk, or of an aligned group of `NEIGHBOURS` where chunks are smaller.
-        Attempts 0, 1, … name each of them once, in an order drawn for this sample alone; None when they are exhausted.
-        Neither seed nor epoch enters, and no other position changes.
+        The neighbours are the samples of its chunk, or of an aligned group of `NEIGHBOURS` if chunks are smaller.
+        Attempts 0, 1, … return each of them once, in an order drawn for this sample alone, then None. Seed and epoch do
+        not matter, and no other position changes.
         """
         number, clip = divmod(sample, clips)
         total = self.samples // clips
@@ -146,7 +146,7 @@ class Order:
     # -- positions to lanes
 
     def _lane_and_place(self, positions: I64) -> tuple[I64, I64]:
-        """Which lane's sequence each position reads, and where in it, deficits already made up."""
+        """The lane that each position reads, and where in the lane, with deficits made up."""
         owed, share = self._owed, self.batch // self.lanes
         number, slot = positions // self.batch, positions % self.batch
         lane = slot // share
@@ -219,13 +219,13 @@ class Order:
         return unpermute(inside * self.lanes + lane, self._chunks, self._deal) * self.chunk + offset
 
     def _short_place(self, epoch: int) -> int:
-        """Where in its lane's chunk order of this epoch the short chunk stands."""
+        """The position of the short chunk in its lane's chunk order of this epoch."""
         lane, inside, _ = self._short
         key = key_of(_CHUNKS, self.seed, epoch, lane)
         return int(permute(np.array([inside]), int(self._lane_chunks[lane]), key)[0])
 
     def _start_of(self, lane: I64, chunk_at: I64, short_at: int) -> I64:
-        """Where in its lane the chunk that stands at `chunk_at` begins."""
+        """Where the chunk at `chunk_at` begins in its lane."""
         short_lane, _, lacking = self._short
         return chunk_at * self.chunk - np.where((lane == short_lane) & (chunk_at > short_at), lacking, 0)
 

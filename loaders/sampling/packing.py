@@ -49,10 +49,10 @@ from headrace.loaders.validation import check_fields
 
 MAX_LOOKAHEAD = 65_536
 GROUP = 4
-"""So many windows' pieces are shuffled among each other."""
+"""Windows whose pieces are shuffled among each other."""
 MAX_CAPACITY = 1 << 40
 ROOM, LEAST_ROOM = 200, 2
-"""One sequence in so many more is made where all packings have to have one length, and so many at least."""
+"""When all packings need one number of sequences, one more is made for each `ROOM`, and at least `LEAST_ROOM`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,10 @@ class Packing:
     Args:
         capacity (int): units in a row: samples of sound, columns of spectrograms, or tokens.
         lookahead (int): recordings that are considered at a time, 1 to 65536. Default: 256.
-        long (str): "split" cuts recordings longer than `capacity` into several pieces, "drop" leaves them out. Default: "split".
-        repack_each_epoch (bool): let other recordings share a row in each epoch. Epochs then differ a little in length, but
-            those of a mixture's sources do not. Default: False.
+        long (str): "split" cuts recordings longer than `capacity` into several pieces, "drop" leaves them out. Default:
+        "split".
+        repack_each_epoch (bool): let other recordings share a row in each epoch. Epochs then differ a little in length,
+            but those of a mixture's sources do not. Default: False.
 
     Raises:
         UsageError: for an impossible packing.
@@ -128,12 +129,13 @@ class Packed:
 
     @property
     def waste_alone(self) -> float:
-        """What it would be if every piece had a sequence of its own."""
+        """`waste` if every piece had a sequence of its own."""
         return 1.0 - int(self.lengths.sum()) / (len(self.lengths) * self.packing.capacity)
 
 
 def stretched(packed: Packed, count: int) -> Packed | None:
-    """The same pieces in exactly `count` sequences, where that can be had by halving some that hold several pieces."""
+    """The same pieces in exactly `count` sequences, by halving some that hold several pieces; None if that is
+    impossible."""
     missing = count - len(packed)
     pieces = np.diff(packed.ends, prepend=0)
     able = np.flatnonzero(pieces > 1)
@@ -145,7 +147,7 @@ def stretched(packed: Packed, count: int) -> Packed | None:
 
 
 def with_room(packed: Packed) -> Packed:
-    """The same pieces in a few sequences more, so that other packings of them can be stretched to as many."""
+    """The same pieces in a few more sequences, so that other packings of them can be stretched to the same number."""
     able = int((np.diff(packed.ends, prepend=0) > 1).sum())
     roomy = stretched(packed, len(packed) + min(able, max(LEAST_ROOM, -(-len(packed) // ROOM))))
     assert roomy is not None
@@ -153,7 +155,7 @@ def with_room(packed: Packed) -> Packed:
 
 
 def pack(lengths: Sequence[int] | I64, packing: Packing, key: U64 | None = None) -> Packed:
-    """The sequences of recordings 0 … N-1 of these lengths; other recordings share one for every `key`."""
+    """The sequences of recordings 0 … N-1 of these lengths. With another `key`, other recordings share a sequence."""
     counts = np.asarray(lengths, np.int64)
     if counts.size and counts.min() < 0:
         raise UsageError("a recording has a negative length")
@@ -174,7 +176,7 @@ def pack(lengths: Sequence[int] | I64, packing: Packing, key: U64 | None = None)
 
 
 def _shuffled(count: int, group: int, key: U64) -> I64:
-    """0 … count-1, shuffled inside groups of so many neighbours, of which the first is shorter."""
+    """0 … count-1, shuffled inside groups of `group` neighbours; the first group is shorter."""
     refs = np.arange(count)
     short = int(key[0] % np.uint64(group)) + 1
     number = (refs + group - short) // group
@@ -195,35 +197,36 @@ def _pieces(samples: I64, lengths: I64, capacity: int) -> tuple[I64, I64, I64]:
 def _best_fit(sizes: list[int], capacity: int) -> Iterator[list[int]]:
     """Bins of the numbers of `sizes`, in the order of their first number."""
     bins = list[list[int]]()
-    target = list[tuple[int, int]]()  # (room left, bin), sorted: the fullest bins first
+    room = list[tuple[int, int]]()  # (room left, bin), sorted: the fullest bins first
     for piece in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
-        at = bisect_left(target, (sizes[piece], -1))
-        if at < len(target):
-            left, number = target.pop(at)
+        at = bisect_left(room, (sizes[piece], -1))
+        if at < len(room):
+            left, number = room.pop(at)
         else:
             left, number = capacity, len(bins)
             bins.append([])
         bins[number].append(piece)
         if left > sizes[piece]:
-            insort(target, (left - sizes[piece], number))
+            insort(room, (left - sizes[piece], number))
     return iter(sorted(bins, key=min))
 
 
 class Pack(msgspec.Struct, frozen=True):
-    """How recordings are packed, and how long each of a stream is in the packing's unit."""
+    """How recordings are packed, and a function that gives the length of each recording of a stream, in the packing's
+    unit."""
 
     packing: Packing
     lengths: Callable[[Stream], I64]
 
 
 class PackedStream(Stream, frozen=True, eq=False):
-    """A stream whose recordings are packed: piece `sample` numbers are places in `ids`."""
+    """A stream whose recordings are packed. `Piece.sample` is an index into `ids`."""
 
     packed: Packed | None = None
 
     @classmethod
     def from_(cls, stream: Stream, how: Pack, key: U64 | None = None) -> PackedStream:
-        """The recordings of a stream, packed; otherwise for every `key`."""
+        """The recordings of a stream, packed by `key`."""
         packed = pack(how.lengths(stream), how.packing, key)
         return cls(stream.dataset, stream.ids, stream.parts, stream.source, packed)
 
@@ -238,14 +241,14 @@ class PackedStream(Stream, frozen=True, eq=False):
 
     @property
     def population(self) -> Population:
-        """Sequences in place of samples."""
+        """The stream for its order, with sequences in place of samples."""
         share = len(self.ids) / max(1, len(self.dataset))
         return Population(len(self.sequences), self.dataset.total_bytes * share / len(self.sequences))
 
 
 class RepackedStream(PackedStream, frozen=True, eq=False):
-    """A stream whose recordings are packed otherwise in each of its epochs, always into as many sequences; `epochs`
-    packs them, and keeps some."""
+    """A stream that is packed anew for each of its epochs, always into the same number of sequences. `epochs` packs
+    them, and keeps the last ones."""
 
     epochs: Callable[[int], Packed] | None = None
 
@@ -286,7 +289,7 @@ class PackedPlan(OrderPlan, frozen=True, eq=False):
         return None
 
     def _pieces(self, number: int, rows: list[tuple[int, int, int]]) -> dict[int, list[SampleRef]]:
-        """The pieces of these (row, epoch, sequence)s of a stream, whose samples are looked up together."""
+        """The pieces of some (row, epoch, sequence) of a stream. Their samples are looked up together."""
         stream, seed = self.streams[number], self.schedule.orders[number].seed
         assert isinstance(stream, PackedStream)
         sequences = [stream.at(epoch).sequence(virtual) for _, epoch, virtual in rows]
@@ -311,8 +314,8 @@ class PackedPlan(OrderPlan, frozen=True, eq=False):
 
 
 class RepackedPlan(PackedPlan, frozen=True, eq=False):
-    """A plan that is another one in every epoch; by itself it is that of the first. `epochs` makes them, and keeps
-    some; each has a batch at least."""
+    """A plan with other sequences in every epoch; its own fields are those of the first epoch. `epochs` makes the
+    others, and keeps the last ones. Each has at least one batch."""
 
     epochs: Callable[[int], PackedPlan] | None = None
 
@@ -331,7 +334,7 @@ class RepackedPlan(PackedPlan, frozen=True, eq=False):
 
 
 def _spans(row: int, sequence: tuple[Piece, ...]) -> list[tuple[Piece, RowSpan]]:
-    """Where each piece lies in its row."""
+    """The span of each piece in its row."""
     ends = np.cumsum([piece.length for piece in sequence]).tolist()
     return [
         (piece, RowSpan(row, end - piece.length, piece.start, piece.length))

@@ -37,7 +37,7 @@ F64 = npt.NDArray[np.float64]
 
 
 class Parts:
-    """How many parts each sample has: as many for all, or each its own number (an array)."""
+    """How many parts each sample has: one number for all, or an array with one for each."""
 
     def __init__(self, samples: int, each: int | I64) -> None:
         self.each = each
@@ -45,7 +45,7 @@ class Parts:
         self.total = samples * each if isinstance(each, int) else int(each.sum())
 
     def split(self, virtual: I64) -> tuple[I64, I64]:
-        """The samples of these numbers of the order, and which of their parts."""
+        """The sample of each number of the order, and which of its parts it is."""
         if self._ends is None:
             samples, numbers = np.divmod(virtual, self.each)
             return samples, numbers
@@ -64,8 +64,7 @@ class Parts:
 
 
 class Stream(msgspec.Struct, frozen=True, eq=False):
-    """A list of samples of one dataset: `ids`, of which each has its `parts`. `source` is the dataset's number in the
-    plan."""
+    """A list of samples of one dataset, by their numbers `ids`. `source` is the number of the dataset in the plan."""
 
     dataset: Dataset
     ids: I64
@@ -78,12 +77,12 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def population(self) -> Population:
-        """What the order needs to know of it."""
+        """The stream as its order needs it."""
         each = max(1, self.parts.total // max(1, len(self.ids)))
         return Population(len(self.ids), self.dataset.total_bytes / len(self.dataset), each, self.parts.total)
 
     def choose(self, rows: I64) -> Stream:
-        """The stream of some of these samples, given by their places in `ids`."""
+        """The stream of some of these samples, given by indices into `ids`."""
         parts = self.parts.each if isinstance(self.parts.each, int) else self.parts.each[rows]
         return Stream.of(self.dataset, self.ids[rows], parts, self.source)
 
@@ -102,9 +101,16 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
 
 
 class OrderPlan(msgspec.Struct, frozen=True, eq=False):
-    """A `Plan`: the share of `rank` in what `schedule` takes from `streams`.
+    """A `Plan`: one rank's share of a schedule.
 
-    `what` describes the parts, for the fingerprint. `names` are those of the sources of a mixture.
+    Args:
+        streams: what the schedule's streams are.
+        schedule: which position of which stream fills each slot.
+        what: describes the parts, for the fingerprint.
+        seed: of the order.
+        rank: this rank.
+        world_size: number of ranks.
+        names: of the sources of a mixture.
     """
 
     streams: tuple[Stream, ...]
@@ -119,7 +125,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         if not self.schedule.batches:
             order = self.schedule.orders[0]
             raise UsageError(
-                f"{self.datasets[0].url} makes fewer clips than one global batch of {order.batch}: {order.samples}",
+                f"{self.datasets[0].url} has fewer clips than one global batch of {order.batch}: {order.samples}",
                 hint="use a smaller batch_size, more clips of each sample, or drop_last=False",
             )
 
@@ -134,7 +140,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         return self.schedule.orders[0]
 
     def of(self, epoch: int) -> OrderPlan:
-        """The plan of this epoch; most plans are the same in all."""
+        """The plan of this epoch; most plans are the same in all epochs."""
         return self
 
     def batches_in(self, epoch: int) -> int:
@@ -142,16 +148,16 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Which bucket each stream is; none without buckets."""
+        """The bucket of each stream; empty without buckets."""
         return self.schedule.buckets
 
     @property
     def samples(self) -> int:
-        """Samples of all streams, each counted once."""
+        """Number of samples in all streams."""
         return sum(len(stream.ids) for stream in self.streams)
 
     def refs(self, epoch: int, batches: range) -> list[list[SampleRef]]:
-        """Looked up for all batches at once: for each by itself it takes twice as long."""
+        """Samples of all batches are looked up together: one by one it takes twice as long."""
         shares = [self.schedule.share(epoch, batch, self.rank, self.world_size) for batch in batches]
         streams, epochs, everything = (
             np.concatenate([getattr(share, name) for share in shares]) for name in ("stream", "epoch", "virtual")
@@ -174,7 +180,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         return self.streams[ref.stream].substitute(self.schedule.orders[ref.stream], ref, attempt)
 
     def about(self, epoch: int, batch: int) -> dict[str, Any]:
-        """What the trainer is told of a batch as a whole."""
+        """Entries that describe a batch as a whole."""
         if not self.schedule.buckets and not self.schedule.evaluates:
             return {}
         share = self.schedule.share(epoch, batch, self.rank, self.world_size)
@@ -184,7 +190,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         return told
 
     def fingerprint(self, epoch: int, batch: int) -> Fingerprint:
-        """What else than the position makes the batches what they are, up to this position."""
+        """Everything besides the position that decides the batches up to this position."""
         taken = self.schedule.taken(epoch, batch)
         sources = [
             Identity(one.version, one.digest, taken.get(name))
@@ -200,8 +206,8 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 def samples_with(dataset: Dataset, column: str, what: str, *, without: Collection[str] = ()) -> I64:
-    """The numbers of the samples of which `column` is neither null nor one of `without`; `what` names it in the error
-    when there are none."""
+    """The numbers of the samples whose `column` is neither null nor one of `without`. `what` names it in the error if
+    there are none."""
     if not len(dataset):
         raise UsageError(f"no sample of {dataset.url} is left", hint="loosen the condition of the view")
     only = dataset.only(column)
@@ -217,28 +223,37 @@ def samples_with(dataset: Dataset, column: str, what: str, *, without: Collectio
         chosen = pc.and_(chosen, pc.invert(pc.is_in(values, pa.array(sorted(without), pa.string()))))
     ids: I64 = np.flatnonzero(chosen.to_numpy()).astype(np.int64)
     if not len(ids):
-        hint = "`headrace info` says what it holds" + (
+        hint = "`headrace info` shows what it has" + (
             "; pictures are clips of one frame: Clip(frames=1)" if without else ""
         )
-        raise UsageError(f"{dataset.url} holds no {what}", hint=hint)
+        raise UsageError(f"{dataset.url} has no {what}", hint=hint)
     return ids
 
 
 def column(dataset: Dataset, name: str, ids: I64) -> F64:
-    """A column of numbers of these samples, in float64."""
+    """A column of these samples, in float64."""
     values = dataset.columns([name])[name].combine_chunks()
     return np.asarray(values.to_numpy(zero_copy_only=False), np.float64)[ids]
 
 
-_PACK = 11  # keeps the key apart from those of the other rooms
+_PACK = 11  # a purpose of `key_of` that no other module uses
 Find = Callable[[Dataset], tuple[I64, int | I64]]
-"""The samples of a dataset that a loader can use, and how many parts each has."""
+"""Returns the samples of a dataset that a loader can use, and how many parts each has."""
 Sort = Callable[[Stream], I64]
-"""The bucket of each sample of a stream."""
+"""Returns the bucket of each sample of a stream."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """`batch_size` is per rank, and None with buckets. `evaluate` takes every sample once, in order, tail and all."""
+    """How batches are put together.
+
+    Args:
+        batch_size: samples in a rank's batch; None with buckets.
+        rank, world_size: of this process.
+        seed: of everything that is drawn.
+        shuffle: shuffle in every epoch.
+        drop_last: leave out the epoch's last, short batch.
+        evaluate: take every sample once, in order, with the tail.
+    """
 
     batch_size: int | None
     rank: int = 0
@@ -257,8 +272,8 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Bucketing(msgspec.Struct, frozen=True):
-    """How large the global batches of each bucket are, how samples are `sort`ed into them, and `numbers` that stand for
-    both."""
+    """The sizes of each bucket's global `batches`, a function that sorts samples into buckets, and `numbers` that
+    identify both in states."""
 
     batches: Sequence[int]
     sort: Sort
@@ -273,9 +288,9 @@ def make_plan(
     buckets: Bucketing | None = None,
     pack: Pack | None = None,
 ) -> OrderPlan:
-    """The plan of what `find` finds in each of the datasets; `what` describes the parts, for the state."""
+    """Plan the samples that `find` returns for each of the datasets. `what` describes their parts, for the state."""
     if buckets is not None and how.batch_size is not None:
-        raise UsageError("with buckets the budget says how large batches are", hint="leave batch_size out")
+        raise UsageError("with buckets, the budget decides how large batches are", hint="leave batch_size out")
     streams: dict[str, Stream] = {
         name: Stream.of(dataset, *find(dataset), source=number)
         for number, (name, dataset) in enumerate(source.datasets.items())
@@ -293,7 +308,7 @@ def make_plan(
 
 
 def _packed(streams: Mapping[str, Stream], how: Sampling, pack: Pack) -> dict[str, Stream]:
-    """The streams' recordings packed: once, or anew in each of their epochs."""
+    """The streams with their recordings packed, once or anew in each of their epochs."""
     from headrace.loaders.sampling.packing import PackedStream, RepackedStream
 
     if pack.packing.repack_each_epoch and not how.evaluate:
@@ -302,13 +317,16 @@ def _packed(streams: Mapping[str, Stream], how: Sampling, pack: Pack) -> dict[st
 
 
 def _keys(how: Sampling, name: str) -> Callable[[int], U64]:
-    """The keys by which a source of a mixture is packed in each of its own epochs."""
+    """Gives the key by which a source of a mixture is packed in one of its own epochs."""
     return lambda epoch: key_of(_PACK, how.seed, epoch, *name.encode())
 
 
 def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pack) -> RepackedPlan:
-    """A plan of other sequences in every epoch; those of two epochs are kept. Of a tiny dataset another packing may
-    fill no batch: such an epoch has the first one's, or who looks ahead would have to search for one that does."""
+    """A plan with other sequences in every epoch; the sequences of two epochs are kept.
+
+    With a tiny dataset, a packing may fill no batch. Such an epoch uses the first packing, so that planning ahead need
+    not search for an epoch that has batches.
+    """
     from headrace.loaders.sampling.packing import PackedPlan, PackedStream, RepackedPlan
 
     (stream,) = streams.values()
@@ -328,7 +346,7 @@ def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pac
 def _scheduled(
     streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, buckets: Bucketing | None
 ) -> tuple[Schedule, Sequence[Stream]]:
-    """The schedule over these sources, and its streams: the sources, or what each of them has in each bucket."""
+    """The schedule over these sources, and its streams: the sources, or the part of each source in each bucket."""
     if buckets is not None:
         return _bucketed(streams, mixture, how, buckets)
     populations = {name: stream.population for name, stream in streams.items()}
@@ -378,7 +396,7 @@ def _bucketed(
 
 
 def _sorted(stream: Stream, buckets: Bucketing) -> list[Stream]:
-    """What of a stream is in each bucket."""
+    """The part of a stream in each bucket."""
     chosen = buckets.sort(stream)
     return [stream.choose(np.flatnonzero(chosen == bucket)) for bucket in range(len(buckets.batches))]
 

@@ -1,9 +1,8 @@
-"""How good a shuffle is, beside a full one, and what it costs in reads.
+"""How good a shuffle is, compared with a full shuffle, and what it costs in reads.
 
-Purpose: a windowed shuffle trades randomness for locality; this measures both sides, so that nobody has to believe in
-it.
+Purpose: a windowed shuffle trades randomness for locality; this measures both.
 
-What is measured, over `batches` evenly spaced batches of an epoch, each figure beside that of a full shuffle of the
+The figures are taken over `batches` evenly spaced batches of an epoch, and compared with those of a full shuffle of the
 same samples:
 
 - `distance`: how far a sample is from where its number would put it, as a share of the epoch (mean; 1/3 when places are
@@ -34,12 +33,12 @@ from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.permutation import I64, key_of, permute
 
 MAX_READS = 1 << 22
-_FULL = 9  # keeps the key of the full shuffle apart from those of the other rooms
+_FULL = 9  # a purpose of `key_of` that no other module uses
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One shuffle's."""
+    """The figures of one shuffle."""
 
     distance: float
     spread: float
@@ -49,8 +48,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """An order's figures and those of a `full` shuffle; `batches` were looked at. `picture[y][x]` counts samples of the
-    y-th part of the dataset that come in the x-th part of the epoch."""
+    """The figures of an order and of a `full` shuffle, over `batches` batches. `picture[y][x]` counts the samples of
+    the y-th part of the dataset that come in the x-th part of the epoch."""
 
     samples: int
     batch: int
@@ -72,7 +71,7 @@ def quality(
     nodes: Sequence[int] = (1, 2, 4, 8),
     clips: int = 1,
 ) -> Quality:
-    """Measure `order` in `epoch`. `groups` is the shard, or whatever else, of each sample; by default its chunk."""
+    """Measure `order` in `epoch`. `groups` is the group of each sample, such as its shard. Default: its chunk."""
     labels = _labels(order, groups, clips)
     size = min(order.batch, order.samples)
     count = max(1, min(batches, order.full_batches))
@@ -103,9 +102,11 @@ def quality(
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How evenly the batches of a mixture hold its sources: `entropy` of the sources of a batch in bits (mean), and
-    `away`, by how many samples the worst source of the worst batch is off its share; each beside what drawing every
-    sample by itself would give."""
+    """How evenly the batches of a mixture hold its sources, compared with drawing every sample at random.
+
+    `entropy` is the mean entropy of the sources in a batch, in bits. `away` is by how many samples the worst source of
+    the worst batch differs from its share.
+    """
 
     batch: int
     batches: int
@@ -138,7 +139,7 @@ def balance(mixed: Mixed, *, batches: int = 256) -> Balance:
 
 @dataclass(frozen=True, slots=True)
 class BucketBalance:
-    """One bucket of a mixture: its `share` of the steps, and how evenly its batches hold the sources that it has."""
+    """One bucket of a mixture: its `share` of the steps, and how evenly its batches hold its sources."""
 
     bucket: int
     share: float

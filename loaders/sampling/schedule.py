@@ -34,15 +34,18 @@ from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.permutation import I64, key_of, short
 
 AT_ONCE = 1024
-"""Places of a rank that are computed at once."""
+"""Positions of a rank that are computed at once."""
 
 
 class Share(msgspec.Struct, frozen=True):
-    """One rank's part of a global batch, slot by slot: the stream, the stream's own epoch, and the virtual sample
-    there.
+    """One rank's part of a global batch.
 
-    Three int64 arrays of one length. `bucket` is the batch's, where batches have one. `sizes` are the lengths of all
-    ranks' shares.
+    Args:
+        stream: int64 array, the stream of each slot.
+        epoch: int64 array, the stream's own epoch.
+        virtual: int64 array, the virtual sample in the stream.
+        sizes: the lengths of all ranks' shares.
+        bucket: of the batch, if there are buckets.
     """
 
     stream: I64
@@ -56,24 +59,24 @@ class Share(msgspec.Struct, frozen=True):
 
     @property
     def dry(self) -> list[int]:
-        """The ranks that get nothing of this batch."""
+        """The ranks that get no sample of this batch."""
         return [rank for rank, size in enumerate(self.sizes) if not size]
 
 
 class Schedule(Protocol):
-    """An epoch of `batches` global batches, for each of the epochs 0, 1, …"""
+    """The global batches of each of the epochs 0, 1, …"""
 
     @property
     def batches(self) -> int: ...
 
     @property
     def orders(self) -> Sequence[Order]:
-        """The streams' own orders; `substitute` and the seed of clips are theirs."""
+        """The orders of the streams, which also decide substitutes and the seed of clips."""
         ...
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Which bucket each stream is; none without buckets."""
+        """The bucket of each stream; empty without buckets."""
         ...
 
     @property
@@ -82,7 +85,7 @@ class Schedule(Protocol):
         ...
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
-        """How many samples each source of a mixture gave before batch `number` of `epoch`; nothing without one."""
+        """How many samples each source of a mixture gave before batch `number` of `epoch`; empty without a mixture."""
         ...
 
     def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
@@ -90,18 +93,22 @@ class Schedule(Protocol):
         ...
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
-        """What decides the order up to batch `number` of `epoch`, beside the samples and the seed, in plain JSON types.
+        """Everything besides samples and seed that decides the order up to batch `number` of `epoch`, in plain JSON
+        types.
 
-        Short, and equal only if the order is.
+        It is short, and equal only if the order is equal.
         """
         ...
 
 
 class Population(msgspec.Struct, frozen=True):
-    """What a stream is made of: samples of `sample_bytes` bytes on average, about `clips` clips of each, `total` in
-    all.
+    """A stream in numbers.
 
-    `total` is samples * clips unless it is given.
+    Args:
+        samples: number of samples.
+        sample_bytes: their mean size in bytes.
+        clips: about how many clips each has.
+        total: number of clips. Default: samples * clips.
     """
 
     samples: int
@@ -111,7 +118,7 @@ class Population(msgspec.Struct, frozen=True):
 
     @property
     def virtual(self) -> int:
-        """The number of clips, which is that of the stream's virtual samples."""
+        """The number of clips: the stream's virtual samples."""
         return self.samples * self.clips if self.total is None else self.total
 
     def order(self, batch: int, seed: int, shuffle: bool) -> Order:
@@ -157,8 +164,7 @@ class Plain(msgspec.Struct, frozen=True):
 
 
 def _ahead(order: Order, epoch: int, number: int, rank: int, world_size: int) -> I64:
-    """`order.batch_of`, computed for some neighbours at once: the arithmetic costs as much for one place as for a
-    hundred."""
+    """`order.batch_of`, computed for some batches at once: numpy takes as long for one position as for a hundred."""
     each = max(1, AT_ONCE * world_size // order.batch)
     found = _few(order, epoch, number // each * each, each, rank, world_size)
     at = number % each
@@ -167,7 +173,7 @@ def _ahead(order: Order, epoch: int, number: int, rank: int, world_size: int) ->
 
 @lru_cache(maxsize=8)
 def _few(order: Order, epoch: int, first: int, count: int, rank: int, world_size: int) -> tuple[I64, ...]:
-    """The batches from `first` on, as far as there are any."""
+    """`count` batches from `first` on, or as many as there are."""
     last = min(first + count, order.full_batches + bool(order.tail))
     slots = [order.slots(number, rank, world_size) for number in range(first, last)]
     if not slots:
@@ -188,7 +194,7 @@ def ordered_share(
     *,
     ahead: bool = False,
 ) -> Share:
-    """A share of a batch all of which comes from one stream. `ahead`: the next ones will be asked for as well."""
+    """A share of a batch from one stream. `ahead`: the next batches will be asked for as well."""
     where = (epoch, number, rank, world_size)
     virtual = _ahead(order, *where) if ahead else order.batch_of(*where)
     size = order.batch if number < order.full_batches else order.tail
@@ -202,12 +208,12 @@ def ordered_share(
 
 
 def orders_digest(orders: Sequence[Order], *more: int) -> str:
-    """Stands for what the orders of several streams are, beside their samples and the seed."""
+    """Identifies the orders of several streams, apart from their samples and the seed."""
     return short(key_of(*(n for o in orders for n in (o.chunk, o.lanes, o.window, o.shuffle)), *more))
 
 
 def part(size: int, rank: int, world_size: int) -> range:
-    """The slots of `rank` in a batch of `size`: contiguous, and as even as it goes."""
+    """The slots of `rank` in a batch of `size`: contiguous, and as even as possible."""
     if not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} is outside a world of {world_size}")
     return range(size * rank // world_size, size * (rank + 1) // world_size)
@@ -220,8 +226,8 @@ def sizes(size: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A `Schedule`; its epochs are all the same. Make one with `Evaluation.of`. `buckets` says which each stream is,
-    and `name` stands for all buckets there are."""
+    """A `Schedule` whose epochs are all the same. Make one with `Evaluation.of`. `buckets` are those of the streams,
+    and `name` identifies all buckets."""
 
     evaluates: ClassVar[bool] = True
 
@@ -239,8 +245,8 @@ class Evaluation:
         buckets: Sequence[int] = (),
         numbers: Sequence[int] = (),
     ) -> Evaluation:
-        """Streams, and the sizes of their global batches. The seed is for clips that begin at random; `numbers` stand
-        for the buckets."""
+        """Make one from streams and the sizes of their global batches. The seed is for clips that begin at random;
+        `numbers` identify the buckets."""
         pairs = zip(populations, batches, strict=True)
         orders = tuple(one.order(batch, seed, shuffle=False) for one, batch in pairs)
         return cls(orders, tuple(buckets), short(key_of(*numbers)) if numbers else "")
@@ -268,5 +274,5 @@ class Evaluation:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """The batch after the last one of each stream."""
+        """The batch after the last batch of each stream."""
         return list(accumulate(order.full_batches + (order.tail > 0) for order in self.orders))

@@ -1,14 +1,17 @@
-"""A loader's state: where it is, and the fingerprint of everything that decides what comes next.
+"""A loader's state: its position, and a fingerprint of everything that decides the batches.
 
 Purpose: resume exactly, on any number of ranks, from a few bytes.
-Invariants: a state is JSON, as `json.dumps` writes it, of less than `MAX_BYTES`, and about 45 more for each source of a
-mixture, as long as nothing is quarantined beside a list (`headrace.loaders.quarantine.shared_list`); it is the same on
-every rank, and has the same keys wherever a loader is. The position counts global batches that the trainer received. To
-be short, the global batch, or what stands for the buckets, is the first value of "order", and version and digest of a
-list of bad samples, "17:0123abcd", the first of "quarantine". Where that is not short enough, digests stand for what
-clip and order are.
-Failure behaviour: `MismatchError` names the field, what was saved and what is here; `UsageError` for what is no state
-at all.
+Invariants:
+- A state is JSON, as `json.dumps` writes it, of less than `MAX_BYTES`, and about 45 bytes more for each source of a
+  mixture. Samples that are quarantined without a shared list take more.
+- It is the same on every rank, and its keys do not depend on the position.
+- The position counts the global batches that the trainer received.
+- To be short, the global batch, or the digest of the buckets, is the first value of "order". Version and digest of a
+  shared list of bad samples, such as "17:0123abcd", are the first value of "quarantine". If that is not short enough,
+  digests replace the descriptions of clip and order.
+
+Failure behaviour: `MismatchError` names the field, the saved value and the value here. `UsageError` if it is not a
+state.
 """
 
 from __future__ import annotations
@@ -26,27 +29,28 @@ import msgspec
 from headrace.dataio.core.errors import MismatchError, UsageError
 
 DIGEST_CHARACTERS = 10
-"""Enough to tell versions of one's own datasets from each other; nobody is kept from making two that collide."""
+"""Enough to tell apart versions of one's own datasets; it does not protect against collisions that are made on
+purpose."""
 MAX_BYTES = 200
 MAX_COUNT = 1 << 32
-"""Epochs, and batches in one; beyond, positions would not fit 64 bits."""
+"""The most epochs, and the most batches in one. With more, positions would not fit 64 bits."""
 _HINTS = {
     "quarantine_list": "give the loader the list that the interrupted run had",
     "global_batch": "keep batch_size times world size as it was",
     "version": "open the dataset with version=",
     "digest": "this is another dataset, or it was packed again",
-    "order": "another way of sampling (shuffle, drop_last, evaluate), or another release of Headrace: finish the run with that",
+    "order": "use the saved sampling options (shuffle, drop_last, evaluate) and release of Headrace",
     "weights": "weights may change from the step of the state on, not before it",
     "buckets": "keep shapes, budget, patch and multiple as they were",
 }
-_FORCE = "load_state_dict(state, force=True) goes on and says what is lost"
+_FORCE = "load_state_dict(state, force=True) loads it anyway and reports what is lost"
 _LISTED = re.compile(r"([0-9]{1,9}):([0-9a-f]{0,16})")
 _POSITION = ("epoch", "batch", "quarantine")
 _FIRST = ("global_batch", "buckets")
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Which samples a source has; `taken` of them were delivered, where the source is one of a mixture."""
+    """Identifies the samples of a source. Of a mixture's source, `taken` samples were delivered."""
 
     version: int
     digest: str
@@ -56,8 +60,11 @@ class Identity(msgspec.Struct, frozen=True):
 class Fingerprint(msgspec.Struct, frozen=True):
     """What must be equal for a position to mean the same samples, and the same frames of them.
 
-    `sources` is the dataset's, or by name those of a mixture; `order` is the schedule's description, `clip` that of the
-    parts.
+    Args:
+        sources: the dataset, or the sources of a mixture by name.
+        seed: of the order.
+        order: description of the schedule.
+        clip: description of the parts.
     """
 
     sources: Identity | Mapping[str, Identity]
@@ -66,7 +73,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     clip: Any
 
     def values(self) -> dict[str, Any]:
-        """As plain JSON types, in the order in which differences are looked for."""
+        """In plain JSON types, in the order in which differences are reported."""
         return {**self._identity(), "seed": self.seed, "clip": parts(self.clip), **plain(dict(self.order))}
 
     def _identity(self) -> dict[str, Any]:
@@ -77,8 +84,14 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Batches of `epoch` that were delivered; samples condemned so far, as (source, number); and version and digest of
-    the list of bad samples that the epoch goes by, if there is one."""
+    """The position of a loader.
+
+    Args:
+        epoch: the current epoch.
+        batch: global batches of it that were delivered.
+        quarantine: known bad samples, as (source, number).
+        listed: version and digest of the list of bad samples that the epoch follows, if any.
+    """
 
     epoch: int
     batch: int
@@ -87,7 +100,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A field that is not what it was; None where there is none."""
+    """A field whose value differs; a missing value is None."""
 
     field: str
     saved: Any
@@ -115,18 +128,18 @@ def dump(fingerprint: Fingerprint, position: Position) -> dict[str, Any]:
 
 
 def _bytes(state: Mapping[str, Any]) -> int:
-    """As JSON, but for the sources of a mixture, of which there may be any number."""
+    """Bytes of the JSON, without the sources of a mixture, which may be many."""
     return len(json.dumps({**state, "sources": {}} if "sources" in state else state))
 
 
 def _stand_in(value: Any) -> str:
-    """Four characters that only an accident of one in 2^24 gives to another value."""
+    """Four characters for a value. Another value has the same ones with a probability of 2^-24."""
     digest = blake3.blake3(json.dumps(value, sort_keys=True).encode()).digest(3)
     return base64.urlsafe_b64encode(digest).decode()
 
 
 def load(fingerprint: Callable[[int, int], Fingerprint], state: Mapping[str, Any]) -> Position:
-    """The position in `state`, once its fingerprint was found to be the one that is here at that position."""
+    """The position in `state`, if its fingerprint equals the one here at that position."""
     saved, position = read(state)
     for difference in differences(fingerprint(position.epoch, position.batch), saved):
         raise mismatch(difference)
@@ -134,7 +147,7 @@ def load(fingerprint: Callable[[int, int], Fingerprint], state: Mapping[str, Any
 
 
 def mismatch(difference: Difference) -> MismatchError:
-    """The error that says so."""
+    """The error for a difference."""
     hint = _HINTS.get(difference.field.rpartition(".")[2], "make the loader with the same arguments")
     return MismatchError(str(difference), hint=f"{hint}; {_FORCE}")
 
@@ -151,19 +164,19 @@ def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
     listed, condemned = _quarantine(saved.get("quarantine", []))
     numbers = [saved["epoch"], saved["batch"], *(number for pair in condemned for number in pair)]
     if not all(isinstance(n, int) and 0 <= n <= MAX_COUNT for n in numbers) or any(len(p) != 2 for p in condemned):
-        raise UsageError("the loader's state holds an impossible position", hint="pass what state_dict() returned")
+        raise UsageError("the loader's state has an impossible position", hint="pass what state_dict() returned")
     position = Position(saved["epoch"], saved["batch"], tuple((source, n) for source, n in condemned), listed)
     fields = {name: value for name, value in saved.items() if name not in _POSITION}
     if (
         "buckets" not in fields and isinstance(fields.get("order"), list) and fields["order"]
-    ):  # there they were apart once
+    ):  # old states have them as separate fields
         first, *fields["order"] = fields["order"]
         fields["buckets" if isinstance(first, str) else "global_batch"] = first
     return fields, position
 
 
 def resolved(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved fields with what is here in place of the digests that stand for it."""
+    """The saved fields, with digests replaced by the values here that they stand for."""
     found = dict(saved)
     for name in {"clip", "order", "buckets"} & set(here) & set(saved):
         stand_in = _stand_in(here[name])
@@ -173,7 +186,7 @@ def resolved(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any
 
 
 def _quarantine(values: Any) -> tuple[tuple[int, str] | None, list[list[Any]]]:
-    """Version and digest of the list that is gone by, if any, and the samples beside it as [source, number]."""
+    """Version and digest of the list that is followed, if any, and the other samples as [source, number]."""
     rest = list(values) if isinstance(values, list) else [values]
     named = _LISTED.fullmatch(rest[0]) if rest and isinstance(rest[0], str) else None
     listed = None if named is None else (int(named[1]), named[2])
@@ -181,7 +194,7 @@ def _quarantine(values: Any) -> tuple[tuple[int, str] | None, list[list[Any]]]:
 
 
 def differences(fingerprint: Fingerprint, saved: Mapping[str, Any]) -> Iterator[Difference]:
-    """The fields that are not what they were, the most telling first."""
+    """The fields that differ, the most telling first."""
     here = fingerprint.values()
     saved = resolved(here, saved)
     for field in [*here, *(name for name in saved if name not in here)]:
@@ -192,7 +205,7 @@ def differences(fingerprint: Fingerprint, saved: Mapping[str, Any]) -> Iterator[
 
 
 def _of_sources(here: Mapping[str, Sequence[Any]], saved: Mapping[str, Any]) -> Iterator[Difference]:
-    """Versions and digests; the counters follow from the rest."""
+    """Differences of versions and digests; the counters follow from the rest."""
     if sorted(here) != sorted(saved):
         yield Difference("sources", sorted(saved), sorted(here))
     for name in here:
@@ -203,8 +216,8 @@ def _of_sources(here: Mapping[str, Sequence[Any]], saved: Mapping[str, Any]) -> 
 
 
 def parts(described: Any) -> Any:
-    """What says how samples are cut into parts: the values of a dataclass in order, without defaults behind the last
-    word; numbers to nine digits."""
+    """The description of parts: the values of a dataclass in order, to nine digits, without the defaults behind the
+    last string."""
     if not dataclasses.is_dataclass(described) or isinstance(described, type):
         return plain(described)
     fields = dataclasses.fields(described)
