@@ -81,7 +81,7 @@ def _is_missing(url: str) -> bool:
 
 def _clear(folder: Path, url: str | None, *, as_json: bool) -> int:
     gone = records.clear(folder, url)
-    print(json.dumps({"cleared": gone}) if as_json else f"forgot the refusals of {gone} dataset{'s' * (gone != 1)}")
+    print(json.dumps({"cleared": gone}) if as_json else f"deleted the records of {gone} dataset{'s' * (gone != 1)}")
     return 0
 
 
@@ -95,7 +95,7 @@ def _list(folder: Path, url: str | None, *, as_json: bool) -> int:
         else:
             print(_line(record))
     if not as_json:
-        print(counted(len(listed), "refused sample") + (f", {unreadable} unreadable lines" if unreadable else ""))
+        print(counted(len(listed), "skipped sample") + (f", {unreadable} unreadable lines" if unreadable else ""))
     return 1 if listed else 0
 
 
@@ -108,7 +108,7 @@ def _shared(url: str, *, as_json: bool) -> int:
         if as_json:
             print(json.dumps({"version": version, **msgspec.to_builtins(entry)}, ensure_ascii=False))
         else:
-            found = "suspected by one run: " if entry.suspected and not bad.is_lasting(entry.spot, version) else ""
+            found = "suspected by one run: " if entry.suspected and not bad.is_lasting(entry.location, version) else ""
             where = f"{entry.dataset}, {entry.shard} at {entry.offset}"
             print(_plain(f"{version}  {entry.key}: {found}{entry.reason}  [{where}]"))
     if not as_json:

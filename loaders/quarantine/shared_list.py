@@ -84,7 +84,7 @@ class Entry(msgspec.Struct, frozen=True):
     process: str = ""
 
     @property
-    def spot(self) -> Location:
+    def location(self) -> Location:
         return self.dataset, self.shard, self.offset
 
     def confirms(self, other: Entry) -> bool:
@@ -173,7 +173,7 @@ class QuarantineList:
         all."""
         if self.pinned is not None:
             raise UsageError(f"{self.url} was opened at version {self.pinned}: nothing is added to it")
-        wanted, lost = {(entry.spot, entry.run): entry for entry in entries}, 0
+        wanted, lost = {(entry.location, entry.run): entry for entry in entries}, 0
         with self._lock:
             while lost < _TRIES:
                 version = self.newest()
@@ -197,20 +197,20 @@ class QuarantineList:
             self._store.put_if_absent(key, msgspec.json.encode(mine))
             return self._decided(key)
 
-    def refused(self, spot: Location, version: int, run: str, epoch: int) -> Entry | None:
+    def refused(self, location: Location, version: int, run: str, epoch: int) -> Entry | None:
         """The entry for which `epoch` of `run` skips a sample when it follows `version`."""
-        own = (e for _, e in self._entries.get(spot, ()) if e.run == run and run and e.epoch <= epoch)
-        return self._lasting(spot, version) or next(own, None)
+        own = (e for _, e in self._entries.get(location, ()) if e.run == run and run and e.epoch <= epoch)
+        return self._lasting(location, version) or next(own, None)
 
-    def is_lasting(self, spot: Location, version: int) -> bool:
+    def is_lasting(self, location: Location, version: int) -> bool:
         """Whether every run that follows `version` skips the sample."""
-        return self._lasting(spot, version) is not None
+        return self._lasting(location, version) is not None
 
-    def _lasting(self, spot: Location, version: int) -> Entry | None:
+    def _lasting(self, location: Location, version: int) -> Entry | None:
         """The entry by which every run goes: one that was not only suspected, or the second run's, of another
         process."""
         before = list[Entry]()
-        for number, entry in self._entries.get(spot, ()):
+        for number, entry in self._entries.get(location, ()):
             if number <= version:
                 if not entry.suspected or any(map(entry.confirms, before)):
                     return entry
@@ -220,8 +220,10 @@ class QuarantineList:
     def _is_news(self, entry: Entry, version: int) -> bool:
         """Whether it adds something to this version. What a run suspects does, the first time: the run may go by an
         older version, by which it would read the sample again."""
-        own = any(e.run == entry.run and e.suspected <= entry.suspected for _, e in self._entries.get(entry.spot, ()))
-        return not own and (entry.suspected or self._lasting(entry.spot, version) is None)
+        own = any(
+            e.run == entry.run and e.suspected <= entry.suspected for _, e in self._entries.get(entry.location, ())
+        )
+        return not own and (entry.suspected or self._lasting(entry.location, version) is None)
 
     def _ordered(self) -> list[tuple[int, Entry]]:
         """All entries by version."""
@@ -265,7 +267,7 @@ class QuarantineList:
             return False
         found = self._parse(data, key, Version)
         for entry in found.entries:
-            self._entries.setdefault(entry.spot, []).append((number, entry))
+            self._entries.setdefault(entry.location, []).append((number, entry))
         self._digests.append(blake3.blake3(self._digests[-1].encode() + data).hexdigest(4))
         return True
 
@@ -379,20 +381,20 @@ class FollowedList:
         """Put a sample that was skipped in a batch of `epoch` on the list. Returns False if it is not on it
         afterwards."""
         sample = self._plan.datasets[refusal.source].sample(refusal.id)
-        spot = location_of(sample, self._urls[refusal.source])
-        if self.list.refused(spot, self.version_of(epoch), self._run, epoch) is not None:
+        location = location_of(sample, self._urls[refusal.source])
+        if self.list.refused(location, self.version_of(epoch), self._run, epoch) is not None:
             return True
         if self.list.pinned is not None or self._sealed:
             return False
         try:
             why = refusal.key, refusal.code, refusal.reason
-            self.list.append([Entry(*spot, *why, self._run, epoch, suspected=True, process=PROCESS)])
+            self.list.append([Entry(*location, *why, self._run, epoch, suspected=True, process=PROCESS)])
         except HeadraceError as error:
             warn_once(_log, f"bad samples are kept in the loader's state, since the list cannot take them: {error}")
             self._sealed = True  # do not try again: the trainer waits here
             return False
         return (
-            self.list.refused(spot, self.version_of(epoch), self._run, epoch) is not None
+            self.list.refused(location, self.version_of(epoch), self._run, epoch) is not None
         )  # not if found in a later epoch
 
 

@@ -1,4 +1,4 @@
-"""The list of refused samples: written by loaders, read by `headrace quarantine`, bounded, and never in the dataset."""
+"""The list of skipped samples: written by loaders, read by `headrace quarantine`, bounded, and never in the dataset."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_refused_sample_is_listed_by_the_command_and_the_dataset_is_not_touche
     assert "h264-late  wrong bytes: " in capsys.readouterr().out
     assert main(["quarantine", str(damaged), "--clear"]) == 0
     assert main(["quarantine", str(damaged)]) == 0
-    assert "0 refused samples" in capsys.readouterr().out
+    assert "0 skipped samples" in capsys.readouterr().out
 
 
 def test_on_bad_shorter_leaves_the_sample_out_and_lists_it(damaged: Path) -> None:
@@ -168,7 +168,7 @@ def test_lines_that_are_no_records_are_counted_and_control_characters_not_printe
     assert main(["quarantine"]) == 1
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
-    assert "2 refused samples, 4 unreadable lines" in printed
+    assert "2 skipped samples, 4 unreadable lines" in printed
 
 
 def test_the_command_starts_without_torch() -> None:

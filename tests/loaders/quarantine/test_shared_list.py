@@ -78,7 +78,7 @@ def test_what_a_run_goes_by_is_its_version_and_what_it_found_itself_by_then(tmp_
     bad.append([entry(3, run="another")])
 
     def refused(version: int, epoch: int) -> list[int]:
-        return [n for n in (1, 2, 3, 4) if bad.refused(entry(n).spot, version, "mine", epoch)]
+        return [n for n in (1, 2, 3, 4) if bad.refused(entry(n).location, version, "mine", epoch)]
 
     assert refused(0, 2) == []
     assert refused(1, 2) == [1]
@@ -92,11 +92,11 @@ def test_what_one_run_suspects_counts_for_others_once_another_run_found_it_too(t
     assert bad.append([entry(1, run="mine", epoch=4, suspected=True)]) == 1  # it said so before
 
     def refusing(version: int, epoch: int = 2) -> list[str]:
-        return [run for run in ("mine", "other", "third") if bad.refused(entry(1).spot, version, run, epoch)]
+        return [run for run in ("mine", "other", "third") if bad.refused(entry(1).location, version, run, epoch)]
 
     assert refusing(0, 1) == refusing(1, 1) == []
     assert refusing(1) == ["mine"]
-    assert not bad.is_lasting(entry(1).spot, 1)
+    assert not bad.is_lasting(entry(1).location, 1)
     assert bad.append([entry(1, run="other", epoch=2, suspected=True)]) == 2
     assert refusing(1) == ["mine", "other"]  # an epoch goes by its version, and by what its run found
     assert refusing(2) == refusing(2, 0) == ["mine", "other", "third"]
@@ -106,16 +106,16 @@ def test_what_one_run_suspects_counts_for_others_once_another_run_found_it_too(t
     assert QuarantineList(tmp_path / "list").numbered() == bad.numbered()
     assert bad.append([entry(2, run="mine", suspected=True)]) == 4
     assert bad.append([entry(2)]) == 5  # a person says so
-    assert bad.is_lasting(entry(2).spot, 5)
+    assert bad.is_lasting(entry(2).location, 5)
 
 
 def test_two_runs_of_one_process_are_one_witness(tmp_path: Path) -> None:
     bad = QuarantineList(tmp_path / "list")
     for run, process in (("a", "p"), ("b", "p"), ("c", "q")):
-        assert not bad.is_lasting(entry(1).spot, bad.newest())
+        assert not bad.is_lasting(entry(1).location, bad.newest())
         bad.append([entry(1, run=run, process=process, suspected=True)])
-        assert bad.refused(entry(1).spot, 0, run, 0) is not None
-    assert [bad.is_lasting(entry(1).spot, version) for version in range(4)] == [False, False, False, True]
+        assert bad.refused(entry(1).location, 0, run, 0) is not None
+    assert [bad.is_lasting(entry(1).location, version) for version in range(4)] == [False, False, False, True]
 
 
 def test_entries_of_an_older_release_name_no_process_and_count_as_before(store: Store) -> None:
@@ -125,7 +125,7 @@ def test_entries_of_an_older_release_name_no_process_and_count_as_before(store: 
         store.put(f"entries/{number:08}.json", json.dumps({"format": 1, "entries": [one], "nonce": "n"}).encode())
     bad = QuarantineList(store)
     assert bad.newest() == 2
-    assert [bad.is_lasting(entry(1).spot, version) for version in range(3)] == [False, False, True]
+    assert [bad.is_lasting(entry(1).location, version) for version in range(3)] == [False, False, True]
 
 
 def test_a_pinned_list_stays_as_it_is_and_writes_nothing(tmp_path: Path) -> None:
