@@ -115,7 +115,7 @@ class Checkpointer:
         self._run = names.check_run(run)
         self._ranks = Ranks.here(rank, world_size)
         self._owns_store = not isinstance(url, Store)
-        self._store = url if isinstance(url, Store) else open_store(url, **(storage_options or {}))
+        self._store = url if isinstance(url, Store) else open_store(url, storage_options=storage_options)
         direct = direct_for(self._store, gds)
         if direct is not None:
             staging_bytes = staging_bytes or RING_BYTES

@@ -65,7 +65,7 @@ class _Buffers:
 @contextlib.contextmanager
 def _headrace(url: str, width: int, largest: int, options: Mapping[str, object]) -> Iterator[Operations]:
     buffers = _Buffers(largest)
-    with open_store(url, **options) as store:
+    with open_store(url, storage_options=options) as store:
         yield {
             **dict.fromkeys(("get", "range", "small"), lambda k, o, n: _read_into(store, buffers, k, o, n)),
             "put": lambda k, o, n: _done(store.put(k, buffers.body[:n]), n),

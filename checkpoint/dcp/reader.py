@@ -155,7 +155,7 @@ class RepositoryReader(StorageReader):
         return future
 
     def _opened(self) -> contextlib.AbstractContextManager[Store]:
-        return open_store(str(self._url), **self._options)
+        return open_store(str(self._url), storage_options=self._options)
 
     def _see(self, rank: int) -> None:
         """The step as this rank sees it."""

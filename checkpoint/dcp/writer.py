@@ -162,7 +162,7 @@ class RepositoryWriter(StorageWriter):
         if isinstance(self._url, Store):
             yield self._url
             return
-        with open_store(self._url, **self._options) as store:
+        with open_store(self._url, storage_options=self._options) as store:
             yield store
 
     def _taken(

@@ -194,7 +194,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[Store]:
-        with open_store(self._config.url, **self._config.storage_options) as store:
+        with open_store(self._config.url, storage_options=self._config.storage_options) as store:
             yield store
 
     @contextlib.contextmanager
@@ -233,7 +233,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         timeout: float = 600.0,
     ) -> None:
         self._ranks, self._run = Ranks.here(None, None), names.check_run(run)
-        self._store = open_store(url, **(storage_options or {}))
+        self._store = open_store(url, storage_options=storage_options)
         config = config or CheckpointManager.Config()
         storage = RepositoryStorageConfig(
             url, run, dict(storage_options or {}), self._ranks.rank, self._ranks.world_size, timeout

@@ -53,7 +53,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         if not config.url or not config.run:
             raise UsageError("no repository is given", hint="Config(enable=True, url=..., run=...)")
         self._url, self._run, self._options = config.url, config.run, config.storage_options
-        self._store = open_store(config.url, **config.storage_options)
+        self._store = open_store(config.url, storage_options=config.storage_options)
         rank = Ranks.here(None, None).rank
         keeps = config.keep_latest_k > 0 and rank == 0
         self._retention = Retention(self._store, self._run, Keep(last=config.keep_latest_k)) if keeps else None

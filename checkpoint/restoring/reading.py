@@ -144,7 +144,7 @@ def read(
 ) -> SavedStep:
     """The contents of a step, as `rank` saw it. Talks to no other rank."""
     with contextlib.ExitStack() as stack:
-        store = url if isinstance(url, Store) else stack.enter_context(open_store(url, **(storage_options or {})))
+        store = url if isinstance(url, Store) else stack.enter_context(open_store(url, storage_options=storage_options))
         base = repository.find(store, run, repository.step_or_tag(step, tag))
         if base is None:
             raise repository.missing(store, run)

@@ -89,7 +89,11 @@ class Dataset:
         self.owns_store, self.trust_mounts = not isinstance(url_or_store, Store), trust_mounts
         self.report: PackReport | None = None
         self.view: View | None = None
-        self.store = url_or_store if isinstance(url_or_store, Store) else open_store(url_or_store, **storage_options)
+        self.store = (
+            url_or_store
+            if isinstance(url_or_store, Store)
+            else open_store(url_or_store, storage_options=storage_options)
+        )
         try:
             self.document, self.digest = tags.load(self.store, version)
             self.store, self.owns_store = with_mounts(

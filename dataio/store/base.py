@@ -27,6 +27,7 @@ shared by all back ends, so that they refuse the same arguments with the same wo
 from __future__ import annotations
 
 import abc
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, Self
 
@@ -196,6 +197,17 @@ def check_key(key: str) -> str:
     if bad or len(key.encode(errors="surrogatepass")) > limits.OBJECT_KEY_BYTES:
         raise UsageError(f"{key!r} is not a valid object key", hint="keys are relative paths without '..' or '//'")
     return key
+
+
+def path_of_url(url: str) -> str:
+    """The path that a `file://` URL names; `UsageError` for one with another host or without a path."""
+    rest = url.partition("://")[2]
+    host, _, path = rest.partition("/")
+    if host not in ("", "localhost"):
+        raise UsageError(f"{url!r} names the host {host!r}", hint="a file URL has three slashes: file:///data/set")
+    if not rest:
+        raise UsageError(f"{url!r} names no path", hint="give a path or file:///path")
+    return "/" + urllib.parse.unquote(path, errors="surrogateescape")
 
 
 def check_conditional_size(name: str, data: Buffer) -> None:

@@ -253,6 +253,12 @@ class FsspecStore(Store):
             raise _from(_cause(error), doing) from error
 
 
+def open_url(url: str, options: Mapping[str, object]) -> FsspecStore:
+    """Open the file system of the URL's scheme, with its own options."""
+    scheme, _, rest = url.partition("://")
+    return FsspecStore(f"{scheme.lower()}://{rest}", options)
+
+
 def _check_url(url: str, path: str) -> None:
     if "::" in url:
         raise UnsupportedError(f"{url!r}: chained URLs are not taken", hint="open the inner URL")

@@ -1,14 +1,15 @@
 """Other stores made to look like a folder of this one, for datasets whose shards lie elsewhere.
 
-Purpose: `Mounts` answers keys under `mounts/<name>/` from the store mounted by that name and all other keys from its base, so
-that loaders, the cache and the sidecar see one store and need to know nothing of it.
+Purpose: `Mounts` answers keys under `mounts/<name>/` from the store mounted by that name and all other keys from its
+base, so that loaders, the cache and the sidecar see one store and need to know nothing of it.
 
-Invariants: mounted stores are read only. `location` names the base and, under the option `mounts`, every mounted store with its
-own options, without secrets, so `open_location` opens the same thing again; it is shareable only when all of them are. What the
-base itself holds under `mounts/` is never seen. A mounted store's own `mounts` are refused: there is one level.
+Invariants: mounted stores are read only. `location` names the base and, under the option `mounts`, every mounted store
+with its own options, without secrets, so `open_location` opens the same thing again; it is shareable only when all of
+them are. What the base itself holds under `mounts/` is never seen. A mounted store's own `mounts` are refused: there is
+one level.
 
-Failure behaviour: writing below `mounts/` is an `UnsupportedError`, a name that is not mounted a `NotFoundError`; other errors
-are those of the store that the key belongs to.
+Failure behaviour: writing below `mounts/` is an `UnsupportedError`, a name that is not mounted a `NotFoundError`; other
+errors are those of the store that the key belongs to.
 """
 
 from __future__ import annotations
@@ -143,13 +144,15 @@ def check_mount(name: str, options: Mapping[str, object]) -> None:
 
 
 def open_mounts(base: Store, described: object, opener: Callable[..., Store]) -> Mounts:
-    """`base` with the stores that the option `mounts` of a location describes, each opened by `opener(url, **options)`."""
+    """`base` with the stores that the option `mounts` of a location describes, each opened by `opener(url,
+    storage_options=options)`.
+    """
     with contextlib.ExitStack() as undo:
         undo.callback(base.close)
         mounted: dict[str, Store] = {}
         for name, url, options in _described(described):
             check_mount(name, options)
-            mounted[name] = opener(url, **options)
+            mounted[name] = opener(url, storage_options=options)
             undo.callback(mounted[name].close)
         made = Mounts(base, mounted)
         undo.pop_all()

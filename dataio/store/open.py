@@ -1,126 +1,154 @@
 """From a URL to a store.
 
-Invariant: the back-end is chosen by the URL's scheme alone, imported only then, and wrapped in metrics and the one retry
-policy.
-Failure behaviour: a scheme that fsspec does not know either raises `UnsupportedError` naming the known ones. Opening
-makes no request, so a missing bucket or wrong credentials show at the first operation (or in `headrace doctor URL`).
+Purpose: `open_store` finds the back end of a URL's scheme in a registry, imports it, opens it, and wraps it in metrics
+and retries. A new back end needs one module with an opener, and one `register_back_end` call, or one entry in
+`_BACK_ENDS`. fsspec serves every other scheme that it knows.
+
+Invariant: the scheme alone chooses the back end, which is imported only then.
+
+Failure behaviour: a scheme that fsspec does not know either raises `UnsupportedError` with the known ones. Opening
+sends no request, so a missing bucket or wrong credentials show at the first operation, or in `headrace doctor URL`.
 """
 
 from __future__ import annotations
 
 import os
-import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from headrace.dataio.core.errors import UnsupportedError, UsageError
 from headrace.dataio.core.imports import naming_extras
 from headrace.dataio.core.redact import has_secrets
-from headrace.dataio.store.base import Location, Store
-from headrace.dataio.store.url_policy import sendable
+from headrace.dataio.store.base import Location, Store, path_of_url
+from headrace.dataio.store.url_policy import scheme_of, sendable
 
-_SUPPORTED = "a path, file:///path, s3://bucket/prefix, or a scheme of fsspec"
+Opener = Callable[[str, Mapping[str, object]], Store]
+"""Opens the store at a URL with its storage options, without sending a request."""
 
 
-def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
-    """The store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or any other scheme of fsspec.
+@dataclass(frozen=True, slots=True)
+class BackEnd:
+    """A kind of store: its label in the metrics, and its opener, or `module:function` to import it from."""
 
-    `storage_options` are for S3 (see `headrace.dataio.store.s3_config`): s3fs's own names, and `endpoint_url`, `region`,
-    `path_style`, `client`. What is not given comes from the AWS variables and profiles. A directory takes `direct` (large
-    reads past the page cache). For other schemes they are the file system's own, and the store has the limits of
-    `headrace.dataio.store.fsspec`. `mounts` adds other stores below `mounts/<name>/` (`headrace.dataio.store.mounts`).
+    label: str
+    opener: Opener | str
+
+
+_BACK_ENDS: dict[str, BackEnd] = {
+    "file": BackEnd("posix", "headrace.dataio.store.posix:open_url"),
+    "s3": BackEnd("s3", "headrace.dataio.store.s3:open_url"),
+}
+_FSSPEC = BackEnd("fsspec", "headrace.dataio.store.fsspec:open_url")
+
+
+def register_back_end(scheme: str, label: str, opener: Opener | str) -> None:
+    """Make `open_store` use this back end for URLs of `scheme`, in place of the present one or of fsspec.
+
+    Args:
+        scheme: The URL's scheme, in lower case and without `://`.
+        label: The value of the label `backend` in the metrics.
+        opener: Called with the URL and its storage options; or `module:function`, which is imported on first use. It
+            should refuse unknown options with `UsageError`.
+
+    Example:
+        >>> from headrace.dataio.store.posix import PosixStore
+        >>> register_back_end("scratch", "posix", lambda url, options: PosixStore("/tmp/" + url.split("://")[1]))
+        >>> open_store("scratch://demo").location.url
+        'file:///tmp/demo'
+    """
+    _BACK_ENDS[scheme] = BackEnd(label, opener)
+
+
+def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Store:
+    """Open the store at a URL, with metrics and retries.
+
+    Args:
+        url: A path, `file:///path`, `s3://bucket/prefix`, or a URL of another scheme of fsspec.
+        storage_options: A dict of options. For S3: those of s3fs, and `endpoint_url`, `region`, `path_style`, `client`
+            (`headrace.dataio.store.s3_config`); the AWS variables and profiles give the rest. For a directory:
+            `direct`, to
+            read large ranges past the page cache. For other schemes: the file system's own. For every scheme: `mounts`,
+            other
+            stores below `mounts/<name>/` (`headrace.dataio.store.mounts`). Default: None.
+
+    Returns:
+        The store. Close it, or use it in a `with` statement.
+
+    Raises:
+        UsageError: The URL or an option is malformed or unknown.
+        UnsupportedError: No back end for the scheme, or a package of it is not installed.
+
+    Example:
+        >>> with open_store("memory://demo") as store:
+        ...     store.put("a/key", b"bytes")
+        ...     store.get("a/key")
+        b'bytes'
     """
     given: object = url
     if not isinstance(given, (str, os.PathLike)):
         raise UsageError(
-            f"{given!r:.200} is no place to store things", hint="give a path, or a URL such as s3://bucket/prefix"
+            f"{given!r:.200} is not a place for objects", hint="give a path or a URL such as s3://bucket/prefix"
         )
-    text = os.fspath(url)
-    if "mounts" in storage_options:
+    text, options = os.fspath(url), dict(storage_options or {})
+    if "mounts" in options:
         from headrace.dataio.store.mounts import open_mounts
 
-        return open_mounts(open_store(text, **_without_mounts(storage_options)), storage_options["mounts"], open_store)
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        return _posix(text, storage_options)
-    if scheme.lower() == "file":
-        return _posix(_path_of(rest, text), storage_options)
+        mounts = options.pop("mounts")
+        return open_mounts(open_store(text, storage_options=options), mounts, open_store)
+    from headrace.dataio.store.retry import Retry
+    from headrace.dataio.store.wrappers import MetricsStore
+
     with naming_extras():
-        if scheme.lower() == "s3":
-            return _s3(text, storage_options)
-        return _other(scheme.lower(), rest, storage_options)
+        back_end = _back_end_of(scheme_of(text))
+        return Retry(MetricsStore(_opener_of(back_end)(text, options), back_end.label))
 
 
 def open_location(location: Location) -> Store:
-    """The store at `location`, with this process's own credentials."""
+    """Open the store at `location`, with this process's own credentials."""
     if not location.shareable or has_secrets(location.options):
         raise UsageError(
             f"{location.url} was opened with secrets or other options that another process does not get",
             hint="put the credentials into the AWS variables or a profile of both processes",
         )
-    _check_sent(location.url, _without_mounts(location.options))
+    _check_sent(location.url, {name: value for name, value in location.options.items() if name != "mounts"})
     mounted = location.options.get("mounts")
     for entry in mounted.values() if isinstance(mounted, Mapping) else ():
         if isinstance(entry, Mapping) and isinstance(options := entry.get("options", {}), Mapping):
             _check_sent(str(entry.get("url")), options)
-    return open_store(location.url, **location.options)
+    return open_store(location.url, storage_options=location.options)
+
+
+def folder_of(url: str) -> Path:
+    """The directory that a `file://` URL names."""
+    return Path(path_of_url(url))
 
 
 def _check_sent(url: str, options: Mapping[str, object]) -> None:
     if not sendable(url, options):
         raise UsageError(
-            f"{url!r} is not opened for another process: it may name directories, S3, HTTP and remote file systems "
-            "without options",
-            hint="open it in the process that wants it",
+            f"{url!r} is not opened for another process: only directories, S3, HTTP, and remote file systems without "
+            "options are",
+            hint="open it in the process that needs it",
         )
 
 
-def folder_of(url: str) -> Path:
-    """The directory that a `file://` URL names."""
-    return Path(_path_of(url.partition("://")[2], url))
-
-
-def _without_mounts(options: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in options.items() if name != "mounts"}
-
-
-def _posix(path: str, options: dict[str, object]) -> Store:
-    from headrace.dataio.store.posix import PosixStore
-    from headrace.dataio.store.retry import Retry
-    from headrace.dataio.store.wrappers import MetricsStore
-
-    if unknown := sorted(options.keys() - {"direct"}):
-        raise UsageError(f"unknown storage option {', '.join(unknown)} of a directory", hint="known is direct")
-    if not path.strip() or "\0" in path:
-        raise UsageError("a store needs a path", hint=f"give {_SUPPORTED}")
-    return Retry(MetricsStore(PosixStore(path, direct=bool(options.get("direct"))), "posix"))
-
-
-def _path_of(rest: str, url: str) -> str:
-    host, _, path = rest.partition("/")
-    if host not in ("", "localhost"):
-        raise UsageError(f"{url!r} names the host {host!r}", hint="a file URL has three slashes: file:///data/set")
-    if not rest:
-        raise UsageError(f"{url!r} names no path", hint=f"give {_SUPPORTED}")
-    return "/" + urllib.parse.unquote(path, errors="surrogateescape")
-
-
-def _other(scheme: str, rest: str, options: dict[str, object]) -> Store:
+def _back_end_of(scheme: str) -> BackEnd:
+    if scheme in _BACK_ENDS:
+        return _BACK_ENDS[scheme]
     from fsspec.registry import known_implementations, registry
 
-    from headrace.dataio.store.fsspec import FsspecStore
-    from headrace.dataio.store.retry import Retry
-    from headrace.dataio.store.wrappers import MetricsStore
-
     if scheme not in registry and scheme not in known_implementations:
-        raise UnsupportedError(f"no store for {scheme}:// URLs", hint=f"give {_SUPPORTED}")
-    return Retry(MetricsStore(FsspecStore(f"{scheme}://{rest}", options), "fsspec"))
+        known = "a path, file:///path, s3://bucket/prefix, or a scheme of fsspec"
+        raise UnsupportedError(f"no store for {scheme}:// URLs", hint=f"give {known}")
+    return _FSSPEC
 
 
-def _s3(url: str, options: dict[str, object]) -> Store:
-    from headrace.dataio.store.retry import Retry
-    from headrace.dataio.store.s3 import S3Store
-    from headrace.dataio.store.s3_config import parse
-    from headrace.dataio.store.wrappers import MetricsStore
-
-    return Retry(MetricsStore(S3Store(parse(url, options)), "s3"))
+def _opener_of(back_end: BackEnd) -> Opener:
+    if not isinstance(back_end.opener, str):
+        return back_end.opener
+    module, _, name = back_end.opener.partition(":")
+    opener: Opener = getattr(import_module(module), name)
+    return opener

@@ -24,7 +24,7 @@ import secrets
 import stat as st
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -38,6 +38,7 @@ from headrace.dataio.core.errors import (
     NotFoundError,
     TransientError,
     UnsupportedError,
+    UsageError,
     from_os_error,
     translate_os_errors,
 )
@@ -52,6 +53,7 @@ from headrace.dataio.store.base import (
     check_key,
     check_prefix,
     check_range,
+    path_of_url,
     too_large,
     writable_bytes,
 )
@@ -328,6 +330,16 @@ class PosixStore(Store):
             except OSError:
                 return
             folder = os.path.dirname(folder)
+
+
+def open_url(url: str, options: Mapping[str, object]) -> PosixStore:
+    """Open the directory at a path or a `file://` URL. The option `direct` is that of `PosixStore`."""
+    if unknown := sorted(options.keys() - {"direct"}):
+        raise UsageError(f"unknown storage option {', '.join(unknown)} of a directory", hint="known is direct")
+    path = path_of_url(url) if "://" in url else url
+    if not path.strip() or "\0" in path:
+        raise UsageError("a store needs a path", hint="give a path, file:///path or s3://bucket/prefix")
+    return PosixStore(path, direct=bool(options.get("direct")))
 
 
 class _Aside(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ import io
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ from headrace.dataio.store.base import (
     writable_bytes,
 )
 from headrace.dataio.store.retry import Policy, call_async
-from headrace.dataio.store.s3_config import S3Config
+from headrace.dataio.store.s3_config import S3Config, parse
 from headrace.dataio.store.s3_errors import NoSuchUploadError, PreconditionError, UnreachableError
 from headrace.dataio.store.s3_session import S3Session, flat, length_of
 
@@ -140,7 +140,7 @@ class S3Store(Store):
         if second is None:
             self._session.run(call_async(lambda: self._put(key, first), self._policy))
             return first.getbuffer().nbytes
-        upload = _Upload(self._session, full, name, self._policy, entry)
+        upload = Upload(self._session, full, name, self._policy, entry)
         return upload.send(itertools.chain([first, second], stream))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -259,6 +259,11 @@ def _by_key(found: Iterator[ObjectInfo], url: str) -> list[ObjectInfo]:
     return sorted(some, key=lambda info: info.key)
 
 
+def open_url(url: str, options: Mapping[str, object]) -> S3Store:
+    """Open `s3://bucket/prefix`; the options are those of `s3_config.parse`."""
+    return S3Store(parse(url, options))
+
+
 def connect(config: S3Config) -> S3Session:
     """A session for `config`, without sending a request."""
     if config.client == "s3fs":
@@ -306,7 +311,7 @@ class _LogEntry:
     key: str
 
 
-class _Upload:
+class Upload:
     """One multipart upload. Used from one thread."""
 
     def __init__(self, session: S3Session, key: str, name: str, policy: Policy, entry: _LogEntry | None = None) -> None:

@@ -133,7 +133,9 @@ class QuarantineList:
         if version is not None and version < 0:
             raise UsageError(f"a list of bad samples has no version {version}")
         self._store = (
-            url_or_store if isinstance(url_or_store, Store) else open_store(url_or_store, **(storage_options or {}))
+            url_or_store
+            if isinstance(url_or_store, Store)
+            else open_store(url_or_store, storage_options=storage_options)
         )
         self._owns_store = not isinstance(url_or_store, Store)
         self.pinned = version

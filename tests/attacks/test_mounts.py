@@ -161,7 +161,7 @@ def test_credentials_reach_no_endpoint_that_only_the_document_names(attacker: Se
         "profile": "x",
     }
     for base_options, given in (({}, GIVEN), ({"endpoint_url": "http://127.0.0.1:1"}, GIVEN), ({}, {})):
-        with open_store("s3://honest/ds", **base_options, **given) as base:
+        with open_store("s3://honest/ds", storage_options={**base_options, **given}) as base:
             store = mounted(base, "s3://evil/x", hidden, given=given)
             assert store.location.options["mounts"]["m1"]["options"].keys() <= {"region", "path_style"}  # type: ignore[index]
             store.close()
@@ -180,7 +180,7 @@ def test_the_endpoint_that_the_caller_names_gets_the_credentials_of_its_own(
     given: dict[str, Any] = {**GIVEN, "endpoint_url": attacker.url} if named == "option" else {}
     if named == "variable":
         monkeypatch.setenv("AWS_ENDPOINT_URL", attacker.url)
-    with open_store("s3://honest/ds", **given) as base:
+    with open_store("s3://honest/ds", storage_options=given) as base:
         assert asked_for(mounted(base, "s3://other/x", {"endpoint_url": attacker.url + "/"}, given=given)) is not None
     expected = "AKIAEXPLICITKEY00000" if given else "AKIAOFTHEPROCESS0000"
     assert {expected in headers["authorization"] for headers in attacker.asked} == {True}
@@ -274,7 +274,10 @@ def test_what_the_caller_merges_is_named_by_the_caller(tmp_path: Path) -> None:
     with Dataset(one, trust_mounts=True) as again:
         mount = again.document.mounts[0]
         assert mount == mount_of(Location(f"file://{two}", {}, True))
-    with open_store(one, mounts={"other": {"url": f"file://{two}"}}) as base, pytest.raises(UsageError, match="trust"):
+    with (
+        open_store(one, storage_options={"mounts": {"other": {"url": f"file://{two}"}}}) as base,
+        pytest.raises(UsageError, match="trust"),
+    ):
         mounted(base, f"file://{tmp_path}/else")
 
 
@@ -296,7 +299,7 @@ def test_a_mount_that_the_caller_opens_is_kept_when_the_document_has_others(tmp_
     mounts = (Mount(name="m1", url=f"file://{old}"), Mount(name="m2", url=f"file://{below}"))
     document = documents.new_document("x", (), (), version=1, parent=None, message="", mounts=mounts)
     for owned in (True, False):
-        base = open_store(place, mounts={"m1": {"url": f"file://{new}"}})
+        base = open_store(place, storage_options={"mounts": {"m1": {"url": f"file://{new}"}}})
         assert isinstance(base, Mounts)
         closed: list[str] = []
         base.mounted["m1"].close = lambda closed=closed: closed.append("m1")  # type: ignore[method-assign, misc]
@@ -414,7 +417,7 @@ def test_the_daemon_opens_no_other_file_system_and_keeps_the_guard(tmp_path: Pat
 
 def test_what_is_recorded_are_the_allowed_options_only() -> None:
     given = {**GIVEN, "endpoint_url": "http://127.0.0.1:1", "anon": False, "config_kwargs": {"read_timeout": 5}}
-    with open_store("s3://b/x", client_kwargs={"verify": "/my/ca.pem"}, **given) as store:
+    with open_store("s3://b/x", storage_options={"client_kwargs": {"verify": "/my/ca.pem"}, **given}) as store:
         assert mount_of(store.location).options == {
             "endpoint_url": "http://127.0.0.1:1",
             "region": "us-east-1",
@@ -449,12 +452,12 @@ def test_options_of_s3_that_are_not_known_to_be_public_are_kept_as_secrets_are()
         "client_kwargs": {"verify": False, "custom": "hunter2"},
         "config_kwargs": {"read_timeout": 5, "proxies_config": {"x": ["hunter2"]}, "proxies": {"http": "http://p:1"}},
     }
-    with open_store("s3://b/x", endpoint_url="http://127.0.0.1:1", **given) as store:
+    with open_store("s3://b/x", storage_options={"endpoint_url": "http://127.0.0.1:1", **given}) as store:
         location = store.location
         assert location.options["client_kwargs"] == {"verify": False}
         assert location.options["config_kwargs"] == {"read_timeout": 5, "proxies": {"http": "http://p:1"}}
         assert not location.shareable
         assert "hunter2" not in f"{store!r} {location!r}"
     del given["client_kwargs"]["custom"], given["config_kwargs"]["proxies_config"]
-    with open_store("s3://b/x", endpoint_url="http://127.0.0.1:1", **given) as store:
+    with open_store("s3://b/x", storage_options={"endpoint_url": "http://127.0.0.1:1", **given}) as store:
         assert store.location.shareable

@@ -77,7 +77,7 @@ def index(
         )
     listed = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     with contextlib.ExitStack() as undo:
-        store = url if isinstance(url, Store) else undo.enter_context(open_store(url, **storage_options))
+        store = url if isinstance(url, Store) else undo.enter_context(open_store(url, storage_options=storage_options))
         versions.refuse_existing(store)
         found = found_by.find(listed, lambda root: _open_source(root, source_options or {}))
         undo.callback(found.close)
@@ -93,7 +93,7 @@ def index(
 
 
 def _open_source(root: str, options: Mapping[str, Any]) -> Store:
-    return open_store(root, **(options if "://" in root else {}))
+    return open_store(root, storage_options=options if "://" in root else {})
 
 
 def _close_unmounted(found: found_by.Found, mounted: Mapping[str, Store]) -> None:

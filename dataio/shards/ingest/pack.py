@@ -129,7 +129,7 @@ def _opened(
     work: Callable[[Store], tuple[PackReport, int]],
     trust_mounts: bool = False,
 ) -> Dataset:
-    store = url if isinstance(url, Store) else open_store(url, **storage_options)
+    store = url if isinstance(url, Store) else open_store(url, storage_options=storage_options)
     try:
         report, version = work(store)
         dataset = Dataset(store, version, trust_mounts=trust_mounts)

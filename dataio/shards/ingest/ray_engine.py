@@ -57,7 +57,7 @@ class _Packer:
     """Runs on a machine of the cluster."""
 
     def __init__(self, url: str, options: dict[str, Any], plan: str, settings: bytes) -> None:
-        self._store = open_store(url, **options)
+        self._store = open_store(url, storage_options=options)
         self._journal = Journal(self._store, plan)
         self._settings = msgspec.msgpack.decode(settings, type=Settings)
         self._pool = ProbePool(1, remote=Remote())

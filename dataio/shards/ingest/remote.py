@@ -152,7 +152,7 @@ class Remote:
     def _store(self, bucket: str) -> Store:
         with self._lock:
             if bucket not in self._stores:
-                self._stores[bucket] = open_store(bucket, **self.options)
+                self._stores[bucket] = open_store(bucket, storage_options=self.options)
             return self._stores[bucket]
 
     def stop(self) -> None:

@@ -79,7 +79,7 @@ def _opened(url: str | os.PathLike[str] | Store, options: dict[str, Any], stack:
         if options:
             raise UsageError("storage options go with a URL, not with a store that is open already")
         return url
-    return stack.enter_context(open_store(url, **options))
+    return stack.enter_context(open_store(url, storage_options=options))
 
 
 class _Run:

@@ -76,7 +76,7 @@ def with_mounts(
     opened = dict[str, Store]()
     try:
         for mount, options in allowed:
-            opened[mount.name] = open_store(mount.url, **options)
+            opened[mount.name] = open_store(mount.url, storage_options=options)
         return Mounts(base, {**there, **opened}, owns_base=owned, lent=() if owned else there), True
     except HeadraceError as error:
         for made in opened.values():

@@ -143,7 +143,9 @@ def test_the_daemons_side_never_imports_torch(module: str) -> None:
 
 
 def test_a_plan_holds_no_secret() -> None:
-    with open_store("s3://bucket/x", key="ACCESSNAME", secret="hush", endpoint_url="http://127.0.0.1:1") as store:
+    with open_store(
+        "s3://bucket/x", storage_options={"key": "ACCESSNAME", "secret": "hush", "endpoint_url": "http://127.0.0.1:1"}
+    ) as store:
         encoded = make(store, tiny_state(1), step=1).encoded
     assert b"s3://bucket/x" in encoded
     assert b"http://127.0.0.1:1" in encoded

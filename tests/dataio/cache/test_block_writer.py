@@ -43,7 +43,7 @@ def listed(tmp_path: Path) -> dict[int, int]:
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_a_directory_gives_pieces_that_are_the_objects_bytes(tmp_path: Path, direct: bool) -> None:
-    store, buffer = open_store(tmp_path, direct=direct), memoryview(bytearray(len(BODY) - 7))
+    store, buffer = open_store(tmp_path, storage_options={"direct": direct}), memoryview(bytearray(len(BODY) - 7))
     store.put("k", BODY)
     pieces: list[tuple[int, bytes]] = []
     store.get_pieces("k", 7, buffer, lambda at, piece: pieces.append((at, bytes(piece))))

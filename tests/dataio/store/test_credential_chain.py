@@ -75,7 +75,7 @@ def test_a_credentials_file_that_is_rewritten_takes_effect_in_an_open_store(
     file, profile = tmp_path / "credentials", options.get("profile", "default")
     _write(file, _unset(monkeypatch), profile)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    with open_store(url, **options) as store:
+    with open_store(url, storage_options=options) as store:
         store.put("k", b"before")
         _write(file, new := _new_keys(), profile)
         server.change_keys(new)
@@ -118,7 +118,7 @@ def test_keys_given_as_options_are_never_replaced_by_others(
     url: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = Keys(os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])
-    with open_store(url, key=keys.access, secret=keys.secret) as store:
+    with open_store(url, storage_options={"key": keys.access, "secret": keys.secret}) as store:
         store.put("k", b"1")
         server.change_keys(new := _new_keys())
         _set(monkeypatch, new)

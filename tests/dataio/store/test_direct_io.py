@@ -71,7 +71,7 @@ def test_a_direct_read_gives_the_same_bytes(
 ) -> None:
     filled = _watched(monkeypatch)
     monkeypatch.setattr(direct_io, "mostly_cached", lambda *_: False)
-    store, body = open_store(tmp_path / "store", direct=True), some_bytes(5 * MIB)
+    store, body = open_store(tmp_path / "store", storage_options={"direct": True}), some_bytes(5 * MIB)
     store.put("k", body)
     with mmap.mmap(-1, 8 * MIB) as memory, memoryview(memory) as whole, whole[shift : shift + length] as buffer:
         store.get_into("k", offset, buffer)
@@ -192,7 +192,7 @@ def test_a_refusal_of_o_direct_is_no_error(tmp_path: Path, monkeypatch: pytest.M
             raise OSError(errno.EINVAL, "no O_DIRECT here")
         return control(fd, command, flags)
 
-    store, body = open_store(tmp_path / "store", direct=True), some_bytes(3 * MIB)
+    store, body = open_store(tmp_path / "store", storage_options={"direct": True}), some_bytes(3 * MIB)
     store.put("k", body)
     monkeypatch.setattr(direct_io, "mostly_cached", lambda *_: False)
     monkeypatch.setattr(direct_io.fcntl, "fcntl", refuse)
@@ -203,7 +203,7 @@ def test_a_refusal_of_o_direct_is_no_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 def _read_direct(root: Path) -> None:
-    store, body = open_store(root, direct=True), some_bytes(3 * MIB)
+    store, body = open_store(root, storage_options={"direct": True}), some_bytes(3 * MIB)
     store.put("k", body)
     with mmap.mmap(-1, 3 * MIB) as memory, memoryview(memory) as buffer:
         store.get_into("k", 0, buffer)
@@ -222,7 +222,7 @@ def test_it_works_on_a_memory_file_system(tmp_path: Path) -> None:
 _ON_RAMFS = """
 import fcntl, mmap, os, sys
 from headrace.dataio.store.open import open_store
-store = open_store(sys.argv[1], direct=True)
+store = open_store(sys.argv[1], storage_options={"direct": True})
 store.put("k", bytes(range(256)) * 8192)
 fd = os.open(sys.argv[1] + "/k", os.O_RDONLY)
 try: fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)

@@ -28,7 +28,7 @@ def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
 def store(request: pytest.FixtureRequest, s3_url: str, proxy: FaultProxy) -> Iterator[Store]:
     if request.param == "obstore":
         pytest.importorskip("obstore", reason="the extra s3 is not installed")
-    with open_store(s3_url, endpoint_url=proxy.endpoint, client=request.param) as opened:
+    with open_store(s3_url, storage_options={"endpoint_url": proxy.endpoint, "client": request.param}) as opened:
         yield opened
 
 

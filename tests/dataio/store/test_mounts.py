@@ -69,7 +69,9 @@ def test_its_location_opens_it_again(mounts: Mounts) -> None:
 
 
 def test_a_location_with_a_secret_mount_is_not_shareable(tmp_path: Path) -> None:
-    secret = open_store("s3://bucket/x", key="AAA", secret="hunter2", endpoint_url="http://127.0.0.1:1")
+    secret = open_store(
+        "s3://bucket/x", storage_options={"key": "AAA", "secret": "hunter2", "endpoint_url": "http://127.0.0.1:1"}
+    )
     with Mounts(open_store(tmp_path), {"m1": secret}) as store:
         assert "hunter2" not in repr(store.location)
         assert "AAA" not in repr(store.location)

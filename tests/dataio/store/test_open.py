@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from headrace.dataio.core.errors import UnsupportedError, UsageError
-from headrace.dataio.store.base import Location
-from headrace.dataio.store.open import open_location, open_store
+from headrace.dataio.core.metrics import store_requests
+from headrace.dataio.store import open as opening
+from headrace.dataio.store.base import Location, Store
+from headrace.dataio.store.open import open_location, open_store, register_back_end
+from headrace.dataio.store.posix import PosixStore
 from headrace.dataio.store.s3_config import parse
 
 
@@ -38,6 +42,26 @@ def test_an_unknown_scheme_names_the_known_ones() -> None:
         open_store("gopher://host/x")
 
 
+def test_a_registered_back_end_serves_its_scheme_with_metrics_and_retries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_BACK_ENDS", dict(opening._BACK_ENDS))
+    given: list[object] = []
+
+    def opener(url: str, options: Mapping[str, object]) -> Store:
+        given.extend((url, dict(options)))
+        return PosixStore(tmp_path)
+
+    register_back_end("shelved", "shelved", opener)
+    with open_store("SHELVED://place", storage_options={"speed": 3}) as store:
+        store.put("k", b"1")
+    assert given == ["SHELVED://place", {"speed": 3}]
+    assert (tmp_path / "k").read_bytes() == b"1"
+    assert store_requests.labels("shelved", "put", "ok")._value.get() == 1
+    with pytest.raises(UsageError, match="another process"):
+        open_location(Location("shelved://place", {}, shareable=True))
+
+
 @pytest.mark.parametrize(
     ("url", "options"),
     [
@@ -59,7 +83,7 @@ def test_an_unknown_scheme_names_the_known_ones() -> None:
 )
 def test_what_cannot_be_meant_is_a_usage_error_without_secrets(url: str, options: dict[str, object]) -> None:
     with pytest.raises(UsageError) as caught:
-        open_store(url, **options)
+        open_store(url, storage_options=options)
     assert "hunter2" not in str(caught.value)
     assert ":pw" not in str(caught.value)
 
@@ -125,7 +149,7 @@ def test_the_password_of_a_proxy_reaches_the_client_and_nothing_else() -> None:
 
 
 def test_a_store_opened_with_secrets_is_not_opened_elsewhere_by_its_location() -> None:
-    with open_store("s3://bucket/x", **SECRETS) as store:
+    with open_store("s3://bucket/x", storage_options=SECRETS) as store:
         assert "hidden" not in f"{store!r} {store.location}"
         with pytest.raises(UsageError, match="variables"):
             open_location(store.location)

@@ -112,7 +112,7 @@ def test_a_missing_bucket_is_named(client: str, s3_url: str) -> None:
 @pytest.mark.parametrize("wrong", [{"key": "nobody"}, {"secret": "another-secret-xyz"}])
 def test_wrong_credentials_are_access_denied_and_never_shown(client: str, s3_url: str, wrong: dict[str, str]) -> None:
     options = {"key": os.environ["AWS_ACCESS_KEY_ID"], "secret": os.environ["AWS_SECRET_ACCESS_KEY"]} | wrong
-    with open_store(s3_url, **options) as store:
+    with open_store(s3_url, storage_options=options) as store:
         for operation in (
             lambda: store.get("k"),
             lambda: store.put("k", b""),
@@ -144,7 +144,7 @@ def test_an_unreachable_endpoint_fails_after_bounded_attempts(
 ) -> None:
     with FaultProxy("http://127.0.0.1:9") as proxy:
         gone = proxy.endpoint
-    with open_store(s3_url, endpoint_url=gone) as store:
+    with open_store(s3_url, storage_options={"endpoint_url": gone}) as store:
         began = time.monotonic()
         with pytest.raises(TransientError, match=rf"{gone}.*gave up after \d attempts"):
             store.get("k")
@@ -223,7 +223,7 @@ def test_what_the_environment_says_to_obstore_alone_has_no_say(
         monkeypatch.setenv(name, value)
     keys = {"key": os.environ["AWS_ACCESS_KEY_ID"], "secret": os.environ["AWS_SECRET_ACCESS_KEY"]}
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another-identity")
-    with open_store(s3_url, endpoint_url=os.environ["AWS_ENDPOINT_URL"], **keys) as store:
+    with open_store(s3_url, storage_options={"endpoint_url": os.environ["AWS_ENDPOINT_URL"], **keys}) as store:
         store.put("k", b"1")
         assert store.get("k") == b"1"
         assert [info.key for info in store.list()] == ["k"]
@@ -384,7 +384,7 @@ def test_an_interrupted_call_ends_at_once_and_lets_go_of_the_callers_buffer(
         raise Interrupt
 
     before = signal.signal(signal.SIGUSR1, interrupt)
-    store, buffer = open_store(s3_url, endpoint_url=silent_endpoint), bytearray(10)
+    store, buffer = open_store(s3_url, storage_options={"endpoint_url": silent_endpoint}), bytearray(10)
     timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGUSR1))
     try:
         timer.start()
@@ -420,7 +420,7 @@ def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
 @pytest.fixture
 def behind(s3_url: str, proxy: FaultProxy) -> Iterator[Store]:
     """A store behind the proxy, with the default policy of retries."""
-    with open_store(s3_url, endpoint_url=proxy.endpoint) as opened:
+    with open_store(s3_url, storage_options={"endpoint_url": proxy.endpoint}) as opened:
         yield opened
 
 

@@ -128,7 +128,10 @@ def test_a_read_survives(
     size: int, fault: Fault, s3_url: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_S3", "http")
-    with FaultProxy(s3_server.endpoint) as proxy, open_store(s3_url, endpoint_url=proxy.endpoint) as behind:
+    with (
+        FaultProxy(s3_server.endpoint) as proxy,
+        open_store(s3_url, storage_options={"endpoint_url": proxy.endpoint}) as behind,
+    ):
         behind.put("k", BODY)
         proxy.inject(fault, method="GET", times=2)
         buffer = bytearray(size)
@@ -212,7 +215,9 @@ def _server(*answers: bytes) -> Iterator[tuple[Store, list[int]]]:
     thread.start()
     where = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
-        with open_store("s3://b/p", endpoint_url=where, key="k", secret="s", client="http") as store:
+        with open_store(
+            "s3://b/p", storage_options={"endpoint_url": where, "key": "k", "secret": "s", "client": "http"}
+        ) as store:
             yield store.inner, got  # type: ignore[attr-defined]
     finally:
         thread.join()

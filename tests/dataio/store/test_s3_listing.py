@@ -67,7 +67,10 @@ def test_without_keys_nothing_is_signed() -> None:
 @pytest.mark.s3
 def test_both_clients_list_the_same_whatever_is_in_the_keys(s3_url: str, s3_server: S3Server) -> None:
     pytest.importorskip("obstore")
-    with open_store(s3_url, client="s3fs") as slow, open_store(s3_url, client="http") as fast:
+    with (
+        open_store(s3_url, storage_options={"client": "s3fs"}) as slow,
+        open_store(s3_url, storage_options={"client": "http"}) as fast,
+    ):
         for key in ODD:
             fast.put(key, key.encode())
         prefix = s3_url.removeprefix("s3://headrace/")
@@ -158,7 +161,9 @@ def _answering(*answers: bytes) -> Iterator[Store]:
     thread = threading.Thread(target=serve)
     thread.start()
     where = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    with open_store("s3://b/p", endpoint_url=where, key="k", secret="s", client="http") as store:
+    with open_store(
+        "s3://b/p", storage_options={"endpoint_url": where, "key": "k", "secret": "s", "client": "http"}
+    ) as store:
         yield store.inner  # type: ignore[attr-defined]
     thread.join()
     listening.close()
@@ -229,5 +234,8 @@ def test_a_server_that_is_not_there_is_told_apart() -> None:
     port = closed.getsockname()[1]
     closed.close()
     options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s", "client": "http"}
-    with open_store("s3://b/p", **options) as store, pytest.raises(UnreachableError, match="AWS_ENDPOINT_URL"):
+    with (
+        open_store("s3://b/p", storage_options=options) as store,
+        pytest.raises(UnreachableError, match="AWS_ENDPOINT_URL"),
+    ):
         list(store.inner.list())  # type: ignore[attr-defined]

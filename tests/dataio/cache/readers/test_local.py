@@ -313,7 +313,7 @@ def test_of_what_is_announced_only_that_lies_elsewhere_is_left_to_the_other_read
         def announce(self, upcoming: Any) -> None:
             self.said.append(list(upcoming))
 
-    with open_store(tmp_path, mounts={"far": {"url": f"file://{folder}"}}) as store:
+    with open_store(tmp_path, storage_options={"mounts": {"far": {"url": f"file://{folder}"}}}) as store:
         (tmp_path / "near").write_bytes(payload("near"))
         far = type(store).open_file
         monkeypatch.setattr(
@@ -336,7 +336,7 @@ def test_what_the_store_follows_no_link_to_is_not_opened_either(reader: DirectRe
 def test_who_reads_is_chosen_by_where_the_objects_are(kind: str, folder: Path) -> None:
     options: dict[str, Any] = {"mounts": {"near": {"url": f"file://{folder}"}}} if kind == "mounted" else {}
     url = str(folder) if kind == "directory" else "s3://bucket/prefix"
-    with open_store(url, **options) as store:
+    with open_store(url, storage_options=options) as store:
         reader = open_local_reader(store)
         assert isinstance(reader, BypassReader if kind == "bucket" else DirectReader)
         if kind == "mounted":
