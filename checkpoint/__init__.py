@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headrace.checkpoint.api import Checkpointer
     from headrace.checkpoint.handle import Handle, SaveResult
     from headrace.checkpoint.repository.retention import Keep
-    from headrace.checkpoint.restoring.reading import read
+    from headrace.checkpoint.restoring.saved_step import read
     from headrace.checkpoint.rng import RNG
 
 __all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "read"]
@@ -25,7 +25,7 @@ _WHERE = {
     "Keep": "headrace.checkpoint.repository.retention",
     "RNG": "headrace.checkpoint.rng",
     "SaveResult": "headrace.checkpoint.handle",
-    "read": "headrace.checkpoint.restoring.reading",
+    "read": "headrace.checkpoint.restoring.saved_step",
 }
 
 __getattr__, __dir__ = exports(__name__, _WHERE)

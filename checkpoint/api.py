@@ -29,12 +29,12 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline
 from headrace.checkpoint.repository.collect import Retention
 from headrace.checkpoint.repository.retention import Keep
-from headrace.checkpoint.restorer import Restorer
+from headrace.checkpoint.restoring.restorer import Restorer
 from headrace.checkpoint.saver import Options, Saver
 from headrace.checkpoint.saving.executor import SaveExecutor
 from headrace.checkpoint.saving.slices import check_limit
+from headrace.checkpoint.state.fit import Selection, matching
 from headrace.checkpoint.state.replicas import POLICIES
-from headrace.checkpoint.state.selection import Selection, matching
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar.client import SaveMeter
@@ -218,7 +218,7 @@ class Checkpointer:
         later save of a step that the run has already, or has passed, begins a branch (docs/checkpoints.md).
         `required`: a run without a step is a `NotFoundError` that says what is there instead; else a warning names other runs.
         `run`: another run of this repository. `include` and `exclude`: patterns on paths such as "model/*", see
-        `headrace.checkpoint.state.selection`; the rest of `state` is left as it is. `strict=False`: so are entries that the
+        `headrace.checkpoint.state.fit`; the rest of `state` is left as it is. `strict=False`: so are entries that the
         checkpoint does not hold, and what it holds beyond `state` is not read. `cast`: tensors of another type are
         converted. Mesh, placement and number of ranks may be others than at the save. Raises `MismatchError`, before
         anything is changed, naming every entry that is missing, not expected, or of another shape or type; `NotFoundError`

@@ -1,13 +1,15 @@
-"""The last save before this machine is taken away: asked for by a signal, made between two steps, within a deadline.
+"""The last save before the machine is taken away: a signal asks for it, the trainer makes it between two steps, within a
+deadline.
 
-A signal may come in the middle of `optimizer.step()`, where no state is whole, so its handler only takes note, and the
-training loop asks `reached(step)` between two steps. With several ranks, signals come at different moments: every call
-exchanges one number, begun at the call before, so that all ranks stop at the same step and no call waits for the others. Where
-the step they stop at was being saved already, they wait for that, and if no rank saw it committed all save it once more.
-Invariant: `outcome` says "committed" only after the step's COMMIT was seen. Nothing here raises for a failed save: the loop is
-to end either way, and its exit status, a log line and the report file say what became of the state.
-Failure behaviour: `UsageError` outside of the main thread, where Python takes no signal handlers. A step that takes longer than
-the deadline is reported as not saved while it still runs; should it end after all, it is saved.
+A signal may arrive in the middle of `optimizer.step()`, where no state is consistent. So the handler only takes a note,
+and the training loop calls `reached(step)` between two steps. With several ranks, signals arrive at different moments.
+Every call therefore completes an exchange of one bit that the call before has begun. All ranks stop at the same step,
+and no call waits for the others. If a save of that step is in flight already, the ranks wait for it; if no rank saw it
+committed, all save the step again.
+Invariant: `outcome` says "committed" only after the step's COMMIT was seen. A failed save raises nothing here: the loop
+ends in any case, and the exit status, a log line and the report file say what happened to the state.
+Failure behaviour: `UsageError` outside the main thread, where Python accepts no signal handlers. A step that takes
+longer than the deadline is reported as not saved while it still runs; if it ends after all, it is saved.
 """
 
 from __future__ import annotations

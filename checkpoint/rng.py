@@ -1,8 +1,9 @@
-"""The random generators of this process as one object with a state.
+"""The random generators of this process as one stateful object.
 
-Invariant: after `load_state_dict(state_dict())` torch (CPU and every CUDA device), numpy's global generator and Python's
-`random` go on with the very same numbers. The state is plain values and tensors, never a pickle.
-Failure behaviour: with another number of CUDA devices than were saved, those that both have are restored and it is logged.
+Invariant: after `load_state_dict(state_dict())` torch (CPU and every CUDA device), NumPy's global generator and
+Python's `random` go on with the same numbers. The state is plain values and tensors, never a pickle.
+Failure behaviour: if the number of CUDA devices differs, the devices that both have are restored, and a warning is
+logged.
 """
 
 from __future__ import annotations

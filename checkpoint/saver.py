@@ -37,8 +37,7 @@ from headrace.checkpoint.saving.copying import Copying, OptimizerGate, late_tens
 from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
 from headrace.checkpoint.saving.slices import SlicedState
 from headrace.checkpoint.state import replicas as comparing
-from headrace.checkpoint.state.kinds import TorchKinds
-from headrace.checkpoint.state.prepare import Planner, Prepared, Taken, expected, take_apart
+from headrace.checkpoint.state.division import FlatState, PreparedSave, SavePlanner, expected, flatten_state
 from headrace.checkpoint.tier.saving import KeptAloneError
 from headrace.dataio.core import metrics
 from headrace.dataio.core.errors import ConflictError, HeadraceError, MismatchError, TransientError
@@ -48,7 +47,6 @@ from headrace.dataio.sidecar.client import SaveMeter
 from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
-_KINDS = TorchKinds()
 _TELLING, _SLOW = 64 << 20, 300e6
 """A save of so many bytes, slower than so many a second, tells the next one that compression may pay from its first byte on."""
 
@@ -88,7 +86,7 @@ class Saver:
         self._saves, self._executor, self._meter, self._direct = saves, executor, meter, direct
         self._retention, self._options, self.wait = retention, options, options.wait
         self.staging = Staging(options.staging_bytes)
-        self._gates, self._planner = OptimizerGate(), Planner()
+        self._gates, self._planner = OptimizerGate(), SavePlanner()
         self._peers: Peers | None = None
         self._aborting: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
@@ -165,12 +163,12 @@ class Saver:
         except HeadraceError as error:  # the first save will say the same to somebody who listens
             _log.warning("the store could not be looked at ahead of time: %s", error)
 
-    def _taken(self, state: dict[str, Any]) -> Taken:
-        return take_apart(state, _KINDS, self._options.everywhere)
+    def _taken(self, state: dict[str, Any]) -> FlatState:
+        return flatten_state(state, self._options.everywhere)
 
     # with the other ranks
 
-    def _agree(self, step: int, state: dict[str, Any], check: Callable[[], object]) -> tuple[Ticket, Taken]:
+    def _agree(self, step: int, state: dict[str, Any], check: Callable[[], object]) -> tuple[Ticket, FlatState]:
         """The same attempt on all ranks, with the state taken apart on each."""
         taken, message, error = None, b"", None
         try:
@@ -191,7 +189,7 @@ class Saver:
             self._peers = Peers(self._ranks.all(card(door)), self._ranks.rank, door)
         return ticket, taken
 
-    def _compare_replicas(self, step: int, prepared: Prepared) -> tuple[str, ...]:
+    def _compare_replicas(self, step: int, prepared: PreparedSave) -> tuple[str, ...]:
         """Names of replicas that differ between ranks, told where they do and on rank 0."""
         if self._options.replicas == "trust" or self._ranks.world_size == 1:
             return ()
@@ -217,7 +215,7 @@ class Saver:
     # the copy
 
     def _start(
-        self, step: int, ticket: Ticket, state: dict[str, Any], taken: Taken, urgent: bool, name: Name | None
+        self, step: int, ticket: Ticket, state: dict[str, Any], taken: FlatState, urgent: bool, name: Name | None
     ) -> tuple[Handle, Copying | SlicedState]:
         prepared = self._planner.prepare(taken, self._ranks)
         handle = Handle(step, ticket.attempt)
@@ -244,7 +242,7 @@ class Saver:
             undo.pop_all()  # from now on all of it is the thread's
         return handle, copying
 
-    def _plan(self, step: int, ticket: Ticket, prepared: Prepared) -> plan.PutPlan:
+    def _plan(self, step: int, ticket: Ticket, prepared: PreparedSave) -> plan.PutPlan:
         location = self._store.location
         return plan.PutPlan(
             location=plan.PlanLocation(location.url, dict(location.options)),

@@ -1,10 +1,10 @@
-"""What a rank's manifest says besides tensors, when the step was saved through DCP; and a step of ours as DCP names it.
+"""The document of a rank's manifest for a step that DCP saved, and the names that DCP uses for a step of a Checkpointer.
 
-DCP flattens a nested state into names ("model.layers.0.weight") and paths. A document holds the rank's own values and the
-paths; values that other ranks have and this one has not (pipeline stages) are theirs.
-Invariant: a rank finds its own value under a name before another's, so rank-local state survives although all ranks call
-it the same.
-Failure behaviour: `CorruptionError` for a document that is not of this form.
+DCP flattens a nested state into names ("model.layers.0.weight") and paths. A document holds the rank's own values and
+the paths. A value that only other ranks hold (pipeline stages) comes from their documents.
+Invariant: a rank finds its own value under a name before another rank's, so rank-local state survives although all
+ranks use the same name.
+Failure behaviour: `CorruptionError` for a malformed document.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from headrace.checkpoint.repository.fetch import Step
-from headrace.checkpoint.restoring.apply import DCP_MARK
+from headrace.checkpoint.restoring.restorer import DCP_MARK
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.build import called
 from headrace.checkpoint.state.flatten import Leaf, flatten
-from headrace.checkpoint.state.kinds import TorchKinds
 from headrace.checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
 
 Path = tuple[str | int, ...]
-_KINDS = TorchKinds()
 _MANY = 20_000
 """Of so many tensors each name is written once: as "many", with where to cut it for its path."""
 
@@ -46,10 +44,10 @@ def encode(
     """The document of one rank, and tensors inside of its values, which are the rank's own: a planner that does not flatten
     containers saves them as values. `UsageError` naming what cannot be saved."""
     refs = {name: TensorRef(name) for name in tensors}
-    flat = flatten({"values": dict(values)}, _KINDS)
+    flat = flatten({"values": dict(values)})
     for leaf in flat.leaves:
-        if leaf.seen.sharded or leaf.name in refs:
-            what = "is spread over ranks" if leaf.seen.sharded else "has the name of another one"
+        if leaf.local.sharded or leaf.name in refs:
+            what = "is spread over ranks" if leaf.local.sharded else "has the name of another one"
             raise UsageError(f"{leaf.name}: a tensor inside of a value {what}", hint="leave flatten_state_dict=True")
     document: Any = flat.tree
     _require_plain(document["values"], "values")

@@ -1,9 +1,10 @@
-"""DCP's `StorageReader` from the repository: steps that DCP saved, and steps that a `Checkpointer` saved.
+"""`RepositoryReader`, DCP's `StorageReader` for the repository. It loads steps of DCP and steps of a `Checkpointer`.
 
-Invariant: what reaches a tensor are bytes with the right digest, and only chunks that hold something of what is wanted are
-read. A value that is no tensor is decoded from msgpack; what DCP's planner then unpickles was pickled here, a moment before.
-Failure behaviour: `MissingStepError`, which is a `FileNotFoundError`, `CorruptionError` naming step, tensor, pack and offset,
-and so on. DCP reports an error in `read_metadata` as an `AssertionError` with ours in its text, and any other as
+Invariant: every byte that reaches a tensor was checked against its digest, and only chunks that hold a requested
+element are read. Other values are decoded from msgpack. DCP's planner unpickles them; that pickle was made here a
+moment before.
+Failure behaviour: `MissingStepError`, which is a `FileNotFoundError`; `CorruptionError` naming step, tensor, pack and
+offset. DCP reports an error in `read_metadata` as an `AssertionError` with ours in its text, and any other as
 `CheckpointException` with ours in its `failures`.
 """
 
@@ -39,17 +40,15 @@ from headrace.checkpoint.gds.restoring import GdsStore, direct_for
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step
-from headrace.checkpoint.restoring import restore
-from headrace.checkpoint.restoring.overlaps import Target, require_one_content
-from headrace.checkpoint.restoring.restore import Saved, Want
+from headrace.checkpoint.restoring import chunk_reader
+from headrace.checkpoint.restoring.aliases import Target, require_one_content
+from headrace.checkpoint.restoring.chunk_reader import Saved, Want
 from headrace.checkpoint.state.build import Builder, Fit
-from headrace.checkpoint.state.kinds import TensorSink, TorchKinds, settle
+from headrace.checkpoint.state.tensors import TensorSink, settle
 from headrace.checkpoint.state.tree import tensor_names
 from headrace.dataio.core.errors import CorruptionError, MismatchError, TransientError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-
-_KINDS = TorchKinds()
 
 
 class RepositoryReader(StorageReader):
@@ -101,7 +100,7 @@ class RepositoryReader(StorageReader):
         self._open.close()
         with contextlib.ExitStack() as stack:
             base = self._find(stack)
-            self._opened_step = stack.enter_context(restore.reading(self._store, self._run, base))
+            self._opened_step = stack.enter_context(chunk_reader.LeasedStep(self._store, self._run, base))
             self._step, self._base = base.step, base
             self._see(Ranks.here(None, None).rank if self._given_rank is None else self._given_rank)
             metadata = self._metadata()
@@ -140,7 +139,7 @@ class RepositoryReader(StorageReader):
                 direct = direct_for(self._store, self._gds)
                 store = self._store if direct is None else GdsStore(self._store, direct)
                 settle(target.device for target in targets)
-                restore.read(store, self._opened_step, wants)
+                chunk_reader.read(store, self._opened_step, wants)
             for item, target in zip(items, targets, strict=True):
                 planner.commit_tensor(item, target)
             for item in plan.items:
@@ -180,7 +179,7 @@ class RepositoryReader(StorageReader):
         with contextlib.ExitStack() as stack:
             if not isinstance(self._url, Store):
                 self._store = stack.enter_context(self._opened())
-            self._opened_step = stack.enter_context(restore.reading(self._store, self._run, base))
+            self._opened_step = stack.enter_context(chunk_reader.LeasedStep(self._store, self._run, base))
             self._step, self._base = base.step, base
             self._see(self._rank)
             self._open = stack.pop_all()
@@ -201,12 +200,12 @@ class RepositoryReader(StorageReader):
         """A value that is no tensor, with the tensors inside of it read."""
         plan, node = Fit(), self._names.values[name]
         inside = {n: (self._saved[n].dtype, self._saved[n].shape) for n in tensor_names(node) if n in self._saved}
-        value = Builder(inside, _KINDS, plan).value(node, name)
+        value = Builder(inside, plan).value(node, name)
         if plan.problems:
             raise MismatchError("; ".join(plan.problems))
         wants = [Want(self._saved[n], whole(self._saved[n].shape), TensorSink(tensor)) for n, tensor in plan.fresh]
         if wants:
-            restore.read(self._store, self._opened_step, wants)
+            chunk_reader.read(self._store, self._opened_step, wants)
         return value
 
     def _metadata(self) -> Metadata:
@@ -237,7 +236,7 @@ def _all_tensors(step: Step, rank: int) -> dict[str, Saved]:
         for tensor in manifest.tensors:
             if not tensor.replicated:
                 found.setdefault(tensor.name, Saved(tensor.dtype, tensor.shape, ((manifest, tensor),)))
-    return found | restore.tensors_of(step, rank)
+    return found | chunk_reader.tensors_of(step, rank)
 
 
 def _pickled_here(value: object) -> io.BytesIO:

@@ -1,25 +1,41 @@
-"""What a process remembers of the runs that it saves to through DCP, where every step may have a writer of its own.
+"""What DCP saves of this process share: the run's state between saves, and one rank's part of one save.
 
-Invariant: all writers of DCP in a process are one writer of `headrace.checkpoint.repository.writers`, also those that
-an asynchronous save
-sends to a process of its own: `handed_on` is sent with them. A load decides nothing; a load with `resume=True` lets the next save
-begin a branch, if the saved step is not newer than the run's newest one.
-Failure behaviour: errors of the store, and as of `writers`.
+With DCP every step may have a writer of its own, so what a Checkpointer would remember is kept here, once per process.
+Invariant: all DCP writers of a process are one writer of `headrace.checkpoint.repository.writers`, including those that
+an asynchronous save sends to another process: `export_session` is sent with them. A load changes nothing. A load with
+`resume=True` lets the next save begin a branch if its step is not newer than the run's newest one. A save copies at
+most `LEAST_BYTES` at a time; the tensors must not change meanwhile.
+Failure behaviour: errors of the store, and as in `writers`. A rank that fails aborts the attempt, so the others do not
+wait for its manifest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 
+from headrace.checkpoint.format import chunking as layouts
 from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.gds.file import Direct
+from headrace.checkpoint.gds.saving import DeviceSlices
+from headrace.checkpoint.repository import commit, timeline, writers
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository import timeline, writers
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.lease import DEFAULT_LIFE
 from headrace.checkpoint.repository.writers import WriterState
+from headrace.checkpoint.saving import plan
+from headrace.checkpoint.saving.arena import Arena
+from headrace.checkpoint.saving.commit_worker import commit_staged
+from headrace.checkpoint.saving.slices import LEAST_BYTES, SlicedState
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
@@ -66,15 +82,15 @@ def resume(store: Store, run: str, base: Base) -> None:
         _resumed[store.location.url, run] = base, since
 
 
-def handed_on() -> Any:
-    """What a process that saves for this one must know: the argument of `take_over` there."""
+def export_session() -> Any:
+    """What a process that saves for this one must know: the argument of `adopt_session` there."""
     global _handed_on
     with _lock:
         _handed_on = True
         return _own(), writers.of_this_job(), dict(_timelines), dict(_resumed)
 
 
-def take_over(handed: Any) -> None:
+def adopt_session(handed: Any) -> None:
     """Save for the process that handed this on, as if it saved itself."""
     global _writer
     with _lock:
@@ -101,3 +117,87 @@ def _own() -> str:
 
 
 os.register_at_fork(after_in_child=is_new_process)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSave:
+    """Which step, as which attempt, and who of how many writes this. `wait`: seconds for the other ranks."""
+
+    run: str
+    step: int
+    ticket: Ticket
+    rank: int
+    world_size: int
+    compression: str = "none"
+    wait: float = 600.0
+
+
+def save_rank(
+    store: Store,
+    share: RankSave,
+    tensors: Sequence[torch.Tensor],
+    specs: Sequence[TensorSpec],
+    tree: bytes,
+    direct: Direct | None = None,
+) -> None:
+    """Store the tensors; returns when the step is committed, by all ranks. `direct`: what it reaches goes by it."""
+    try:
+        _commit_staged(store, share, tensors, list(specs), tree, direct)
+    except BaseException as error:
+        abort(store, share, error)
+        raise
+
+
+def abort(store: Store, share: RankSave, error: BaseException) -> None:
+    """Let the ranks that wait for this one's manifest know that it will not come."""
+    attempt = Attempt(share.run, share.ticket.timeline, share.step, share.ticket.attempt, share.world_size)
+    reason = f"rank {share.rank} failed: {error}"
+    with contextlib.suppress(Exception):  # the error that is on its way is the one to be seen
+        commit.abort(store, attempt, reason)
+
+
+def _commit_staged(
+    store: Store,
+    share: RankSave,
+    tensors: Sequence[torch.Tensor],
+    specs: list[TensorSpec],
+    tree: bytes,
+    direct: Direct | None,
+) -> None:
+    specs, tensors = layouts.in_bands(specs, tensors)
+    layout = layouts.lay_out(specs)
+    put = plan.encode(_plan(store, share, specs, layout, tree))
+    arena = Arena(LEAST_BYTES)
+    sliced: SlicedState | None = None
+    try:
+        if direct is not None and any(tensor.device.type == direct.device for tensor in tensors):
+            sliced = there = DeviceSlices(direct, arena, tensors, specs, layout)
+            store = there.store(store)
+        else:
+            sliced = SlicedState(arena, tensors, specs, layout)
+        commit_staged(sliced, put, lambda _: None, store=store)
+    finally:
+        if sliced is not None:
+            sliced.cancel()
+        arena.close()
+
+
+def _plan(store: Store, share: RankSave, specs: list[TensorSpec], layout: Layout, tree: bytes) -> plan.PutPlan:
+    ticket = share.ticket
+    return plan.PutPlan(
+        location=plan.PlanLocation(store.location.url, dict(store.location.options)),
+        run=share.run,
+        timeline=ticket.timeline,
+        step=share.step,
+        attempt=ticket.attempt,
+        rank=share.rank,
+        world_size=share.world_size,
+        bases=(ticket.base,) if ticket.base else (),
+        tensors=plan.plan_tensors(specs, layout),
+        small_bytes=layout.small_bytes,
+        tree=tree,
+        replicas=b"",
+        compression=share.compression,
+        lease_seconds=DEFAULT_LIFE,
+        commit_timeout=share.wait,
+    )

@@ -1,12 +1,16 @@
-"""DCP's `StorageWriter` onto the repository.
+"""`RepositoryWriter`, DCP's `StorageWriter` for the repository.
 
-Order: every rank's plan goes to the coordinator with what the rank holds; the coordinator spreads what several hold by
-bytes, draws the attempt, and sends both back; then each rank carries its share, which ends with the commit of all.
-Invariant: values other than tensors stay with their rank, and so do plain tensors below 64 KiB (states of generators,
+Order of a save:
+
+1. Every rank sends its plan to the coordinator, with the parts that it holds.
+2. The coordinator assigns replicated parts to ranks by bytes and draws the attempt.
+3. Each rank stores its part; the last one commits the step.
+
+Invariant: values other than tensors stay with their rank, and so do plain tensors below 64 KiB (generator states,
 positions); DCP alone would keep one rank's. Bytes go from the tensors into packs through a ring of 64 MiB.
-Failure behaviour: a rank that fails aborts the attempt, so that the others do not wait for it; nothing is then visible. A
-step is never overwritten: `ConflictError`. A writer that a process of its own unpickles saves for the process that sent it. DCP
-raises all of these as `CheckpointException`, with ours in its `failures`.
+Failure behaviour: a rank that fails aborts the attempt, so the others do not wait for it; nothing is then visible. A
+step is never overwritten: `ConflictError`. A writer that another process unpickles saves for the process that sent it.
+DCP raises all of these as `CheckpointException`, with ours in its `failures`.
 """
 
 from __future__ import annotations
@@ -26,20 +30,19 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from headrace.checkpoint.dcp import document, session
-from headrace.checkpoint.dcp.carrying import Share, abort, carry_here
-from headrace.checkpoint.dcp.session import Ticket
+from headrace.checkpoint.dcp.session import RankSave, Ticket, abort, save_rank
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import SMALL_BELOW, Box, TensorSpec
 from headrace.checkpoint.format.codec import COMPRESSIONS
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.restoring import direct_for
-from headrace.checkpoint.sharding.owners import owners
-from headrace.checkpoint.state.kinds import TorchKinds, name_of
+from headrace.checkpoint.sharding import assign_writers
+from headrace.checkpoint.state import tensors
+from headrace.checkpoint.state.tensors import name_of
 from headrace.dataio.core.errors import UnsupportedError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
-_KINDS = TorchKinds()
 Key = tuple[str, tuple[int, ...]]
 """Name and offset of a part of a tensor."""
 
@@ -140,7 +143,7 @@ class RepositoryWriter(StorageWriter):
             except BaseException as error:
                 abort(store, share, error)
                 raise
-            carry_here(store, share, tensors, specs, tree, direct_for(store, self._gds))
+            save_rank(store, share, tensors, specs, tree, direct_for(store, self._gds))
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
         return future
@@ -151,10 +154,10 @@ class RepositoryWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self._url, Store):
             raise UsageError("an open store cannot go to another process", hint="give RepositoryWriter the URL")
-        return self.__dict__ | {"_session": session.handed_on()}
+        return self.__dict__ | {"_session": session.export_session()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        session.take_over(state.pop("_session"))
+        session.adopt_session(state.pop("_session"))
         self.__dict__.update(state)
 
     @contextlib.contextmanager
@@ -173,14 +176,14 @@ class RepositoryWriter(StorageWriter):
         specs = [_spec(item, True) for item in items] + [_spec(item, False) for item in own]
         values = {item.index.fqn: _value(planner, item) for item in self._own if item.type == WriteItemType.BYTE_IO}
         tree, inside = document.encode(sorted({i.index.fqn for i in [*items, *own]}), values, self._paths)
-        tensors += [leaf.seen.tensor for leaf in inside]
-        specs += [TensorSpec(leaf.name, leaf.seen.dtype, leaf.seen.box, False) for leaf in inside]
+        tensors += [leaf.local.tensor for leaf in inside]
+        specs += [TensorSpec(leaf.name, leaf.local.dtype, leaf.local.box, False) for leaf in inside]
         return tensors, specs, tree
 
-    def _share(self, orders: _Orders) -> Share:
+    def _share(self, orders: _Orders) -> RankSave:
         assert self._step is not None
         ticket = msgspec.msgpack.decode(orders.ticket, type=Ticket)
-        return Share(self._run, self._step, ticket, orders.rank, orders.world_size, self._compression, self._timeout)
+        return RankSave(self._run, self._step, ticket, orders.rank, orders.world_size, self._compression, self._timeout)
 
 
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
@@ -207,7 +210,7 @@ def _spread(plans: list[SavePlan]) -> list[list[WriteItem]]:
     if any(key not in holders for key in items):
         return [local.items for local in plans]
     texts = {repr(key): key for key in items}
-    found = owners((text, sizes[key], holders[key]) for text, key in texts.items())
+    found = assign_writers((text, sizes[key], holders[key]) for text, key in texts.items())
     spread: list[list[WriteItem]] = [[] for _ in plans]
     for text, key in texts.items():
         spread[found[text]].append(items[key])
@@ -240,7 +243,7 @@ def _spec(item: WriteItem, shared: bool) -> TensorSpec:
 def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     found = planner.resolve_data(item)
     assert isinstance(found, torch.Tensor)
-    tensor: torch.Tensor = _KINDS.describe(found.detach(), item.index.fqn).tensor
+    tensor: torch.Tensor = tensors.describe(found.detach(), item.index.fqn).tensor
     return tensor
 
 

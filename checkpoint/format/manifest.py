@@ -21,7 +21,7 @@ import zstandard
 from headrace.checkpoint.format import chunking, names
 from headrace.checkpoint.format.chunking import CHUNK_BYTES, DIGEST_BYTES, Box, digest
 from headrace.checkpoint.format.documents import VERSION, Base, newer
-from headrace.checkpoint.sharding.cover import flaw
+from headrace.checkpoint.sharding import coverage_error
 from headrace.dataio.core.errors import CapacityError, CorruptionError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES, MIB, format_bytes
 
@@ -320,7 +320,7 @@ def check_shards(found: Iterable[Manifest]) -> str | None:
                 if kinds.setdefault(tensor.name, tensor.dtype) != tensor.dtype:
                     return f"shards of tensor {tensor.name!r:.200} differ in type"
     for name, boxes in shards.items():
-        what = "its shards differ in shape" if any(b.shape != boxes[0].shape for b in boxes) else flaw(boxes)
+        what = "its shards differ in shape" if any(b.shape != boxes[0].shape for b in boxes) else coverage_error(boxes)
         if what is not None:
             return f"tensor {name!r:.200}: {what}"
     return None

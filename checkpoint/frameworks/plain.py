@@ -1,12 +1,12 @@
-"""Small Python objects as values that the repository's documents hold: tensors, arrays and streams of bytes inside of them
-become tagged bytes.
+"""Small Python objects as values that a document can hold: tensors, arrays and byte streams inside them become tagged
+bytes.
 
-For trainers that keep such things among their objects (generators' states, quantisation scales). Tensors of any size belong
-into tensors.
-Invariant: `unpacked(packed(x))` equals `x`, types included, for what is accepted; nothing is a pickle. Tensors come back in
-main memory.
-Failure behaviour: `UsageError` for a tag's key in a dict of the caller's; other objects pass, and the document refuses them by
-path.
+The Megatron-Core adapter uses it for generator states and quantisation scales. Large tensors belong in the state as
+tensors.
+
+Invariant: `unpacked(packed(x))` equals `x`, types included. Nothing is a pickle. Tensors come back in main memory.
+Failure behaviour: `UsageError` for a dict that uses the tag's key. Other objects are passed through, and the document
+refuses them by their path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.checkpoint.state.kinds import empty, memory_of, name_of
+from headrace.checkpoint.state.tensors import empty, memory_of, name_of
 from headrace.dataio.core.errors import CorruptionError, UsageError
 
 _TAG = "headrace:plain"
@@ -43,7 +43,7 @@ def packed(value: Any) -> Any:
         return {_TAG: "stream", "bytes": value.getvalue()}
     if isinstance(value, dict):
         if _TAG in value:
-            raise UsageError(f"a dict with the key {_TAG!r} cannot be saved", hint="the key is ours")
+            raise UsageError(f"a dict with the key {_TAG!r} cannot be saved", hint="rename that key; Headrace uses it")
         return {key: packed(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(packed(item) for item in value)
@@ -51,14 +51,14 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """The inverse."""
+    """The value that `packed` was given."""
     if isinstance(value, dict):
         if _TAG not in value:
             return {key: unpacked(item) for key, item in value.items()}
         try:
             return _made(value)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise CorruptionError(f"a saved {value[_TAG]!r:.40} cannot be made again: {error}") from None
+            raise CorruptionError(f"a saved {value[_TAG]!r:.40} cannot be decoded: {error}") from None
     if isinstance(value, (list, tuple)):
         return type(value)(unpacked(item) for item in value)
     return value

@@ -37,8 +37,7 @@ from torch_checkpointing.checkpoint_writer import CallbackArgs
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
 from headrace.checkpoint.dcp import session
-from headrace.checkpoint.dcp.carrying import Share, carry_here
-from headrace.checkpoint.dcp.session import Ticket
+from headrace.checkpoint.dcp.session import RankSave, Ticket, save_rank
 from headrace.checkpoint.dcp.writer import step_of
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import Box, TensorSpec, whole
@@ -46,8 +45,8 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step
-from headrace.checkpoint.restoring import restore
-from headrace.checkpoint.restoring.restore import Saved, Want
+from headrace.checkpoint.restoring import chunk_reader
+from headrace.checkpoint.restoring.chunk_reader import Saved, Want
 from headrace.checkpoint.state import tree
 from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError, UsageError
@@ -119,8 +118,8 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
         specs = [TensorSpec(name, "uint8", whole((tensor.numel(),))) for name, tensor in sized]
         with self._store() as store:
             ticket = place.ticket or session.draw(store, config.run, place.step)
-            share = Share(config.run, place.step, ticket, config.rank, config.world_size, wait=config.timeout)
-            carry_here(store, share, tensors, specs, tree.encode({"by": _BY}))
+            share = RankSave(config.run, place.step, ticket, config.rank, config.world_size, wait=config.timeout)
+            save_rank(store, share, tensors, specs, tree.encode({"by": _BY}))
         del tensors
         self.rmdir(folder)
         self._committed.add(place.step)
@@ -206,7 +205,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
             except NotFoundError as error:
                 raise FileNotFoundError(str(error)) from error
             assert base is not None
-            with restore.reading(store, run, base) as opened:
+            with chunk_reader.LeasedStep(store, run, base) as opened:
                 yield store, opened
 
     def _file(self, opened: Step, path: Path) -> Saved:
@@ -346,7 +345,7 @@ class _Reading(io.RawIOBase):
         """The error without the frames that hold `view`: the caller could not let go of its memory otherwise."""
         box = Box((self._size,), (self._at,), (len(view),))
         try:
-            restore.read(self._store, self._opened, [Want(self._saved, box, _Into(view))])
+            chunk_reader.read(self._store, self._opened, [Want(self._saved, box, _Into(view))])
         except HeadraceError as error:
             return error.with_traceback(None)
         return None
@@ -370,7 +369,7 @@ class _Reading(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class _Into:
-    """A `restore.Sink`."""
+    """A `chunk_reader.Sink`."""
 
     view: memoryview
 

@@ -1,13 +1,12 @@
 """Raw chunks from packs into tensors in device memory.
 
-A chunk is read by cuFile into a buffer of the device, copied from there to the host, hashed, and only then copied on to the
-tensors, by the device. Host tensors that share the chunk get theirs from the host copy.
-Invariant: as in `headrace.checkpoint.restoring.restore`: only bytes whose digest is right reach a caller's memory. At
-most `_THREADS`
-chunks are in flight. A tensor is filled so only if all of its chunks are raw ones at offsets that cuFile likes; all others go
-through host memory as ever.
-Failure behaviour: a chunk that is not what it should be, or a transfer that fails, is read again by the store, with all that
-it does about copies; then `CorruptionError` as in `restore`.
+A chunk is read by cuFile into a buffer of the device, copied from there to the host, hashed, and only then copied on to
+the tensors, by the device. Host tensors that share the chunk get theirs from the host copy.
+Invariant: as in `headrace.checkpoint.restoring.chunk_reader`: only bytes whose digest is right reach a caller's memory.
+At most `_THREADS` chunks are in flight. A tensor is filled so only if all of its chunks are raw ones at offsets that
+cuFile likes; all others go through host memory as ever.
+Failure behaviour: a chunk that is not what it should be, or a transfer that fails, is read again by the store, with all
+that it does about copies; then `CorruptionError` as in `restore`.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from typing import Any
 
 import torch
 
+from headrace.checkpoint import sharding
 from headrace.checkpoint.format import chunking
 from headrace.checkpoint.format.chunking import CHUNK_BYTES, digest
 from headrace.checkpoint.format.manifest import RAW
 from headrace.checkpoint.gds.file import ALIGNMENT, CUFILE, FILE, Direct, GpuFile, directory_of, flat_bytes, probe
 from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository.fetch import in_order
-from headrace.checkpoint.restoring.restore import Needed, Reading
-from headrace.checkpoint.sharding import regions
-from headrace.checkpoint.state.kinds import memory_of
+from headrace.checkpoint.restoring.chunk_reader import ChunkReader, NeededChunk
+from headrace.checkpoint.state.tensors import memory_of
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.store.base import Store
@@ -38,13 +37,13 @@ from headrace.dataio.store.wrappers import Wrapper
 
 _THREADS = 2
 _log = get_logger(__name__)
-Place = tuple[str, Needed]
+Place = tuple[str, NeededChunk]
 
 
 class StraightReading:
-    """The part of a `Reading` that goes into device memory; packs lie as files below `root`."""
+    """The part of a `ChunkReader` that goes into device memory; packs lie as files below `root`."""
 
-    def __init__(self, reading: Reading, direct: Direct, store: Store, root: str) -> None:
+    def __init__(self, reading: ChunkReader, direct: Direct, store: Store, root: str) -> None:
         self._reading, self._direct, self._store, self._root = reading, direct, store, root
         self._own = local()
         self._buffers: list[torch.Tensor] = []
@@ -99,7 +98,7 @@ class StraightReading:
         self._again(key, chunk, there)
         return 0
 
-    def _transferred(self, key: str, chunk: Needed, buffer: torch.Tensor) -> bool:
+    def _transferred(self, key: str, chunk: NeededChunk, buffer: torch.Tensor) -> bool:
         """Whether the chunk's bytes, whatever they are, were read into the device's buffer."""
         try:
             file = self._file(key)
@@ -124,8 +123,8 @@ class StraightReading:
         opened: GpuFile = self._own.file
         return opened
 
-    def _again(self, key: str, chunk: Needed, there: torch.Tensor) -> None:
-        def use(pack: str, wanted: Needed, payload: memoryview | None) -> None:
+    def _again(self, key: str, chunk: NeededChunk, there: torch.Tensor) -> None:
+        def use(pack: str, wanted: NeededChunk, payload: memoryview | None) -> None:
             if payload is None:
                 raise self._reading.damaged(pack, wanted)
             there.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
@@ -134,7 +133,7 @@ class StraightReading:
 
         fetch.fetch(self._store, self._reading.batches([(key, chunk)]), use)
 
-    def _use(self, chunk: Needed, there: torch.Tensor, here: memoryview) -> None:
+    def _use(self, chunk: NeededChunk, there: torch.Tensor, here: memoryview) -> None:
         for use in chunk.uses:
             want, grid = self._reading.wants[use.want], self._grids.get(use.want)
             if grid is None:
@@ -142,7 +141,7 @@ class StraightReading:
                 continue
             given = there[use.start : use.start + use.length]
             item = chunking.ITEM_BYTES[want.saved.dtype]
-            for done, extent, source, target in regions.blocks(use.shard, want.box, item, use.at, use.length):
+            for done, extent, source, target in sharding.overlap_blocks(use.shard, want.box, item, use.at, use.length):
                 size = math.prod(extent)
                 grid[target].copy_(given[done : done + size].view(extent)[source])
             self._reading.done(use.want)
@@ -184,8 +183,8 @@ class GdsStore(Wrapper):
         super().__init__(inner)
         self._direct, self.straight = direct, 0
 
-    def read_straight(self, reading: Reading, chunks: Iterable[Place]) -> list[Place]:
-        """See `restore.ReadsStraight`."""
+    def read_directly(self, reading: ChunkReader, chunks: Iterable[Place]) -> list[Place]:
+        """See `chunk_reader.ReadsDirectly`."""
         work = StraightReading(reading, self._direct, self.inner, directory_of(self.inner))
         rest = work.read(chunks)
         self.straight += work.straight

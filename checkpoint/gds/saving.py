@@ -23,7 +23,7 @@ from headrace.checkpoint.format.chunking import CHUNK_BYTES, Layout, Piece, Tens
 from headrace.checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, directory_of, flat_bytes
 from headrace.checkpoint.saving.arena import Arena
 from headrace.checkpoint.saving.slices import SlicedState
-from headrace.checkpoint.state.kinds import as_bits
+from headrace.checkpoint.state.tensors import as_bits
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.direct_io import write_all

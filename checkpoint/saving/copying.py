@@ -27,7 +27,7 @@ from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.saving.arena import Arena
 from headrace.checkpoint.saving.copy_threads import LATE, PIECE, Crew
-from headrace.checkpoint.state.kinds import as_bits, has_plain_memory
+from headrace.checkpoint.state.tensors import as_bits, has_plain_memory
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import DeadlineError, UsageError
 from headrace.dataio.core.limits import MIB

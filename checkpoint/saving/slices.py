@@ -27,7 +27,7 @@ import torch
 from headrace.checkpoint.format import chunking as layouts
 from headrace.checkpoint.format.chunking import CHUNK_BYTES, Layout, Piece, TensorSpec
 from headrace.checkpoint.saving.arena import Arena
-from headrace.checkpoint.state.kinds import as_bits, has_plain_memory, memory_of
+from headrace.checkpoint.state.tensors import as_bits, has_plain_memory, memory_of
 from headrace.dataio.core.errors import DeadlineError, TransientError, UsageError
 from headrace.dataio.core.limits import MIB, format_bytes
 

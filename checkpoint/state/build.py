@@ -1,8 +1,9 @@
-"""What a restore will do, and the saved values that it makes anew.
+"""Build saved values that the state does not hold yet, and the plan of a restore (`Fit`).
 
-Invariant: making a value reads nothing: its tensors are listed to be read. Equal references share one tensor, and views share
-their memory again.
-Failure behaviour: `CorruptionError` for a tree that names what the step does not hold, or views that reach out of their memory.
+Invariant: building a value reads nothing: its tensors are listed in the plan, to be read later. Equal references share
+one tensor, and views share their memory again.
+Failure behaviour: `CorruptionError` for a tree that names a tensor that the step does not hold, or for a view that
+reaches out of its memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.checkpoint.format import chunking
-from headrace.checkpoint.state.flatten import OTHER, Kinds, Parts, Seen
+from headrace.checkpoint.state import tensors, values
+from headrace.checkpoint.state.tensors import OTHER, LocalTensor, Parts
 from headrace.checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef, join
 from headrace.dataio.core.errors import CorruptionError, MismatchError
 from headrace.dataio.core.limits import CHECKED_BYTES, check_memory
@@ -35,15 +37,15 @@ class Fit:
     fresh: list[tuple[str, Any]] = field(default_factory=list)
     checks: list[Callable[[], object]] = field(default_factory=list)
     early: list[Callable[[], object]] = field(default_factory=list)
-    in_place: list[tuple[str, Any, Seen]] = field(default_factory=list)
+    in_place: list[tuple[str, Any, LocalTensor]] = field(default_factory=list)
     late: list[Callable[[], object]] = field(default_factory=list)
 
 
 class Builder:
     """Makes saved values anew, with tensors that are to be read; equal references share one tensor."""
 
-    def __init__(self, saved: Saved, kinds: Kinds, plan: Fit) -> None:
-        self._saved, self._kinds, self._plan = saved, kinds, plan
+    def __init__(self, saved: Saved, plan: Fit) -> None:
+        self._saved, self._plan = saved, plan
         self._made: dict[str, Any] = {}
         self._bytes = 0
 
@@ -75,7 +77,7 @@ class Builder:
             dtype, shape = self.meta(name)
             if model is None:
                 self._count(math.prod(shape) * chunking.ITEM_BYTES.get(dtype, 1))
-            self._made[name] = self._kinds.empty(dtype, shape, model)
+            self._made[name] = tensors.empty_like(dtype, shape, model)
             self._plan.fresh.append((name, self._made[name]))
         return self._made[name]
 
@@ -92,22 +94,22 @@ class Builder:
         sound = size and dtype == "uint8" and len(shape) == 1 and len(ref.shape) == len(ref.stride)
         if not sound or 0 in ref.shape or ref.offset % size or ref.offset + (last + 1) * size > shape[0]:
             raise CorruptionError(f"the checkpoint holds a view of tensor {ref.name!r:.200} that reaches out of it")
-        return self._kinds.view(self.tensor(ref.name), ref.dtype, ref.shape, ref.stride, ref.offset)
+        return tensors.view_of(self.tensor(ref.name), ref.dtype, ref.shape, ref.stride, ref.offset)
 
     def assembled(self, node: PartsNode, path: str) -> Any:
         """A tensor on parts that are to be read, and checked then before anything uses them; None for a wrapper."""
         inner = {name: self.value(part, join(path, name)) for name, part in node.parts.items()}
-        made = self._kinds.assemble(parts := Parts(node.kind, node.values, inner))
+        made = tensors.assemble(parts := Parts(node.kind, node.values, inner))
         if made is not None:
-            self._plan.checks.append(lambda: self._kinds.check(parts, path))
+            self._plan.checks.append(lambda: tensors.check_parts(parts, path))
         return made
 
     def _odd(self, there: object, path: str) -> Any:
         if isinstance(there, MetaNode):
-            return self._kinds.nothing(there.dtype, there.shape)
+            return tensors.meta_tensor(there.dtype, there.shape)
         if isinstance(there, ValueNode):
             try:
-                return self._kinds.made(ValueNode(there.kind, there.about, self.value(there.value, path)))
+                return values.decode(ValueNode(there.kind, there.about, self.value(there.value, path)))
             except MismatchError as error:
                 self._plan.problems.append(f"{path}: {error}")
                 return None
@@ -117,12 +119,12 @@ class Builder:
         return made
 
 
-def plain(node: object, kinds: Kinds, path: str) -> object:
+def plain(node: object, path: str) -> object:
     """A saved value without tensors; views and tensors without bytes stay the nodes that they are."""
     if not isinstance(node, ValueNode):
         return node
     plan = Fit()
-    value = Builder({}, kinds, plan).value(node, path)
+    value = Builder({}, plan).value(node, path)
     if plan.problems:
         raise MismatchError("; ".join(plan.problems))
     return value

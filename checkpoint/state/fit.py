@@ -1,19 +1,30 @@
-"""Fitting a saved state into one that is there: compare everything, then say what to read and what to do.
+"""Compare a saved state with the state to restore into, and plan the restore. `Selection` says which entries take part.
 
-Invariant: fitting only compares and plans; nothing of the caller's state changes before every name, shape and type was
-found to fit.
-Failure behaviour: `MismatchError` names everything that is missing, not expected, or of another shape, type or kind.
+A pattern of a selection is a path in the state. `*` matches any characters (slashes too); `?` and `[...]` are as in a
+shell. "model" and "model/*" match the whole model; "*/lora_*" matches every entry below whose name begins with "lora_".
+
+Invariant: this only compares and plans. Nothing in the caller's state changes before every name, shape and type was
+found to fit. An entry takes part if a pattern of `include` matches it or a container above it (or `include` is empty),
+and no pattern of `exclude` does. Objects that load their own state take part as a whole; modules, dicts and lists entry
+by entry.
+Failure behaviour: `MismatchError` names every entry that is missing, unexpected, or of another shape, type or kind.
+`UsageError` for more than `MAX_PATTERNS` patterns, or a pattern that is not text.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
+
+from headrace.checkpoint.state import tensors, values
 from headrace.checkpoint.state.build import Builder, Fit, Saved, called
-from headrace.checkpoint.state.flatten import MODULE, OPTIMIZER, Kinds, Seen, is_stateful, state_of
-from headrace.checkpoint.state.selection import Selection
+from headrace.checkpoint.state.flatten import is_stateful, state_of
+from headrace.checkpoint.state.tensors import MODULE, OPTIMIZER, LocalTensor
 from headrace.checkpoint.state.tree import (
     MAX_DEPTH,
     MetaNode,
@@ -30,11 +41,11 @@ _MOST_SAID = 8
 _SEQUENCES = ("namedtuple", "collections.deque")
 
 
-def fit(state: object, tree: object, saved: Saved, kinds: Kinds, selection: Selection | None = None) -> Fit:
+def fit(state: object, tree: object, saved: Saved, selection: Selection | None = None) -> Fit:
     """Compare what is selected of `state` with a saved tree; `MismatchError` names everything that does not fit."""
     if not isinstance(state, dict):
         raise UsageError(f"the state is a {type(state).__name__}", hint="give the dict that was saved")
-    fitter = _Fitter(saved, kinds, selection or Selection())
+    fitter = _Fitter(saved, selection or Selection())
     if isinstance(tree, dict):
         fitter.items(state, tree, "")
     else:
@@ -54,9 +65,9 @@ def _mismatch(problems: list[str]) -> MismatchError:
 
 
 class _Fitter:
-    def __init__(self, saved: Saved, kinds: Kinds, selection: Selection) -> None:
-        self.plan, self._kinds, self._selection = Fit(), kinds, selection
-        self._build = Builder(saved, kinds, self.plan)
+    def __init__(self, saved: Saved, selection: Selection) -> None:
+        self.plan, self._selection = Fit(), selection
+        self._build = Builder(saved, self.plan)
 
     def say(self, path: str, what: str) -> None:
         self.plan.problems.append(f"{path or 'the state'}: {what}")
@@ -67,12 +78,12 @@ class _Fitter:
             there = there.value if self._holds(here) or not self._selection.everything else there  # a defaultdict
         if self._holds(here) or (isinstance(here, dict) and isinstance(there, dict) and not self._selection.everything):
             return self._container(here, there, path)
-        if is_stateful(here) and self._kinds.kind(here) == MODULE:
+        if is_stateful(here) and tensors.kind_of(here) == MODULE:
             self._module(here, there, path)
             return here
         if not self._selection.takes(path):
             return here
-        if self._kinds.is_tensor(here):
+        if isinstance(here, torch.Tensor):
             self.tensor(here, there, path)
             return here
         if is_stateful(here):
@@ -94,7 +105,7 @@ class _Fitter:
     def _sequence_of(self, here: Any, there: ValueNode, path: str) -> object:
         """Of a named tuple or deque."""
         try:
-            made = self._kinds.made(there)  # its items are yet those of the tree
+            made = values.decode(there)  # its items are yet those of the tree
         except MismatchError as error:
             if self._selection.takes(path):
                 self.say(path, str(error))
@@ -106,24 +117,24 @@ class _Fitter:
         return here
 
     def tensor(self, here: Any, there: object, path: str) -> None:
-        if self._kinds.bare(here) is not None:
+        if tensors.meta_shape(here) is not None:
             self._bare(here, there, path)
         elif isinstance(there, PartsNode):
             self._parts(here, there, path)
-        elif isinstance(there, (TensorRef, ViewRef)) and self._kinds.parts(here, path) is None:
-            seen = self._kinds.describe(here, path)
+        elif isinstance(there, (TensorRef, ViewRef)) and tensors.parts_of(here, path) is None:
+            seen = tensors.describe(here, path)
             was = self._build.meta(there.name) if isinstance(there, TensorRef) else (there.dtype, there.shape)
             if self._alike(was, (seen.dtype, seen.shape), path):
                 self._dense(here, there, seen)
         else:
             self.say(path, f"a tensor here, {called(there)} in the checkpoint")
 
-    def _dense(self, here: Any, there: TensorRef | ViewRef, seen: Seen) -> None:
+    def _dense(self, here: Any, there: TensorRef | ViewRef, seen: LocalTensor) -> None:
         if isinstance(there, TensorRef):
             self.plan.in_place.append((there.name, here, seen))
         else:
             view = self._build.view(there)
-            self.plan.late.append(lambda: self._kinds.assign(here, view))
+            self.plan.late.append(lambda: tensors.assign(here, view))
 
     def _alike(self, was: tuple[str, tuple[int, ...]], now: tuple[str, tuple[int, ...]], path: str) -> bool:
         if was[1] != now[1]:
@@ -135,14 +146,14 @@ class _Fitter:
         return False
 
     def _bare(self, here: Any, there: object, path: str) -> None:
-        now = self._kinds.bare(here)
+        now = tensors.meta_shape(here)
         if not isinstance(there, MetaNode):
             self.say(path, f"a tensor on the meta device here, {called(there)} in the checkpoint")
         elif (there.dtype, there.shape) != now:
             self.say(path, f"{there.dtype}{list(there.shape)} in the checkpoint, {now} here, both without bytes")
 
     def _parts(self, here: Any, there: PartsNode, path: str) -> None:
-        mine = self._kinds.parts(here, path)
+        mine = tensors.parts_of(here, path)
         if mine is None or mine.kind != there.kind or _shape(mine.values) != _shape(there.values):
             self.say(path, f"{mine.kind if mine else 'a dense tensor'} here, {called(there)} in the checkpoint")
         elif mine.kind.startswith("wrapper:"):
@@ -150,10 +161,10 @@ class _Fitter:
                 self.tensor(part, there.parts[name], join(path, name))
         else:
             made = self._build.assembled(there, path)
-            self.plan.late.append(lambda: self._kinds.assign(here, made))
+            self.plan.late.append(lambda: tensors.assign(here, made))
 
     def _stateful(self, here: Any, there: object, path: str) -> None:
-        kind, inner = self._kinds.kind(here), self._kinds.unwrap(here)
+        kind, inner = tensors.kind_of(here), tensors.unwrap(here)
         if not isinstance(there, StatefulNode) or there.kind == MODULE:
             self.say(path, f"a {type(inner).__name__} here, {called(there)} in the checkpoint")
             return
@@ -161,10 +172,10 @@ class _Fitter:
             state = self._optimizer(inner, there.state, path)
         else:
             state = self._build.value(there.state, path)
-        self.plan.early.append(lambda: self._kinds.load(kind, inner, state))
+        self.plan.early.append(lambda: tensors.load_state(kind, inner, state))
 
     def _module(self, given: Any, there: object, path: str) -> None:
-        module = self._kinds.unwrap(given)
+        module = tensors.unwrap(given)
         here = state_of(module, path)
         if not isinstance(there, StatefulNode) or there.kind != MODULE:
             if self._selection.takes(path):
@@ -175,7 +186,7 @@ class _Fitter:
             new = {k: self.value(v, there.state[k], join(path, k)) for k, v in self._common(here, there.state, path)}
             if new:
                 loaded = OrderedDict((key, new.get(key, value)) for key, value in here.items())
-                self.plan.late.append(lambda: self._kinds.load(MODULE, module, loaded))
+                self.plan.late.append(lambda: tensors.load_state(MODULE, module, loaded))
 
     def _optimizer(self, optimizer: Any, there: Any, path: str) -> object:
         """The saved state with its tensors placed as the parameters that they belong to."""
@@ -189,7 +200,7 @@ class _Fitter:
         if sizes[0] != sizes[1]:
             self.say(join(path, "param_groups"), f"groups of {sizes[1]} parameters in the checkpoint, {sizes[0]} here")
             return None
-        params = dict(zip(numbers, self._kinds.parameters(optimizer), strict=False))
+        params = dict(zip(numbers, tensors.parameters_of(optimizer), strict=False))
         state = {
             i: self._slots(entry, here["state"].get(i), params.get(i), join(f"{path}/state", i))
             for i, entry in entries.items()
@@ -207,13 +218,13 @@ class _Fitter:
         if not isinstance(there, TensorRef):
             return self._build.value(there, path)
         shape = self._build.meta(there.name)[1]
-        if self._kinds.is_tensor(here):
+        if isinstance(here, torch.Tensor):
             was = tuple(here.shape)
             if was != shape:
                 self.say(path, f"shape {list(shape)} in the checkpoint, {list(was)} here")
                 return None
-        model = here if self._kinds.is_tensor(here) else param
-        fits = self._kinds.is_tensor(model) and tuple(model.shape) == shape and shape != ()
+        model = here if isinstance(here, torch.Tensor) else param
+        fits = isinstance(model, torch.Tensor) and tuple(model.shape) == shape and shape != ()
         return self._build.tensor(there.name, model if fits else None)
 
     def items(self, here: dict[Any, Any], there: dict[Any, Any], path: str) -> object:
@@ -256,7 +267,7 @@ class _Fitter:
             return False
         if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
             inside = value.values() if isinstance(value, dict) else value
-            return any(self._kinds.is_tensor(v) or is_stateful(v) or self._holds(v, depth + 1) for v in inside)
+            return any(isinstance(v, torch.Tensor) or is_stateful(v) or self._holds(v, depth + 1) for v in inside)
         return False
 
 
@@ -271,3 +282,59 @@ def _limited(value: Any) -> str:
 
 def _shape(values: object) -> object:
     return values.get("shape") if isinstance(values, dict) else None
+
+
+MOST = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """`strict`: an entry that only one side has is an error; else it is left as it is."""
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    strict: bool = True
+    cast: bool = False
+    _matched: set[str] = field(default_factory=set, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, include: str | Iterable[str] | None, exclude: str | Iterable[str], strict: bool, cast: bool
+    ) -> Selection:
+        """From what a caller gives: one pattern or several."""
+        return cls(_patterns(include if include is not None else ()), _patterns(exclude), strict, cast)
+
+    def takes(self, path: str) -> bool:
+        """Whether the entry at `path` is to be restored."""
+        if any(_matches(path, pattern) for pattern in self.exclude):
+            return False
+        found = [pattern for pattern in self.include if _matches(path, pattern)]
+        self._matched.update(found)
+        return not self.include or bool(found)
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """Patterns of `include` that no path that was asked about has matched."""
+        return tuple(pattern for pattern in self.include if pattern not in self._matched)
+
+    @property
+    def everything(self) -> bool:
+        return not self.include and not self.exclude
+
+
+def matching(given: str | Iterable[str]) -> Callable[[str], bool]:
+    """Whether a path, or a container above it, matches one of these patterns."""
+    patterns = _patterns(given)
+    return lambda path: any(_matches(path, pattern) for pattern in patterns)
+
+
+def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
+    several: object = given
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(several, Iterable) else ("",)
+    if len(found) > MOST or not all(isinstance(pattern, str) and pattern for pattern in found):
+        raise UsageError(f"patterns are texts, at most {MOST}", hint='for example include=["model/*"]')
+    return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(path, pattern.rstrip("/") + "/*")

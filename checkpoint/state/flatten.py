@@ -1,23 +1,30 @@
-"""Taking a state apart into tensors and a tree of Python values.
+"""Flatten a state into tensors and a tree of Python values.
 
-Works on objects by what they offer (`state_dict` and `load_state_dict`); what a tensor is, `Kinds` says, so this room
-does not import torch.
-Invariant: tensors are referred to, not copied, and each has a name of its own: its path in the state. Modules, optimizers
-and schedulers are replicated: with several ranks each of their tensors is written once, and so is each part of a tensor that is
-spread over ranks; everything else belongs to its rank. Entries that are the same view of the same memory are one tensor.
-Failure behaviour: `UsageError` naming the path of what cannot be saved.
+Objects are recognised by their methods (`state_dict` and `load_state_dict`). `share` then joins tensors that are
+overlapping views of the same memory: they are saved once, as one tensor of bytes from the first to the last byte that
+any of them uses. Nodes of the tree describe the views, so a restore shares the memory again. Views that do not overlap
+are saved as they are.
+
+Invariant: tensors are referenced, not copied, and each has a unique name: its path in the state. Modules, optimizers
+and schedulers are replicated: with several ranks, each of their tensors is written once, and so is each shard of a
+DTensor. Everything else is rank-local. Entries that are the same view of the same memory are one tensor. The bytes of
+joined views are at most twice the bytes of the views themselves: views that lie far apart are saved one by one.
+Failure behaviour: `UsageError` names the path of a value that cannot be saved.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
+import torch
 
-from headrace.checkpoint.format.chunking import Box
+from headrace.checkpoint.format.chunking import whole
+from headrace.checkpoint.state import tensors, values
+from headrace.checkpoint.state.tensors import MODULE, OTHER, LocalTensor
 from headrace.checkpoint.state.tree import (
     MAX_DEPTH,
     PLAIN,
@@ -26,126 +33,17 @@ from headrace.checkpoint.state.tree import (
     StatefulNode,
     TensorRef,
     ValueNode,
+    ViewRef,
     join,
 )
 from headrace.dataio.core.errors import UsageError
-
-MODULE, OPTIMIZER, SCHEDULER, OTHER = "module", "optimizer", "scheduler", "other"
-
-
-class Seen(msgspec.Struct, frozen=True, gc=False):
-    """A tensor as this rank has it: `tensor` holds the elements `box` of a global one.
-
-    `sharded`: the tensor is spread over ranks, evenly or not; it belongs to all of them.
-    `memory`: equal for tensors that are the same view of the same memory; None when nothing is there.
-    """
-
-    tensor: Any
-    dtype: str
-    box: Box
-    sharded: bool = False
-    memory: Hashable = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the global tensor."""
-        return self.box.shape
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A tensor made of others. `kind` as in `tree.PartsNode`; `values` are plain; `tensors` are its parts."""
-
-    kind: str
-    values: object
-    tensors: dict[str, Any]
-
-
-class Kinds(Protocol):
-    """What this room must know of torch."""
-
-    def is_tensor(self, value: object) -> bool: ...
-    def describe(self, tensor: Any, path: str) -> Seen:
-        """What this rank holds of it, or `UnsupportedError` naming the path."""
-        ...
-
-    def taken(self, value: object) -> ValueNode | None:
-        """A value that is no tensor as a node, None when its type cannot be saved."""
-        ...
-
-    def made(self, node: ValueNode) -> Any:
-        """The value of a node of which `value` was made already."""
-        ...
-
-    def parts(self, tensor: Any, path: str) -> Parts | None:
-        """The parts of a tensor that is made of others, None for one with memory of its own."""
-        ...
-
-    def bare(self, tensor: Any) -> tuple[str, tuple[int, ...]] | None:
-        """(dtype, shape) of a tensor that has no bytes (on the meta device), None for any other."""
-        ...
-
-    def unwrap(self, value: object) -> object:
-        """The module inside of a wrapper such as DistributedDataParallel; anything else is itself."""
-        ...
-
-    def kind(self, value: object) -> str:
-        """module, optimizer, scheduler or other, of an object with a state."""
-        ...
-
-    def buffers(self, module: Any) -> list[str]:
-        """Keys of a module's state that are no parameters: ranks may differ in them, and rank 0's are the ones that count."""
-        ...
-
-    def parameters(self, optimizer: Any) -> list[Any]:
-        """The optimizer's parameters, in the order of its groups."""
-        ...
-
-    def empty(self, dtype: str, shape: tuple[int, ...], model: Any = None) -> Any:
-        """A new tensor, on the device and with the placement of `model` when that is given, else in main memory."""
-        ...
-
-    def nothing(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        """A tensor without bytes."""
-        ...
-
-    def assemble(self, parts: Parts) -> Any:
-        """A tensor made of parts whose elements may be set later; None when only an existing one can be filled."""
-
-    def check(self, parts: Parts, path: str) -> None:
-        """`CorruptionError` if the parts, whose elements are set by now, are not those of such a tensor."""
-        ...
-
-    def assign(self, tensor: Any, value: Any) -> None:
-        """Give a tensor the elements of another, whatever their layouts and types."""
-        ...
-
-    def storage(self, tensor: Any) -> Hashable:
-        """Equal for tensors that are views of the same memory; None when unknown."""
-        ...
-
-    def reach(self, tensor: Any) -> tuple[int, int] | None:
-        """The bytes [start, stop) that it reaches of the memory that it is a view of; None when unknown."""
-        ...
-
-    def storage_bytes(self, tensor: Any, start: int, stop: int) -> Any:
-        """The bytes [start, stop) of the memory that `tensor` is a view of."""
-        ...
-
-    def view(self, base: Any, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Any:
-        """A view of the bytes `base` from byte `offset`; `stride` in elements."""
-        ...
-
-    def load(self, kind: str, value: Any, state: object) -> None:
-        """`value.load_state_dict(state)`, keeping every element's bits."""
-        ...
 
 
 class Leaf(msgspec.Struct, frozen=True, gc=False):
     """One tensor of a state. `replicated`: it belongs to all ranks; `first`: and rank 0's is the one to save."""
 
     name: str
-    seen: Seen
+    local: LocalTensor
     replicated: bool
     first: bool = False
 
@@ -170,7 +68,7 @@ def nowhere(path: str) -> bool:
     return False
 
 
-def flatten(state: object, kinds: Kinds, everywhere: Callable[[str], bool] = nowhere) -> Flat:
+def flatten(state: object, everywhere: Callable[[str], bool] = nowhere) -> Flat:
     """Take `state`, a dict, apart. Tensors are referred to, not copied.
 
     `everywhere`: whether the entry of this path is the same on all ranks although nothing else says so.
@@ -179,15 +77,15 @@ def flatten(state: object, kinds: Kinds, everywhere: Callable[[str], bool] = now
         raise UsageError(
             f"the state is a {type(state).__name__}", hint='give a dict such as {"model": model, "optim": optim}'
         )
-    flattener = _Flattener(kinds, everywhere)
+    flattener = _Flattener(everywhere)
     tree = flattener.value(_as_dict(state), "", False, 0)
     return Flat(tree, list(flattener.leaves.values()))
 
 
 class _Flattener:
-    def __init__(self, kinds: Kinds, everywhere: Callable[[str], bool]) -> None:
+    def __init__(self, everywhere: Callable[[str], bool]) -> None:
         self.leaves: dict[str, Leaf] = {}
-        self._kinds, self._everywhere = kinds, everywhere
+        self._everywhere = everywhere
         self._named: set[str] = set()
         self._memory: dict[Hashable, str] = {}
 
@@ -196,7 +94,7 @@ class _Flattener:
             raise UsageError(
                 f"{path[:200]}: the state is nested deeper than {MAX_DEPTH}", hint="does it contain itself?"
             )
-        if self._kinds.is_tensor(value):
+        if isinstance(value, torch.Tensor):
             return self._tensor(value, path, replicated, depth)
         if is_stateful(value):
             return self._stateful(value, path, replicated, depth)
@@ -207,17 +105,17 @@ class _Flattener:
             return kind({k: self.value(v, join(path, k), replicated, depth + 1) for k, v in value.items()})
         if kind in (list, tuple):
             return kind(self.value(v, join(path, i), replicated, depth + 1) for i, v in enumerate(value))
-        if (node := self._kinds.taken(value)) is not None:
+        if (node := values.encode(value)) is not None:
             return ValueNode(node.kind, node.about, self.value(node.value, path, replicated, depth + 1))
         return value
 
     def _stateful(self, value: Any, path: str, replicated: bool, depth: int) -> StatefulNode:
-        kind = self._kinds.kind(value)
-        inner = self._kinds.unwrap(value)
+        kind = tensors.kind_of(value)
+        inner = tensors.unwrap(value)
         below = self.value(state_of(inner, path), path, replicated or kind != OTHER, depth + 1)
-        for name in self._kinds.buffers(inner) if kind == MODULE else ():
+        for name in tensors.buffer_names(inner) if kind == MODULE else ():
             leaf = self.leaves.get(join(path, name))
-            if leaf is not None and not leaf.seen.sharded:
+            if leaf is not None and not leaf.local.sharded:
                 self.leaves[leaf.name] = msgspec.structs.replace(leaf, first=True)
         return StatefulNode(kind, below)
 
@@ -225,21 +123,21 @@ class _Flattener:
         if path in self._named:
             raise UsageError(f"two entries of the state are both called {path!r}", hint="rename one of them")
         self._named.add(path)
-        bare = self._kinds.bare(tensor)
+        bare = tensors.meta_shape(tensor)
         if bare is not None:
             return MetaNode(*bare)
-        parts = self._kinds.parts(tensor, path)
+        parts = tensors.parts_of(tensor, path)
         replicated = replicated or self._everywhere(path)
         if parts is None:
-            seen = self._kinds.describe(tensor, path)
+            seen = tensors.describe(tensor, path)
             return TensorRef(self._add(Leaf(path, seen, replicated or seen.sharded)))
         inner = {k: self.value(v, join(path, k), replicated, depth + 1) for k, v in parts.tensors.items()}
         return PartsNode(parts.kind, parts.values, inner)
 
     def _add(self, leaf: Leaf) -> str:
         """The name under which the tensor is saved: that of an earlier one which is the same view of the same memory."""
-        if leaf.seen.memory is not None:
-            name = self._memory.setdefault((leaf.seen.memory, leaf.seen.box, leaf.replicated), leaf.name)
+        if leaf.local.memory is not None:
+            name = self._memory.setdefault((leaf.local.memory, leaf.local.box, leaf.replicated), leaf.name)
             if name != leaf.name:
                 return name
         self.leaves[leaf.name] = leaf
@@ -260,3 +158,92 @@ def _as_dict(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """A state's outermost mapping: only what is inside of it comes back with its type."""
     known: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
     return state if isinstance(state, dict) and type(state) in known else dict(state)
+
+
+_ALIGN = 16
+"""Bytes start at a multiple of the widest element."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    leaf: Leaf
+    start: int
+    stop: int
+
+
+def share(flat: Flat) -> Flat:
+    """`flat` with overlapping views joined."""
+    views: dict[str, ViewRef] = {}
+    bases: dict[str, Leaf] = {}
+    for group in _groups(flat.leaves):
+        base, refs = _joined(group)
+        bases[group[0].leaf.name] = base
+        views |= refs
+    if not views:
+        return flat
+    kept = [bases.get(leaf.name, leaf) for leaf in flat.leaves if leaf.name in bases or leaf.name not in views]
+    return Flat(_renamed(flat.tree, views), kept)
+
+
+def _groups(leaves: list[Leaf]) -> Iterator[list[_Reach]]:
+    by_storage: dict[Hashable, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        if not leaf.local.sharded:
+            by_storage[tensors.storage_of(leaf.local.tensor), leaf.replicated, leaf.first].append(leaf)
+    for sharing in by_storage.values():
+        if len(sharing) > 1:  # few are: how far they reach is asked of those only
+            found = ((leaf, tensors.byte_range(leaf.local.tensor)) for leaf in sharing)
+            members = [_Reach(leaf, *reach) for leaf, reach in found if reach is not None]
+            yield from _overlapping(members) if len(members) > 1 else ()
+
+
+def _overlapping(members: list[_Reach]) -> Iterator[list[_Reach]]:
+    group: list[_Reach] = []
+    end = -1
+    for member in [*sorted(members, key=lambda m: m.start), None]:
+        if member is not None and member.start < end:
+            group.append(member)
+            end = max(end, member.stop)
+            continue
+        if len(group) > 1 and _worth_it(group):
+            yield sorted(group, key=lambda m: m.leaf.name)
+        if member is not None:
+            group, end = [member], member.stop
+
+
+def _worth_it(group: list[_Reach]) -> bool:
+    own: int = sum(member.leaf.local.tensor.nbytes for member in group)
+    return max(m.stop for m in group) - min(m.start for m in group) <= 2 * own
+
+
+def _joined(group: list[_Reach]) -> tuple[Leaf, dict[str, ViewRef]]:
+    start = min(member.start for member in group) // _ALIGN * _ALIGN
+    stop = max(member.stop for member in group)
+    first = group[0].leaf
+    seen = LocalTensor(tensors.storage_bytes(first.local.tensor, start, stop), "uint8", whole((stop - start,)))
+    refs = {member.leaf.name: _view(member.leaf, first.name, start) for member in group}
+    return Leaf(first.name, seen, first.replicated, first.first), refs
+
+
+def _view(leaf: Leaf, base: str, start: int) -> ViewRef:
+    tensor = leaf.local.tensor
+    offset = tensor.storage_offset() * tensor.element_size() - start
+    return ViewRef(base, leaf.local.dtype, leaf.local.shape, tuple(tensor.stride()), offset)
+
+
+def _renamed(tree: Any, views: dict[str, ViewRef]) -> Any:
+    if isinstance(tree, TensorRef):
+        return views.get(tree.name, tree)
+    if isinstance(tree, StatefulNode):
+        return StatefulNode(tree.kind, _renamed(tree.state, views))
+    if isinstance(tree, ValueNode):
+        return ValueNode(tree.kind, tree.about, _renamed(tree.value, views))
+    if isinstance(tree, PartsNode):
+        return PartsNode(tree.kind, tree.values, _renamed(tree.parts, views))
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            tree[key] = _renamed(value, views)
+        return tree
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_renamed(value, views) for value in tree)
+    return tree

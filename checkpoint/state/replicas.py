@@ -1,15 +1,16 @@
-"""Whether the ranks that hold the same tensor hold the same bytes.
+"""Check that the ranks that hold the same tensor hold the same bytes.
 
-Replicas are written once, by one of the ranks that hold them, so a rank that has drifted away from the others (a fault of its
-hardware, a gradient that was not reduced, a seed that differs) would go unnoticed and be healed or spread by the next restore. So
-every rank hashes a sample of each replica, and the ranks compare a hash of those hashes: one all-reduce of 16 bytes for each set
-of ranks that hold the same tensors. Only when that differs are the hashes of the tensors concerned exchanged.
+A replicated tensor is written by one of its ranks. A rank that has diverged (a hardware fault, a gradient that was not
+reduced, another seed) would go unnoticed, and the next restore would repair or spread the difference. So every rank
+hashes a sample of each replica, and the ranks compare a hash of these hashes: one all-reduce of 16 bytes for each set
+of ranks that hold the same tensors. Only if that differs do they exchange the hashes of the tensors concerned.
 
-The sample is `BLOCKS` runs of `BLOCK_BYTES`, evenly spread, at other places in every step; tensors up to 16 KiB whole. A rank
-that has drifted differs nearly everywhere. A single flipped bit in a large tensor is found with the chance that it is sampled.
-Invariant: every rank takes part in every exchange, and all come to the same answer. Modules' buffers are not compared: running
-means may differ, and the lowest rank's count.
-Failure behaviour: a rank that cannot hash its tensors takes part as one that holds none, then raises its error.
+The sample is `BLOCKS` runs of `BLOCK_BYTES`, evenly spread, at other places in every step; tensors of up to 16 KiB are
+hashed whole. A diverged rank differs nearly everywhere. A single flipped bit in a large tensor is found only if it is
+sampled.
+Invariant: every rank takes part in every exchange, and all reach the same answer. Modules' buffers are not compared:
+running means may differ, and the lowest rank's are saved.
+Failure behaviour: a rank that cannot hash its tensors takes part as a rank that holds none, then raises its error.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Protocol
 import torch
 import xxhash
 
-from headrace.checkpoint.state.kinds import as_bits, memory_of
-from headrace.checkpoint.state.prepare import Prepared, Replica
+from headrace.checkpoint.state.division import PreparedSave, Replica
+from headrace.checkpoint.state.tensors import as_bits, memory_of
 
 BLOCKS, BLOCK_BYTES = 16, 1024
 POLICIES = ("off", "warn", "error")
@@ -59,7 +60,7 @@ class Divergence:
         return f"{self.name} (rank {who})"
 
 
-def diverged(prepared: Prepared, ranks: Exchange, step: int) -> tuple[Divergence, ...]:
+def diverged(prepared: PreparedSave, ranks: Exchange, step: int) -> tuple[Divergence, ...]:
     """The replicas that differ, at most `_NAMED` of them; called by all ranks of a job of several."""
     sets = list(_sets(prepared.replicated))
     if not sets:
@@ -101,12 +102,12 @@ def _sets(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
         yield from (members[i : i + _SET] for i in range(0, len(members), _SET))
 
 
-def _hashes(prepared: Prepared, step: int) -> dict[str, bytes]:
+def _hashes(prepared: PreparedSave, step: int) -> dict[str, bytes]:
     """Of what this rank holds. Samples on a device come to main memory in one copy."""
     keys, samples = [], []
     for key, leaf in prepared.shared.items():
         keys.append(key)
-        samples.append(sample(leaf.seen.tensor, step))
+        samples.append(sample(leaf.local.tensor, step))
     found: dict[str, bytes] = {}
     for device in {each.device for each in samples}:
         there = [i for i, each in enumerate(samples) if each.device == device]

@@ -1,10 +1,10 @@
-"""The state's shape and its Python values as one msgpack document: everything of a checkpoint that is not tensor bytes.
+"""The structure of a state and its Python values, as one msgpack document: everything in a checkpoint except tensor bytes.
 
-Invariant: decoding gives back what was encoded, types included: tuples stay tuples, integer keys stay integers, NaN and
-infinities and integers of any size survive. A subclass of a built-in type is not that type, and is refused. Decoding builds
-nothing but the types named here, so a document from outside cannot run code.
-Failure behaviour: a value that cannot be encoded is a `UsageError` naming its path in the state; a document that is not
-of this form is a `CorruptionError`.
+Invariant: decoding returns what was encoded, with the same types: tuples stay tuples, integer keys stay integers; NaN,
+infinities and integers of any size survive. A subclass of a built-in type is another type, and is refused. Decoding
+creates only the types listed here, so a document from outside cannot run code.
+Failure behaviour: `UsageError` names the path of a value that cannot be encoded; `CorruptionError` for a malformed
+document.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Python values that msgpack has no form for: an explicit list of types, each taken apart into plain values and made again.
+"""Python values that msgpack has no form for: a fixed list of types, each encoded as plain values and decoded again.
 
-Enum members and named tuples are found again by the name of their class, among the modules that are loaded already. Nothing is
+Enum members and named tuples are found by the name of their class, in modules that are already loaded. Nothing is
 imported or unpickled.
-Invariant: `made(taken(x))` equals `x` and has its type.
-Failure behaviour: `taken` returns None for any other value, which the document then refuses by its path. `made` raises
-`MismatchError` for a class that is not loaded here or has changed, and `CorruptionError` for a node that no save has written.
+Invariant: `decode(encode(x))` equals `x` and has its type.
+Failure behaviour: `encode` returns None for any other value, and the document then refuses it by its path. `decode`
+raises `MismatchError` for a class that is not loaded or has changed, and `CorruptionError` for a node that no save has
+written.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, floa
 _NUMPY_DTYPE = re.compile(r"[<>|](?:[biufc][0-9]{1,2}|[SU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
 
 
-def taken(value: Any) -> ValueNode | None:
+def encode(value: Any) -> ValueNode | None:
     """The value as a node, None when its type is not listed. What `value` of the node holds is yet to be taken."""
     kind = type(value)
     if kind in _HOLDERS:
@@ -59,7 +60,7 @@ def taken(value: Any) -> ValueNode | None:
     return node if _comes_back(node, value) else None
 
 
-def made(node: ValueNode) -> Any:
+def decode(node: ValueNode) -> Any:
     """The value of a node of which `value` was made already."""
     if node.kind not in _MAKING:
         raise UnsupportedError(f"values of kind {node.kind!r:.60} are not known here", hint="install a newer Headrace")
@@ -71,7 +72,7 @@ def made(node: ValueNode) -> Any:
 
 def _comes_back(node: ValueNode, value: Any) -> bool:
     try:
-        again = made(node)
+        again = decode(node)
     except (CorruptionError, MismatchError):
         return False
     if type(again) is not type(value):

@@ -14,7 +14,7 @@ from headrace.checkpoint.format.documents import Base, StepName
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline
 from headrace.checkpoint.repository.fetch import open_step
-from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.checkpoint.saving.plan import Event
@@ -125,11 +125,11 @@ class MemorySink:
 
 def load(store: Store, base: Base, rank: int = 0, run: str = RUN) -> dict[str, bytes]:
     """The step's tensors as `rank` sees them."""
-    with restore.reading(store, run, base) as step:
-        found = restore.tensors_of(step, rank)
+    with chunk_reader.LeasedStep(store, run, base) as step:
+        found = chunk_reader.tensors_of(step, rank)
         sinks = {name: MemorySink(chunking.nbytes(saved.dtype, saved.shape)) for name, saved in found.items()}
-        restore.read(
-            store, step, [restore.Want(saved, whole(saved.shape), sinks[name]) for name, saved in found.items()]
+        chunk_reader.read(
+            store, step, [chunk_reader.Want(saved, whole(saved.shape), sinks[name]) for name, saved in found.items()]
         )
     assert all(sink.closed or not sink.data for sink in sinks.values())
     return {name: bytes(sink.data) for name, sink in sinks.items()}

@@ -22,7 +22,7 @@ from headrace import checkpoint
 from headrace.checkpoint import RNG, Checkpointer, SaveResult
 from headrace.checkpoint.format.chunking import ITEM_BYTES
 from headrace.checkpoint.repository import writers
-from headrace.checkpoint.state.kinds import as_bits, empty
+from headrace.checkpoint.state.tensors import as_bits, empty
 from headrace.dataio.core.errors import (
     AmbiguousWriteError,
     CapacityError,

@@ -122,11 +122,12 @@ def test_a_child_is_told_that_checkpointer_and_handle_are_its_parents_and_closes
 def test_a_child_shares_no_timeline_with_its_parent(tmp_path: Path) -> None:
     ours, known = writers.enter(), writers.of_this_job()
     assert ours in known
-    session.handed_on()
+    session.export_session()
 
     def work() -> bool:
         return (
-            not (writers.of_this_job() & known) and session.handed_on()[0].partition("-")[0] != ours.partition("-")[0]
+            not (writers.of_this_job() & known)
+            and session.export_session()[0].partition("-")[0] != ours.partition("-")[0]
         )
 
     assert child(work)

@@ -24,7 +24,7 @@ from torch import nn
 
 from headrace.checkpoint import RNG, Checkpointer, Keep, read
 from headrace.checkpoint.repository import tags
-from headrace.checkpoint.restoring.reading import LazyTensor
+from headrace.checkpoint.restoring.saved_step import LazyTensor
 from headrace.checkpoint.saving import compression
 from headrace.dataio import index, pack
 from headrace.dataio.shards.dataset import Dataset

@@ -139,12 +139,12 @@ def test_a_process_that_saves_for_another_one_goes_on_in_its_timeline_and_branch
     save(store, 1, 2)
     load(store, 1, resume=True)
     sent = pickle.dumps(RepositoryWriter(store.location.url, run="a", step=2))
-    trainer = session.handed_on()
+    trainer = session.export_session()
     another_process()
     dcp.save(state(2), storage_writer=pickle.loads(sent))  # noqa: S301 - our own
     assert timeline.numbers(store, "a") == [1, 2]
     another_process()
-    session.take_over(trainer)
+    session.adopt_session(trainer)
     with pytest.raises(CheckpointException):
         save(store, 2)  # the other process has saved it in this branch
     save(store, 3)
@@ -154,14 +154,14 @@ def test_a_process_that_saves_for_another_one_goes_on_in_its_timeline_and_branch
 
 def test_a_trainer_all_of_whose_saves_another_process_makes_does_not_take_the_run_back(store: Store) -> None:
     sent = pickle.dumps(RepositoryWriter(store.location.url, run="a", step=1))
-    trainer = session.handed_on()
+    trainer = session.export_session()
     another_process()
     dcp.save(state(1), storage_writer=pickle.loads(sent))  # noqa: S301 - our own
     another_process()
     save(store, 2)  # the heir
     another_process()
-    session.take_over(trainer)
-    session.handed_on()
+    session.adopt_session(trainer)
+    session.export_session()
     with pytest.raises(CheckpointException) as caught:
         save(store, 3)
     assert "timeline 1 was taken over by timeline 2" in str(caught.value.failures[0][0])

@@ -34,7 +34,7 @@ from headrace.checkpoint.format.chunking import (
 )
 from headrace.checkpoint.format.manifest import Chunk, Manifest, PackName, Span, Tensor
 from headrace.checkpoint.saving import plan
-from headrace.checkpoint.sharding.owners import owners
+from headrace.checkpoint.sharding import assign_writers
 from headrace.checkpoint.state import tree
 from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError, UsageError
 from headrace.dataio.core.limits import MIB
@@ -178,8 +178,8 @@ def test_a_layout_never_overlaps_and_its_chunks_give_every_tensor_back(specs: li
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 8))
 def test_the_work_of_replicas_is_spread_evenly_and_the_same_on_every_rank(sizes: list[int], world: int) -> None:
     rows = [(f"t{i}", n, range(world)) for i, n in enumerate(sizes)]
-    found = owners(rows)
-    assert found == owners(reversed(rows))
+    found = assign_writers(rows)
+    assert found == assign_writers(reversed(rows))
     load = [sum(n for i, n in enumerate(sizes) if found[f"t{i}"] == rank) for rank in range(world)]
     assert max(load) - min(load) <= max(sizes, default=0)
 

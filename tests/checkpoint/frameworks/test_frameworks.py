@@ -344,7 +344,7 @@ def test_accelerate_keeps_its_whole_state_in_the_repository(tmp_path: Path) -> N
 
 
 def test_map_location_moves_what_shares_memory_together() -> None:
-    from headrace.checkpoint.frameworks.mapping import mapped
+    from headrace.checkpoint.frameworks.lightning import mapped
 
     base = torch.arange(6.0)
     state = {"a": base, "b": [base[2:5]], "n": 3, "t": (base.view(2, 3),)}

@@ -24,9 +24,9 @@ from headrace.checkpoint.format.chunking import whole
 from headrace.checkpoint.gds import GdsStore, direct_for, saving
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.check import check
-from headrace.checkpoint.restoring import restore
-from headrace.checkpoint.restoring.restore import Want
-from headrace.checkpoint.state.kinds import TensorSink
+from headrace.checkpoint.restoring import chunk_reader
+from headrace.checkpoint.restoring.chunk_reader import Want
+from headrace.checkpoint.state.tensors import TensorSink
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
@@ -166,14 +166,14 @@ def test_a_tensor_of_which_other_ranks_send_a_part_goes_through_host_memory(tmp_
     with open_store(tmp_path) as store:
         base = repository.find(store, "a", 1)
         assert base is not None
-        with restore.reading(store, "a", base) as step:
+        with chunk_reader.LeasedStep(store, "a", base) as step:
             into = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
-            saved = restore.tensors_of(step, 0)
+            saved = chunk_reader.tensors_of(step, 0)
             wants = [Want(saved[name], whole(tuple(t.shape)), TensorSink(t)) for name, t in into.items()]
-            reading = restore.Reading(step, wants)
+            reading = chunk_reader.ChunkReader(step, wants)
             places = reading.needed()
             sent = next(place for place in places if [use.want for use in place[1].uses] == [0])
-            rest = GdsStore(store, counts.direct()).read_straight(reading, [p for p in places if p is not sent])
+            rest = GdsStore(store, counts.direct()).read_directly(reading, [p for p in places if p is not sent])
             assert {use.want for _, chunk in rest for use in chunk.uses} == {0}
             assert counts.read == given["v"].nbytes
             reading.fetch(store, [*rest, sent])

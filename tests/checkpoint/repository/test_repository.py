@@ -18,7 +18,7 @@ from headrace.checkpoint.format.documents import Base, Lease, PendingDelete, Ste
 from headrace.checkpoint.format.manifest import Chunk
 from headrace.checkpoint.repository import check, fetch, timeline
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring import chunk_reader
 from headrace.dataio.cli import main as headrace
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
 from headrace.dataio.core.limits import KIB, MIB
@@ -304,7 +304,7 @@ def test_a_reader_that_may_not_write_still_restores_what_is_committed(store: Sto
 
 def test_a_lease_names_the_step_while_it_is_read(store: Store) -> None:
     base = save(store, make(store, tiny_state(1), step=1, number=begin(store)))
-    with restore.reading(store, RUN, base):
+    with chunk_reader.LeasedStep(store, RUN, base):
         (info,) = store.list(names.LEASES)
         assert read(store, info.key, Lease).bases == (base,)
     assert not list(store.list(names.LEASES))

@@ -27,7 +27,7 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.repository.writers import Standing
-from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.saving import dedup
 from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError
 from headrace.dataio.store.base import ObjectInfo, Store
@@ -89,7 +89,7 @@ class World:
     def _reader(self) -> None:
         base = repository.find(self.store, RUN, "latest")
         assert base is not None
-        with restore.reading(self.store, RUN, base) as step:
+        with chunk_reader.LeasedStep(self.store, RUN, base) as step:
             for moment in range(4):
                 self.store.exists(f"reading {moment}")
             found = {m.name: b"" for m in step.manifests[0].tensors}

@@ -14,7 +14,7 @@ import torch
 from headrace.checkpoint import Checkpointer, read
 from headrace.checkpoint.dcp import RepositoryReader
 from headrace.checkpoint.format import names
-from headrace.checkpoint.restoring.reading import SavedStep
+from headrace.checkpoint.restoring.saved_step import SavedStep
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrappers import MetricsStore, Wrapper

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoint.restoring import nearby
+from headrace.checkpoint.restoring import shared_reads
 from headrace.dataio.store.open import open_store
 
 
@@ -18,6 +18,6 @@ def test_some_threads_wait_for_a_nodes_disk_or_for_each_rank_where_the_store_is_
     kind: str, cores: int, ranks: int, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(nearby, "file_system", lambda _: kind)
+    monkeypatch.setattr(shared_reads, "file_system", lambda _: kind)
     with open_store(str(tmp_path)) as store:
-        assert nearby.threads(store, ranks) == wanted
+        assert shared_reads.threads(store, ranks) == wanted

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from headrace.checkpoint.format.chunking import Box, whole
-from headrace.checkpoint.restoring import restore
-from headrace.checkpoint.restoring.restore import Want
+from headrace.checkpoint.restoring import chunk_reader
+from headrace.checkpoint.restoring.chunk_reader import Want
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Store
@@ -52,9 +52,9 @@ def store(tmp_path: Path) -> Store:
 def test_every_byte_of_a_large_raw_tensor_is_read_to_its_place(store: Store) -> None:
     base = save(store, make(store, {"big": NOISE, "small": b"1234"}, step=1, number=begin(store)))
     seen, sink = Seen(store), MemorySink(BIG)
-    with restore.reading(store, RUN, base) as step:
-        saved = restore.tensors_of(step, 0)["big"]
-        restore.read(seen, step, [Want(saved, whole((BIG,)), sink)])
+    with chunk_reader.LeasedStep(store, RUN, base) as step:
+        saved = chunk_reader.tensors_of(step, 0)["big"]
+        chunk_reader.read(seen, step, [Want(saved, whole((BIG,)), sink)])
     assert sink.data == NOISE
     assert sink.closed
     assert seen.read_inside(sink) == BIG == sum(length for _, length in seen.memory)
@@ -77,9 +77,9 @@ def test_rows_are_read_straight_into_a_part_and_columns_by_way_of_a_buffer(store
     for part, direct in (((256, 0), (512, 4096)), True), (((0, 1024), (rows, 2048)), False):
         (row, column), (height, width) = part
         seen, sink = Seen(store), MemorySink(height * width)
-        with restore.reading(store, RUN, base) as step:
-            saved = restore.tensors_of(step, 0)["w"]
-            restore.read(seen, step, [Want(saved, Box(box.shape, (row, column), (height, width)), sink)])
+        with chunk_reader.LeasedStep(store, RUN, base) as step:
+            saved = chunk_reader.tensors_of(step, 0)["w"]
+            chunk_reader.read(seen, step, [Want(saved, Box(box.shape, (row, column), (height, width)), sink)])
         assert bytes(sink.data) == array[row : row + height, column : column + width].tobytes()
         assert seen.read_inside(sink) == (height * width if direct else 0)
 
@@ -91,8 +91,8 @@ def test_damage_that_was_read_to_its_place_is_read_again_and_else_wiped_out(stor
     assert load(once, base) == {"big": NOISE}
     assert once.flipped == 1
     always, sink = Seen(store, chunk.offset, bad=9), MemorySink(BIG)
-    with restore.reading(store, RUN, base) as step, pytest.raises(CorruptionError, match="tensor 'big'"):
-        restore.read(always, step, [Want(restore.tensors_of(step, 0)["big"], whole((BIG,)), sink)])
+    with chunk_reader.LeasedStep(store, RUN, base) as step, pytest.raises(CorruptionError, match="tensor 'big'"):
+        chunk_reader.read(always, step, [Want(chunk_reader.tensors_of(step, 0)["big"], whole((BIG,)), sink)])
     assert always.flipped == 2
     assert not sink.closed
     at = sum(c.raw for c in manifest_of(store, base).chunks[:1])

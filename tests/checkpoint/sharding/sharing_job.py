@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from headrace.checkpoint import Checkpointer
-from headrace.checkpoint.restoring import nearby
+from headrace.checkpoint.restoring import shared_reads
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
@@ -73,15 +73,15 @@ def main(directory: str, damaged: str) -> None:
         bytes=sum(p.nbytes for p in saved["model"].parameters()),
         digests=[digest(p) for p in saved["model"].parameters()],
     )
-    own = set(nearby._OWN)
+    own = set(shared_reads._OWN)
     exports = own if dist.get_rank() == 0 else set()
     for file_systems in (
         own,
         set(),
         exports,
     ):  # a disk of the node; one that the ranks share, as NFS; one that rank 0 exports
-        nearby._OWN.clear()
-        nearby._OWN.update(file_systems)
+        shared_reads._OWN.clear()
+        shared_reads._OWN.update(file_systems)
         restore(directory, "exp", False)
         restore(directory, "exp", True)
         restore(damaged, "exp", False)

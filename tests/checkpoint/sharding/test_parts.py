@@ -16,8 +16,9 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.saving.arena import Staging
 from headrace.checkpoint.saving.copying import Copying
 from headrace.checkpoint.saving.slices import SlicedState
-from headrace.checkpoint.state.flatten import Leaf, Seen
-from headrace.checkpoint.state.prepare import Planner, Row, Taken, divide
+from headrace.checkpoint.state.division import FlatState, Row, SavePlanner, assign_writes
+from headrace.checkpoint.state.flatten import Leaf
+from headrace.checkpoint.state.tensors import LocalTensor
 from headrace.dataio.core.errors import MismatchError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
@@ -49,14 +50,14 @@ def test_ranks_that_hold_different_shapes_or_leave_a_part_out_are_told_before_an
         return zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(rows))
 
     one, other = Row("w", "float32", (4,), (0,), (2,), False), Row("w", "float32", (4,), (2,), (2,), False)
-    assert set(divide((table(one), table(other))).owners.values()) == {0, 1}
+    assert set(assign_writes((table(one), table(other))).owners.values()) == {0, 1}
     for rows, what in (
         ((one, one), "hold 2 of 4"),
         ((one, Row("w", "float32", (4,), (1,), (3,), False)), "overlap"),
         ((one, Row("w", "float64", (4,), (2,), (2,), False)), r"float32\[4\] on rank 0 and float64\[4\] on rank 1"),
     ):
         with pytest.raises(MismatchError, match=what):
-            divide(tuple(table(row) for row in rows))
+            assign_writes(tuple(table(row) for row in rows))
 
 
 def save_in(
@@ -98,9 +99,9 @@ def test_most_chunks_are_found_again_by_another_number_of_ranks(dim: int, tmp_pa
 @pytest.mark.parametrize("mode", ["eager", "lazy", "slices"])
 def test_a_column_shard_is_staged_in_bands_and_comes_back(mode: str, tmp_path: Path) -> None:
     weight = torch.randn(1024, 3000).bfloat16()[:, 500:2500]
-    leaf = Leaf("w", Seen(weight, "bfloat16", Box((1024, 3000), (0, 500), (1024, 2000)), True), False)
-    other = Leaf("v", Seen(torch.randn(3), "float32", Box((3,), (0,), (3,))), False)
-    prepared = Planner().prepare(Taken(b"", [other, leaf]), Alone())
+    leaf = Leaf("w", LocalTensor(weight, "bfloat16", Box((1024, 3000), (0, 500), (1024, 2000)), True), False)
+    other = Leaf("v", LocalTensor(torch.randn(3), "float32", Box((3,), (0,), (3,))), False)
+    prepared = SavePlanner().prepare(FlatState(b"", [other, leaf]), Alone())
     specs, tensors, place = prepared.specs, prepared.tensors, prepared.layout
     assert len(specs) == len(tensors) > 4
     staging = Staging()

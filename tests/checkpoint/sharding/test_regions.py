@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.checkpoint.format.chunking import Box
-from headrace.checkpoint.sharding.cover import flaw
-from headrace.checkpoint.sharding.owners import owners
-from headrace.checkpoint.sharding.regions import copy, place, run_parts, touches
+from headrace.checkpoint.sharding import assign_writers, copy_overlap, coverage_error, offset_in, overlaps, run_parts
 
 
 @st.composite
@@ -52,10 +50,10 @@ def test_runs_of_one_shard_fill_exactly_what_another_has_of_it(
     edges = sorted({0, len(given_bytes), *data.draw(st.lists(st.integers(0, len(given_bytes)), max_size=4))})
     for start, stop in itertools.pairwise(edges):
         before = bytes(memory)
-        copy(source, target, item, start, memoryview(given_bytes)[start:stop], memory)
-        at = place(source, target, item, start, stop - start)
+        copy_overlap(source, target, item, start, memoryview(given_bytes)[start:stop], memory)
+        at = offset_in(source, target, item, start, stop - start)
         assert at is None or memory[at : at + stop - start] == given_bytes[start:stop]
-        assert touches(source, target, item, start, stop - start) or bytes(memory) == before
+        assert overlaps(source, target, item, start, stop - start) or bytes(memory) == before
     expected = np.zeros_like(whole)
     for box in (source, target):  # what both have
         inside = np.zeros(shape, bool)
@@ -68,13 +66,13 @@ def test_runs_of_one_shard_fill_exactly_what_another_has_of_it(
 def test_rows_lie_as_one_run_in_every_shard_of_rows_that_has_them() -> None:
     whole, half, last = Box((8, 3), (0, 0), (8, 3)), Box((8, 3), (2, 0), (4, 3)), Box((8, 3), (6, 0), (2, 3))
     column = Box((8, 3), (0, 1), (8, 1))
-    assert place(half, whole, 4, 12, 24) == 2 * 12 + 12
-    assert place(whole, half, 4, 3 * 12, 24) == 12
-    assert place(half, last, 4, 0, 12) is None
-    assert place(whole, half, 4, 12, 24) is None  # a part of it
-    assert place(whole, column, 4, 0, 12) is None
-    assert place(column, column, 4, 8, 16) == 8
-    assert place(Box((), (), ()), Box((), (), ()), 4, 0, 4) == 0
+    assert offset_in(half, whole, 4, 12, 24) == 2 * 12 + 12
+    assert offset_in(whole, half, 4, 3 * 12, 24) == 12
+    assert offset_in(half, last, 4, 0, 12) is None
+    assert offset_in(whole, half, 4, 12, 24) is None  # a part of it
+    assert offset_in(whole, column, 4, 0, 12) is None
+    assert offset_in(column, column, 4, 8, 16) == 8
+    assert offset_in(Box((), (), ()), Box((), (), ()), 4, 0, 4) == 0
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), st.data())
@@ -87,16 +85,18 @@ def test_a_grid_of_shards_covers_its_tensor_and_any_change_to_it_is_a_flaw(
         ends = list(itertools.pairwise(edges))
         grid = [Box(shape, (*g.offset, a), (*g.local, b - a)) for g in grid for a, b in ends]
     grid = data.draw(st.permutations(grid))
-    assert flaw(grid) is None
-    assert flaw([*grid, Box(shape, (0,) * len(shape), (0,) * len(shape))]) is None  # an empty shard is none
-    assert "overlap" in (flaw([*grid, grid[0]]) or "")
+    assert coverage_error(grid) is None
+    assert coverage_error([*grid, Box(shape, (0,) * len(shape), (0,) * len(shape))]) is None  # an empty shard is none
+    assert "overlap" in (coverage_error([*grid, grid[0]]) or "")
     if len(grid) > 1:
-        assert "elements" in (flaw(grid[1:]) or "")
+        assert "elements" in (coverage_error(grid[1:]) or "")
 
 
 def test_shards_that_overlap_without_sharing_an_edge_are_found() -> None:
-    assert "overlap" in (flaw([Box((4, 4), (0, 0), (3, 4)), Box((4, 4), (2, 0), (2, 4))]) or "")
-    assert flaw([Box((4, 4), (0, 0), (4, 2)), Box((4, 4), (0, 2), (2, 2)), Box((4, 4), (2, 2), (2, 2))]) is None
+    assert "overlap" in (coverage_error([Box((4, 4), (0, 0), (3, 4)), Box((4, 4), (2, 0), (2, 4))]) or "")
+    assert (
+        coverage_error([Box((4, 4), (0, 0), (4, 2)), Box((4, 4), (0, 2), (2, 2)), Box((4, 4), (2, 2), (2, 2))]) is None
+    )
 
 
 def test_a_tensor_in_many_shards_is_judged_without_comparing_each_with_each() -> None:
@@ -109,11 +109,11 @@ def test_a_tensor_in_many_shards_is_judged_without_comparing_each_with_each() ->
             compared += 1
             return super().overlaps(other)
 
-    assert flaw([Counted(b.shape, b.offset, b.local) for b in shards]) is None
+    assert coverage_error([Counted(b.shape, b.offset, b.local) for b in shards]) is None
     assert compared == 0
 
 
 def test_each_holder_set_spreads_its_own_work_and_ignores_who_does_not_hold_it() -> None:
     held = [("a", 10, (0, 2)), ("b", 8, (0, 2)), ("c", 1, (1,)), ("d", 3, (0, 2))]
-    assert owners(held) == owners(reversed(held)) == {"a": 0, "b": 2, "c": 1, "d": 2}
-    assert owners(held[2:]) == {"c": 1, "d": 0}
+    assert assign_writers(held) == assign_writers(reversed(held)) == {"a": 0, "b": 2, "c": 1, "d": 2}
+    assert assign_writers(held[2:]) == {"c": 1, "d": 0}

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint.format import chunking
 from headrace.checkpoint.format.chunking import Layout, whole
-from headrace.checkpoint.state import replicas
+from headrace.checkpoint.state import replicas, tensors
+from headrace.checkpoint.state.division import PreparedSave, Replica
 from headrace.checkpoint.state.flatten import Leaf, Seen
-from headrace.checkpoint.state.kinds import TorchKinds
-from headrace.checkpoint.state.prepare import Prepared, Replica
 from headrace.checkpoint.state.replicas import BLOCK_BYTES, BLOCKS, Divergence, diverged, sample
 from tests.support.ranks import launch
 
@@ -54,8 +53,8 @@ def held(name: str, tensor: torch.Tensor) -> Leaf:
     return Leaf(name, Seen(tensor, str(tensor.dtype)[6:], whole(tuple(tensor.shape))), True)
 
 
-def holding(tree: bytes, replicated: tuple[Replica, ...], here: dict[str, Leaf]) -> Prepared:
-    return Prepared(tree, (), [], Layout((), 0, 0), b"", replicated, here)
+def holding(tree: bytes, replicated: tuple[Replica, ...], here: dict[str, Leaf]) -> PreparedSave:
+    return PreparedSave(tree, (), [], Layout((), 0, 0), b"", replicated, here)
 
 
 def found(world: int, holders: dict[str, tuple[int, ...]], wrong: dict[str, int]) -> tuple[list[object], int]:
@@ -86,7 +85,7 @@ def test_exactly_the_tensors_that_differ_are_named_on_every_rank(data: st.DataOb
 def test_a_rank_that_cannot_hash_does_not_leave_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     together, replicated = Together(2), (Replica("w", "w", (0, 1)),)
 
-    def hashes(prepared: Prepared, step: int) -> dict[str, bytes]:
+    def hashes(prepared: PreparedSave, step: int) -> dict[str, bytes]:
         if not prepared.tree:
             raise RuntimeError("no memory")
         return {"w": b"12345678"}
@@ -103,7 +102,7 @@ def test_a_rank_that_cannot_hash_does_not_leave_the_others_waiting(monkeypatch: 
 
 @pytest.mark.parametrize("dtype", sorted(chunking.ITEM_BYTES))
 def test_a_sample_is_the_same_however_the_tensor_is_strided_and_of_bounded_size(dtype: str) -> None:
-    made = TorchKinds().empty("uint8", (48, 64 * 16))
+    made = tensors.empty_like("uint8", (48, 64 * 16))
     made.copy_(torch.arange(made.numel()).view(made.shape) % 251)
     tensor = made.view(getattr(torch, dtype))
     strided = torch.cat([made, made], 1).view(getattr(torch, dtype))[:, : tensor.shape[1]]

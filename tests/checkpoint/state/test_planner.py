@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.checkpoint.state import prepare as prepared
-from headrace.checkpoint.state.kinds import TorchKinds
-from headrace.checkpoint.state.prepare import Planner, Prepared, take_apart
+from headrace.checkpoint.state import division as prepared
+from headrace.checkpoint.state.division import PreparedSave, SavePlanner, flatten_state
 
 SHAPES = [(3,), (4, 5), (20_000,), (0,), (2, 0), ()]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32]
@@ -52,7 +51,7 @@ def states(draw: st.DrawFn) -> dict[str, Any]:
     return found
 
 
-def facts(found: Prepared) -> tuple[object, ...]:
+def facts(found: PreparedSave) -> tuple[object, ...]:
     where = [(t.data_ptr(), t.dtype, tuple(t.shape), t.stride()) for t in found.tensors]
     return found.tree, found.specs, found.layout, found.replicas, found.replicated, sorted(found.shared), where
 
@@ -60,22 +59,22 @@ def facts(found: Prepared) -> tuple[object, ...]:
 @settings(max_examples=25)
 @given(st.lists(states(), min_size=2, max_size=4), st.lists(st.integers(0, 3), min_size=3, max_size=8))
 def test_a_plan_that_is_used_again_is_the_one_that_would_be_made(found: list[dict[str, Any]], order: list[int]) -> None:
-    planner = Planner()
+    planner = SavePlanner()
     for number in order:
         state = found[number % len(found)]
-        again = planner.prepare(planner.known(take_apart(state, TorchKinds())), Alone())
-        fresh = Planner().prepare(take_apart(state, TorchKinds()), Alone())
+        again = planner.prepare(planner.known(flatten_state(state)), Alone())
+        fresh = SavePlanner().prepare(flatten_state(state), Alone())
         assert facts(again) == facts(fresh)
 
 
 def test_while_nothing_changes_the_work_is_divided_once() -> None:
-    planner, state = Planner(), {"a": torch.zeros(5), "step": 1}
-    first = planner.prepare(planner.known(take_apart(state, TorchKinds())), Alone())
+    planner, state = SavePlanner(), {"a": torch.zeros(5), "step": 1}
+    first = planner.prepare(planner.known(flatten_state(state)), Alone())
     state = {"a": torch.ones(5), "step": 2}
-    second = planner.prepare(planner.known(take_apart(state, TorchKinds())), Alone())
+    second = planner.prepare(planner.known(flatten_state(state)), Alone())
     assert second.layout is first.layout
     assert second.tree != first.tree
     assert second.tensors[0] is not first.tensors[0]
-    third = planner.prepare(planner.known(take_apart({"a": torch.ones(5).double(), "step": 2}, TorchKinds())), Alone())
+    third = planner.prepare(planner.known(flatten_state({"a": torch.ones(5).double(), "step": 2})), Alone())
     assert third.layout is not first.layout
     assert prepared.lay_out(third.specs) == third.layout

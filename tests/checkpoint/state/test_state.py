@@ -15,7 +15,7 @@ from torch import nn
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.repository.fetch import Step
-from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring import chunk_reader
 from headrace.dataio.core.errors import CorruptionError, MismatchError, UsageError
 
 
@@ -278,14 +278,14 @@ def test_bad_patterns_are_refused(patterns: Any, tmp_path: Path) -> None:
 
 def test_a_view_that_reaches_out_of_its_bytes_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = torch.arange(1000.0)
-    real = restore.tensors_of
+    real = chunk_reader.tensors_of
 
     def shorter(step: Step, rank: int) -> Any:
         found = real(step, rank)
-        return {name: restore.Saved(s.dtype, (s.shape[0] - 1,), s.shards) for name, s in found.items()}
+        return {name: chunk_reader.Saved(s.dtype, (s.shape[0] - 1,), s.shards) for name, s in found.items()}
 
     with open_at(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": [base, base[5:]]}).result(60)
-        monkeypatch.setattr(restore, "tensors_of", shorter)
+        monkeypatch.setattr(chunk_reader, "tensors_of", shorter)
         with pytest.raises(CorruptionError, match="reaches out of it"):
             checkpointer.restore({"x": None})

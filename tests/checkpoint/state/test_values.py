@@ -277,7 +277,7 @@ def test_a_class_that_is_not_loaded_or_has_changed_is_named_and_nothing_is_impor
         ValueNode("enum", ["os:system", ["true"]]),
     ):
         with pytest.raises(MismatchError):
-            values.made(decode_again(node))
+            values.decode(decode_again(node))
 
 
 def decode_again(node: ValueNode) -> ValueNode:
@@ -335,9 +335,9 @@ def decode_again(node: ValueNode) -> ValueNode:
 )
 def test_a_node_that_no_save_has_written_is_reported(node: ValueNode) -> None:
     again = decode_again(node)
-    inner = values.made(again.value) if isinstance(again.value, ValueNode) else again.value
+    inner = values.decode(again.value) if isinstance(again.value, ValueNode) else again.value
     with pytest.raises((CorruptionError, MismatchError)):
-        values.made(ValueNode(again.kind, again.about, inner))
+        values.decode(ValueNode(again.kind, again.about, inner))
 
 
 @pytest.mark.parametrize("error", [MemoryError, OverflowError])
@@ -347,9 +347,9 @@ def test_a_value_that_memory_does_not_hold_is_reported(error: type[Exception], m
 
     monkeypatch.setitem(values._MAKING, "set", fails)
     with pytest.raises(CorruptionError, match="kind set"):
-        values.made(ValueNode("set", None, []))
+        values.decode(ValueNode("set", None, []))
 
 
 def test_a_kind_of_a_later_version_asks_for_it() -> None:
     with pytest.raises(UnsupportedError, match="newer Headrace"):
-        values.made(ValueNode("later", 1))
+        values.decode(ValueNode("later", 1))

@@ -17,7 +17,7 @@ from headrace.checkpoint.format.documents import Base, Commit, StepName, encode
 from headrace.checkpoint.repository import commit, timeline
 from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.repository.retention import ORPHAN_SECONDS
-from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.checkpoint.saving.plan import Event, Released
 from headrace.checkpoint.saving.progress import ProgressFile
@@ -448,7 +448,7 @@ def test_restoring_while_the_store_is_away_takes_what_was_committed(tmp_path: Pa
     shutil.rmtree(tmp_path / "store")
     with offline(near, first) as step:
         assert step.base == first
-        held = restore.tensors_of(step, 0)
+        held = chunk_reader.tensors_of(step, 0)
         assert set(held) == set(tiny_state(1))
     assert len(store.calls) == calls
 

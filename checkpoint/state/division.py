@@ -1,12 +1,12 @@
-"""What one rank writes of a state.
+"""Plan a save: which rank writes which tensor, and how the tensors are laid out.
 
-A rank knows what it holds; who else holds it, only the ranks together know, since a tensor may be spread over some of them and be
-the same on others. So they exchange tables of names and boxes, at the first save and whenever one of them changed, and every rank
-comes to the same division.
-Invariant: each tensor, or part of one, is written by exactly one of the ranks that hold it; the parts make up the tensors. Empty
-parts are not written, but for tensors that have no elements at all.
-Failure behaviour: `UsageError` naming the path of what cannot be saved; `MismatchError`, on all ranks alike, naming the tensor
-that ranks hold in different types or shapes, or of which a part is held by nobody.
+A rank knows what it holds; only the ranks together know which tensors are replicated or sharded over which of them. So
+the ranks exchange tables of names and boxes, at the first save and whenever a table changes. Every rank computes the
+same assignment.
+Invariant: each tensor, or shard of one, is written by exactly one of the ranks that hold it, and the shards make up the
+tensors. Empty shards are not written, except for tensors without elements.
+Failure behaviour: `UsageError` names the path of a value that cannot be saved. `MismatchError`, on all ranks alike,
+names a tensor that ranks hold in different types or shapes, or of which no rank holds a part.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import zstandard
 
 from headrace.checkpoint.format import chunking
 from headrace.checkpoint.format.chunking import Box, Layout, TensorSpec, digest, lay_out
-from headrace.checkpoint.sharding.cover import flaw
-from headrace.checkpoint.sharding.owners import owners
+from headrace.checkpoint.sharding import assign_writers, coverage_error
 from headrace.checkpoint.state import flatten as state
 from headrace.checkpoint.state import tree
-from headrace.checkpoint.state.flatten import Kinds, Leaf
-from headrace.checkpoint.state.views import share
+from headrace.checkpoint.state.flatten import Leaf, share
 from headrace.dataio.core.errors import CapacityError, MismatchError
 from headrace.dataio.core.limits import MIB, format_bytes
 
@@ -69,7 +67,7 @@ class Structure:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class FlatState:
     """A state taken apart, on one rank."""
 
     tree: bytes
@@ -78,7 +76,7 @@ class Taken:
 
     @property
     def rows(self) -> tuple[_Row, ...]:
-        return tuple((x.name, x.seen.dtype, x.seen.box, x.replicated, x.first) for x in self.leaves)
+        return tuple((x.name, x.local.dtype, x.local.box, x.replicated, x.first) for x in self.leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class WriteAssignment:
     """Who writes what. `replicas` are the same list on all ranks; `digest` is that of all tables."""
 
     owners: dict[str, int]
@@ -100,14 +98,14 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankPlan:
     """What one rank writes of a structure: numbers of leaves, each with the part of it, as `specs`, laid out as `layout`.
 
     `shared`: keys and numbers of what other ranks hold too.
     """
 
     structure: Structure
-    division: Division
+    division: WriteAssignment
     parts: tuple[tuple[int, tuple[slice, ...]], ...]
     specs: tuple[TensorSpec, ...]
     layout: Layout
@@ -115,7 +113,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedSave:
     """What this rank writes: `tensors`, in the order of `specs`, to where `layout` says.
 
     Shards that are cut in an inner dimension are there as their bands. `replicas`: the digest that all ranks must share.
@@ -141,61 +139,61 @@ class Exchange(Protocol):
         ...
 
 
-def take_apart(given: object, kinds: Kinds, everywhere: Callable[[str], bool] = state.nowhere) -> Taken:
+def flatten_state(given: object, everywhere: Callable[[str], bool] = state.nowhere) -> FlatState:
     """`given` as tensors and a document. Talks to nobody. `everywhere`: as for `flatten`."""
-    flat = share(state.flatten(given, kinds, everywhere), kinds)
-    return Taken(tree.encode(flat.tree), flat.leaves)
+    flat = share(state.flatten(given, everywhere))
+    return FlatState(tree.encode(flat.tree), flat.leaves)
 
 
-class Planner:
+class SavePlanner:
     """Prepares the saves of one trainer. What depends on the structure of the state alone is worked out once, for as long as
     the next state's is equal to it, in all that the work is divided and laid out by."""
 
     def __init__(self) -> None:
         self._structure: Structure | None = None
-        self._share: Share | None = None
+        self._share: RankPlan | None = None
 
-    def known(self, taken: Taken) -> Taken:
+    def known(self, taken: FlatState) -> FlatState:
         """With the structure, compared with the last one. Talks to nobody."""
         rows = taken.rows
         if self._structure is None or self._structure.rows != rows:
             self._structure = Structure.of(rows)
         return replace(taken, structure=self._structure)
 
-    def prepare(self, taken: Taken, ranks: Exchange) -> Prepared:
+    def prepare(self, taken: FlatState, ranks: Exchange) -> PreparedSave:
         """This rank's share of what `known` returned; called by all ranks."""
         structure, share = taken.structure or Structure.of(taken.rows), self._share
-        division = divide(tuple(ranks.gather(structure.table)))
+        division = assign_writes(tuple(ranks.gather(structure.table)))
         if share is None or share.structure is not structure or share.division is not division:
-            self._share = share = _share(structure, division, ranks.rank)
+            self._share = share = _rank_plan(structure, division, ranks.rank)
         tensors: list[Any] = []
         for number, part in share.parts:
-            tensor = taken.leaves[number].seen.tensor
+            tensor = taken.leaves[number].local.tensor
             tensors.append(tensor[part] if part else tensor)
         shared = {key: taken.leaves[number] for key, number in share.shared}
-        return Prepared(taken.tree, share.specs, tensors, share.layout, division.digest, division.replicas, shared)
+        return PreparedSave(taken.tree, share.specs, tensors, share.layout, division.digest, division.replicas, shared)
 
 
-def expected(taken: Taken, rank: int, world_size: int) -> Layout:
+def expected(taken: FlatState, rank: int, world_size: int) -> Layout:
     """Of what this rank will probably write, for making room in time: judged without asking the other ranks."""
-    everywhere = [leaf for leaf in taken.leaves if leaf.replicated and not leaf.seen.sharded]
+    everywhere = [leaf for leaf in taken.leaves if leaf.replicated and not leaf.local.sharded]
     sizes = (
-        (x.name, chunking.nbytes(x.seen.dtype, x.seen.shape), (0,) if x.first else range(world_size))
+        (x.name, chunking.nbytes(x.local.dtype, x.local.shape), (0,) if x.first else range(world_size))
         for x in everywhere
     )
-    found = owners(sizes)
+    found = assign_writers(sizes)
     rows = taken.rows
     mine = [i for i, x in enumerate(taken.leaves) if found.get(x.name, rank) == rank and not _empty(rows[i])]
     return lay_out(_specs(rows, mine)[1])
 
 
-def _share(structure: Structure, division: Division, rank: int) -> Share:
+def _rank_plan(structure: Structure, division: WriteAssignment, rank: int) -> RankPlan:
     rows, keys = structure.rows, structure.keys
     mine = [i for i, row in enumerate(rows) if division.owners.get(keys[i], None if row[3] else rank) == rank]
     here = {key: i for i, key in enumerate(keys) if rows[i][3]}
     shared = tuple((replica.key, here[replica.key]) for replica in division.replicas if replica.key in here)
     parts, specs = _specs(rows, mine)
-    return Share(structure, division, parts, specs, lay_out(specs), shared)
+    return RankPlan(structure, division, parts, specs, lay_out(specs), shared)
 
 
 def _specs(
@@ -213,7 +211,7 @@ def _specs(
 
 
 @functools.lru_cache(maxsize=2)
-def divide(tables: tuple[bytes, ...]) -> Division:
+def assign_writes(tables: tuple[bytes, ...]) -> WriteAssignment:
     """The division that these tables lead to. The last ones are remembered: layouts rarely change."""
     rows: dict[str, Row] = {}
     holders: dict[str, list[int]] = {}
@@ -227,7 +225,7 @@ def divide(tables: tuple[bytes, ...]) -> Division:
     whole = digest(msgspec.msgpack.encode([digest(table) for table in tables]))
     replicas = (Replica(k, row.name, tuple(holders[k])) for k, row in rows.items() if len(holders[k]) > 1)
     compared = tuple(replica for replica in replicas if not rows[replica.key].first)
-    return Division(owners(held), compared, whole)
+    return WriteAssignment(assign_writers(held), compared, whole)
 
 
 def _decode(table: bytes) -> list[Row]:
@@ -249,7 +247,7 @@ def _check(rows: dict[str, Row], holders: dict[str, list[int]]) -> None:
         if other is not None:
             what = f"it is {_called(first)} on rank {holders[keys[0]][0]} and {_called(rows[other])} on rank {holders[other][0]}"
         else:
-            what = flaw([rows[key].box for key in keys]) or ""
+            what = coverage_error([rows[key].box for key in keys]) or ""
         if what:
             raise MismatchError(
                 f"tensor {name!r:.200}: {what}",

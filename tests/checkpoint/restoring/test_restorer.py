@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter, reader
-from headrace.checkpoint.restoring import restore, together
-from headrace.checkpoint.state import kinds
+from headrace.checkpoint.restoring import chunk_reader, shared_reads
+from headrace.checkpoint.state import tensors
 
 
 def test_what_the_trainers_stream_still_reads_is_waited_for_once_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,13 +22,13 @@ def test_what_the_trainers_stream_still_reads_is_waited_for_once_a_device(monkey
         torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device))
     )
     here = [torch.device(name) for name in ("cuda:1", "cpu", "cuda:0", "cuda:1")]
-    kinds.settle(here)
+    tensors.settle(here)
     assert sorted(waited, key=str) == [torch.device("cuda:0"), torch.device("cuda:1")]
 
 
 def test_that_wait_comes_before_tensors_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    read = together.read
+    read = shared_reads.read
 
     def spied(*given: Any) -> Any:
         seen.append("read")
@@ -36,8 +36,8 @@ def test_that_wait_comes_before_tensors_are_read_in_place(tmp_path: Path, monkey
 
     with Checkpointer(str(tmp_path), run="a", sidecar=None) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3)}).result(60)
-        monkeypatch.setattr(kinds, "settle", lambda devices: seen.append(list(devices)))
-        monkeypatch.setattr(together, "read", spied)
+        monkeypatch.setattr(tensors, "settle", lambda devices: seen.append(list(devices)))
+        monkeypatch.setattr(shared_reads, "read", spied)
         checkpointer.restore({"w": torch.zeros(3)})
     assert seen == [[torch.device("cpu")], "read"]
 
@@ -46,14 +46,14 @@ def test_that_wait_comes_before_tensors_are_read_in_place(tmp_path: Path, monkey
 def test_torch_distributed_checkpoint_waits_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dcp.save({"w": torch.ones(3)}, storage_writer=RepositoryWriter(str(tmp_path), run="a", step=1), no_dist=True)
     seen: list[Any] = []
-    read = restore.read
+    read = chunk_reader.read
 
     def spied(*given: Any) -> None:
         seen.append("read")
         read(*given)
 
     monkeypatch.setattr(reader, "settle", lambda devices: seen.append(list(devices)))
-    monkeypatch.setattr(restore, "read", spied)
+    monkeypatch.setattr(chunk_reader, "read", spied)
     state = {"w": torch.zeros(3)}
     dcp.load(state, storage_reader=RepositoryReader(str(tmp_path), run="a"), no_dist=True)
     assert state["w"].tolist() == [1, 1, 1]

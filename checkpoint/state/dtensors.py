@@ -1,8 +1,8 @@
-"""What part of a DTensor this rank holds, and making a DTensor of the same placement.
+"""The part of a DTensor that this rank holds, and new DTensors with the placement of another.
 
-Invariant: the box is the one that torch itself gives for checkpointing (`__create_chunk_list__`); a placement whose local
-part is not one box, or is a partial sum, is refused.
-Failure behaviour: `UnsupportedError` naming the tensor's path and what to do.
+Invariant: the box is the one that torch itself computes for checkpoints (`__create_chunk_list__`). A placement whose
+local part is not one box, or is a partial sum, is refused.
+Failure behaviour: `UnsupportedError` names the tensor's path and says what to do.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _boxes: dict[tuple[object, ...], tuple[Box, bool]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LocalShard:
     """This rank's part of a global tensor."""
 
     local: torch.Tensor
     box: Box
 
 
-def place(tensor: DTensor, path: str) -> Place:
+def local_shard(tensor: DTensor, path: str) -> LocalShard:
     """Where the local part of `tensor` lies. A rank outside of the tensor's mesh holds an empty part."""
     box, holds = _box(tensor, path)
     local: torch.Tensor = tensor._local_tensor.detach()
-    return Place(local if holds else local.new_empty(box.local), box)
+    return LocalShard(local if holds else local.new_empty(box.local), box)
 
 
 def _box(tensor: DTensor, path: str) -> tuple[Box, bool]:

@@ -1,11 +1,9 @@
-"""`read`: a step's contents for notebooks and tools, without building the state first; nothing is fetched before it is
-looked at.
+"""`read`: the contents of a step for notebooks and tools, without a state to restore into. Tensors are read on access.
 
-Invariant: the step is leased while the `SavedStep` is open, which is until it is closed, or until nobody holds it or a tensor
-of it any more. A tensor's elements are read when it is asked for, a slice of
-it from the chunks that hold the slice only; every chunk is checked against its digest.
-Failure behaviour: `NotFoundError` for a step or an entry that is not there; `UsageError` after `close`; `CorruptionError`
-naming step, tensor, pack and offset.
+Invariant: the step is leased while the `SavedStep` is open: until it is closed, or until it and all its tensors are
+garbage. A slice reads only the chunks that hold it. Every chunk is checked against its digest.
+Failure behaviour: `NotFoundError` for a step or an entry that does not exist; `UsageError` after `close`;
+`CorruptionError` names step, tensor, pack and offset.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ import torch
 from headrace.checkpoint.format.chunking import Box, whole
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step
-from headrace.checkpoint.restoring import restore
-from headrace.checkpoint.restoring.restore import Saved, Want
+from headrace.checkpoint.restoring import chunk_reader
+from headrace.checkpoint.restoring.chunk_reader import Saved, Want
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.build import plain
-from headrace.checkpoint.state.kinds import TensorSink, TorchKinds, empty
+from headrace.checkpoint.state.tensors import TensorSink, empty
 from headrace.checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, ValueNode, join, tensor_names
 from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UsageError
@@ -86,7 +84,7 @@ class SavedStep(Mapping[str, Any]):
 
     def __init__(self, store: Store, step: Step, rank: int) -> None:
         self._store, self._opened, self.step = store, step, step.base.step
-        saved = restore.tensors_of(step, rank)
+        saved = chunk_reader.tensors_of(step, rank)
         manifest = step.manifests[rank if rank < len(step.manifests) else 0]
         self._entries = {
             path: _named(saved, node.name) if isinstance(node, TensorRef) else node
@@ -104,7 +102,7 @@ class SavedStep(Mapping[str, Any]):
         if path not in self._entries:
             raise NotFoundError(f"step {self.step} has no entry {path!r:.200}", hint="list() of it names all entries")
         found = self._entries[path]
-        return LazyTensor(self, found) if isinstance(found, Saved) else plain(found, TorchKinds(), path)
+        return LazyTensor(self, found) if isinstance(found, Saved) else plain(found, path)
 
     def __contains__(self, path: object) -> bool:
         return path in self._entries
@@ -129,7 +127,7 @@ class SavedStep(Mapping[str, Any]):
     def _read(self, saved: Saved, box: Box, made: torch.Tensor) -> torch.Tensor:
         if self._closed:
             raise UsageError(f"step {self.step} was closed", hint="read what you need inside the `with`")
-        restore.read(self._store, self._opened, [Want(saved, box, TensorSink(made))])
+        chunk_reader.read(self._store, self._opened, [Want(saved, box, TensorSink(made))])
         return made
 
 
@@ -148,7 +146,7 @@ def read(
         base = repository.find(store, run, repository.step_or_tag(step, tag))
         if base is None:
             raise repository.missing(store, run)
-        opened = stack.enter_context(restore.reading(store, run, base))
+        opened = stack.enter_context(chunk_reader.LeasedStep(store, run, base))
         found = SavedStep(store, opened, rank)
         return found.keep(stack.pop_all())
 

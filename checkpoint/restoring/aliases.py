@@ -1,11 +1,11 @@
-"""Tensors of the state that share memory, and what a step would put there: it must be the same, whichever is read last.
+"""Tensors of the state that share memory: a step must hold the same content for all of them.
 
-A tied model may be restored from a step in which the weights were not tied, as long as they were equal. Only tensors that
-share memory under different names are looked at. For large ones the digests of their chunks mostly tell. The others are read into
-memory of their own first.
-Invariant: nothing of the state is changed here.
-Failure behaviour: `MismatchError` naming two tensors whose memory would get different contents, or one whose own elements
-share memory.
+A tied model may be restored from a step in which the weights were not tied, if they were equal. Only tensors that share
+memory under different names are compared. The digests of their chunks usually decide; otherwise the contents are read
+into temporary memory first.
+Invariant: the state is not changed here.
+Failure behaviour: `MismatchError` names two tensors whose memory would get different contents, or a tensor whose own
+elements share memory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.repository.fetch import Step
-from headrace.checkpoint.restoring import restore
-from headrace.checkpoint.restoring.restore import Saved, Want
-from headrace.checkpoint.state.kinds import TensorSink, TorchKinds, as_bits, empty, name_of
+from headrace.checkpoint.restoring import chunk_reader
+from headrace.checkpoint.restoring.chunk_reader import Saved, Want
+from headrace.checkpoint.state import tensors
+from headrace.checkpoint.state.tensors import TensorSink, as_bits, empty, name_of
 from headrace.dataio.core.errors import MismatchError
 from headrace.dataio.store.base import Store
 
-_KINDS = TorchKinds()
 _ALIGN = 16
 """Bytes of the widest element."""
 
@@ -45,7 +45,7 @@ def require_one_content(store: Store, step: Step, targets: Sequence[Target]) -> 
     for target in targets:
         if any(n > 1 and stride == 0 for n, stride in zip(target.tensor.shape, target.tensor.stride(), strict=True)):
             raise MismatchError(f"{target.path}: elements of the tensor here share memory", hint="clone() it first")
-        if (storage := _KINDS.storage(target.tensor)) is not None:
+        if (storage := tensors.storage_of(target.tensor)) is not None:
             by_storage[storage].append(target)
     for sharing in by_storage.values():
         for group in _overlapping(sharing) if len(sharing) > 1 else ():
@@ -55,7 +55,7 @@ def require_one_content(store: Store, step: Step, targets: Sequence[Target]) -> 
 
 def _overlapping(targets: Sequence[Target]) -> Iterator[list[Target]]:
     """Groups of targets of different saved tensors whose bytes lie in one another."""
-    reaches = [(reach, target) for target in targets if (reach := _KINDS.reach(target.tensor)) is not None]
+    reaches = [(reach, target) for target in targets if (reach := tensors.byte_range(target.tensor)) is not None]
     group: list[Target] = []
     end = -1
     for (start, stop), target in [*sorted(reaches, key=lambda each: each[0]), ((1 << 62, 0), None)]:
@@ -89,16 +89,16 @@ def _chunks(saved: Saved) -> list[tuple[object, ...]]:
 
 def _compare(store: Store, step: Step, group: Sequence[Target]) -> None:
     """Put all of them into memory like that of the state, and see whether each still has what was put there."""
-    reaches = [_KINDS.reach(target.tensor) or (0, 0) for target in group]
+    reaches = [tensors.byte_range(target.tensor) or (0, 0) for target in group]
     start = min(begin for begin, _ in reaches) // _ALIGN * _ALIGN
-    memory = _KINDS.empty("uint8", (max(end for _, end in reaches) - start,))
+    memory = tensors.empty_like("uint8", (max(end for _, end in reaches) - start,))
     read = [empty(target.tensor.dtype, tuple(target.tensor.shape)) for target in group]
     with torch.no_grad():
         wants = (
             Want(t.saved, t.box, TensorSink(own, getattr(torch, t.saved.dtype)))
             for t, own in zip(group, read, strict=True)
         )
-        restore.read(store, step, list(wants))
+        chunk_reader.read(store, step, list(wants))
         places = [_place(memory, target.tensor, start) for target in group]
         for place, own in zip(places, read, strict=True):
             _bits(place).copy_(_bits(own))
@@ -109,7 +109,7 @@ def _compare(store: Store, step: Step, group: Sequence[Target]) -> None:
 
 def _place(memory: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:
     offset = int(tensor.storage_offset()) * tensor.element_size() - start
-    return _KINDS.view(memory, name_of(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), offset)
+    return tensors.view_of(memory, name_of(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), offset)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

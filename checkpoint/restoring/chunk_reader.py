@@ -1,11 +1,11 @@
-"""Tensor bytes of a committed step, into whatever memory the caller has for them.
+"""Read the tensor bytes of a committed step into the caller's memory.
 
-Invariant: `read` returns when every byte was compared with its digest, where it lies: a raw chunk that belongs to one place is
-read straight there. A lease names the step while it is read, and
-the step is looked at again after the lease is written, so that no collector takes it away meanwhile.
-Failure behaviour: `CorruptionError` naming step, tensor, pack and offset; memory of tensors that were complete before it
-has then been changed, memory of the damaged one holds a mixture, with zeros where the damage was: the caller must restore
-another step or stop.
+Invariant: `read` returns once every byte was compared with its digest, in place: a raw chunk that belongs to one
+contiguous place is read straight into it. A lease names the step while it is read. The step is looked up again after
+the lease is written, so garbage collection cannot remove it meanwhile.
+Failure behaviour: `CorruptionError` names step, tensor, pack and offset. Tensors that were complete before it have
+changed. The damaged tensor holds a mixture, with zeros in place of the damage: the caller must restore another step or
+stop.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from headrace.checkpoint import sharding
 from headrace.checkpoint.format import chunking, names
 from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import Base
@@ -28,7 +29,6 @@ from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step, open_step
 from headrace.checkpoint.repository.lease import LeaseKeeper
-from headrace.checkpoint.sharding import regions
 from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
 from headrace.dataio.core.log import get_logger, warn_once
@@ -50,10 +50,12 @@ class Sink(Protocol):
 
 
 @runtime_checkable
-class ReadsStraight(Protocol):
+class ReadsDirectly(Protocol):
     """A store that can fill some memory by a way of its own."""
 
-    def read_straight(self, reading: Reading, chunks: Iterable[tuple[str, Needed]]) -> list[tuple[str, Needed]]:
+    def read_directly(
+        self, reading: ChunkReader, chunks: Iterable[tuple[str, NeededChunk]]
+    ) -> list[tuple[str, NeededChunk]]:
         """Read and use what it can, checked; return the rest."""
         ...
 
@@ -80,7 +82,7 @@ class Want:
         return self.saved.shards[0][1].name
 
 
-class Use(msgspec.Struct, gc=False):
+class ChunkUse(msgspec.Struct, gc=False):
     """`length` bytes from byte `start` of a chunk are those from byte `at` of a shard with this box."""
 
     want: int
@@ -90,12 +92,12 @@ class Use(msgspec.Struct, gc=False):
     length: int
 
 
-class Needed(msgspec.Struct, gc=False, eq=False):
+class NeededChunk(msgspec.Struct, gc=False, eq=False):
     """A chunk in its pack with all its uses: the form in which `fetch` takes it. `there`: the use whose memory it is read to."""
 
     chunk: Chunk
-    uses: list[Use] = msgspec.field(default_factory=list)
-    there: Use | None = None
+    uses: list[ChunkUse] = msgspec.field(default_factory=list)
+    there: ChunkUse | None = None
 
     @property
     def digest(self) -> bytes:
@@ -133,7 +135,7 @@ def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
     return found | {t.name: Saved(t.dtype, t.shape, ((own, t),)) for t in own.tensors if not t.replicated}
 
 
-class reading(contextlib.AbstractContextManager[Step]):
+class LeasedStep(contextlib.AbstractContextManager[Step]):
     """The step, opened, with a lease held while it is read. Not a generator, which would be left where it is forgotten."""
 
     def __init__(self, store: Store, run: str, base: Base) -> None:
@@ -169,11 +171,11 @@ class reading(contextlib.AbstractContextManager[Step]):
 
 def read(store: Store, step: Step, wants: Sequence[Want]) -> None:
     """Fill the sinks of all `wants`."""
-    reading = Reading(step, wants)
+    reading = ChunkReader(step, wants)
     reading.fetch(store, reading.needed())
 
 
-def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, Use]]:
+def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, ChunkUse]]:
     """Every chunk that holds something of what is wanted, with its pack's key."""
     item = chunking.ITEM_BYTES[want.saved.dtype]
     for manifest, tensor in want.saved.shards:
@@ -182,13 +184,13 @@ def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, Use]]:
             continue
         at = 0
         for span in tensor.spans:
-            if box == want.box or regions.touches(box, want.box, item, at, span.length):
+            if box == want.box or sharding.overlaps(box, want.box, item, at, span.length):
                 chunk = manifest.chunks[span.chunk]
-                yield manifest.packs[chunk.pack].key, chunk, Use(number, box, at, span.start, span.length)
+                yield manifest.packs[chunk.pack].key, chunk, ChunkUse(number, box, at, span.start, span.length)
             at += span.length
 
 
-class Reading:
+class ChunkReader:
     """Which chunks some wants need; copies chunks into the sinks. Opens a sink at its first byte and closes it after its last."""
 
     def __init__(self, step: Step, wants: Sequence[Want]) -> None:
@@ -196,40 +198,40 @@ class Reading:
         self._left = [0] * len(wants)
         self._open: dict[int, memoryview] = {}
         self._lock = threading.Lock()
-        self._needed: dict[str, dict[int, Needed]] = defaultdict(dict)
+        self._needed: dict[str, dict[int, NeededChunk]] = defaultdict(dict)
         for number, want in enumerate(wants):
             for key, chunk, use in _uses(number, want):
-                self._needed[key].setdefault(chunk.offset, Needed(chunk)).uses.append(use)
+                self._needed[key].setdefault(chunk.offset, NeededChunk(chunk)).uses.append(use)
                 self._left[number] += 1
 
-    def needed(self) -> list[tuple[str, Needed]]:
+    def needed(self) -> list[tuple[str, NeededChunk]]:
         """Every chunk, with the key of its pack."""
         return [(key, chunk) for key in sorted(self._needed) for chunk in self._needed[key].values()]
 
-    def batches(self, chunks: Iterable[tuple[str, Needed]]) -> Iterator[fetch.Batch[Needed]]:
+    def batches(self, chunks: Iterable[tuple[str, NeededChunk]]) -> Iterator[fetch.Batch[NeededChunk]]:
         """Some of the chunks, as `fetch` takes them."""
-        by_pack: dict[str, list[Needed]] = defaultdict(list)
+        by_pack: dict[str, list[NeededChunk]] = defaultdict(list)
         for key, chunk in chunks:
             by_pack[key].append(chunk)
         return (batch for key in sorted(by_pack) for batch in fetch.batches(key, by_pack[key]))
 
-    def fetch(self, store: Store, chunks: Iterable[tuple[str, Needed]], workers: int = fetch.THREADS) -> None:
+    def fetch(self, store: Store, chunks: Iterable[tuple[str, NeededChunk]], workers: int = fetch.THREADS) -> None:
         """Read some of the chunks and use them."""
-        rest = store.read_straight(self, chunks) if isinstance(store, ReadsStraight) else chunks
+        rest = store.read_directly(self, chunks) if isinstance(store, ReadsDirectly) else chunks
         fetch.fetch(store, self.batches(rest), self.use, self.room, workers)
 
-    def room(self, pack: str, wanted: Needed) -> memoryview | None:
+    def room(self, pack: str, wanted: NeededChunk) -> memoryview | None:
         """Where all bytes of a chunk belong, as one run, in one of its uses."""
         for use in wanted.uses:
             want, item = self.wants[use.want], chunking.ITEM_BYTES[self.wants[use.want].saved.dtype]
             if use.start == 0 and use.length == wanted.raw:
-                at = regions.place(use.shard, want.box, item, use.at, use.length)
+                at = sharding.offset_in(use.shard, want.box, item, use.at, use.length)
                 if at is not None:
                     wanted.there = use
                     return self._target(use.want)[at : at + use.length]
         return None
 
-    def use(self, pack: str, wanted: Needed, payload: memoryview | None) -> None:
+    def use(self, pack: str, wanted: NeededChunk, payload: memoryview | None) -> None:
         """Put a chunk's bytes where they belong and are not yet; None when they could not be had."""
         if payload is None:
             if (wrong := self.room(pack, wanted) if wanted.there else None) is not None:
@@ -245,10 +247,12 @@ class Reading:
         """How many uses of chunks a want still waits for."""
         return self._left[want]
 
-    def put(self, use: Use, payload: memoryview) -> None:
+    def put(self, use: ChunkUse, payload: memoryview) -> None:
         """Copy what one use needs of a chunk."""
         want, part = self.wants[use.want], payload[use.start : use.start + use.length]
-        regions.copy(use.shard, want.box, chunking.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want))
+        sharding.copy_overlap(
+            use.shard, want.box, chunking.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want)
+        )
         self.done(use.want)
 
     def _target(self, want: int) -> memoryview:
@@ -266,7 +270,7 @@ class Reading:
             self._open.pop(want, None)
         self.wants[want].sink.close()
 
-    def damaged(self, pack: str, wanted: Needed) -> CorruptionError:
+    def damaged(self, pack: str, wanted: NeededChunk) -> CorruptionError:
         """The error of a chunk that cannot be had."""
         base, names_hit = self._step.base, sorted({self.wants[use.want].name for use in wanted.uses})
         more = f" and {len(names_hit) - 1} more" if len(names_hit) > 1 else ""

@@ -1,0 +1,209 @@
+"""One restore by the ranks of a job: find the step, compare it with the state, then read.
+
+Invariant: all ranks restore the same step, or all raise. Every rank takes part in every exchange, even a rank that has
+failed. There are five exchanges if tensors are only filled in place: all may begin; which step; the step is open and
+fits on every rank; which rank needs what; all are done. Nothing changes before the step was found to fit on all ranks.
+Then new values are read and passed to objects that load their own state; tensors are filled in place last.
+Failure behaviour: `MismatchError` with nothing changed; `CorruptionError` while reading, with the state then partly
+restored; errors of the store on any rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.gc_pause import gc_paused
+from headrace.checkpoint.gds.file import Direct
+from headrace.checkpoint.gds.restoring import GdsStore
+from headrace.checkpoint.lineage import Lineage
+from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.fetch import Step
+from headrace.checkpoint.restoring import aliases, chunk_reader, shared_reads
+from headrace.checkpoint.restoring.aliases import Target
+from headrace.checkpoint.restoring.chunk_reader import ChunkReader, Saved, Want
+from headrace.checkpoint.state import fit, tensors, tree
+from headrace.checkpoint.state.build import Fit
+from headrace.checkpoint.state.fit import Selection
+from headrace.checkpoint.state.tensors import LocalTensor, TensorSink
+from headrace.checkpoint.tier import restoring as tier_restoring
+from headrace.checkpoint.tier.restoring import Found, NodeTier, node_tier
+from headrace.dataio.core.errors import MismatchError, UsageError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar.connection import SidecarName
+from headrace.dataio.store.base import Store
+
+DCP_MARK = "torch.distributed.checkpoint"
+"""What the documents of `headrace.checkpoint.dcp` begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A step that was found to fit a state, and what is to be read for each of the two parts of the work."""
+
+    step: Step
+    todo: Fit
+    saved: Mapping[str, Saved]
+    fresh: ChunkReader
+    in_place: ChunkReader
+
+
+def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection) -> Fitted:
+    """What restoring the selected part of `given` takes, as this rank sees the step. Talks to nobody and changes nothing."""
+    rank = rank if rank < len(opened.manifests) else 0
+    saved = chunk_reader.tensors_of(opened, rank)
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()}
+    document = tree.decode(opened.manifests[rank].tree)
+    if isinstance(document, dict) and document.get("by") == DCP_MARK:
+        raise MismatchError(
+            f"step {opened.base.step} was saved through torch.distributed.checkpoint",
+            hint="load it with dcp.load(state, storage_reader=RepositoryReader(...))",
+        )
+    todo = fit.fit(given, document, shapes, selection)
+    fresh = ChunkReader(opened, _wants(_described(todo.fresh), saved))
+    return Fitted(opened, todo, saved, fresh, ChunkReader(opened, _wants(todo.in_place, saved)))
+
+
+def require_one_content(work: Fitted, store: Store) -> None:
+    """That the state's tensors that share memory would get one content there. Talks to no other rank and changes nothing."""
+    targets = [Target(name, work.saved[name], seen.box, seen.tensor) for name, _, seen in work.todo.in_place]
+    aliases.require_one_content(store, work.step, targets)
+
+
+def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
+    """Restore; called by all ranks: one that fails makes all fail."""
+    todo, in_place = work.todo, work.in_place
+    first = bool(todo.fresh or todo.early or todo.checks)
+    common = shared_reads.compare(store, work.step, (work.fresh, in_place), first, ranks)
+    with torch.no_grad():
+        if common.marked:
+            pending = shared_reads.read(store, work.fresh, common.shared[0], common, ranks)
+            with ranks.agreed():
+                pending.tell()
+                for action in (*todo.checks, *todo.early):
+                    action()
+                if first:  # an object that loaded its state may have moved its tensors
+                    again = _described((name, tensor) for name, tensor, _ in todo.in_place)
+                    in_place = ChunkReader(work.step, _wants(again, work.saved))
+        tensors.settle(tensor.device for _, tensor, _ in todo.in_place)
+        pending = shared_reads.read(store, in_place, common.shared[1], common, ranks)
+        with ranks.agreed():
+            pending.tell()
+            for action in todo.late:
+                action()
+
+
+def _described(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, LocalTensor]]:
+    return [(name, tensor, tensors.describe(tensor, name)) for name, tensor in given]
+
+
+def _wants(targets: Iterable[tuple[str, Any, LocalTensor]], saved: Mapping[str, Saved]) -> list[Want]:
+    """One for each place in memory: tensors that are tied to one another are read once."""
+    wants: dict[Any, Want] = {}
+    for number, (name, _, seen) in enumerate(targets):
+        key = (name, seen.memory, seen.box) if seen.memory is not None else number
+        if key not in wants:
+            sink = TensorSink(seen.tensor, getattr(torch, saved[name].dtype))
+            wants[key] = Want(saved[name], seen.box, sink)
+    return list(wants.values())
+
+
+_log = get_logger(__name__)
+
+
+class Restorer:
+    """Restores for one checkpointer, from its store or the node's tier of it."""
+
+    def __init__(
+        self, store: Store, ranks: Ranks, lineage: Lineage, sidecar: SidecarName, direct: Direct | None
+    ) -> None:
+        self._store, self._ranks, self._lineage = store, ranks, lineage
+        self._sidecar, self._direct = sidecar, direct
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        run: str,
+        step: int | str | Base,
+        begin: Callable[[], object],
+        select: Callable[[], Selection],
+        required: bool = False,
+    ) -> Found | None:
+        """The step that was restored, None where the run has none and none is `required`; called by all ranks.
+
+        `begin` and `select` are called first, and what they raise on one rank fails all.
+        """
+        asked = step.step if isinstance(step, Base) else step
+        number = asked if isinstance(asked, int) and 0 <= asked < names.STEP_LIMIT else 0
+        with contextlib.ExitStack() as stack:
+            with self._ranks.agreed(number):
+                begin()
+                selection = select()
+                tier = stack.enter_context(node_tier(self._sidecar))
+                tier.send(self._store, names.check_run(run))
+            # now all that only the nodes' tiers had is in the store
+            found = self._find(run, step, number, tier, required)
+            if found is None:
+                return None
+            with self._ranks.agreed(), gc_paused():
+                near = self._near(tier)
+                work = self._open(stack, state, run, found, near, selection)
+                self._require_matches(selection)
+                require_one_content(work, near)
+            apply(work, self._ranks, near)
+            tier_restoring.told(near, found.base.step)
+        if work.todo.skipped:
+            _log.warning("step %d: left as they are: %s", found.base.step, ", ".join(work.todo.skipped[:8]))
+        return found
+
+    def _find(self, run: str, step: int | str | Base, number: int, tier: NodeTier, required: bool) -> Found | None:
+        found, error = None, None
+        try:
+            if self._ranks.rank == 0:
+                found = self._lineage.find(run, step, tier)
+                if found is None and required:
+                    raise repository.missing(self._store, run)
+                if found is None:
+                    repository.warn_of_mistakes(self._store, run)
+        except Exception as caught:  # the other ranks must learn of it, whatever it is
+            error = caught
+        message = self._ranks.agree(number, msgspec.msgpack.encode(found), error)
+        return msgspec.msgpack.decode(message, type=Found | None)
+
+    def _near(self, tier: NodeTier) -> Store:
+        near = tier.near(self._store)
+        return GdsStore(near, self._direct) if self._direct is not None and near is self._store else near
+
+    def _require_matches(self, selection: Selection) -> None:
+        """A pattern that takes nothing is a mistake; with several ranks it may be meant for another's entries."""
+        if not selection.unmatched or not selection.strict:
+            return
+        said = f"include has patterns that nothing matches: {', '.join(map(repr, selection.unmatched[:8]))}"
+        if self._ranks.world_size == 1:
+            raise UsageError(
+                said, hint="`headrace ckpt show` lists the entries of a step; strict=False goes on without"
+            )
+        _log.warning("%s on this rank", said)
+
+    def _open(
+        self,
+        stack: contextlib.ExitStack,
+        state: dict[str, Any],
+        run: str,
+        found: Found,
+        near: Store,
+        selection: Selection,
+    ) -> Fitted:
+        """The step as this rank sees it, compared with the state."""
+        opening = (
+            tier_restoring.away(near, run, found.base) if found.away else chunk_reader.LeasedStep(near, run, found.base)
+        )
+        return fitted(state, stack.enter_context(opening), self._ranks.rank, selection)

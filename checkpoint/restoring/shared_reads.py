@@ -1,0 +1,227 @@
+"""Several ranks read one step together: a chunk that more than one rank needs leaves the store once.
+
+- From a store outside the node, one rank reads each such chunk and sends it to the others.
+- From a directory on the node's own disk or memory, the ranks use the page cache instead, which is faster than any
+  process group. The rank that would have read the chunk asks the kernel to load it (`prefetch`), and every rank reads
+  it there.
+
+A directory counts as the node's own only if the kernel reports a file system for disks or memory.
+
+Invariant: as in `chunk_reader.read`; the digest of a chunk that another rank sent is checked again. Every rank takes
+part in every exchange, even a rank that has failed, so no rank waits for another's exception. One exchange for the
+whole restore says which rank needs what; one more follows for each round of chunks that are sent. All ranks of a node,
+and no others, have the same `node_id`.
+Failure behaviour: a rank that cannot read raises its own error; the others raise `TransientError` naming it. `read`
+returns its error, and the caller raises it at the next exchange. `prefetch` is advice: it ignores errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import urllib.parse
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from headrace.checkpoint.format.chunking import digest
+from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository import fetch
+from headrace.checkpoint.repository.fetch import Step
+from headrace.checkpoint.restoring.chunk_reader import ChunkReader, NeededChunk, ReadsDirectly
+from headrace.checkpoint.sharding import SharedChunk, assign_readers, needs_bitmap, rounds
+from headrace.checkpoint.state.tensors import memory_of
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.core.files import file_system
+from headrace.dataio.store.base import Store
+
+_Mine = dict[int, tuple[str, NeededChunk]]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedReads:
+    """What the ranks know of each other's parts in a restore.
+
+    `marked`: some rank set its mark; `near`: to all of them the store is their own node's; `places`: every chunk of the step, by
+    pack and offset, with its bytes, in the same order on every rank; `shared`: for each of the readings, the chunks that several
+    ranks need; `threads`: how many this rank should read with.
+    """
+
+    marked: bool
+    near: bool
+    places: dict[tuple[str, int], int]
+    shared: tuple[list[SharedChunk], ...]
+    threads: int
+
+    def mine(self, reading: ChunkReader) -> _Mine:
+        """What the reading needs, by number."""
+        number = {place: i for i, place in enumerate(self.places)}
+        return {number[key, chunk.offset]: (key, chunk) for key, chunk in reading.needed()}
+
+
+class PendingError(contextlib.AbstractContextManager["PendingError"]):
+    """Keeps the error of what is done inside until the next exchange."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+        return isinstance(error, Exception)
+
+    def tell(self) -> None:
+        """Raise it: to be called inside of an exchange."""
+        if self.error is not None:
+            raise self.error
+
+
+def compare(store: Store, step: Step, readings: Sequence[ChunkReader], mark: bool, ranks: Ranks) -> SharedReads:
+    """Tell each other what is needed; called by all ranks, with the same number of readings."""
+    if ranks.world_size == 1:
+        return SharedReads(mark, True, {}, tuple([] for _ in readings), threads(store, 1))
+    alone = SharedReads(mark, on_this_node(store), _places(step), (), 0)
+    count = len(alone.places)
+    needs = [needs_bitmap(list(alone.mine(reading)), count) for reading in readings]
+    told = ranks.all(bytes([mark, alone.near]) + node_id() + b"".join(needs))
+    sizes, maps = list(alone.places.values()), [one[2 + NODE_BYTES :] for one in told]
+    width = len(needs[0])
+    common = tuple(assign_readers([each[i * width :][:width] for each in maps], sizes) for i in range(len(readings)))
+    here = sum(one[2 : 2 + NODE_BYTES] == node_id() for one in told)
+    # a directory that one node exports to the others is near to its own ranks only: all must go the same way
+    near = all(one[1] for one in told)
+    return SharedReads(any(one[0] for one in told), near, alone.places, common, threads(store, here))
+
+
+def read(
+    store: Store, reading: ChunkReader, given: Sequence[SharedChunk], common: SharedReads, ranks: Ranks
+) -> PendingError:
+    """Fill what the reading is for; called by all ranks. `given`: what of it is shared. What went wrong here is returned."""
+    pending = PendingError()
+    near = not given or common.near
+    sizes = list(common.places.values())
+    with pending:
+        mine = common.mine(reading) if given else {}
+        if near:
+            if given and not isinstance(store, ReadsDirectly):  # which has no use for the page cache
+                prefetch(store, [mine[each.chunk] for each in given if each.reader == ranks.rank])
+            reading.fetch(store, reading.needed(), common.threads)
+        else:
+            sent = {each.chunk for each in given}
+            reading.fetch(store, [place for n, place in mine.items() if n not in sent], common.threads)
+    for turn in rounds(given, sizes) if not near else ():
+        held: dict[int, torch.Tensor] = {}
+        if pending.error is None:
+            with pending:
+                held = _read_turn(store, reading, mine, turn, ranks.rank, common.threads)
+        ranks.agree(0, b"", pending.error)
+        _send(turn, held, sizes, ranks)
+        with pending:
+            _use_all(reading, mine, held, [each for each in turn if ranks.rank in each.others])
+    return pending
+
+
+def _places(step: Step) -> dict[tuple[str, int], int]:
+    found = {(m.packs[c.pack].key, c.offset): c.raw for m in step.manifests for c in m.chunks}
+    return dict(sorted(found.items()))
+
+
+def _read_turn(
+    store: Store, reading: ChunkReader, mine: _Mine, turn: Sequence[SharedChunk], rank: int, workers: int
+) -> dict[int, torch.Tensor]:
+    """What this rank reads for the others too, by number."""
+    held: dict[int, torch.Tensor] = {}
+    own = {mine[each.chunk]: each.chunk for each in turn if each.reader == rank}
+
+    def keep(key: str, chunk: NeededChunk, payload: memoryview | None) -> None:
+        reading.use(key, chunk, payload)
+        held[own[key, chunk]] = torch.frombuffer(bytearray(payload or b""), dtype=torch.uint8)
+
+    fetch.fetch(store, reading.batches(own), keep, workers=workers)
+    return held
+
+
+def _send(turn: Sequence[SharedChunk], held: dict[int, torch.Tensor], sizes: Sequence[int], ranks: Ranks) -> None:
+    """Every chunk of the turn to all who need it; what comes here is put into `held`."""
+    sending: list[Any] = []
+    for tag, each in enumerate(turn):
+        if each.reader == ranks.rank:
+            sending += [dist.isend(held[each.chunk], other, ranks.group(), tag) for other in each.others]
+        elif ranks.rank in each.others:
+            held[each.chunk] = torch.empty(sizes[each.chunk], dtype=torch.uint8)
+            sending.append(dist.irecv(held[each.chunk], each.reader, ranks.group(), tag))
+    for request in sending:
+        request.wait()
+
+
+def _use_all(reading: ChunkReader, mine: _Mine, held: dict[int, torch.Tensor], received: Sequence[SharedChunk]) -> None:
+    for each in received:
+        key, chunk = mine[each.chunk]
+        payload = memory_of(held[each.chunk])
+        if digest(payload) != chunk.digest:
+            raise CorruptionError(f"rank {each.reader} sent {len(payload)} other bytes of {key} than were saved")
+        reading.use(key, chunk, payload)
+
+
+_OWN = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "tmpfs", "ramfs"}
+_FILE = "file://"
+NODE_BYTES = 8
+_LEAST, _MOST = 2, 8
+_WAITING = 4
+"""Threads at least that read from another machine, or of all ranks together from a disk: they mostly wait."""
+
+
+def on_this_node(store: Store) -> bool:
+    """Whether the store is a directory on a disk, or in memory, of this node."""
+    folder = _directory(store)
+    return folder is not None and file_system(folder) in _OWN
+
+
+def threads(store: Store, ranks_here: int) -> int:
+    """How many of this rank should read and hash at once, with so many ranks on the node."""
+    cores, ranks = len(os.sched_getaffinity(0)), max(ranks_here, 1)
+    if on_this_node(store):
+        return min(max(max(cores, _WAITING) // ranks, _LEAST), _MOST)
+    return min(max(cores // ranks, _WAITING), _MOST)
+
+
+@cache
+def node_id() -> bytes:
+    """The machine, since its last start, in `NODE_BYTES`."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return digest(f"{boot}{socket.gethostname()}".encode())[:NODE_BYTES]
+    return digest(socket.gethostname().encode())[:NODE_BYTES]
+
+
+def prefetch(store: Store, chunks: Iterable[tuple[str, NeededChunk]]) -> None:
+    """Ask the kernel to read these into the page cache, for all ranks of this node, and do not wait for it."""
+    folder = _directory(store)
+    by_pack: dict[str, list[NeededChunk]] = defaultdict(list)
+    for key, chunk in chunks:
+        by_pack[key].append(chunk)
+    for key, wanted in by_pack.items():
+        with contextlib.suppress(OSError):
+            fd = os.open(f"{folder}/{key}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for chunk in sorted(wanted, key=lambda c: c.offset):
+                    os.posix_fadvise(fd, chunk.offset, chunk.stored, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(fd)
+
+
+def _directory(store: Store) -> Path | None:
+    url = store.location.url
+    return (
+        Path(urllib.parse.unquote(url.removeprefix(_FILE), errors="surrogateescape")) if url.startswith(_FILE) else None
+    )

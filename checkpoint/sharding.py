@@ -1,0 +1,228 @@
+"""Arithmetic on the shards of a tensor: which rank writes what, which rank reads what, and which bytes go where.
+
+- `coverage_error`: whether shards make up their global tensor.
+- `assign_writers`: which of the ranks that hold a tensor writes it.
+- `assign_readers` and `rounds`: which rank reads a chunk that several ranks need.
+- `overlaps`, `offset_in`, `copy_overlap` and `overlap_blocks`: which bytes of one shard belong to another shard.
+
+A shard is a `Box` in the global tensor. Meshes play no part, so a step can be restored onto any mesh, placement and
+number of ranks.
+
+A range of a shard's row-major bytes is a list of at most 2 n - 1 boxes (n: the dimensions, plus one for the bytes of an
+element): part of a row, whole rows, part of a row, and the same again in each inner dimension. Each box is intersected
+with the target shard and copied as one strided block.
+
+Invariant: all of this is pure, and gives the same answer on every rank without communication. Each (tensor, box) has
+one writer. Each chunk that several ranks need has one reader. `coverage_error` returns None only for boxes that are
+disjoint and hold every element. `copy_overlap` writes exactly the bytes that both shards hold.
+Failure behaviour: none; the caller passes boxes of one global tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.checkpoint.format.chunking import Box, run_start
+from headrace.dataio.core.limits import MIB
+
+Bytes = npt.NDArray[np.uint8]
+Part = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and extent in each dimension."""
+
+
+def run_parts(shape: Sequence[int], start: int, stop: int) -> Iterator[Part]:
+    """The elements [start, stop) of a row-major array of this shape, as boxes in order."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    inner = tuple(shape[1:])
+    row = math.prod(inner)
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from (((first, *at), (1, *n)) for at, n in run_parts(inner, head, tail))
+        return
+    if head:
+        yield from (((first, *at), (1, *n)) for at, n in run_parts(inner, head, row))
+        first += 1
+    if last > first:
+        yield (first, *(0 for _ in inner)), (last - first, *inner)
+    yield from (((last, *at), (1, *n)) for at, n in run_parts(inner, 0, tail))
+
+
+def overlaps(source: Box, target: Box, item_bytes: int, start: int, length: int) -> bool:
+    """Whether the `length` bytes from byte `start` of the shard `source` hold any of the shard `target`."""
+    return any(True for _ in _common(source, target, item_bytes, start, length))
+
+
+def offset_in(source: Box, target: Box, item_bytes: int, start: int, length: int) -> int | None:
+    """The byte of the shard `target` from which on it holds just the `length` bytes from byte `start` of the shard `source`.
+
+    None when it does not hold all of them, or not as one run.
+    """
+    if source == target:
+        return start
+    from_, to = run_start(source, item_bytes), run_start(target, item_bytes)
+    if from_ is None or to is None:
+        return None
+    at = from_ + start - to
+    return at if 0 <= at <= math.prod(target.local) * item_bytes - length else None
+
+
+def copy_overlap(
+    source: Box, target: Box, item_bytes: int, start: int, payload: memoryview, memory: memoryview | bytearray
+) -> None:
+    """Put what `payload`, the bytes of `source` from byte `start` on, holds of `target` to its place in `memory`.
+
+    `memory` is the whole of `target`, row-major.
+    """
+    into = np.frombuffer(memory, np.uint8)
+    given = np.frombuffer(payload, np.uint8)
+    if source == target:
+        np.copyto(into[start : start + len(given)], given)
+        return
+    grid = into.reshape((*target.local, item_bytes))
+    for done, extent, from_, to in overlap_blocks(source, target, item_bytes, start, len(given)):
+        np.copyto(grid[to], given[done : done + math.prod(extent)].reshape(extent)[from_])
+
+
+def overlap_blocks(
+    source: Box, target: Box, item_bytes: int, start: int, length: int
+) -> Iterator[tuple[int, tuple[int, ...], _Slices, _Slices]]:
+    """What a run of `source`'s bytes holds of `target`, as strided blocks.
+
+    Each: where in the run it begins, its extents (the bytes of an element last), and the part of it that goes to which part
+    of the target's.
+    """
+    done = 0
+    for (_, extent), found in _walk(source, target, item_bytes, start, length):
+        if found is not None:
+            yield done, extent, *found
+        done += math.prod(extent)
+
+
+_Slices = tuple[slice, ...]
+
+
+def _common(source: Box, target: Box, item_bytes: int, start: int, length: int) -> Iterator[tuple[_Slices, _Slices]]:
+    return (found for _, found in _walk(source, target, item_bytes, start, length) if found is not None)
+
+
+def _walk(
+    source: Box, target: Box, item_bytes: int, start: int, length: int
+) -> Iterator[tuple[Part, tuple[_Slices, _Slices] | None]]:
+    """Every part of the run, with the slices that it has in common with the target: in itself, and in the target."""
+    for at, extent in run_parts((*source.local, item_bytes), start, start + length):
+        yield (at, extent), _cut((at, extent), source, target, item_bytes)
+
+
+def _cut(part: Part, source: Box, target: Box, item_bytes: int) -> tuple[_Slices, _Slices] | None:
+    inside, outside = [], []
+    origins, places, sizes = (*source.offset, 0), (*target.offset, 0), (*target.local, item_bytes)
+    for at, n, origin, place, size in zip(*part, origins, places, sizes, strict=True):
+        begin = at + origin
+        low, high = max(begin, place), min(begin + n, place + size)
+        if low >= high:
+            return None
+        inside.append(slice(low - begin, high - begin))
+        outside.append(slice(low - place, high - place))
+    return tuple(inside), tuple(outside)
+
+
+def coverage_error(boxes: Sequence[Box]) -> str | None:
+    """What is wrong with these shards of one tensor, or None. There is at least one box; all are of the same shape."""
+    full = [box for box in boxes if 0 not in box.local]
+    pair = _overlap(full, 0)
+    if pair is not None:
+        return f"shards at {list(pair[0].offset)} and {list(pair[1].offset)} overlap"
+    held, all_of_it = sum(math.prod(box.local) for box in full), math.prod(boxes[0].shape)
+    return None if held == all_of_it else f"its shards hold {held} of {all_of_it} elements"
+
+
+def _overlap(boxes: Sequence[Box], dim: int) -> tuple[Box, Box] | None:
+    if len(boxes) < 2:
+        return None
+    if dim == len(boxes[0].shape):
+        return boxes[0], boxes[1]
+    same: dict[tuple[int, int], list[Box]] = defaultdict(list)
+    for box in boxes:
+        same[box.offset[dim], box.local[dim]].append(box)
+    edges = sorted(same)
+    if any(a + n > b for (a, n), (b, _) in itertools.pairwise(edges)):
+        return next((pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])), None)
+    found = (_overlap(group, dim + 1) for group in same.values())
+    return next((pair for pair in found if pair is not None), None)
+
+
+Held = tuple[str, int, Sequence[int]]
+"""Name, bytes, and the ranks that hold these very bytes, ascending."""
+
+
+def assign_writers(held: Iterable[Held]) -> dict[str, int]:
+    """The rank that writes each; every rank may leave out what it does not hold itself."""
+    groups: dict[tuple[int, ...], list[tuple[int, str]]] = defaultdict(list)
+    for name, nbytes, ranks in held:
+        groups[tuple(ranks)].append((-nbytes, name))
+    found: dict[str, int] = {}
+    for ranks, members in groups.items():
+        load = dict.fromkeys(ranks, 0)
+        for negative, name in sorted(members):
+            found[name] = rank = min(ranks, key=lambda r: (load[r], r))
+            load[rank] -= negative
+    return found
+
+
+ROUND_BYTES = 32 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class SharedChunk:
+    """Chunk number `chunk` is read by `reader` and needed by `others` too."""
+
+    chunk: int
+    reader: int
+    others: tuple[int, ...]
+
+
+def needs_bitmap(needed: Sequence[int], count: int) -> bytes:
+    """The numbers of the chunks that a rank needs, of `count`, as a bit map."""
+    flags = np.zeros(count, np.uint8)
+    flags[list(needed)] = 1
+    return np.packbits(flags).tobytes()
+
+
+def assign_readers(needs: Sequence[bytes], sizes: Sequence[int]) -> list[SharedChunk]:
+    """All chunks that more than one rank needs, in order. `needs`: every rank's bit map; `sizes`: bytes of every chunk."""
+    if not sizes:
+        return []
+    table: npt.NDArray[np.uint8] = np.stack([np.unpackbits(np.frombuffer(n, np.uint8))[: len(sizes)] for n in needs])
+    load = [0] * len(needs)
+    found = []
+    for chunk in np.flatnonzero(table.sum(axis=0) > 1).tolist():
+        ranks = np.flatnonzero(table[:, chunk]).tolist()
+        reader = min(ranks, key=lambda rank: (load[rank], rank))
+        load[reader] += sizes[chunk]
+        found.append(SharedChunk(chunk, reader, tuple(rank for rank in ranks if rank != reader)))
+    return found
+
+
+def rounds(given: Sequence[SharedChunk], sizes: Sequence[int]) -> Iterator[list[SharedChunk]]:
+    """The chunks in turns."""
+    turn: list[SharedChunk] = []
+    held = 0
+    for each in given:
+        if turn and held + sizes[each.chunk] > ROUND_BYTES:
+            yield turn
+            turn, held = [], 0
+        turn.append(each)
+        held += sizes[each.chunk]
+    if turn:
+        yield turn
