@@ -1,10 +1,10 @@
-"""`Checkpointer`: save and restore the state of a training run. `saver` and `restorer` do it, `saves` keeps the books.
+"""`Checkpointer`: save and restore the state of a training run.
 
-Invariant: `save` returns after one copy of the state in memory; everything else happens behind it, in the node's sidecar or in
-a thread. A step exists when it is committed, whole, and is then restored bit for bit. The first save opens the run's next
-timeline, which stops any trainer that still believes the run to be its own. Restoring changes nothing of the run.
-Failure behaviour: a save that fails in the background is logged as an error, raised by its handle, and by the next `save`
-or `close` if nobody has fetched it by then; training goes on meanwhile and earlier steps are untouched.
+Invariant: `save` returns after one copy of the state in memory. The rest happens in the background, in the node's
+sidecar or in a thread. A step exists once it is committed as a whole, and is restored bit for bit. The first save opens
+the run's next timeline, which stops an earlier trainer of the run. Restoring changes nothing in the run.
+Failure behaviour: a save that fails in the background is logged, and raised by its handle. If no handle has raised it,
+`close` raises it. Training goes on meanwhile, and earlier steps are untouched.
 """
 
 from __future__ import annotations
@@ -46,39 +46,57 @@ PRIORITIES = ("normal", "preemption")
 
 
 class Checkpointer:
-    """Saves to and restores from one run of the repository at `url`.
+    """Saves and restores one run of the checkpoint repository at `url`.
 
-    `url` is a path, `file:///path`, `s3://bucket/prefix` or an open `Store`; `storage_options` as for `open_store`.
-    `sidecar` is "auto" (the node's daemon where one answers), the path of its socket, or None (inside this process).
-    `rank` and `world_size` come from torch.distributed when it is initialised. `compression` is "none", "zstd", "auto" (for
-    each tensor what makes the save durable sooner at the store's speed, by measurement: on fast stores nothing) or "delta"
-    (as "auto", with differences from an earlier step as one more choice).
-    `base`: another run of this repository, or (run, step) of one, that this run starts from: its first save finds there what
-    has not changed. A step of another run that was restored is leaned on likewise.
-    `keep`: after each commit rank 0 removes the run's steps that this policy does not keep; None keeps all.
-    `on_save_error` is "log" (a save that failed in the background is an error in the log, in metrics, at its handle and at
-    `close`; training goes on) or "raise" (the next `save` raises it as well). That another trainer took over is always raised.
-    `staging` is "eager" (`save` returns when the state is copied) or "lazy" (parameters and optimizer state are copied behind
-    what the trainer does next, and the next step of an optimizer in the state waits for what is not copied by then).
-    `replicas`: tensors that several ranks hold are compared at each save, by samples
-    (`headrace.checkpoint.state.replicas`). Where some
-    differ, all ranks refuse the save ("error"), or save the writing rank's and name them in a warning, a metric and
-    `SaveResult.diverged` ("warn"). "trust" compares nothing.
-    `replicated`: patterns on paths (as `include` of `restore`) of plain tensors that are the same on all ranks although no module
-    or optimizer says so, such as the dicts of `get_state_dict` under DDP: they are written once, and compared as above.
-    `staging_bytes`: the most memory for the copy, None for what the state needs; a larger state is copied in slices, as
-    fast as they are written, inside this process.
-    `gds`: by GPUDirect Storage where a probe of the directory says that it works, else as ever, which the log explains: raw
-    chunks go between tensors on the GPU and packs without the CPU. A save is then in slices (`staging_bytes`, 128 MiB if
-    nothing is said).
-    `wait_seconds` bounds each wait: for the arena, for other ranks, for a save in flight on `close` and `restore`.
-    Methods are for one thread at a time; handles are for any. A forked child (a DataLoader's worker) does not wait for its
-    parent's saves at its end, and needs a checkpointer of its own to save or restore.
+    With several ranks, call `save` and `restore` on all of them with the same step. Tensors of modules, optimizers and
+    schedulers are expected to be equal on all ranks and are written once; the work is spread over the ranks. Modules'
+    buffers, such as running means, may differ: rank 0's are written. Everything else is kept per rank. A rank that the
+    step was not saved with gets the rank-local values of rank 0.
 
-    With several ranks `save` and `restore` are called on all of them with the same step. Tensors of modules, optimizers
-    and schedulers are taken to be the same everywhere and written once, the work spread over the ranks (modules' buffers,
-    such as running means, may differ: rank 0's are written). Everything else is kept per rank; a rank that the step was
-    not saved with gets the rank-local values of rank 0.
+    Methods are for one thread at a time; handles are for any thread. A forked child (a DataLoader worker) does not wait for
+    its parent's saves when it ends. It needs a checkpointer of its own to save or restore.
+
+    Args:
+        url (str | Store): The repository: a path, `file:///path`, `s3://bucket/prefix`, or an open `Store`.
+        run (str): The run's name: letters, digits, dot, dash and underscore, at most 128.
+        sidecar (str | os.PathLike[str] | None): "auto" uses the node's daemon if it answers; a path names its
+            socket; None saves in this process. Default: "auto".
+        rank (int | None): This process's rank. Default: None, torch.distributed's rank, or 0 without it.
+        world_size (int | None): Number of ranks. Default: None, torch.distributed's, or 1 without it.
+        compression (str): "none"; "zstd"; "auto", which measures per tensor what makes the save durable sooner (on fast stores:
+            nothing); or "delta", which is "auto" with differences from an earlier step as one more choice. Default: "none".
+        base (str | tuple[str, int] | None): Another run of this repository, or (run, step), that this run starts from. The
+            first save deduplicates against it, as against a step of another run that was restored. Default: None.
+        keep (Keep | None): The retention policy. After each commit, rank 0 removes the run's steps that the policy does not keep.
+            Default: None, which keeps all steps.
+        on_save_error (str): "log" reports a save that failed in the background in the log, in metrics, at its handle and at
+            `close`. "raise" raises it at the next `save` too. A takeover by another trainer is always raised. Default: "log".
+        staging (str): "eager" copies the state before `save` returns. "lazy" copies parameters and optimizer state while
+            training goes on; the next step of an optimizer in the state waits for the rest. Default: "eager".
+        staging_bytes (int | None): Largest memory for the copy, in bytes. A larger state is copied in slices, as fast as
+            they are written, inside this process. Default: None, as much as the state needs.
+        check_replicas (str): Compares tensors that several ranks hold, by samples, at each save. If some differ, "error"
+            refuses the save on all ranks. "warn" saves the writing rank's and names them in a warning, a metric and
+            `SaveResult.diverged`. "off" compares nothing. Default: "error".
+        replicated (str | Iterable[str]): Patterns on paths (as `include` of `restore`) of plain tensors that are equal on all
+            ranks, such as the dicts of `get_state_dict` under DDP. They are written once and compared. Default: none.
+        gds (bool): Use GPUDirect Storage if a probe of the directory succeeds; the log explains why not. Raw chunks then move
+            between GPU tensors and packs without the CPU, in slices of `staging_bytes` (128 MiB by default). Default: False.
+        timeout (float): Limit of each wait in seconds: for staging memory, for other ranks, and for a save in flight
+            on `close` and `restore`. Default: 600.
+        storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
+
+    Raises:
+        UsageError: An argument is invalid; the message lists the valid values.
+
+    Example:
+        >>> import tempfile, torch
+        >>> model, folder = torch.nn.Linear(4, 2), tempfile.mkdtemp()
+        >>> with Checkpointer(folder, run="exp42", sidecar=None) as checkpointer:
+        ...     handle = checkpointer.save(10, {"model": model})
+        ...     result = handle.result(timeout=60)
+        ...     checkpointer.restore({"model": model})
+        10
     """
 
     def __init__(
@@ -102,13 +120,13 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if compression not in COMPRESSIONS:
-            raise UsageError(f"no compression {compression!r}", hint=f"there are: {', '.join(COMPRESSIONS)}")
+            raise UsageError(f"compression is {compression!r}", hint=f"choose one of: {', '.join(COMPRESSIONS)}")
         if on_save_error not in ("log", "raise"):
-            raise UsageError(f"on_save_error is {on_save_error!r}", hint="there are: log, raise")
+            raise UsageError(f"on_save_error is {on_save_error!r}", hint="choose one of: log, raise")
         if staging not in ("eager", "lazy"):
-            raise UsageError(f"no staging {staging!r}", hint="there are: eager, lazy")
+            raise UsageError(f"staging is {staging!r}", hint="choose one of: eager, lazy")
         if check_replicas not in POLICIES:
-            raise UsageError(f"check_replicas is {check_replicas!r}", hint=f"there are: {', '.join(POLICIES)}")
+            raise UsageError(f"check_replicas is {check_replicas!r}", hint=f"choose one of: {', '.join(POLICIES)}")
         kept: object = keep
         if kept is not None and not isinstance(kept, Keep):
             raise UsageError(f"keep is {kept!r:.200}", hint="give a policy, such as Keep(last=3)")
@@ -136,21 +154,40 @@ class Checkpointer:
         self._wait, self._closed, self._pid = timeout, False, os.getpid()
 
     def save(self, step: int, state: dict[str, Any], *, priority: str = "normal") -> Handle:
-        """Start saving `state` as `step`; return when it is copied and may change again.
+        """Start saving `state` as `step`; return once it is copied and may change again.
 
-        `priority` is "normal", or "preemption" for the last save before this machine is taken away: it waits for no earlier
-        save's memory, and in the sidecar it overtakes what waits and holds what runs.
+        While the store is unreachable the handle fails, even for the first save.
 
-        A store that is away fails the handle, also at the first save. Raises the error of an earlier save that nobody has fetched
-        (see `on_save_error`), `ConflictError` when this timeline has the step already, `UsageError` naming the path of a value
-        that cannot be saved, `DeadlineError` when the previous save keeps the arena too long.
+        Args:
+            step (int): The step's number.
+            state (dict[str, Any]): Nested dicts and lists of modules, optimizers, objects with `state_dict`, tensors and
+                plain values.
+            priority (str): "normal", or "preemption" for the last save before the machine is taken away. That save does not
+                wait for the memory of earlier saves, and overtakes them in the sidecar. Default: "normal".
+
+        Returns:
+            Handle: The save in flight. `handle.result()` waits for the commit.
+
+        Raises:
+            ConflictError: This timeline already has the step, or another trainer took the run over.
+            UsageError: A value cannot be saved; the message names its path.
+            DeadlineError: An earlier save did not release its memory within `timeout`.
+            HeadraceError: An earlier save failed and `on_save_error` is "raise".
+
+        Example:
+            >>> import tempfile
+            >>> with Checkpointer(tempfile.mkdtemp(), run="exp42", sidecar=None) as checkpointer:
+            ...     checkpointer.save(1, {"epoch": 3}).result(timeout=60).step
+            1
         """
         return self._save(step, state, None, priority, overwrites=False)
 
     def save_as(self, step: int, state: dict[str, Any], name: Name | None) -> Handle:
-        """As `save`, for `headrace.checkpoint.frameworks`: `name` is what their users find the step by, on the ranks
-        that have one. A step
-        that was saved already is saved again, as those users expect of their files: in a branch that begins before it."""
+        """As `save`, for the adapters of `headrace.checkpoint.frameworks`.
+
+        `name` is the file or folder by which the framework finds the step, on ranks that make one. A step that was saved already
+        is saved again, as frameworks overwrite their files: in a branch that begins before it.
+        """
         return self._save(step, state, name, "normal", overwrites=True)
 
     def _save(self, step: int, state: dict[str, Any], name: Name | None, priority: str, overwrites: bool) -> Handle:
@@ -168,10 +205,12 @@ class Checkpointer:
         return self._saver.start(step, state, urgent, check, name)
 
     def warm_up(self, state: dict[str, Any]) -> None:
-        """Allocate the memory that saves of `state` need, and look at the store, in threads, so that the first save need not.
+        """Allocate the memory that saves of `state` need and probe the store, in the background, before the first save.
 
-        Worth calling once the optimizer has its state: after its first step, or after `restore`. Takes no part in anything
-        that ranks do together.
+        Call it once the optimizer has its state: after its first step, or after `restore`. It exchanges nothing with other ranks.
+
+        Args:
+            state (dict[str, Any]): The state as it will be saved.
         """
         self._check_open()
         self._saver.warm_up(state)
@@ -184,18 +223,30 @@ class Checkpointer:
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
         report: str | os.PathLike[str] | None = None,
     ) -> preemption.Preemption:
-        """From now on these signals ask for a last save of `state()`, committed within `deadline` seconds of the signal.
+        """Save the state when the machine is about to be taken away: these signals request a last save.
 
-        Ask the returned object between two steps: `if guard.reached(step): sys.exit(guard.exit_code)`. The exit code is 99
-        when the state is committed and 98 when not; `report` (or $HEADRACE_PREEMPTION_REPORT) with `.<rank>` added is a file
-        that says it in JSON. With several ranks all call this, and `reached` at every step.
+        Call `guard.reached(step)` between two steps, on all ranks: `if guard.reached(step): sys.exit(guard.exit_code)`.
+        The exit code is 99 if the state was committed, 98 if not.
+
+        Args:
+            state (Callable[[], dict[str, Any]]): Returns the state to save.
+            deadline (float): Seconds from the signal within which the save must be committed. Default: 100.
+            signals (Sequence[signal.Signals]): Default: SIGTERM and SIGUSR1.
+            report (str | os.PathLike[str] | None): A JSON file for the outcome; `.<rank>` is appended to its name.
+                Default: None, which reads the name from $HEADRACE_PREEMPTION_REPORT.
+
+        Returns:
+            Preemption: The guard to ask.
+
+        Raises:
+            UsageError: Not called in the main thread.
         """
         self._check_open()
         ranks = self._ranks
         return preemption.Preemption(self, state, deadline, signals, ranks.world_size, ranks.rank, report)
 
     def last_save_of(self, step: int) -> Handle | None:
-        """The save of this step when it is on its way or committed by this checkpointer; saves that failed are forgotten."""
+        """The save of this step by this checkpointer, in flight or committed; None if there is none or it failed."""
         return self._saves.of(step)
 
     def restore(
@@ -211,19 +262,45 @@ class Checkpointer:
         cast: bool = False,
         required: bool = False,
     ) -> int | None:
-        """Restore `state` in place from `step`, the newest one, or the one that a tag names ("tag:best"); return the step, None
-        when the run has none. A `Base` is one attempt, in whichever timeline it lies.
+        """Restore `state` in place; call it on all ranks. Restoring changes nothing in the run.
 
-        Restoring changes nothing of the run. A later save of a newer step goes on from the newest one, whatever was restored; a
-        later save of a step that the run has already, or has passed, begins a branch (docs/checkpoints.md).
-        `required`: a run without a step is a `NotFoundError` that says what is there instead; else a warning names other runs.
-        `run`: another run of this repository. `include` and `exclude`: patterns on paths such as "model/*", see
-        `headrace.checkpoint.state.fit`; the rest of `state` is left as it is. `strict=False`: so are entries that the
-        checkpoint does not hold, and what it holds beyond `state` is not read. `cast`: tensors of another type are
-        converted. Mesh, placement and number of ranks may be others than at the save. Raises `MismatchError`, before
-        anything is changed, naming every entry that is missing, not expected, or of another shape or type; `NotFoundError`
-        for a step that is not there; `CorruptionError` naming step, tensor, pack and offset, with the state then partly
-        restored.
+        A later save of a newer step continues from the newest step, whatever was restored. A later save of a step that the run
+        already has, or has passed, begins a branch (docs/checkpoints.md). Mesh, placement and number of ranks may differ
+        from the save.
+
+        Args:
+            state (dict[str, Any]): The state to fill.
+            step (int | str): A step's number, or "latest". Default: "latest".
+            tag (str | None): The tag of a step, instead of `step`. Default: None.
+            run (str | None): Another run of this repository. Default: None, this run.
+            include (str | Iterable[str] | None): Patterns on paths, such as "model/*", of the entries to restore; the others
+                stay as they are (`headrace.checkpoint.state.fit`). Default: None, all entries.
+            exclude (str | Iterable[str]): Patterns of entries to leave as they are. Default: none.
+            strict (bool): Require the same entries in the state and the step. Otherwise entries that only one of them has
+                are skipped and logged. Default: True.
+            cast (bool): Convert tensors of another dtype. Default: False.
+            required (bool): Raise `NotFoundError` if the run has no step, instead of returning None. Default: False.
+
+        Returns:
+            int | None: The step that was restored; None if the run has none.
+
+        Raises:
+            MismatchError: An entry is missing, unexpected, or of another shape or dtype. The message names each;
+                nothing has changed.
+            NotFoundError: The step or the tag does not exist.
+            CorruptionError: Stored bytes are damaged. The message names step, tensor, pack and offset; the state is
+                partly restored.
+
+        Example:
+            >>> import tempfile
+            >>> state = {"epoch": 3}
+            >>> with Checkpointer(tempfile.mkdtemp(), run="exp42", sidecar=None) as checkpointer:
+            ...     _ = checkpointer.save(1, state).result(timeout=60)
+            ...     state["epoch"] = 0
+            ...     checkpointer.restore(state, step=1)
+            1
+            >>> state
+            {'epoch': 3}
         """
 
         asked = step if isinstance(step, Base) else repository.step_or_tag(step, tag)
@@ -252,27 +329,31 @@ class Checkpointer:
         return self._run
 
     def is_committed(self, run: str, attempt: Base) -> bool:
-        """Whether this attempt is a step of the run, in whichever timeline."""
+        """Whether this attempt is a committed step of the run, in any timeline."""
         self._check_open()
         return repository.settled(self._store, run, attempt)
 
     def is_over(self, run: str, attempt: Base) -> bool:
-        """Whether a newer timeline keeps this attempt from being committed."""
+        """Whether a newer timeline prevents this attempt from being committed."""
         self._check_open()
         return timeline.newest_after(self._store, run, attempt.timeline) is not None
 
     def steps(self) -> list[int]:
-        """The steps that `restore` finds, ascending: those of the newest timeline and of its parents before the branch."""
+        """The steps that `restore` finds, ascending: those of the newest timeline, and of its parents up to the branch."""
         self._check_open()
         if repository.read_repo(self._store) is None:
             return []
         return sorted(base.step for base in repository.visible(self._store, self._run))
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for saves in flight (at most `timeout` seconds, else `wait_seconds`), then let go of everything.
+        """Wait for saves in flight, then release everything. Does nothing in a forked child.
 
-        Raises the error of a save that nobody has fetched, `DeadlineError` when one is still in flight. Does nothing in a forked
-        child: saves, leases and connections are its parent's.
+        Args:
+            timeout (float | None): Limit of the wait in seconds. Default: None, the checkpointer's `timeout`.
+
+        Raises:
+            DeadlineError: A save is still in flight.
+            HeadraceError: A save failed and no handle has raised its error.
         """
         if self._closed or os.getpid() != self._pid:
             return
@@ -303,15 +384,15 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("the checkpointer is closed", hint="make another one")
+            raise UsageError("the checkpointer is closed", hint="create another Checkpointer")
         if os.getpid() != self._pid:
             raise UsageError(
                 f"the checkpointer belongs to process {self._pid}, from which this one was forked",
-                hint="make another one",
+                hint="create another Checkpointer in this process",
             )
 
 
 def _is_urgent(priority: str) -> bool:
     if priority not in PRIORITIES:
-        raise UsageError(f"no priority {priority!r}", hint=f"there are: {', '.join(PRIORITIES)}")
+        raise UsageError(f"priority is {priority!r}", hint=f"choose one of: {', '.join(PRIORITIES)}")
     return priority == "preemption"

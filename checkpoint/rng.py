@@ -20,7 +20,17 @@ _log = get_logger(__name__)
 
 
 class RNG:
-    """Put one into the state of a `Checkpointer`; it is rank-local."""
+    """The random generators of torch, NumPy and Python. Put one into the state of a `Checkpointer`; it is rank-local.
+
+    Example:
+        >>> import random
+        >>> rng = RNG()
+        >>> state = rng.state_dict()
+        >>> first = random.random()
+        >>> rng.load_state_dict(state)
+        >>> random.random() == first
+        True
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """{"torch", "cuda", "numpy", "python"}."""
@@ -40,7 +50,7 @@ class RNG:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Continue from a state that `state_dict` returned."""
         torch.set_rng_state(state["torch"])
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if devices != len(state["cuda"]):

@@ -52,13 +52,35 @@ from headrace.dataio.store.open import open_store
 
 
 class RepositoryReader(StorageReader):
-    """Loads one step of `run` from the repository at `url`; DCP's `checkpoint_id`, where given, is another step.
+    """DCP's storage reader: loads one step of `run` from the repository at `url`.
 
-    `step` is a number or "latest": all ranks load the one that DCP's coordinator found. `rank`: whose values other than tensors
-    are loaded; if not given, those of this process's rank in the process group that `dcp.load` was given.
-    `resume`: the process trains on from this step. A later save of a step that the run has already then begins a branch.
-    Without it a load changes nothing for saves.
-    `gds`: as for `Checkpointer`.
+    All ranks load the step that DCP's coordinator found. A load changes nothing for later saves, unless `resume` is given.
+
+    Args:
+        url (str | Store): The repository, as for `Checkpointer`.
+        run (str): The run's name.
+        step (int | str): A step's number, or "latest". DCP's `checkpoint_id`, if given, replaces it. Default: "latest".
+        tag (str | None): The tag of a step, instead of `step`. Default: None.
+        rank (int | None): The rank whose values other than tensors are loaded. Default: None, this process's rank in the
+            process group of `dcp.load`.
+        resume (bool): The process trains on from this step. A later save of a step that the run already has then begins a
+            branch. Default: False.
+        gds (bool): Use GPUDirect Storage, as for `Checkpointer`. Default: False.
+        storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
+
+    Raises:
+        UsageError: An argument is invalid.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from headrace.checkpoint.dcp import RepositoryWriter
+        >>> folder, state = tempfile.mkdtemp(), {"weight": torch.ones(2)}
+        >>> _ = dcp.save(state, storage_writer=RepositoryWriter(folder, run="exp42", step=1), no_dist=True)
+        >>> loaded = {"weight": torch.zeros(2)}
+        >>> dcp.load(loaded, storage_reader=RepositoryReader(folder, run="exp42"), no_dist=True)
+        >>> loaded["weight"]
+        tensor([1., 1.])
     """
 
     def __init__(

@@ -64,11 +64,27 @@ class _Orders:
 
 
 class RepositoryWriter(StorageWriter):
-    """Saves one step of `run` in the repository at `url`; DCP's `checkpoint_id`, where given, is another step.
+    """DCP's storage writer: saves one step of `run` in the repository at `url`.
 
-    `url`, `gds`, `storage_options`: as for `Checkpointer`. `compression` is "none" or "zstd"; `wait_seconds` bounds the wait for
-    other ranks. `again`: a step that this job has saved already is saved once more, in a branch that begins before it; else that
-    is a `ConflictError`. For `async_save` in a process, give the URL, not an open store.
+    Args:
+        url (str | Store): The repository, as for `Checkpointer`. For `async_save` in a process give the URL, not an open store.
+        run (str): The run's name.
+        step (int | None): The step's number. DCP's `checkpoint_id`, if given, replaces it. Default: None.
+        compression (str): "none" or "zstd". Default: "none".
+        gds (bool): Use GPUDirect Storage, as for `Checkpointer`. Default: False.
+        timeout (float): Limit of the wait for other ranks, in seconds. Default: 600.
+        overwrite (bool): Save a step again that this job has saved, in a branch that begins before it. Otherwise that is a
+            `ConflictError`. Default: False.
+        storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
+
+    Raises:
+        UsageError: An argument is invalid.
+
+    Example:
+        >>> import tempfile, torch, warnings
+        >>> import torch.distributed.checkpoint as dcp
+        >>> folder, state = tempfile.mkdtemp(), {"weight": torch.ones(2)}
+        >>> _ = dcp.save(state, storage_writer=RepositoryWriter(folder, run="exp42", step=1), no_dist=True)
     """
 
     def __init__(

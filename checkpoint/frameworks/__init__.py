@@ -1,10 +1,23 @@
-"""Our checkpoints in trainers that others wrote: one small module for each, importing its framework and nothing else of
-the sort.
+"""Headrace checkpoints in other trainers: one module for each framework, which imports that framework only.
 
-`torchtitan`: a checkpoint manager; `megatron`: strategies of Megatron-Core for sharded states; `torch_checkpointing`: a storage
-and a manager; `lightning`: a CheckpointIO; `transformers`: a Trainer, and a callback of theirs; `accelerate`: hooks of save_state
-and load_state. `naming`, `mapping` and `plain` are what some of them share. Trainers that save through
-torch.distributed.checkpoint take `headrace.checkpoint.dcp` instead.
+- `torchtitan`: a checkpoint manager.
+- `megatron`: save and load strategies of Megatron-Core; `plain` encodes its objects.
+- `torch_checkpointing`: a storage and a manager.
+- `lightning`: a `CheckpointIO`.
+- `transformers`: a `Trainer`, and a callback.
+- `accelerate`: hooks of `save_state` and `load_state`.
+
+Trainers that save through torch.distributed.checkpoint use `headrace.checkpoint.dcp` instead.
+
+To add a framework, write or change four files:
+
+1. `frameworks/<name>.py`: the adapter. If the framework names checkpoints by files or folders, use `naming.Names`, which
+   publishes a name once its step is committed. If it calls torch.distributed.checkpoint, use `RepositoryWriter` and
+   `RepositoryReader`. Otherwise call `Checkpointer.save_as` and `restore`.
+2. `tests/checkpoint/frameworks/train_<name>.py`: a small training with it. The tests of this folder kill and resume it.
+3. `tests/checkpoint/frameworks/test_frameworks.py`: its own behaviour, with the real package.
+4. `pyproject.toml`: the package in the extra `frameworks`, and in mypy's list of frameworks.
+
 Invariant: importing this package imports no framework.
-Failure behaviour: errors of `headrace.dataio.core.errors`; a framework that is not installed is an ImportError of its own.
+Failure behaviour: errors of `headrace.dataio.core.errors`. A framework that is not installed raises its own ImportError.
 """

@@ -1,18 +1,20 @@
 """Accelerate: `attach(accelerator, checkpointer)` lets `save_state` and `load_state` keep the state in the repository.
 
-Models, optimizers, schedulers, the gradient scaler, what was given to `register_for_checkpointing`, and the generators
-of every rank are one step of the run. Accelerate's folder keeps what is left (samplers, a stateful loader's position),
-which is small. The step is the number that ends the folder's name (`step_1200`, `checkpoints/checkpoint_3`).
-`save_state` returns when the state is copied. The folder appears when the step is committed (`naming`), and only then do
-older ones go (`total_limit`): write files of your own into it after `checkpointer.close()`, or register an object.
-How: Accelerate calls its hooks before it writes or reads anything, with the lists that it is going to walk; they are
-taken away there. `save_state` and `load_state` of this accelerator give them back, and save when all ranks have written
-their files into a hidden folder.
-Invariant: nothing of the step is written a second time by Accelerate; outside of `save_state` and `load_state` the
-accelerator is as it always is.
-Failure behaviour: as `Checkpointer`; `UsageError` for a folder whose name ends in no number; `MissingStepError`, a
-`FileNotFoundError`, for a folder whose step is not there; `UnsupportedError` under FSDP, DeepSpeed and Megatron-LM, whose
-states Accelerate writes without asking its hooks.
+Models, optimizers, schedulers, the gradient scaler, objects of `register_for_checkpointing`, and the random generators
+of every rank are one step of the run. The step is the number at the end of the folder's name (`step_1200`,
+`checkpoints/checkpoint_3`). Accelerate's folder keeps the rest, which is small: samplers, and the position of a
+stateful loader. `save_state` returns when the state is copied. The folder appears when the step is committed
+(`naming`); older folders are removed after that (`total_limit`). So write files of your own into it only after
+`checkpointer.close()`, or register an object instead.
+
+How it works: Accelerate calls its hooks before it writes or reads anything, and passes the lists that it is about to
+walk. The hooks empty these lists. `save_state` and `load_state` of this accelerator refill them, and save once all
+ranks have written their files into a hidden folder.
+Invariant: Accelerate writes nothing of the step a second time. Outside `save_state` and `load_state` the accelerator is
+unchanged.
+Failure behaviour: as `Checkpointer`. `UsageError` for a folder whose name ends in no number; `MissingStepError`, a
+`FileNotFoundError`, for a folder whose step does not exist; `UnsupportedError` under FSDP, DeepSpeed and Megatron-LM,
+whose states Accelerate writes without calling its hooks.
 """
 
 from __future__ import annotations

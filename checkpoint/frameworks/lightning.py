@@ -1,18 +1,17 @@
-"""Lightning: `Trainer(plugins=[RepositoryIO("s3://bucket/ckpt", run="exp42")])` keeps its checkpoints in the
-repository.
+"""Lightning: `Trainer(plugins=[RepositoryIO("s3://bucket/ckpt", run="exp42")])` keeps its checkpoints in the repository.
 
-Lightning gathers the state on rank 0 and names files. A file's name is kept as a small text that says which step it
-is, so that `ckpt_path=` and the retention of ModelCheckpoint work as they do. Saving returns when the state is
-copied. The file appears when the step is committed, and a file that Lightning removes goes after the commit of the
-newest save (`naming`).
-A step has the number of `global_step`. What is saved again at the same `global_step` gets the
-next free number; if all of its tensors are those of the save before, only its other values are kept, in its file.
-`Model.load_from_checkpoint(path)` reads such files too, through the `RepositoryIO` of their run that this process has
-made.
-Invariant: nothing is pickled; the named file holds no tensor. Every call of `save_checkpoint` keeps what it was given.
-Failure behaviour: a checkpoint that holds a value that cannot be encoded is a `UsageError` naming its path (values of
-hyper-parameters and callbacks must be plain); a save that fails later is raised by the next one, or by `teardown`.
-`MissingStepError`, a `FileNotFoundError`, for a file that is not there or a step that is not.
+Lightning gathers the state on rank 0 and names files. Each file is kept as a small text that names the step, so
+`ckpt_path=` and the retention of ModelCheckpoint work as usual. Saving returns when the state is copied. The file
+appears when the step is committed. A file that Lightning removes goes after the newest save is committed (`naming`). A
+step has the number of `global_step`. A second save at the same `global_step` gets the next free number. If its tensors
+are those of the save before, only its other values are kept, in its file. `Model.load_from_checkpoint(path)` reads such
+files too, through the `RepositoryIO` of their run in this process. `map_location` works as for `torch.load`: tensors
+that share memory still share it afterwards.
+Invariant: nothing is pickled, and the named file holds no tensor. Every call of `save_checkpoint` keeps what it was
+given.
+Failure behaviour: `UsageError` names the path of a value that cannot be saved (hyper-parameters and callback state must
+be plain values). A save that fails later is raised by the next save, or by `teardown`. `MissingStepError`, a
+`FileNotFoundError`, for a missing file or step.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""Megatron-Core: `dist_checkpointing.save(state, folder, RepositorySave(url, run=...))` and
-`dist_checkpointing.load(state, folder, RepositoryLoad(url, run=...))`.
+"""Megatron-Core: strategies for `dist_checkpointing.save` and `load` that keep sharded states in the repository.
 
-The sharded tensors and objects of the state are a step of the repository: the number that ends the folder's name
-(`iter_0001200`). Megatron-Core writes what is left into the folder itself, `common.pt` and `metadata.json`, and allows nothing
-else there. Both strategies go into its wrappers for parallel saving and loading (whose exchange at loading needs CUDA). Saving
-ends with the commit.
-`save(..., async_sharded_save=True)` returns after a copy in main memory, into memory that the next save uses again; a thread here
-saves the copy, over a process group of its own. What Megatron-Core then starts, a fork or its worker, only waits for that thread,
-so that its queue sees the save going on; its finalization raises what went wrong.
-Invariant: replicas are written once, by Megatron's own choice (`replica_id`); objects are plain values, arrays and bytes,
-and never a pickle. Any number of ranks and any sharding may load.
-Failure behaviour: as `headrace.checkpoint.dcp`; `UsageError` naming an object that cannot be saved.
+    dist_checkpointing.save(state, folder, RepositorySave(url, run=...))
+    dist_checkpointing.load(state, folder, RepositoryLoad(url, run=...))
+
+The sharded tensors and objects of the state are a step of the repository: the number at the end of the folder's name
+(`iter_0001200`). Megatron-Core writes the rest into the folder, `common.pt` and `metadata.json`, and allows nothing
+else there. Both strategies can be wrapped by its classes for parallel saving and loading (loading exchanges through
+CUDA). A save ends with the commit. `save(..., async_sharded_save=True)` returns after a copy into main memory, which
+the next save reuses. A thread of this process saves the copy, over a process group of its own. The process that
+Megatron-Core then starts only waits for that thread, so its queue sees the save in flight. Its finalization raises any
+error.
+Invariant: replicas are written once, as Megatron-Core chooses (`replica_id`). Objects are plain values, arrays and
+bytes, never pickles. Any number of ranks and any sharding may load.
+Failure behaviour: as `headrace.checkpoint.dcp`. `UsageError` names an object that cannot be saved.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Names of steps in the folders of frameworks that look there for what to resume from.
+"""Names of steps: the files and folders by which a framework finds the checkpoint to resume from.
 
-A framework resumes from a file or folder that it finds (`last.ckpt`, `checkpoint-1200`). Such a name must never lead
-to a step that is not committed. So it is written hidden first (`.checkpoint-1200.<attempt>.uncommitted`), with a
-record of the attempt that it belongs to. It is renamed once that attempt is committed, and only then do older names
-go. A process that is killed in between leaves a hidden name. The next one publishes it if the attempt was committed
-after all, and deletes it if it never can be (`Names.recover`).
-Invariant: a name leads to a committed attempt. Files and folders are fsynced before they are renamed, and the folder
-around them afterwards. A name that is given anew is replaced, and an earlier save never replaces the name of a later
-one.
+A framework resumes from a file or folder that it finds (`last.ckpt`, `checkpoint-1200`). Such a name must never lead to
+a step that is not committed. So it is written hidden first (`.checkpoint-1200.<attempt>.uncommitted`), with a record of
+its attempt. It is renamed once that attempt is committed, and older names are removed after that. A process that is
+killed in between leaves a hidden name. The next process publishes it if the attempt was committed after all, and
+deletes it if it never can be (`Names.recover`).
+Invariant: a name leads to a committed attempt. Files and folders are fsynced before they are renamed, and their folder
+afterwards. A name that is given again is replaced. An earlier save never replaces the name of a later one.
 Failure behaviour: a save whose name cannot be written fails with `UsageError`, although the step may be committed.
-What fails once it has its name (another name of it, removing old ones) is logged. So is what `recover` cannot publish,
-as the other ranks wait for it: that stays hidden.
-`MissingStepError` is `NotFoundError` and `FileNotFoundError`; `CorruptionError` for what is not a name of ours.
+Later failures (another name of the step, removing old names) are logged. `recover` logs a name that it cannot publish
+and leaves it hidden, because the other ranks wait for it. `MissingStepError` is a `NotFoundError` and a
+`FileNotFoundError`. `CorruptionError` for a file that is not a name of Headrace.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""torch_checkpointing (Meta's): `RepositoryManager("s3://bucket/ckpt", run="exp42", config=...)` in place of its
-`CheckpointManager(config)`; and the `Storage` back-end underneath, for whoever builds the parts himself.
+"""torch_checkpointing (Meta): `RepositoryManager(url, run="exp42", config=...)` replaces its `CheckpointManager(config)`.
 
-That library writes files into a folder and renames it when all ranks are done. Here each rank keeps its files in memory,
-in the process that writes them, until all of them are written; then they are stored as this rank's part of a step, each
-file as a tensor of bytes: in chunks, deduplicated against the step before, checked by digest, and committed by all ranks or
-not at all. A checkpoint's name ends in the step's number; `load("latest", ...)` finds the newest one.
-`RepositoryManager` agrees on the attempt with the other ranks; `RepositoryStorage` alone
-(`CheckpointManager.Config(storage_config=RepositoryStorageConfig(url, run=...))`) does for a job of one rank.
+The `Storage` back-end underneath can be used alone:
+`CheckpointManager.Config(storage_config=RepositoryStorageConfig(url, run=...))`, for a job of one rank.
+`RepositoryManager` agrees on the attempt with the other ranks.
+
+That library writes files into a folder, and renames it when all ranks are done. Here each rank keeps its files in
+memory, in the process that writes them, until all are written. Then they are stored as this rank's part of a step, each
+file as a tensor of bytes: in chunks, deduplicated against the step before, checked by digest, and committed by all
+ranks or not at all. A checkpoint's name ends in the step's number; `load("latest", ...)` finds the newest one.
 Trust: torch_checkpointing's files are pickles, and it unpickles them when it loads (`torch.load(weights_only=False)`,
 `metadata.pkl`). A writer to the repository can thus run code in the process that loads. This is that library's format
-and cannot be refused here: load only from repositories whose writers you trust. All other ways in
-(`Checkpointer`, `headrace.checkpoint.dcp`, the other modules of this package) unpickle nothing of the repository.
-Invariant: what is inside the files is torch_checkpointing's; it reads back the very bytes that it wrote, or gets an
-error. A file needs its own size in memory while it is saved.
+and cannot be refused here: load only from repositories whose writers you trust. All other ways to load (`Checkpointer`,
+`headrace.checkpoint.dcp`, the other adapters) unpickle nothing from the repository.
+Invariant: torch_checkpointing reads back the bytes that it wrote, or gets an error. A file needs its own size in memory
+while it is saved.
 Failure behaviour: errors of `headrace.dataio.core.errors`, or `FileNotFoundError` and `FileExistsError` where that
-library expects
-them. Steps are removed by the run's retention, never by `rmdir`.
+library expects them. Steps are removed by the run's retention, never by `rmdir`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""torchtitan: `RepositoryCheckpointManager.Config(enable=True, url="s3://bucket/ckpt", run="exp42", ...)` in place of
-`CheckpointManager.Config(...)` keeps a trainer's checkpoints in the repository.
+"""torchtitan: `RepositoryCheckpointManager.Config(enable=True, url="s3://bucket/ckpt", run="exp42", ...)` replaces
+`CheckpointManager.Config(...)`.
 
-torchtitan's own manager gives DCP a folder's name and no storage; this one gives it ours. All of its settings mean what they
-mean there: `interval`, `async_mode`, `exclude_from_loading`, `last_save_model_only`, `initial_load_path` (a folder of DCP's
-or Hugging Face's, read as ever while the run has no step), `keep_latest_k` (the repository's retention, on rank 0).
-A step that was saved already is saved again, as torchtitan overwrites its files.
-Invariant: all ranks load the same step: rank 0 looks for the newest one and tells the others.
-Failure behaviour: as `headrace.checkpoint.dcp`; `MissingStepError`, a `FileNotFoundError`, for a step that is not there. A final
-export in Hugging Face's format is torchtitan's and goes to `folder`.
+All settings of torchtitan's manager keep their meaning: `interval`, `async_mode`, `exclude_from_loading`,
+`last_save_model_only`, `initial_load_path` (a folder of DCP or Hugging Face, read while the run has no step),
+`keep_latest_k` (the repository's retention, on rank 0). A step that was saved already is saved again, as torchtitan
+overwrites its files.
+Invariant: all ranks load the same step: rank 0 finds the newest one and tells the others.
+Failure behaviour: as `headrace.checkpoint.dcp`. `MissingStepError`, a `FileNotFoundError`, for a step that does not
+exist. A final export in Hugging Face's format is written by torchtitan, to `folder`.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""transformers: two ways.
+"""transformers: `RepositoryTrainer`, and `RepositoryCallback` for a Trainer that must not change.
 
-`RepositoryTrainer(model, args, ..., checkpointer=checkpointer)` is the Trainer whose checkpoints are steps of the
-repository. Its `checkpoint-<step>` folders keep `trainer_state.json` and name the step, so that
-`train(resume_from_checkpoint=...)`, `save_total_limit` and `load_best_model_at_end` find them as they always do. A folder
-appears when its step is committed, and older ones go after that (`naming`). Resuming is exact: model, optimizer,
-scheduler, scaler and generators are those of the step, and the Trainer goes on at the batch where it was. A loader of
-ours is part of the step: give it as `train_dataset`, or return it from `get_train_dataloader`.
+`RepositoryTrainer(model, args, ..., checkpointer=checkpointer)` is a Trainer whose checkpoints are steps of the
+repository. Its `checkpoint-<step>` folders keep `trainer_state.json` and name the step, so
+`train(resume_from_checkpoint=...)`, `save_total_limit` and `load_best_model_at_end` work as usual. A folder appears
+when its step is committed; older folders are removed after that (`naming`). Resuming is exact: model, optimizer,
+scheduler, scaler and random generators are those of the step, and training continues at the next batch. A Headrace
+loader is part of the step: pass it as `train_dataset`, or return it from `get_train_dataloader`.
+
 `Trainer(callbacks=[RepositoryCallback(checkpointer)])` saves when the Trainer does, in addition to the Trainer's own
-files, and resumes when training begins. A loader of ours goes on where it was. With any other data a callback cannot
-tell the Trainer to skip batches: the data begins anew, and a warning says so.
+files, and restores when training begins. A Headrace loader continues where it was. A callback cannot skip batches of
+any other data: the data begins again, and a warning says so.
 
-Invariant: at every save, model, optimizer, scheduler and generators are staged before training goes on.
-Failure behaviour: as `Checkpointer`; a save that fails in the background is logged and raised when the checkpointer is
-closed. `UnsupportedError` under DeepSpeed, which keeps optimizer states of its own, and for a loader of ours in a
-`DataLoader` that reads ahead, before the first step. `MissingStepError`, a `FileNotFoundError`, for a folder whose step is
-not there.
+Invariant: at every save, model, optimizer, scheduler and generators are copied before training goes on.
+Failure behaviour: as `Checkpointer`. A save that fails in the background is logged, and raised when the checkpointer is
+closed. `UnsupportedError` under DeepSpeed, which keeps optimizer states of its own, and, before the first step, for a
+Headrace loader in a `DataLoader` that prefetches. `MissingStepError`, a `FileNotFoundError`, for a folder whose step
+does not exist.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`tensor` is to get the elements `box` of a saved one, as `path`."""
+    """`tensor`, at `path` in the state, is to receive the elements `box` of a saved tensor."""
 
     path: str
     saved: Saved
@@ -40,11 +40,11 @@ class Target:
 
 
 def require_one_content(store: Store, step: Step, targets: Sequence[Target]) -> None:
-    """That no place in memory would get two different contents."""
+    """Require that no place in memory would get two different contents."""
     by_storage: dict[Hashable, list[Target]] = defaultdict(list)
     for target in targets:
         if any(n > 1 and stride == 0 for n, stride in zip(target.tensor.shape, target.tensor.stride(), strict=True)):
-            raise MismatchError(f"{target.path}: elements of the tensor here share memory", hint="clone() it first")
+            raise MismatchError(f"{target.path}: elements of this tensor share memory", hint="clone() it first")
         if (storage := tensors.storage_of(target.tensor)) is not None:
             by_storage[storage].append(target)
     for sharing in by_storage.values():
@@ -54,7 +54,7 @@ def require_one_content(store: Store, step: Step, targets: Sequence[Target]) -> 
 
 
 def _overlapping(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Groups of targets of different saved tensors whose bytes lie in one another."""
+    """Groups of targets of different saved tensors whose bytes overlap."""
     reaches = [(reach, target) for target in targets if (reach := tensors.byte_range(target.tensor)) is not None]
     group: list[Target] = []
     end = -1
@@ -70,7 +70,7 @@ def _overlapping(targets: Sequence[Target]) -> Iterator[list[Target]]:
 
 
 def _same_chunks(group: Sequence[Target]) -> bool:
-    """Whether all are the same view, and the step holds the same bytes for them, as its digests say."""
+    """Whether all are the same view, and the step's digests say that it holds the same bytes for them."""
     looks = {(*_look(target.tensor), target.box, target.saved.dtype) for target in group}
     return len(looks) == 1 and all(_chunks(each.saved) == _chunks(group[0].saved) for each in group[1:])
 
@@ -88,7 +88,7 @@ def _chunks(saved: Saved) -> list[tuple[object, ...]]:
 
 
 def _compare(store: Store, step: Step, group: Sequence[Target]) -> None:
-    """Put all of them into memory like that of the state, and see whether each still has what was put there."""
+    """Write all of them into a copy of the shared memory, and compare each with what was written."""
     reaches = [tensors.byte_range(target.tensor) or (0, 0) for target in group]
     start = min(begin for begin, _ in reaches) // _ALIGN * _ALIGN
     memory = tensors.empty_like("uint8", (max(end for _, end in reaches) - start,))
@@ -113,7 +113,7 @@ def _place(memory: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tens
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, so that what is not a number equals itself."""
+    """As integers, so that a NaN equals itself."""
     return as_bits(torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor)
 
 
@@ -121,5 +121,5 @@ def _different(target: Target, group: Sequence[Target]) -> MismatchError:
     other = next(each for each in reversed(group) if each is not target)
     return MismatchError(
         f"{target.path} and {other.path} share memory here, and have different contents in the checkpoint",
-        hint="nothing was changed; build the state as it was when it was saved, or leave one of them out",
+        hint="nothing was changed; build the state as when it was saved, or exclude one of them",
     )

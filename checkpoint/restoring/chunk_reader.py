@@ -51,18 +51,18 @@ class Sink(Protocol):
 
 @runtime_checkable
 class ReadsDirectly(Protocol):
-    """A store that can fill some memory by a way of its own."""
+    """A store that can fill some memory by itself, such as GPU memory by GPUDirect Storage."""
 
     def read_directly(
         self, reading: ChunkReader, chunks: Iterable[tuple[str, NeededChunk]]
     ) -> list[tuple[str, NeededChunk]]:
-        """Read and use what it can, checked; return the rest."""
+        """Read, check and use the chunks that it can; return the others."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor of a step as one rank sees it: the whole, in one or more shards, each with the manifest that holds it."""
+    """A global tensor of a step as one rank sees it: its shards, each with the manifest that holds it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """The elements `box` of a saved tensor, and where they go."""
+    """A request: the elements `box` of a saved tensor, and the sink that receives them."""
 
     saved: Saved
     box: Box
@@ -83,7 +83,7 @@ class Want:
 
 
 class ChunkUse(msgspec.Struct, gc=False):
-    """`length` bytes from byte `start` of a chunk are those from byte `at` of a shard with this box."""
+    """The part of a chunk that one request needs: `length` bytes from byte `start`, which are byte `at` and on of `shard`."""
 
     want: int
     shard: Box
@@ -93,11 +93,11 @@ class ChunkUse(msgspec.Struct, gc=False):
 
 
 class NeededChunk(msgspec.Struct, gc=False, eq=False):
-    """A chunk in its pack with all its uses: the form in which `fetch` takes it. `there`: the use whose memory it is read to."""
+    """A chunk to read, with all its uses, as `fetch` takes it. `direct`: the use into whose memory it is read."""
 
     chunk: Chunk
     uses: list[ChunkUse] = msgspec.field(default_factory=list)
-    there: ChunkUse | None = None
+    direct: ChunkUse | None = None
 
     @property
     def digest(self) -> bytes:
@@ -121,7 +121,7 @@ class NeededChunk(msgspec.Struct, gc=False, eq=False):
 
 
 def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
-    """By name, every tensor that `rank` sees: its own, and those that belong to all.
+    """Every tensor that `rank` sees, by name: its own, and the replicated ones.
 
     A rank that the step was not saved with sees the rank-local tensors of rank 0.
     """
@@ -136,7 +136,7 @@ def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
 
 
 class LeasedStep(contextlib.AbstractContextManager[Step]):
-    """The step, opened, with a lease held while it is read. Not a generator, which would be left where it is forgotten."""
+    """A context manager that opens a step and holds a lease on it. Also released when it is garbage-collected."""
 
     def __init__(self, store: Store, run: str, base: Base) -> None:
         self._store, self._run, self._base = store, run, base
@@ -156,7 +156,7 @@ class LeasedStep(contextlib.AbstractContextManager[Step]):
         try:
             gone = isinstance(error, (CorruptionError, NotFoundError))
             if gone and repository.is_removed(self._store, self._run, self._base):
-                raise repository.removed(self._run, self._base.step) from error  # by who took this reader for dead
+                raise repository.removed(self._run, self._base.step) from error  # retention took this reader for dead
         finally:
             self._close()
 
@@ -176,7 +176,7 @@ def read(store: Store, step: Step, wants: Sequence[Want]) -> None:
 
 
 def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, ChunkUse]]:
-    """Every chunk that holds something of what is wanted, with its pack's key."""
+    """Every chunk that holds requested bytes, with the key of its pack."""
     item = chunking.ITEM_BYTES[want.saved.dtype]
     for manifest, tensor in want.saved.shards:
         box = tensor.box
@@ -191,7 +191,8 @@ def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, ChunkUse]]:
 
 
 class ChunkReader:
-    """Which chunks some wants need; copies chunks into the sinks. Opens a sink at its first byte and closes it after its last."""
+    """The chunks that some requests need. Copies them into the sinks, each opened at its first byte and
+    closed after its last."""
 
     def __init__(self, step: Step, wants: Sequence[Want]) -> None:
         self._step, self.wants = step, wants
@@ -205,50 +206,50 @@ class ChunkReader:
                 self._left[number] += 1
 
     def needed(self) -> list[tuple[str, NeededChunk]]:
-        """Every chunk, with the key of its pack."""
+        """All chunks, each with the key of its pack."""
         return [(key, chunk) for key in sorted(self._needed) for chunk in self._needed[key].values()]
 
     def batches(self, chunks: Iterable[tuple[str, NeededChunk]]) -> Iterator[fetch.Batch[NeededChunk]]:
-        """Some of the chunks, as `fetch` takes them."""
+        """These chunks in batches, as `fetch` takes them."""
         by_pack: dict[str, list[NeededChunk]] = defaultdict(list)
         for key, chunk in chunks:
             by_pack[key].append(chunk)
         return (batch for key in sorted(by_pack) for batch in fetch.batches(key, by_pack[key]))
 
     def fetch(self, store: Store, chunks: Iterable[tuple[str, NeededChunk]], workers: int = fetch.THREADS) -> None:
-        """Read some of the chunks and use them."""
+        """Read these chunks and copy them into the sinks."""
         rest = store.read_directly(self, chunks) if isinstance(store, ReadsDirectly) else chunks
-        fetch.fetch(store, self.batches(rest), self.use, self.room, workers)
+        fetch.fetch(store, self.batches(rest), self.use, self.direct_memory, workers)
 
-    def room(self, pack: str, wanted: NeededChunk) -> memoryview | None:
-        """Where all bytes of a chunk belong, as one run, in one of its uses."""
+    def direct_memory(self, pack: str, wanted: NeededChunk) -> memoryview | None:
+        """The memory to read a chunk straight into: that of a use that takes all of it, contiguously. Else None."""
         for use in wanted.uses:
             want, item = self.wants[use.want], chunking.ITEM_BYTES[self.wants[use.want].saved.dtype]
             if use.start == 0 and use.length == wanted.raw:
                 at = sharding.offset_in(use.shard, want.box, item, use.at, use.length)
                 if at is not None:
-                    wanted.there = use
+                    wanted.direct = use
                     return self._target(use.want)[at : at + use.length]
         return None
 
     def use(self, pack: str, wanted: NeededChunk, payload: memoryview | None) -> None:
-        """Put a chunk's bytes where they belong and are not yet; None when they could not be had."""
+        """Copy a chunk's bytes to its uses, except the one that it was read into. A `payload` of None: the chunk is damaged."""
         if payload is None:
-            if (wrong := self.room(pack, wanted) if wanted.there else None) is not None:
+            if (wrong := self.direct_memory(pack, wanted) if wanted.direct else None) is not None:
                 wrong[:] = bytes(len(wrong))
             raise self.damaged(pack, wanted)
         for use in wanted.uses:
-            if use is not wanted.there:
+            if use is not wanted.direct:
                 self.put(use, payload)
-        if wanted.there is not None:
-            self.done(wanted.there.want)  # last: the others are copied from there
+        if wanted.direct is not None:
+            self.done(wanted.direct.want)  # last: the other uses are copied from there
 
     def left(self, want: int) -> int:
-        """How many uses of chunks a want still waits for."""
+        """The number of chunk uses that a request still waits for."""
         return self._left[want]
 
     def put(self, use: ChunkUse, payload: memoryview) -> None:
-        """Copy what one use needs of a chunk."""
+        """Copy the part of a chunk that one use needs."""
         want, part = self.wants[use.want], payload[use.start : use.start + use.length]
         sharding.copy_overlap(
             use.shard, want.box, chunking.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want)
@@ -262,7 +263,7 @@ class ChunkReader:
             return self._open[want]
 
     def done(self, want: int) -> None:
-        """One use of a want's is over."""
+        """Count one use of a request as done; close the sink after the last."""
         with self._lock:
             self._left[want] -= 1
             if self._left[want]:
@@ -271,7 +272,7 @@ class ChunkReader:
         self.wants[want].sink.close()
 
     def damaged(self, pack: str, wanted: NeededChunk) -> CorruptionError:
-        """The error of a chunk that cannot be had."""
+        """The error for a damaged chunk."""
         base, names_hit = self._step.base, sorted({self.wants[use.want].name for use in wanted.uses})
         more = f" and {len(names_hit) - 1} more" if len(names_hit) > 1 else ""
         return CorruptionError(

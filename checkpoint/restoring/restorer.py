@@ -42,12 +42,12 @@ from headrace.dataio.sidecar.connection import SidecarName
 from headrace.dataio.store.base import Store
 
 DCP_MARK = "torch.distributed.checkpoint"
-"""What the documents of `headrace.checkpoint.dcp` begin with."""
+"""The mark of the documents of `headrace.checkpoint.dcp`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A step that was found to fit a state, and what is to be read for each of the two parts of the work."""
+    """A step that fits the state: new values to read first (`fresh`), then tensors to fill in place."""
 
     step: Step
     todo: Fit
@@ -57,7 +57,7 @@ class Fitted:
 
 
 def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection) -> Fitted:
-    """What restoring the selected part of `given` takes, as this rank sees the step. Talks to nobody and changes nothing."""
+    """Compare the selected part of `given` with the step as this rank sees it. Exchanges and changes nothing."""
     rank = rank if rank < len(opened.manifests) else 0
     saved = chunk_reader.tensors_of(opened, rank)
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()}
@@ -73,13 +73,13 @@ def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection)
 
 
 def require_one_content(work: Fitted, store: Store) -> None:
-    """That the state's tensors that share memory would get one content there. Talks to no other rank and changes nothing."""
+    """Require one content for tensors that share memory. Exchanges and changes nothing."""
     targets = [Target(name, work.saved[name], seen.box, seen.tensor) for name, _, seen in work.todo.in_place]
     aliases.require_one_content(store, work.step, targets)
 
 
 def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
-    """Restore; called by all ranks: one that fails makes all fail."""
+    """Read into the state. Called by all ranks; if one fails, all raise."""
     todo, in_place = work.todo, work.in_place
     first = bool(todo.fresh or todo.early or todo.checks)
     common = shared_reads.compare(store, work.step, (work.fresh, in_place), first, ranks)
@@ -87,7 +87,7 @@ def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
         if common.marked:
             pending = shared_reads.read(store, work.fresh, common.shared[0], common, ranks)
             with ranks.agreed():
-                pending.tell()
+                pending.raise_kept()
                 for action in (*todo.checks, *todo.early):
                     action()
                 if first:  # an object that loaded its state may have moved its tensors
@@ -96,7 +96,7 @@ def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
         tensors.settle(tensor.device for _, tensor, _ in todo.in_place)
         pending = shared_reads.read(store, in_place, common.shared[1], common, ranks)
         with ranks.agreed():
-            pending.tell()
+            pending.raise_kept()
             for action in todo.late:
                 action()
 
@@ -106,7 +106,7 @@ def _described(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, LocalTe
 
 
 def _wants(targets: Iterable[tuple[str, Any, LocalTensor]], saved: Mapping[str, Saved]) -> list[Want]:
-    """One for each place in memory: tensors that are tied to one another are read once."""
+    """One request for each place in memory: tied tensors are read once."""
     wants: dict[Any, Want] = {}
     for number, (name, _, seen) in enumerate(targets):
         key = (name, seen.memory, seen.box) if seen.memory is not None else number
@@ -120,7 +120,7 @@ _log = get_logger(__name__)
 
 
 class Restorer:
-    """Restores for one checkpointer, from its store or the node's tier of it."""
+    """Restores for one checkpointer, from its store or from the node's local tier."""
 
     def __init__(
         self, store: Store, ranks: Ranks, lineage: Lineage, sidecar: SidecarName, direct: Direct | None
@@ -137,9 +137,9 @@ class Restorer:
         select: Callable[[], Selection],
         required: bool = False,
     ) -> Found | None:
-        """The step that was restored, None where the run has none and none is `required`; called by all ranks.
+        """Restore; called by all ranks. Returns the step, or None if the run has none and none is `required`.
 
-        `begin` and `select` are called first, and what they raise on one rank fails all.
+        `begin` and `select` are called first. If one of them raises on any rank, all ranks raise.
         """
         asked = step.step if isinstance(step, Base) else step
         number = asked if isinstance(asked, int) and 0 <= asked < names.STEP_LIMIT else 0
@@ -149,7 +149,7 @@ class Restorer:
                 selection = select()
                 tier = stack.enter_context(node_tier(self._sidecar))
                 tier.send(self._store, names.check_run(run))
-            # now all that only the nodes' tiers had is in the store
+            # steps that only the local tiers of nodes held are in the store from here on
             found = self._find(run, step, number, tier, required)
             if found is None:
                 return None
@@ -183,13 +183,13 @@ class Restorer:
         return GdsStore(near, self._direct) if self._direct is not None and near is self._store else near
 
     def _require_matches(self, selection: Selection) -> None:
-        """A pattern that takes nothing is a mistake; with several ranks it may be meant for another's entries."""
+        """A pattern without a match is an error. With several ranks it may be meant for another rank, and is logged."""
         if not selection.unmatched or not selection.strict:
             return
-        said = f"include has patterns that nothing matches: {', '.join(map(repr, selection.unmatched[:8]))}"
+        said = f"include has patterns without a match: {', '.join(map(repr, selection.unmatched[:8]))}"
         if self._ranks.world_size == 1:
             raise UsageError(
-                said, hint="`headrace ckpt show` lists the entries of a step; strict=False goes on without"
+                said, hint="`headrace ckpt show` lists the entries of a step; strict=False ignores these patterns"
             )
         _log.warning("%s on this rank", said)
 
@@ -202,7 +202,7 @@ class Restorer:
         near: Store,
         selection: Selection,
     ) -> Fitted:
-        """The step as this rank sees it, compared with the state."""
+        """Open the step and compare it with the state."""
         opening = (
             tier_restoring.away(near, run, found.base) if found.away else chunk_reader.LeasedStep(near, run, found.base)
         )

@@ -33,7 +33,7 @@ from headrace.dataio.store.open import open_store
 
 
 class LazyTensor:
-    """A saved tensor: `dtype` and `shape` (of the whole, however it was spread over ranks); `t[...]` and `t.read()` fetch it."""
+    """A saved tensor that is read on access: `t[...]` reads a part, `t.read()` all. `shape` is the global tensor's."""
 
     def __init__(self, step: SavedStep, saved: Saved) -> None:
         self._step, self._saved = step, saved
@@ -45,7 +45,7 @@ class LazyTensor:
         return self._read(whole(self._saved.shape))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """As of a tensor; integers and slices choose what is read, other indices are applied to the whole."""
+        """Index like a tensor. Integers and slices read only their part; any other index reads the whole tensor."""
         given = index if isinstance(index, tuple) else (index,)
         if not all(isinstance(i, (int, slice)) and not isinstance(i, bool) for i in given) or len(given) > len(
             self.shape
@@ -80,7 +80,7 @@ def _extent(chosen: range) -> int:
 
 
 class SavedStep(Mapping[str, Any]):
-    """The entries of a step by path ("model/embed.weight"): `LazyTensor`, or plain values. Close it, or use it in a `with`."""
+    """The entries of a step by path ("model/embed.weight"): `LazyTensor` or plain values. Close it, or use it in a `with`."""
 
     def __init__(self, store: Store, step: Step, rank: int) -> None:
         self._store, self._opened, self.step = store, step, step.base.step
@@ -94,13 +94,13 @@ class SavedStep(Mapping[str, Any]):
         self._closed = False
 
     def keep(self, stack: contextlib.ExitStack) -> Self:
-        """Take `stack` over: it is closed with this step, however that comes about."""
+        """Close `stack` together with this step, also when the step is garbage-collected."""
         self._close = Finalizer(self, stack.close)
         return self
 
     def __getitem__(self, path: str) -> Any:
         if path not in self._entries:
-            raise NotFoundError(f"step {self.step} has no entry {path!r:.200}", hint="list() of it names all entries")
+            raise NotFoundError(f"step {self.step} has no entry {path!r:.200}", hint="list(saved) names all entries")
         found = self._entries[path]
         return LazyTensor(self, found) if isinstance(found, Saved) else plain(found, path)
 
@@ -114,7 +114,7 @@ class SavedStep(Mapping[str, Any]):
         return len(self._entries)
 
     def close(self) -> None:
-        """Let go of the step."""
+        """Release the step's lease."""
         self._closed = True
         self._close()
 
@@ -126,7 +126,7 @@ class SavedStep(Mapping[str, Any]):
 
     def _read(self, saved: Saved, box: Box, made: torch.Tensor) -> torch.Tensor:
         if self._closed:
-            raise UsageError(f"step {self.step} was closed", hint="read what you need inside the `with`")
+            raise UsageError(f"step {self.step} was closed", hint="read tensors inside the `with`")
         chunk_reader.read(self._store, self._opened, [Want(saved, box, TensorSink(made))])
         return made
 
@@ -140,7 +140,32 @@ def read(
     rank: int = 0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SavedStep:
-    """The contents of a step, as `rank` saw it. Talks to no other rank."""
+    """Open a step to look at its contents, without a state to restore into. Exchanges nothing with other ranks.
+
+    Args:
+        url (str | Store): The repository: a path, `s3://bucket/prefix`, or an open `Store`.
+        run (str): The run's name.
+        step (int | str): A step's number, or "latest". Default: "latest".
+        tag (str | None): The tag of a step, instead of `step`. Default: None.
+        rank (int): The rank whose rank-local values are shown. Default: 0.
+        storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
+
+    Returns:
+        SavedStep: A mapping from paths ("model/embed.weight") to `LazyTensor` or plain values. Use it in a `with`.
+
+    Raises:
+        NotFoundError: The run, the step or the tag does not exist.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from headrace.checkpoint import Checkpointer
+        >>> folder = tempfile.mkdtemp()
+        >>> with Checkpointer(folder, run="exp42", sidecar=None) as checkpointer:
+        ...     _ = checkpointer.save(1, {"weight": torch.arange(4)}).result(timeout=60)
+        >>> with read(folder, run="exp42") as saved:
+        ...     saved["weight"][1:3]
+        tensor([1, 2])
+    """
     with contextlib.ExitStack() as stack:
         store = url if isinstance(url, Store) else stack.enter_context(open_store(url, storage_options=storage_options))
         base = repository.find(store, run, repository.step_or_tag(step, tag))

@@ -47,11 +47,13 @@ _Mine = dict[int, tuple[str, NeededChunk]]
 
 @dataclass(frozen=True, slots=True)
 class SharedReads:
-    """What the ranks know of each other's parts in a restore.
+    """What the ranks know about each other's reads in a restore.
 
-    `marked`: some rank set its mark; `near`: to all of them the store is their own node's; `places`: every chunk of the step, by
-    pack and offset, with its bytes, in the same order on every rank; `shared`: for each of the readings, the chunks that several
-    ranks need; `threads`: how many this rank should read with.
+    `marked`: some rank has set its mark.
+    `near`: the store is on each rank's own node.
+    `places`: every chunk of the step, by pack and offset, with its size, in the same order on every rank.
+    `shared`: for each reader, the chunks that several ranks need.
+    `threads`: the number of threads that this rank should read with.
     """
 
     marked: bool
@@ -61,13 +63,13 @@ class SharedReads:
     threads: int
 
     def mine(self, reading: ChunkReader) -> _Mine:
-        """What the reading needs, by number."""
+        """The chunks that the reader needs, by number."""
         number = {place: i for i, place in enumerate(self.places)}
         return {number[key, chunk.offset]: (key, chunk) for key, chunk in reading.needed()}
 
 
 class PendingError(contextlib.AbstractContextManager["PendingError"]):
-    """Keeps the error of what is done inside until the next exchange."""
+    """Keeps an error of its body until the next exchange."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -80,14 +82,14 @@ class PendingError(contextlib.AbstractContextManager["PendingError"]):
             self.error = error
         return isinstance(error, Exception)
 
-    def tell(self) -> None:
-        """Raise it: to be called inside of an exchange."""
+    def raise_kept(self) -> None:
+        """Raise the error, if any. Call it inside an exchange."""
         if self.error is not None:
             raise self.error
 
 
 def compare(store: Store, step: Step, readings: Sequence[ChunkReader], mark: bool, ranks: Ranks) -> SharedReads:
-    """Tell each other what is needed; called by all ranks, with the same number of readings."""
+    """Exchange which rank needs which chunks. Called by all ranks, with the same number of readers."""
     if ranks.world_size == 1:
         return SharedReads(mark, True, {}, tuple([] for _ in readings), threads(store, 1))
     alone = SharedReads(mark, on_this_node(store), _places(step), (), 0)
@@ -98,7 +100,7 @@ def compare(store: Store, step: Step, readings: Sequence[ChunkReader], mark: boo
     width = len(needs[0])
     common = tuple(assign_readers([each[i * width :][:width] for each in maps], sizes) for i in range(len(readings)))
     here = sum(one[2 : 2 + NODE_BYTES] == node_id() for one in told)
-    # a directory that one node exports to the others is near to its own ranks only: all must go the same way
+    # a directory that one node exports is near to that node's ranks only, and all ranks must read in the same way
     near = all(one[1] for one in told)
     return SharedReads(any(one[0] for one in told), near, alone.places, common, threads(store, here))
 
@@ -106,14 +108,14 @@ def compare(store: Store, step: Step, readings: Sequence[ChunkReader], mark: boo
 def read(
     store: Store, reading: ChunkReader, given: Sequence[SharedChunk], common: SharedReads, ranks: Ranks
 ) -> PendingError:
-    """Fill what the reading is for; called by all ranks. `given`: what of it is shared. What went wrong here is returned."""
+    """Fill the reader's requests; called by all ranks. `given`: its shared chunks. Returns the error of this rank, if any."""
     pending = PendingError()
     near = not given or common.near
     sizes = list(common.places.values())
     with pending:
         mine = common.mine(reading) if given else {}
         if near:
-            if given and not isinstance(store, ReadsDirectly):  # which has no use for the page cache
+            if given and not isinstance(store, ReadsDirectly):  # such a store does not use the page cache
                 prefetch(store, [mine[each.chunk] for each in given if each.reader == ranks.rank])
             reading.fetch(store, reading.needed(), common.threads)
         else:
@@ -139,7 +141,7 @@ def _places(step: Step) -> dict[tuple[str, int], int]:
 def _read_turn(
     store: Store, reading: ChunkReader, mine: _Mine, turn: Sequence[SharedChunk], rank: int, workers: int
 ) -> dict[int, torch.Tensor]:
-    """What this rank reads for the others too, by number."""
+    """The chunks that this rank reads for others too, by number."""
     held: dict[int, torch.Tensor] = {}
     own = {mine[each.chunk]: each.chunk for each in turn if each.reader == rank}
 
@@ -152,7 +154,7 @@ def _read_turn(
 
 
 def _send(turn: Sequence[SharedChunk], held: dict[int, torch.Tensor], sizes: Sequence[int], ranks: Ranks) -> None:
-    """Every chunk of the turn to all who need it; what comes here is put into `held`."""
+    """Send every chunk of the round to the ranks that need it; received chunks are put into `held`."""
     sending: list[Any] = []
     for tag, each in enumerate(turn):
         if each.reader == ranks.rank:
@@ -169,7 +171,7 @@ def _use_all(reading: ChunkReader, mine: _Mine, held: dict[int, torch.Tensor], r
         key, chunk = mine[each.chunk]
         payload = memory_of(held[each.chunk])
         if digest(payload) != chunk.digest:
-            raise CorruptionError(f"rank {each.reader} sent {len(payload)} other bytes of {key} than were saved")
+            raise CorruptionError(f"rank {each.reader} sent {len(payload)} bytes of {key} that differ from those saved")
         reading.use(key, chunk, payload)
 
 
@@ -178,17 +180,17 @@ _FILE = "file://"
 NODE_BYTES = 8
 _LEAST, _MOST = 2, 8
 _WAITING = 4
-"""Threads at least that read from another machine, or of all ranks together from a disk: they mostly wait."""
+"""The least number of threads for reads from another machine, or of all ranks together from a disk: they mostly wait."""
 
 
 def on_this_node(store: Store) -> bool:
-    """Whether the store is a directory on a disk, or in memory, of this node."""
+    """Whether the store is a directory on a disk or in the memory of this node."""
     folder = _directory(store)
     return folder is not None and file_system(folder) in _OWN
 
 
 def threads(store: Store, ranks_here: int) -> int:
-    """How many of this rank should read and hash at once, with so many ranks on the node."""
+    """The number of threads that this rank reads and hashes with, given the number of ranks on the node."""
     cores, ranks = len(os.sched_getaffinity(0)), max(ranks_here, 1)
     if on_this_node(store):
         return min(max(max(cores, _WAITING) // ranks, _LEAST), _MOST)
@@ -197,7 +199,7 @@ def threads(store: Store, ranks_here: int) -> int:
 
 @cache
 def node_id() -> bytes:
-    """The machine, since its last start, in `NODE_BYTES`."""
+    """Identifies the machine and its boot, in `NODE_BYTES` bytes."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return digest(f"{boot}{socket.gethostname()}".encode())[:NODE_BYTES]
@@ -205,7 +207,7 @@ def node_id() -> bytes:
 
 
 def prefetch(store: Store, chunks: Iterable[tuple[str, NeededChunk]]) -> None:
-    """Ask the kernel to read these into the page cache, for all ranks of this node, and do not wait for it."""
+    """Ask the kernel to load these chunks into the page cache, for all ranks of this node. Does not wait."""
     folder = _directory(store)
     by_pack: dict[str, list[NeededChunk]] = defaultdict(list)
     for key, chunk in chunks:

@@ -98,7 +98,7 @@ def test_elements_of_all_sizes_are_compared_by_their_bits(dtype: torch.dtype, tm
 def test_a_tensor_whose_own_elements_share_memory_is_refused_before_anything_changes(tmp_path: Path) -> None:
     save(tmp_path, {"x": torch.arange(3.0).view(3, 1).expand(3, 4), "y": torch.ones(2)})
     into = {"x": torch.zeros(3, 1).expand(3, 4), "y": torch.zeros(2)}
-    with pytest.raises(MismatchError, match=r"x: elements of the tensor here share memory \(clone"):
+    with pytest.raises(MismatchError, match=r"x: elements of this tensor share memory \(clone"):
         restore(tmp_path, into)
     assert not into["y"].any()
 

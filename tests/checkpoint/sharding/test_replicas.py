@@ -16,8 +16,9 @@ from headrace.checkpoint.format import chunking
 from headrace.checkpoint.format.chunking import Layout, whole
 from headrace.checkpoint.state import replicas, tensors
 from headrace.checkpoint.state.division import PreparedSave, Replica
-from headrace.checkpoint.state.flatten import Leaf, Seen
+from headrace.checkpoint.state.flatten import Leaf
 from headrace.checkpoint.state.replicas import BLOCK_BYTES, BLOCKS, Divergence, diverged, sample
+from headrace.checkpoint.state.tensors import LocalTensor
 from tests.support.ranks import launch
 
 
@@ -50,7 +51,7 @@ class Rank:
 
 
 def held(name: str, tensor: torch.Tensor) -> Leaf:
-    return Leaf(name, Seen(tensor, str(tensor.dtype)[6:], whole(tuple(tensor.shape))), True)
+    return Leaf(name, LocalTensor(tensor, str(tensor.dtype)[6:], whole(tuple(tensor.shape))), True)
 
 
 def holding(tree: bytes, replicated: tuple[Replica, ...], here: dict[str, Leaf]) -> PreparedSave:
