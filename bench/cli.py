@@ -16,38 +16,44 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "all": ("headrace.bench.workloads.all:main", "a short version of everything in five minutes, with a report"),
     "store": (
         "headrace.bench.workloads.store:main",
-        "a bucket or directory by operation, size and concurrency, beside other clients",
+        "a bucket or directory by operation, size and concurrency, compared with other clients",
     ),
-    "pack": ("headrace.bench.workloads.pack:main", "packing beside tar + ffprobe and webdataset's writer"),
-    "loader": ("headrace.bench.workloads.loader:main", "batches of clips beside other loaders"),
-    "raw": ("headrace.bench.workloads.raw:main", "samples as bytes, checked, beside a plain loop of pread"),
-    "resume": ("headrace.bench.workloads.resume:main", "resuming in the middle of an epoch beside other loaders"),
+    "pack": ("headrace.bench.workloads.pack:main", "packing, compared with tar + ffprobe and webdataset's writer"),
+    "loader": (
+        "headrace.bench.workloads.loader:main",
+        "batches of clips, sound or pictures, compared with other loaders",
+    ),
+    "raw": ("headrace.bench.workloads.raw:main", "samples as bytes, checked, compared with a plain loop of preadv"),
+    "resume": (
+        "headrace.bench.workloads.resume:main",
+        "resuming in the middle of an epoch, compared with other loaders",
+    ),
     "checkpoint": (
         "headrace.bench.workloads.checkpoint:main",
-        "saves and restores beside torch.save and torch.distributed.checkpoint",
+        "saves and restores, compared with torch.save and torch.distributed.checkpoint",
     ),
-    "sidecar": ("headrace.bench.workloads.sidecar:main", "the figures of the node's daemon"),
+    "sidecar": ("headrace.bench.workloads.sidecar:main", "throughput, latency and memory of the node's daemon"),
     "tier": (
         "headrace.bench.workloads.tier:main",
         "restoring from the node's tier, the buddy and a store with limited bandwidth",
     ),
     "encodings": (
         "headrace.bench.workloads.encodings:main",
-        "bytes of a state in training, by the encodings of checkpoints",
+        "bytes of a training state, by checkpoint encoding",
     ),
-    "pieces": ("headrace.bench.workloads.pieces:main", "what single steps cost: one clip, one probe, one digest"),
+    "pieces": ("headrace.bench.workloads.pieces:main", "the cost of single steps: one clip, one probe, one digest"),
     "index": (
         "headrace.bench.workloads.index:main",
-        "a large index: opening, asking and reading, beside pyarrow and DuckDB",
+        "opening, querying and reading a large index, compared with pyarrow and DuckDB",
     ),
-    "simulate": ("headrace.bench.simulate.cli:main", "8 to 16,384 GPUs on paper: reading, checkpoints, goodput"),
-    "report": ("headrace.bench.report.cli:report", "one page, or Markdown, of results files"),
+    "simulate": ("headrace.bench.simulate.cli:main", "a model of 8 to 16,384 GPUs: reading, checkpoints, goodput"),
+    "report": ("headrace.bench.report.cli:report", "an HTML page or Markdown tables of results files"),
     "compare": ("headrace.bench.report.cli:compare_", "what changed between two results files beyond noise"),
 }
 """Benchmark → (module:function, one line of help). The function takes the remaining arguments and returns an exit code."""
 
 _EXIT_CODES = """\
-Each has --rounds, --directory, -o FILE (raw samples and environment as JSON), --json, and options of its own: see its --help.
+Each has --rounds, --directory, -o FILE (raw samples and environment as JSON), --json, and its own options: see its --help.
 
 exit codes: 0 all candidates ran · 1 one failed and is named · 130 interrupted · others as in headrace --help"""
 
@@ -68,5 +74,5 @@ def usage() -> str:
     """The text of `headrace bench --help`."""
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:{width}}  {line}" for name, (_, line) in COMMANDS.items())
-    head = "usage: headrace bench WHAT [OPTION ...]\n\nmeasure Headrace beside its peers on this machine"
+    head = "usage: headrace bench WHAT [OPTION ...]\n\nmeasure Headrace and its peers on this machine"
     return f"{head}\n\n{rows}\n\n{_EXIT_CODES}"

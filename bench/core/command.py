@@ -2,8 +2,8 @@
 
 How to add a benchmark: write `fill(job, part)`, which fills the part as it goes, and `main(argv)` that calls `run(argv,
 NAME, …, fill)`, and name it in `bench/cli.py`. The job has the rounds, a scratch folder and your own options.
-Invariant: the results file is written whatever happens after the options were understood: a part that raises is in it as
-failed, one that is interrupted as interrupted, with what it had measured until then. Failure behaviour: exit code 1 when
+Invariant: once the options are parsed, the results file is always written. A part that raises is in it as failed, an interrupted
+one as interrupted, with what it had measured until then. Failure behaviour: exit code 1 when
 something failed and is named, 130 when interrupted; an error of the caller (`UsageError`) passes through.
 """
 
@@ -36,7 +36,7 @@ EXIT_CODES = (
 
 @dataclass(frozen=True)
 class Job:
-    """What a benchmark is asked for: `scratch` is an empty folder that is deleted afterwards; `args` are its own options."""
+    """What a benchmark gets: `scratch` is an empty folder that is deleted afterwards; `args` are its options."""
 
     rounds: int
     scratch: Path
@@ -100,8 +100,7 @@ def _scratch(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM is an interrupt meanwhile: results are written and what was made is taken away, also when a time-out or a
-    scheduler ends the program."""
+    """Treat SIGTERM as an interrupt, so that a time-out or a scheduler that ends the program keeps its results."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -140,7 +139,7 @@ def _guarded(fill: Callable[[Job, Part], None], job: Job, name: str) -> Part:
 
 
 def progress() -> Tell:
-    """One line that is written over on a terminal; elsewhere a line for every new name."""
+    """Show progress: one updated line on a terminal, otherwise a line for every new name."""
     last = ""
 
     def tell(name: str, share: float) -> None:

@@ -1,9 +1,8 @@
-"""litdata's own form of samples, beside whose reader ours is measured.
+"""Write samples in litdata's own format, for measuring its reader.
 
-Purpose: written with a scratch folder of its own. Left to itself litdata empties the folders `data` and `chunks` in the
-system's temporary folder, whoever's they are.
-Invariant: nothing outside `target` is changed.
-Failure behaviour: litdata's own errors; the scratch folder goes with them.
+Invariant: only `target` changes. litdata's temporary files go to a scratch folder: by default litdata empties the folders
+`data` and `chunks` of the system's temporary folder.
+Failure behaviour: litdata's own errors are raised; the scratch folder is deleted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What a reader must know about the machine to judge the figures.
+"""The machine a benchmark runs on: what a reader must know to judge the figures, and the rates that it allows.
 
-Invariant: only facts that were read in this run; nothing that names a user, a host or a path. `same_machine` compares
-what the hardware is, not what it was doing. Failure behaviour: what cannot be read is left out.
+Invariant: only facts that were read in this run, none of which names a user, a host or a path. Rates are the best of three,
+in bytes a second, with warm buffers. `differences` compares the hardware, not its load.
+Failure behaviour: what cannot be read is left out. On a file system that refuses O_DIRECT, files are written through the
+page cache and fsynced, and `Rate.why` says so.
 """
 
 from __future__ import annotations

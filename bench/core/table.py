@@ -1,6 +1,6 @@
-"""Markdown tables of a part: medians with their spread, and ratios to the peer.
+"""Markdown: tables of a part, with medians, spread and ratios to a peer; and all parts of several runs for a README.
 
-Invariant: a cell shows the median and, in brackets, the smallest and largest sample; what has no samples is a dash and
+Invariant: a cell shows the median and, in brackets, the smallest and largest sample. A metric without samples is a dash, and
 every error is listed below the table. Failure behaviour: none.
 """
 

@@ -1,10 +1,8 @@
-"""The demo's journey: S3 server, pack, sidecar, one uninterrupted run, one run that is killed and restarted.
+"""The demo's main job: an S3 server, a packed dataset, a sidecar, three trainers (one is killed), and the proof.
 
-Invariant: the trainer of the second run is killed with SIGKILL after the save of step `kill_at` was reported staged and
-before the run's end; whatever it then needs, it gets from the store and the sidecar alone. All parts listen on loopback
-and live in one scratch folder.
-Failure behaviour: a part that fails or outstays its limit ends the journey with an error that shows its last words; every
-process started here is dead when the journey ends, however it ends.
+The proof compares the uninterrupted run with the killed and resumed one: losses, sample ids and final weights, bit for bit.
+Invariant: every process ends with the journey. Failure behaviour: `DemoError` names the part that failed, with the end of its
+log; a trainer that takes too long is killed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Random windows of sound as pipelines decode them by hand, with soundfile, torchcodec, PyAV or SPDL: the peers' side.
+"""Candidates for sound: Headrace, the floor, and the peers with soundfile, torchcodec, PyAV or SPDL.
 
-A file is given as its bytes, as a path, or as something that reads itself; SPDL takes a URL instead of that.
-Invariant: each gives float32 (windows of a file, 1, samples) at 16 kHz from random starts, or their log-mel spectrograms
-(windows, 1, bands, columns); all windows of a file from one open file, the earliest first. What is missing at the end is zero.
-Failure behaviour: exceptions of the libraries.
+A peer gets the bytes of a file, a path or a file object; SPDL gets a URL in place of a file object. The floor is our decoder
+alone: the same windows, read from files, decoded and resampled by as many threads, without batches, plan or digests.
+Invariant: each delivers float32 (windows of a file, 1, samples) at 16 kHz from random starts, or their log-mel spectrograms
+(windows, 1, bands, columns), padded with zeros at the end. Peers take all windows of a file from one open file, in order of
+time. Headrace mixes the windows of different files in a batch.
+Failure behaviour: exceptions of the libraries, which end the candidate's process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Who takes part, for each kind: ours, its floors, and the peers.
+"""The candidates of `headrace bench loader` for each kind of data: Headrace, its floors, and the peers.
 
-Invariant: the names are those of `headrace.bench.peers.video_peers` for video, of
-`headrace.bench.peers.audio_peers` for sound and of `headrace.bench.peers.image_peers` for pictures.
 Failure behaviour: none.
 """
 
@@ -20,14 +18,14 @@ from headrace.bench.workloads.video import AnyKind
 
 
 def ours(kind: AnyKind) -> list[str]:
-    """We, and the floors."""
+    """The names of Headrace's candidates and of the floors."""
     if isinstance(kind, Sound | Stills):
         return [video_peers.OURS, video_peers.FLOOR]
     return [video_peers.OURS, video_peers.FAST, video_peers.FLOOR, video_peers.FAST_FLOOR]
 
 
 def peers(kind: AnyKind) -> Mapping[str, tuple[str, ...]]:
-    """Each peer and the packages that it needs."""
+    """Each peer, with the packages that it needs."""
     if isinstance(kind, Sound):
         return audio_peers.peers(kind)
     return image_peers.PEERS if isinstance(kind, Stills) else video_peers.PEERS

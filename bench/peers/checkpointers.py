@@ -1,7 +1,11 @@
-"""The others: torch.save, safetensors, torch.distributed.checkpoint in its kinds, torch_checkpointing, s3torchconnector.
+"""Candidates of `headrace bench checkpoint`: each function builds one, as `function(where, training, **options) -> Built`.
 
-Invariant: as in `built`; what a library leaves in the page cache is fsynced here, as a trainer that needs it would.
-Failure behaviour: exceptions go on up and fail the candidate.
+Headrace saves in the trainer's process or through a sidecar on another core. The peers are torch.save, safetensors,
+torch.distributed.checkpoint (DCP) in its variants, torch_checkpointing and s3torchconnector. `floor` is what the machine
+allows: one copy of the state, packed O_DIRECT writes, and reads with BLAKE3, without names, deduplication or commit.
+Invariant: the wait of a save returns only when the state is durable: fsynced, or acknowledged by the object store. Files that
+a library leaves in the page cache are fsynced here.
+Failure behaviour: exceptions fail the candidate, and so does a daemon that does not start.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ _REGION = "us-east-1"
 
 
 class _Paths:
-    """A new place for every save."""
+    """A new path for every save."""
 
     def __init__(self, where: str) -> None:
         self._where, self._count = where, 0
@@ -123,7 +127,7 @@ def _dcp(writer: Callable[[], Any], reader: Callable[[], Any], kind: str) -> Bui
 
 
 def _group() -> tuple[Any, bool]:
-    """A group of its own for what a saver says in the background; whether the default one was made for it."""
+    """A process group for the background communication of a saver, and whether the default group was made for it."""
     if dist.is_initialized():
         return dist.new_group(backend="gloo"), False
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -194,7 +198,7 @@ def s3torchconnector(where: str, training: Training) -> Built:
 
 
 def dcp_fsspec(where: str, training: Training) -> Built:
-    """DCP's own way to object stores, through s3fs."""
+    """DCP's own storage for object stores, through s3fs."""
     fsspec: Any = importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
     paths = _Paths(where)
     options = {"client_kwargs": {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}}
@@ -230,7 +234,7 @@ class Built:
     close: Callable[[], object] = _nothing
     guard: Guard = contextlib.nullcontext
     warm_up: Callable[[], object] = _nothing
-    """What a trainer may call once, behind its first steps."""
+    """A trainer may call this once, after its first steps."""
 
 
 def headrace(where: str, training: Training, *, sidecar: str | None = None, **options: Any) -> Built:
@@ -272,7 +276,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Area:
-    """Memory that was there before, one run for each tensor."""
+    """Memory that was allocated before, one range for each tensor."""
 
     def __init__(self, values: State) -> None:
         self.places, end = {}, 0
@@ -296,7 +300,7 @@ def floor(where: str, training: Training) -> Built:
             areas[0] = Area(values)
         area = areas[0]
         _all(pool, lambda name: np.copyto(_at(area, name), _bytes(values[name])), values)
-        paths.append(f"{where}/{len(paths)}")  # to replace a file takes longer than to make one
+        paths.append(f"{where}/{len(paths)}")  # replacing a file takes longer than creating one
         done: Future[None] = writer.submit(_write, paths[-1], area, writers)
         return lambda: done.result(SECONDS)
 

@@ -1,9 +1,10 @@
-"""Who delivers pictures: uint8 (B, 3, size, size), two threads or two worker processes.
+"""Candidates for pictures: Headrace, the floor, and the peers with Pillow, SPDL or DALI.
 
-Invariant: every candidate delivers each picture once: scaled, bilinear and antialiased, so that it covers the size, and cropped
-around the centre. The floor is our decoder alone: read from files, decoded and cut by as many threads, but put into no batch, by
-no plan, and checked by nobody. Pillow is what most pipelines decode with; SPDL has FFmpeg, DALI libjpeg-turbo.
-Failure behaviour: exceptions of the loaders, which end the candidate's process.
+The floor is our decoder alone: pictures read from files, decoded and cropped by as many threads, without batches, plan or
+digests. Pillow is what most pipelines use. SPDL decodes by FFmpeg, DALI by libjpeg-turbo.
+Invariant: each delivers every picture once, uint8 (B, 3, size, size): scaled with a bilinear, antialiased filter to cover the
+size, and cropped around the centre.
+Failure behaviour: exceptions of the libraries, which end the candidate's process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""The ways of other loaders to deliver what a function decodes: two threads or two worker processes.
+"""How other loaders deliver the samples that a function decodes: in two threads or two worker processes.
 
-Invariant: each delivers as much of each file as its kind says, in batches (windows or clips of a batch, ...).
-Of long files, who can seek in a file gets the file, others its bytes; either takes all that is wanted of a file at once, so that
-a batch is of few files, and shuffles no long files in a buffer, which is the least work.
+Each function takes `decode`, the source of the files, and the kind of data. Peers that can seek in a file get the file; the
+others get its bytes. All clips or windows of a long file come from one open file, and long files are not shuffled in a
+buffer: that is the least work.
+Energon and mosaicml-streaming may need their own interpreter (`--peer-python`), as their pins and ours conflict. That
+interpreter also writes mosaicml's shards: `python -m headrace.bench.peers.peer_loaders CLIPS TARGET BYTES`.
+Invariant: each delivers as many samples of each file as its kind says, in batches (samples of a batch, ...).
 Failure behaviour: exceptions of the loaders, which end the candidate's process.
 """
 
@@ -32,12 +35,12 @@ Decode = Callable[[Any], torch.Tensor]
 
 
 def decoding(decode: Callable[..., torch.Tensor], run: Callable[..., Iterator[torch.Tensor]], *more: Any) -> Any:
-    """A candidate that decodes by hand."""
+    """A candidate that runs `decode` in the loader `run`."""
     return lambda place, kind: run(functools.partial(decode, kind=kind), place, kind, *more)
 
 
 def alone(decode: Callable[[Any, memoryview], torch.Tensor], place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
-    """The floor of ours: a plain loop over the files of our shards, in threads. `decode` is given the sample and its bytes."""
+    """The floor: a plain loop over the files of our shards, in threads. `decode` gets the sample and its bytes."""
     from headrace.dataio import Dataset
     from headrace.dataio.shards.contract import Sample
 
@@ -49,7 +52,7 @@ def alone(decode: Callable[[Any, memoryview], torch.Tensor], place: Place, kind:
         with contextlib.ExitStack() as opened:
             if not kind.sought:
                 data = memoryview(os.pread(shards[sample.shard].fileno(), member.length, member.offset))
-            else:  # which is not read where nobody looks
+            else:  # only the pages that are touched are read
                 mapped = mmap.mmap(shards[sample.shard].fileno(), 0, access=mmap.ACCESS_READ)
                 data = opened.enter_context(memoryview(opened.enter_context(mapped)))
                 data = opened.enter_context(data[member.offset : member.offset + member.length])
@@ -63,12 +66,12 @@ def alone(decode: Callable[[Any, memoryview], torch.Tensor], place: Place, kind:
 
 
 def _read(decode: Decode, place: Place, kind: AnyKind, name: str) -> torch.Tensor:
-    """What is wanted of a file: of its bytes, or of a long one that is sought in."""
+    """The samples of one file: of its bytes, or of an open file if it is long."""
     torch.set_num_threads(1)
     if not kind.sought:
         return decode(place.read(name))
-    with place.opened(name) as film:
-        return decode(film)
+    with place.opened(name) as file:
+        return decode(file)
 
 
 def threads(decode: Decode, place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
@@ -112,7 +115,7 @@ def torchdata(decode: Decode, place: Place, kind: AnyKind) -> Iterator[torch.Ten
 
 
 def spdl(decode: Decode, place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
-    """`decode` is given the name of a file, and what it is read from: its bytes, or where it lies if it is sought in."""
+    """`decode` gets the name of a file, and its bytes or, if it is long, its path or URL."""
     source: Callable[[str], bytes | str] = place.link if kind.sought else place.read
     builder: Any = importlib.import_module("spdl.pipeline").PipelineBuilder()
     builder = (
@@ -122,7 +125,7 @@ def spdl(decode: Decode, place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
         .pipe(torch.cat)
         .add_sink(2)
     )
-    # Left to itself it leaves out what failed, and says so in its log alone.
+    # By default SPDL leaves out what failed, and only logs it.
     pipeline = builder.build(num_threads=THREADS, max_failures=0)
     with pipeline.auto_stop():
         yield from pipeline
@@ -152,7 +155,7 @@ def _collate(decode: Decode, stack: Callable[..., Any], samples: list[Mapping[st
 
 
 def write_energon_index(folder: Path, python: str) -> None:
-    """Write what Energon wants to know before it reads."""
+    """Write the index that Energon needs, for hard links of our tars."""
     options = ("--non-interactive", "--split-ratio", "1,0,0", "--sample-type", "CrudeWebdataset", "--num-workers", "1")
     with whole(folder / "energon") as made:
         made.mkdir()
@@ -165,7 +168,7 @@ def write_energon_index(folder: Path, python: str) -> None:
 
 
 def energon(decode: Callable[[bytes], torch.Tensor], place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
-    """Shuffled within a buffer, by two workers."""
+    """Energon: shuffled in a buffer, two workers."""
     library: Any = importlib.import_module("megatron.energon")
 
     def cook(sample: Any) -> Any:
@@ -191,7 +194,7 @@ def energon(decode: Callable[[bytes], torch.Tensor], place: Place, kind: AnyKind
 
 
 def _energon_url(place: Place) -> str:
-    """Its name for our folder on the server, which its storage client is told of by a file."""
+    """Energon's URL of our folder on the server; a file tells its storage client about the server."""
     names = {"access_key": "AWS_ACCESS_KEY_ID", "secret_key": "AWS_SECRET_ACCESS_KEY"}
     keys = {"type": "S3Credentials", "options": {name: os.environ[variable] for name, variable in names.items()}}
     options = {
@@ -208,7 +211,7 @@ def _energon_url(place: Place) -> str:
 
 
 def write_mosaic(kind: AnyKind, folder: Path, python: str) -> None:
-    """The clips' bytes in its shards, written by an interpreter that has it."""
+    """Write the files' bytes into mosaicml's shards, by an interpreter that has mosaicml-streaming."""
     with whole(folder / "mosaic") as made:
         command = [
             python,
@@ -231,7 +234,7 @@ def _write_mds(clips: Path, target: Path, shard_bytes: int) -> None:
 
 
 def mosaic(decode: Callable[[bytes], torch.Tensor], place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
-    """Its default shuffle, of one node."""
+    """mosaicml-streaming: its default shuffle, for one node."""
     streaming: Any = importlib.import_module("streaming")
     with tempfile.TemporaryDirectory(prefix="mosaic-", dir=place.folder) as cache:
         where = {"local": str(place.folder / "mosaic")}

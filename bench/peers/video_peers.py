@@ -1,9 +1,12 @@
-"""Decoding random clips as pipelines do it by hand, with PyAV, torchcodec or SPDL: the peers' side of the comparison.
+"""Candidates for video: Headrace, the floors, and the peers with PyAV, torchcodec or SPDL.
 
-A file is given as its bytes, as a path, or as something that reads itself; SPDL takes a URL instead of that.
-Invariant: each gives uint8 (clips of a file, 16, 3, size, size) of every second frame from random starts, resized to cover and
-cropped around the centre, with one decoder thread; all clips of a file from one open file, the earliest first.
-Failure behaviour: exceptions of the libraries.
+A peer decodes as its documentation shows. It gets the bytes of a file, a path or a file object; SPDL gets a URL in place of
+a file object. The floor is our decoder alone: the same clips, read from files and decoded by as many threads, without batches,
+plan or digests.
+Invariant: each delivers uint8 (clips of a file, 16, 3, size, size): every second frame from random starts, resized to cover
+and cropped around the centre, by one decoder thread. Peers take all clips of a file from one open file, in order of time.
+Headrace mixes the clips of different files in a batch.
+Failure behaviour: exceptions of the libraries, which end the candidate's process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Charts as inline SVG: curves, and bars with their spread. No script, no font, no file from elsewhere.
+"""Charts of a part as inline SVG: curves for sweeps, bars for candidates side by side. No script, font or file from elsewhere.
 
-Invariant: pure; the same data give the same text; everything that comes from a results file is escaped. Colours are
-classes (`c0` … `c7`) that the page's style gives a light and a dark value; curves also differ by their markers, so colour
-alone tells nothing. Failure behaviour: no data, no chart: an empty string.
+Invariant: pure; the same data give the same text, and everything from a results file is escaped. Colours are classes (`c0` …
+`c7`) with a light and a dark value in the page's style; curves also differ by their markers. Every metric with samples is in
+the page's table, whether or not it is drawn.
+Failure behaviour: without samples a chart is an empty string.
 """
 
 from __future__ import annotations

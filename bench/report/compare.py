@@ -1,8 +1,13 @@
-"""What changed between two runs, beyond noise.
+"""What changed between two runs beyond noise: `headrace bench compare`.
 
-Invariant: pure; only samples of one benchmark with equal settings, one candidate and one metric are compared, and only on
-one machine unless that is waived, which the result then says. What is in one run only is named. Failure behaviour: two
-machines without the waiver are a `MismatchError` that names the differences.
+The test is the exact Mann–Whitney U test (H. B. Mann and D. R. Whitney, "On a test of whether one of two random variables is
+stochastically larger than the other", 1947). The p values of all metrics are judged together by the procedure of Benjamini and
+Hochberg (1995), which bounds the share of false alarms. The size of a change is the ratio of medians with a
+percentile-bootstrap interval (Efron, 1979), seeded.
+Invariant: pure and deterministic. Only samples of one benchmark with equal settings, one candidate and one metric are compared,
+on one machine unless the caller allows two, which the result then says. With too few samples to reach the level, the answer is
+"too few samples", not "no change".
+Failure behaviour: two machines are a `MismatchError` that names the differences; empty samples are a `ValueError`.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ Verdict = Literal["better", "worse", "changed little", "no change seen", "too fe
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One metric of one candidate: B beside A. `ratio` is B's median over A's, with its 95 % interval."""
+    """One metric of one candidate: B compared with A. `ratio` is B's median over A's, with its 95 % interval."""
 
     part: str
     candidate: str
@@ -51,7 +56,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(a: Run, b: Run, *, any_machine: bool = False) -> Comparison:
-    """B beside A."""
+    """Compare B with A."""
     machines = differences(a.environment, b.environment)
     if machines and not any_machine:
         hint = "run both on one machine, or say --different-machines"

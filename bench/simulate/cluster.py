@@ -1,9 +1,14 @@
-"""What a cluster and a job are, in numbers, and what each part of Headrace changes about them.
+"""A cluster and a training job in numbers, what each part of Headrace changes, and the goodput of the job by discrete events.
 
 Sources: checkpoint sizes by number of processes are those of the MLPerf Storage rules v2.0, table 2 (8B, 70B, 405B, 1T;
-unofficial use); the rate of interruptions is that of "The Llama 3 Herd of Models" (arXiv:2407.21783, section 3.3.4: 419
+unofficial use). The rate of interruptions is that of "The Llama 3 Herd of Models" (arXiv:2407.21783, section 3.3.4: 419
 unexpected ones in 54 days on 16,384 GPUs, 78 % of them hardware). Everything else is a setting.
-Invariant: pure. Failure behaviour: none.
+
+Goodput is the share of wall time whose work is in the model at the end. An interruption loses what was computed after the last
+durable checkpoint; stalls and restarts are time without work. A save stalls the steps, then runs during them; the next save
+begins when the last one is in the store. With the sidecar a software failure does not lose a staged save.
+Invariant: deterministic for a seed; work plus loss plus every pause is the wall time. Failure behaviour: `ValueError` for an
+interval that is not positive.
 """
 
 from __future__ import annotations
@@ -50,8 +55,8 @@ class Cluster:
 class Job:
     """One training job: seconds a step computes, bytes a GPU reads for it, bytes of a whole checkpoint.
 
-    `changed` is the share of a checkpoint's bytes that are new since the last one; `slow_down` what an upload costs the
-    steps that run beside it, as a share.
+    `changed` is the share of a checkpoint's bytes that are new since the last one; `slow_down` how much an upload slows
+    the steps during it, as a share.
     """
 
     step_seconds: float = 1.0

@@ -1,9 +1,11 @@
-"""The ranks of one node reading an epoch from a store, with and without the node's daemon.
+"""The ranks of one node: reading an epoch from a store with and without the daemon, saving a checkpoint, restoring it.
 
-Every rank reads its batches in order and asks for the blocks of the next ones ahead of time. Without the daemon each rank
-fetches the blocks that its own samples lie in; with it the node fetches each block once. Calibration is three measured
-numbers (`ReadCosts`).
-Invariant: pure; bytes fetched are whole blocks. Failure behaviour: that of the engine.
+Reading: every rank reads its batches in order and requests the blocks of the next ones ahead of time. Without the daemon each
+rank fetches the blocks of its own samples; with it the node fetches each block once.
+A save: plan, copy the bytes into host memory (there the stall ends), hash chunk by chunk on the node's cores, and send the new
+chunks while later ones are hashed; when all ranks have done so, the commit. A restore: plan, then fetch and hash chunks.
+`ReadCosts` and `SaveCosts` are the measured numbers.
+Invariant: pure; bytes fetched are whole blocks, bytes sent are those of new chunks. Failure behaviour: that of the engine.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Sound that every loader reads: short recordings as sets of speech and of sound events have them, and long ones.
+"""Sound for the loader benchmarks: short recordings, as datasets of speech and sound events have them, and long ones.
 
-Invariants: a recording is a pure function of its number and its kind. What is heard is made up: a voice that changes its pitch,
-its vowels and its loudness, over noise, with pauses. Short ones are FLAC of 16 bit, in turn at 16 and at 44.1 kHz. Long ones
-are FLAC at 16 kHz, Opus in Ogg, MP3 and AAC in M4A, in turn; a minute is made up for each form, and repeated: as samples for
-FLAC, whose frames are numbered, else as packets.
-Failure behaviour: PyAV's exceptions.
+The sound is synthetic: a voice that changes its pitch, vowels and loudness, with noise and pauses. Short recordings are 16-bit
+FLAC, alternately at 16 and 44.1 kHz. Long ones are FLAC at 16 kHz, Opus in Ogg, MP3 and AAC in M4A, in turn. One minute is made
+for each format and repeated: as samples for FLAC, whose frames are numbered, otherwise as packets.
+Invariant: a recording is a pure function of its number and kind. Failure behaviour: PyAV's exceptions.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 RATE = 16_000
-"""At which everybody delivers, in one channel."""
+"""The rate of all delivered windows, in one channel."""
 BATCH = 32
 DISTINCT = 48
 """So many short recordings are encoded; a dataset repeats them under other names."""
@@ -73,22 +72,22 @@ class Sound:
 
     @property
     def sought(self) -> bool:
-        """Whether files are long, and sought in."""
+        """Whether files are so long that a reader seeks in them."""
         return self.per_file > 1
 
     @property
     def batch(self) -> int:
-        """Files that make a batch, for who decodes all windows of a file together."""
+        """Files of a batch, for a loader that decodes all windows of a file together."""
         return BATCH // self.per_file
 
     @property
     def buffer(self) -> int:
-        """Files among which who shuffles in a buffer does so: nobody holds many long ones."""
+        """Size of a shuffle buffer, in files. Long recordings are too large for one."""
         return 1 if self.sought else 256
 
     @property
     def default(self) -> int:
-        """Windows of an epoch, if nobody says."""
+        """Windows of an epoch by default."""
         return 76 * self.per_file if self.sought else 2_400
 
     @property
@@ -105,7 +104,7 @@ class Sound:
         return self.shortest + 7919 * (number % DISTINCT) % (self.longest - self.shortest + 1)
 
     def described(self, files: int) -> str:
-        """What an epoch is."""
+        """One line that describes an epoch."""
         what = f"log-mel {self.bands} of windows" if self.bands else "windows"
         forms = ", ".join(f"{form.ext} {form.rate / 1000:g} kHz" for form in self.forms)
         recordings = f"{files} recordings of {self.shortest} to {self.longest} s ({forms})"
@@ -185,7 +184,7 @@ def _repeated(target: Path, form: Form, kind: Sound, number: int) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _voice(rate: int, seconds: int, number: int) -> npt.NDArray[np.int16]:
-    """Harmonics under formants that wander, said in syllables, over noise."""
+    """Harmonics with changing formants, in syllables, over noise."""
     rng, count = np.random.default_rng(number), rate * seconds
 
     def wander(low: float, high: float, a_second: float) -> npt.NDArray[np.float32]:
@@ -201,8 +200,8 @@ def _voice(rate: int, seconds: int, number: int) -> npt.NDArray[np.int16]:
         high = harmonic * pitch
         loud = np.exp(-(((high - first) / 200) ** 2)) + 0.5 * np.exp(-(((high - second) / 300) ** 2)) + 0.3 / harmonic
         voice += loud * np.sin(harmonic * phase)
-    said = np.clip(wander(-0.5, 1, 6), 0, 1)
+    loudness = np.clip(wander(-0.5, 1, 6), 0, 1)
     breath = rng.standard_normal(count, np.float32) * (0.004 + 0.1 * np.clip(wander(-1, 0.3, 5), 0, 1))
-    sound = 0.25 * voice * said + breath
+    sound = 0.25 * voice * loudness + breath
     made: npt.NDArray[np.int16] = (np.clip(sound, -1, 1) * 32_000).astype(np.int16)
     return made

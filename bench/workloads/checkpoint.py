@@ -1,10 +1,10 @@
-"""Checkpoints beside their peers: stall of the trainer, its slow-down, seconds until durable, bytes, seconds to restore.
+"""`headrace bench checkpoint`: stall and slow-down of the trainer, seconds until durable, bytes written, seconds to restore.
 
-Purpose: `headrace bench checkpoint` runs every candidate in a process of its own (`checkpoint_worker`), on a disk, on tmpfs
-or against an S3 server on loopback, with one rank or several. `headrace.bench.peers.checkpointers` builds the candidates.
-Invariant: every candidate saves the same bytes and counts as durable only what it has fsynced; a restored state that is not
-equal to the bit, also to what it was at the moment of the save, fails the candidate. Nothing heavy is imported here.
-Failure behaviour: a candidate that fails is named with its last words; the others go on.
+It runs every candidate in its own process (`checkpoint_worker`), on a disk, on tmpfs or against an S3 server on loopback, with
+one rank or several. `headrace.bench.peers.checkpointers` builds the candidates. Nothing heavy is imported here.
+Invariant: every candidate saves the same bytes, and a save counts as durable only when it is fsynced. A candidate fails if a
+restored state differs in any bit from the state at the time of the save.
+Failure behaviour: a candidate that fails is named with the end of its error; the others go on.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ METRICS = {
 
 def main(argv: Sequence[str]) -> int:
     """`headrace bench checkpoint`."""
-    about = (
-        "Saves and restores beside torch.save, safetensors, torch.distributed.checkpoint and what else is installed."
-    )
+    about = "Saves and restores, compared with torch.save, safetensors, torch.distributed.checkpoint and others."
     return command.run(argv, "checkpoint", about, fill, _options, show=show)
 
 
@@ -76,7 +74,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", nargs="+", choices=list(ENTRIES), help="these candidates", metavar="NAME")
     parser.add_argument("--all", action="store_true", help="every candidate that is installed, not the usual ones only")
-    parser.add_argument("--steps", type=int, default=0, help="also a save of ours after so many steps")
+    parser.add_argument("--steps", type=int, default=0, help="also save after this many steps")
     parser.add_argument(
         "--lora", action="store_true", help="also a LoRA run: frozen weights, small adapters that train"
     )
@@ -112,7 +110,7 @@ def fill(job: command.Job, part: Part) -> None:
 
 @contextlib.contextmanager
 def copying(streaming: bool) -> Iterator[str]:
-    """What the processes of all candidates find set for glibc."""
+    """Set glibc's tunables for the processes of all candidates; yields the value."""
     from headrace.checkpoint.saving import copy_threads
 
     before = os.environ.copy()
@@ -165,7 +163,7 @@ def show(part: Part) -> str:
 
 
 def _shown(part: Part) -> list[str]:
-    """Metrics that somebody has."""
+    """Metrics that at least one candidate has."""
     return [name for name in part.metrics if any(name in found.metrics for found in part.candidates.values())]
 
 

@@ -1,10 +1,10 @@
-"""One candidate, on one rank: saves while training goes on, then restores into other tensors.
+"""One candidate on one rank: saves while training goes on, then restores into other tensors.
 
-The saves: a first one; after one more step, when all has changed; after many steps, where that is asked for; after a step in
-which nine tenths were frozen; of a LoRA run.
-Invariant: training goes on from the return of `save` until the state is durable, and its steps meanwhile are set against those of
-a quiet time. With several ranks each figure is that of the slowest. What was restored equals the state at the moment of the save
-to the bit.
+The saves: a first one; one after one more step, when every tensor has changed; one after many steps, if asked for; one after a
+step in which nine tenths were frozen; and one of a LoRA run, if asked for.
+Invariant: training goes on from the return of `save` until the state is durable, and the steps of that time are compared with
+those of a quiet time. With several ranks each figure is that of the slowest rank. Restored tensors equal the saved ones bit
+for bit.
 Failure behaviour: an exception ends the process; `headrace.bench.core.measure` reports it.
 """
 

@@ -46,7 +46,7 @@ def _rank(arguments: list[str]) -> None:
     file, _, parent = os.environ[_MEETING].rpartition(" ")
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
-        sys.exit("whoever started this rank is gone")
+        sys.exit("the process that started this rank has ended")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
     found = run(arguments)

@@ -1,4 +1,4 @@
-"""`python -m headrace.bench.workloads.dlio DATA_FOLDER`: what DLIO generated, as a dataset beside it.
+"""`python -m headrace.bench.workloads.dlio DATA_FOLDER`: make a dataset of the files that DLIO generated.
 
 `DATA_FOLDER/train/*` goes into `DATA_FOLDER/headrace/train` (tar shards and an index), and `valid` likewise; the files
 stay, as DLIO counts them.

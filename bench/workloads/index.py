@@ -1,10 +1,10 @@
-"""What a large index costs: opening, asking and reading, beside pyarrow and DuckDB on the same files.
+"""`headrace bench index`: opening, querying and reading a large index, compared with pyarrow and DuckDB on the same files.
 
-Purpose: `headrace bench index --samples 10000000` makes a synthetic index of that many rows
-(`headrace.bench.workloads.index`) and runs every
-candidate in a process of its own. With `--directory` the index is kept there, and used again.
-Invariant: a candidate measures itself, and `peak_mib` is its whole process; all must find the same number of samples.
-Failure behaviour: a candidate that fails is named with its last words; the others go on.
+`--samples 10000000` makes a synthetic index of that many rows. With `--directory` the index is kept there and used again.
+`python -m headrace.bench.workloads.index CANDIDATE DIRECTORY` runs one candidate and prints its figures as JSON.
+Invariant: each candidate has its own process and measures itself; `peak_mib` is the whole process. All candidates must find
+the same number of samples.
+Failure behaviour: a candidate that fails is named with the end of its error; the others go on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,14 @@ METRICS = {
 
 def main(argv: Sequence[str]) -> int:
     """`headrace bench index`."""
-    return command.run(argv, "index", "What a large index costs, beside pyarrow and DuckDB.", fill, _options, rounds=1)
+    return command.run(
+        argv,
+        "index",
+        "Opening, querying and reading a large index, compared with pyarrow and DuckDB.",
+        fill,
+        _options,
+        rounds=1,
+    )
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ FROM_S3 = {"read_mb": Metric("MB read from the server", "MB")}
 
 def main(argv: Sequence[str]) -> int:
     """`headrace bench loader`."""
-    about = "One epoch of decoded clips beside other loaders. `headrace bench resume` is about going on in the middle."
+    about = "One epoch of decoded samples, compared with other loaders. `headrace bench resume` measures resuming."
     return command.run(argv, "loader", about, fill, _options)
 
 
@@ -56,13 +56,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--s3", action="store_true", help="read from an S3 server on this machine, not from files")
     parser.add_argument("--delay", type=float, default=0, metavar="MS", help="milliseconds by which it answers late")
     parser.add_argument("--rate", type=float, default=0, metavar="MB", help="the most MB that it sends a second")
-    parser.add_argument("--data", type=Path, help="keep the clips in this folder, and use those that are there")
+    parser.add_argument("--data", type=Path, help="keep the files in this folder, and use those that it has")
     parser.add_argument(
         "--peer-python",
         action="append",
         default=[],
         metavar="PACKAGE=PATH",
-        help="the interpreter in which a peer is installed that cannot be beside the others; may be repeated",
+        help="the interpreter of a peer that needs its own environment; may be repeated",
     )
     parser.add_argument("--only", action="append", help="a candidate's name; may be repeated (default: all)")
 
@@ -122,7 +122,7 @@ def _files(clips: int, kind: video.AnyKind) -> int:
 
 
 def _pythons(given: Sequence[str]) -> dict[str, str]:
-    """The interpreter of each peer that has one of its own."""
+    """The interpreter of each peer that has its own."""
     found = dict[str, str]()
     for pair in given:
         name, separator, python = pair.partition("=")

@@ -1,11 +1,11 @@
-"""Packers beside their peers: MB/s, files/s, CPU seconds and peak memory of the same files going into tar shards.
+"""`headrace bench pack`: MB/s, files/s, CPU seconds and peak memory of packing the same files into tar shards.
 
-Purpose: `python -m headrace.bench.workloads.pack CANDIDATE DIRECTORY` packs `DIRECTORY/clips` into `DIRECTORY/packed`, which is
-emptied first.
-Imports of the measured process are left out, as they cost the same for 100 files as for 10^6; processes that it starts count.
-Invariant: every candidate makes tar shards of about `SHARD_BYTES` on local disk, all of it fsynced inside the measured time, and
-with the same members: their number and their contents are compared with the folder afterwards, by digest.
-Failure behaviour: other members than the folder has, or an exception, end the process; `headrace.bench.core.measure` reports it.
+The peers are tar + ffprobe and webdataset's ShardWriter. `python -m headrace.bench.workloads.pack CANDIDATE DIRECTORY` packs
+`DIRECTORY/clips` into `DIRECTORY/packed`, which is emptied first. Imports of the measured process do not count, as their cost
+does not grow with the number of files; processes that it starts do count.
+Invariant: every candidate writes tar shards of about `SHARD_BYTES` to local disk and fsyncs them within the measured time.
+Digests show that the members equal the files.
+Failure behaviour: wrong members or an exception end the process; `headrace.bench.core.measure` reports it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ METRICS = {
 
 def main(argv: Sequence[str]) -> int:
     """`headrace bench pack`."""
-    about = "Packing into tar shards beside tar + ffprobe and webdataset's ShardWriter, on local disk."
+    about = "Packing into tar shards on local disk, compared with tar + ffprobe and webdataset's ShardWriter."
     return command.run(argv, "pack", about, fill, _options)
 
 
@@ -208,7 +208,7 @@ def _shard_writer(files: list[Path], packed: Path, *, probed: bool) -> None:
 
 
 def _facts(content: bytes) -> dict[str, Any]:
-    """What a team writes by hand: streams, packets counted, key frames with pts, and one frame decoded; in this process."""
+    """The index that a team writes itself: streams, number of packets, key frames with pts, and one decoded frame."""
     import av
 
     with av.open(io.BytesIO(content), "r") as container:

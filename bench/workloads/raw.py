@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 def main(argv: Sequence[str]) -> int:
     """`headrace bench raw`."""
-    about = "Samples as bytes, checked, beside a plain loop of pread."
+    about = "Samples as bytes, checked, compared with a plain loop of preadv."
     return command.run(argv, "raw", about, fill, _options, rounds=5)
 
 
@@ -134,7 +134,7 @@ def _plain(
     check: bool = False,
     buffers: int = 2,
 ) -> Epochs:
-    """What there is to know is looked up before, and costs nothing."""
+    """The loop: offsets and descriptors are looked up before, and do not count."""
     with Dataset(str(folder / "dataset"), trust_mounts=True) as dataset:
         epochs = [list(_order(dataset, epoch)) for epoch in range(EPOCHS)]
     shards = {sample.shard for batch in epochs[0] for sample in batch}
@@ -233,7 +233,7 @@ def _reading(
 
 
 def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack, sidecar: Path | None = None) -> Epochs:
-    """`FileLoader`, which puts batches into memory of its own."""
+    """`FileLoader`, which delivers batches in its own memory."""
     from headrace.loaders import FileLoader
 
     options: dict[str, Any] = {"seed": 1, "sidecar": sidecar, "num_threads": 2, "drop_last": False}
@@ -252,7 +252,7 @@ def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack, side
 
 
 def _staging() -> memoryview:
-    """Room for a batch, in memory that is there."""
+    """A buffer for a batch, whose pages have been touched."""
     memory = memoryview(bytearray(BATCH * sum(MEMBERS.values())))
     memory[::4096] = bytes(len(memory[::4096]))
     return memory

@@ -181,7 +181,7 @@ def quiet(running: DaemonProcess, url: str, shape: Shape, found: Found) -> None:
 
 
 def cold(folder: Path, root: Path, found: Found) -> None:
-    """Four ranks read a dataset that nobody has yet from a server of a fixed bandwidth, without and with a daemon."""
+    """Four ranks read an uncached dataset from a server of a fixed bandwidth, without and with a daemon."""
     with server(root, RATE) as limited:
         jobs = [Job("s3://bucket/ds", None, LIMITED, rank, 4) for rank in range(4)]
         without, _ = run_ranks(jobs, limited.environ)
@@ -285,7 +285,7 @@ def seconds(action: Callable[[], None]) -> float:
 
 @contextlib.contextmanager
 def crowd(running: DaemonProcess) -> Iterator[int]:
-    """A thousand clients, each of which has said hello and asked for the status; yields how many were answered."""
+    """A thousand clients, each of which has sent Hello; yields how many were answered."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:

@@ -1,8 +1,7 @@
-"""Where the clips are read from: files on this machine, or a server that speaks S3's GET and counts what it sends.
+"""Where a loader reads its files: from this machine, or from an S3 server that counts the bytes it sends.
 
-Invariant: the same bytes in both. Candidates whose library reads S3 itself use that; those written by hand get clips
-whole, over connections that stay open, one a thread, and of films something that reads itself. Workers have connections of
-their own (`part_at_fork`).
+Invariant: both have the same bytes. A candidate whose library reads S3 uses the library. The others get short files whole, over
+one connection for each thread, and long files as file objects. Worker processes have their own connections (`part_at_fork`).
 Failure behaviour: `RuntimeError` for an answer other than 200.
 """
 
@@ -24,8 +23,8 @@ _mine = threading.local()
 
 
 def part_at_fork() -> None:
-    """From now on a process that forks ends its connections first. Workers of Energon and mosaicml-streaming go on with those of
-    the parent, and two that send requests over the same one get each other's bytes, or wait for what the other one got."""
+    """Make this process end its connections before it forks. Workers of Energon and mosaicml-streaming would share those of the
+    parent: two workers that send requests over one connection get each other's bytes."""
     os.register_at_fork(before=_hang_up)
 
 
@@ -35,7 +34,7 @@ def _hang_up() -> None:
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        connection.shutdown(socket.SHUT_RDWR)  # who goes on with one that has ended makes another
+                        connection.shutdown(socket.SHUT_RDWR)  # a client reconnects when its connection has ended
 
 
 def the_file(sample: Mapping[str, Any]) -> bytes:
@@ -66,7 +65,7 @@ class Place:
         return [f"{base}/{name}" for name in names]
 
     def clips(self) -> list[str]:
-        """Names of the files; nobody is charged for knowing them."""
+        """Names of the files. No candidate pays for this listing."""
         return sorted(path.name for path in (self.folder / "clips").iterdir())
 
     def read(self, clip: str) -> bytes:

@@ -32,7 +32,7 @@ from headrace.dataio.core.limits import GIB, MIB, format_bytes, parse_bytes
 from headrace.dataio.store.open import folder_of, open_store
 
 _ABOUT = """\
-Measure a bucket or a directory by operation, object size and requests at once, beside other clients.
+Measure a bucket or a directory by operation, object size and requests at once, compared with other clients.
 
 Without a URL a SeaweedFS is started on this machine. Only a fresh prefix below the URL is written to, and exactly what was
 written is deleted again, by name."""
@@ -90,7 +90,7 @@ def fill(job: command.Job, part: Part) -> None:
 
 
 def _limited(metrics: dict[str, Metric], url: str, *, cold: bool) -> dict[str, Metric]:
-    """What the disk allows one thread, beside the cells with one request at a time that depend on it: writes, cold reads."""
+    """Add what the disk allows one thread to the cells with one request at a time that depend on it: writes, cold reads."""
     if url.startswith("s3://"):
         return metrics
     folder = folder_of(url)
@@ -196,7 +196,7 @@ def _clear(place: str, sweep: store_sweep.Sweep) -> None:
 
 
 def _remove_empty(root: Path) -> None:
-    """Folders of ours that nobody else put a file into."""
+    """Remove the folders that the benchmark made, if they are empty."""
     for folder in (*sorted((p for p in root.rglob("*") if p.is_dir()), reverse=True), root):
         with contextlib.suppress(OSError):
             folder.rmdir()

@@ -1,7 +1,11 @@
-"""What a sweep measures: one cell for every operation, size and concurrency that the bounds leave.
+"""What `headrace bench store` measures: a cell for every operation, size and concurrency, and its objects.
 
-Invariant: pure; the same for every client, so that cells can be compared. A cell that a bound leaves out is named in
-`left_out`. Failure behaviour: an operation that nobody knows is a `UsageError`.
+Everything is below one fresh random prefix. Exactly the keys that a sweep can have written are deleted, by name: nothing is
+listed and deleted, so an object of another program is never touched.
+The knee of a curve is where Kleinrock's power, throughput divided by response time, is largest (L. Kleinrock, "Power and
+deterministic rules of thumb for probabilistic problems in computer communications", ICC 1979).
+Invariant: the cells are the same for every client; a cell that a bound excludes is named in `left_out`. Failure behaviour: an
+unknown operation is a `UsageError`; an error of the store is raised, and an object that could not be deleted is named.
 """
 
 from __future__ import annotations
@@ -117,7 +121,7 @@ _BLOCK = 16 * MIB
 
 
 def fresh_prefix() -> str:
-    """A prefix that nobody has used."""
+    """A prefix that has not been used before."""
     return f"headrace-bench-{uuid.uuid4().hex}"
 
 

@@ -1,9 +1,10 @@
-"""`headrace bench tier`: restoring one step from the node's tier, in memory and on disk, from the buddy, and from a store.
+"""`headrace bench tier`: restoring one step from the node's tier (in memory and on disk), from the buddy node, and from a store.
 
-Each candidate is a trainer in a process of its own that restores the same committed step; daemons, the S3 server and the
-relay that limits its bandwidth are real and on loopback. Invariant: a restore whose bytes are not those that were saved
-fails, and so does one from a tier of which the store had to give a part. Failure behaviour: as in `headrace.bench.core.command`;
-without openssl or the repository's script for certificates the buddy is left out, which is said.
+Each candidate is a trainer in its own process that restores the same committed step. The daemons, the S3 server and the proxy
+that limits its bandwidth are real and on loopback.
+Invariant: a restore fails if its bytes differ from the saved ones, or if a tier's bytes came from the store in part.
+Failure behaviour: as in `headrace.bench.core.command`. Without openssl or `deploy/` there are no certificates, so the buddy is
+left out, and a line on standard error says so.
 """
 
 from __future__ import annotations

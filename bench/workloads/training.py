@@ -1,9 +1,9 @@
-"""The state that the checkpoint benchmark saves: of a transformer that really trains, half in fp32 and half in bf16, by AdamW.
+"""The state that the checkpoint benchmark saves: a transformer that trains, half in fp32 and half in bf16, with AdamW.
 
-Invariant: every number in it comes from steps of the optimizer on gradients of a loss, so that it compresses and changes as
-such states do; and every tensor is the optimizer's to change: a weight or one of its two moments. With several ranks the layers
-are sharded by FSDP2. After `to_lora` the weights are frozen and small adapters train.
-Failure behaviour: none of its own.
+Invariant: all values come from optimizer steps on gradients of a loss, so the state compresses and changes as real ones do.
+Every tensor is a weight or one of its two moments. With several ranks the layers are sharded by FSDP2. After `to_lora` the
+weights are frozen and small adapters train.
+Failure behaviour: none.
 """
 
 from __future__ import annotations

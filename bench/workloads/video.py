@@ -1,10 +1,11 @@
-"""What every loader reads: short clips, long ones with few key frames, films of which an epoch takes some clips each, and sound.
+"""Videos for the loader benchmarks: short clips, long clips with few key frames, and long videos with sound.
 
-They lie there as files, in tars, and in litdata's own form.
-
-Invariants: files are a pure function of their number; all candidates of a run read the same bytes. Whatever form of them is
-there is whole: each is made beside its place, and gets its name at the end.
-Failure behaviour: none of its own.
+They are written as files, as a Headrace dataset (tars), and in litdata's format. A long video is a sequence of encoded clips,
+copied and not encoded again, with a tune in AAC. Each clip begins with a key frame and lasts a whole number of frames, so
+pictures come at an even rate across the seams.
+Invariant: a file is a pure function of its number, and all candidates of a run read the same bytes. Each form is written
+under another name and renamed when it is complete.
+Failure behaviour: PyAV's exceptions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from headrace.bench.workloads import audio, images
 FPS = 25
 FRAMES, STRIDE = 16, 2
 DISTINCT = 12
-"""So many clips are encoded; a dataset repeats them under other names, and each film is made of them in an order of its own."""
+"""The number of clips that are encoded. A dataset repeats them under other names; a long video joins them in random order."""
 BATCH = 8
 
 
@@ -36,7 +37,8 @@ BATCH = 8
 class Kind:
     """H.264 files of `seconds`, a key frame every `gop` frames; what a candidate delivers of them is `size` x `size`.
 
-    A film is `parts` of such files one after the other, with sound; an epoch has `per_file` clips of each, which divide `BATCH`.
+    A long video is `parts` of such files one after the other, with sound; an epoch has
+    `per_file` clips of each, which divide `BATCH`.
     """
 
     name: str
@@ -60,17 +62,17 @@ class Kind:
 
     @property
     def sought(self) -> bool:
-        """Whether files are long, and sought in."""
+        """Whether files are so long that a reader seeks in them."""
         return self.parts > 1
 
     @property
     def default(self) -> int:
-        """Clips of an epoch, if nobody says."""
+        """Clips of an epoch by default."""
         return 608 if self.sought else 600
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what a candidate delivers of a clip."""
+        """Shape of a clip that a candidate delivers."""
         return FRAMES, 3, self.size, self.size
 
     @property
@@ -78,19 +80,19 @@ class Kind:
         return "uint8"
 
     def described(self, files: int) -> str:
-        """What an epoch is."""
+        """One line that describes an epoch."""
         clips = f"{self.length} s, {self.width}x{self.height}, a key frame every {self.gop}"
         clips = f"clips of {files} films of {clips}" if self.sought else f"clips of {clips}"
         return f"{files * self.per_file} H.264 {clips}; {FRAMES} frames, every {STRIDE}nd, to {self.size}²"
 
     @property
     def batch(self) -> int:
-        """Files that make a batch of clips, for who decodes all clips of a file together."""
+        """Files of a batch, for a loader that decodes all clips of a file together."""
         return BATCH // self.per_file
 
     @property
     def buffer(self) -> int:
-        """Files among which who shuffles in a buffer does so: nobody holds many films."""
+        """Size of a shuffle buffer, in files. Long videos are too large for one."""
         return 1 if self.sought else 64
 
 
@@ -117,14 +119,14 @@ def make(kind: AnyKind, folder: Path, count: int, tell: Any) -> None:
             elif isinstance(kind, images.Stills):
                 images.write(kind, clips, count, tell)
             else:
-                (_films if kind.sought else _clips)(kind, clips, count, tell)
+                (_long_videos if kind.sought else _clips)(kind, clips, count, tell)
     with whole(folder / "dataset") as dataset:
         pack([str(folder / "clips")], str(dataset), shard_bytes=kind.shard_bytes).close()
 
 
 @contextlib.contextmanager
 def whole(target: Path) -> Iterator[Path]:
-    """Where to make the folder `target`, which is there when the block has ended well; what a killed run left of it goes."""
+    """Write a folder whole or not at all: yields a folder that is renamed to `target` when the block ends without error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     made = target.with_name(f".{target.name}.making")
     shutil.rmtree(made, ignore_errors=True)
@@ -136,7 +138,7 @@ def whole(target: Path) -> Iterator[Path]:
 
 
 def _clips(kind: Kind, folder: Path, count: int, tell: Any) -> None:
-    """Clips, of which the first are encoded."""
+    """Clips: the first `DISTINCT` are encoded, the others are links to them."""
     for number in range(count):
         path = folder / f"{number:05}.mp4"
         if number < DISTINCT:
@@ -146,15 +148,15 @@ def _clips(kind: Kind, folder: Path, count: int, tell: Any) -> None:
             os.link(folder / f"{number % DISTINCT:05}.mp4", path)
 
 
-def _films(kind: Kind, folder: Path, count: int, tell: Any) -> None:
-    """Films, each of the same clips in another order."""
+def _long_videos(kind: Kind, folder: Path, count: int, tell: Any) -> None:
+    """Long videos, each of the same clips in another order."""
     parts = folder / "parts"
     parts.mkdir()
     _clips(kind, parts, DISTINCT, tell)
     there = sorted(parts.iterdir())
     encode_tune(tune := parts / "tune.mp4")
     for number in range(count):
-        tell("making films of them", number / count)
+        tell("joining them to long videos", number / count)
         order = np.random.default_rng(number).integers(0, len(there), kind.parts)
         join_clips(folder / f"{number:05}.mp4", [there[one] for one in order], kind.seconds, tune)
     shutil.rmtree(parts)
