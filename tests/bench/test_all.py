@@ -99,7 +99,6 @@ def test_the_plan_names_every_benchmark_that_measures() -> None:
         "loader",
         "checkpoint",
         "sidecar",
-        "train",
         "simulate",
     }
     assert {short.command[0] for short in PLAN} <= set(COMMANDS)

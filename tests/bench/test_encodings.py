@@ -18,7 +18,7 @@ def test_a_state_in_training_is_measured_by_kind_and_as_a_whole() -> None:
 
 def test_an_encoding_that_does_not_come_back_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "headrace.bench.workloads.encodings.codec.plain", lambda stored, code, raw: memoryview(bytes(raw))
+        "headrace.bench.workloads.encodings.codec.decompress", lambda stored, code, raw: memoryview(bytes(raw))
     )
     with pytest.raises(AssertionError, match="other bytes"):
         encodings.encoded(bytes(range(256)) * 8, encodings.ZSTD)
