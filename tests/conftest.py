@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.s3server import S3Server, start_rclone, start_seaweedfs
+from headrace.dataio.testing.s3_server import S3Server, start_rclone, start_seaweedfs
 from tests.support.leftovers import Place
 
 # a busy machine is no failure: examples are bounded in number, not in time; and equal code has equal ones, every time

@@ -25,8 +25,8 @@ from headrace.dataio.sidecar import status_server
 from headrace.dataio.store import fsspec as fsspec_store
 from headrace.dataio.store import retry, s3, s3_config
 from headrace.dataio.store.base import Store
-from headrace.dataio.testing.proxy import Fault, FaultProxy
-from headrace.dataio.testing.s3server import S3Server
+from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3_server import S3Server
 from headrace.loaders import AudioLoader
 from tests.conftest import use_s3_server
 

@@ -27,7 +27,7 @@ from headrace.dataio import pack
 from headrace.dataio.core.errors import DeadlineError, HeadraceError
 from headrace.dataio.shards.report import Progress
 from headrace.dataio.sidecar.client import Sidecar
-from headrace.dataio.testing.s3server import start_seaweedfs
+from headrace.dataio.testing.s3_server import start_seaweedfs
 
 Tell = Callable[[str, float], None]
 """Told the name of the part at work and the share of it that is done, 0.0 to 1.0."""

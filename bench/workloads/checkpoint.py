@@ -141,7 +141,7 @@ def _place(name: str, scratch: Path) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="mrb-", dir="/dev/shm") as folder:
             yield f"{folder}/checkpoints"
     else:
-        from headrace.dataio.testing.s3server import start_seaweedfs
+        from headrace.dataio.testing.s3_server import start_seaweedfs
 
         with start_seaweedfs() as server:
             os.environ.update(server.environment())

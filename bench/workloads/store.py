@@ -173,7 +173,7 @@ def _place(url: str | None, sweep: store_sweep.Sweep, tell: Tell) -> Iterator[st
     """The URL of a fresh prefix with the objects to read; exactly the sweep's own keys are deleted at the end."""
     with contextlib.ExitStack() as stack:
         if url is None:
-            from headrace.dataio.testing.s3server import start_seaweedfs
+            from headrace.dataio.testing.s3_server import start_seaweedfs
 
             server = stack.enter_context(start_seaweedfs())
             os.environ.update(server.environment())  # the clients are processes of their own and find it there

@@ -29,8 +29,8 @@ from headrace.bench.core.results import Metric, Part
 from headrace.dataio.core.cli import positive_int
 from headrace.dataio.core.errors import UnsupportedError, UsageError
 from headrace.dataio.core.limits import MIB, parse_bytes
-from headrace.dataio.testing.proxy import FaultProxy
-from headrace.dataio.testing.s3server import start_seaweedfs
+from headrace.dataio.testing.fault_proxy import FaultProxy
+from headrace.dataio.testing.s3_server import start_seaweedfs
 
 CERTIFICATES = Path(__file__).resolve().parents[2] / "deploy" / "buddies" / "certificates.sh"
 URL = "s3://headrace/bench"

@@ -1,10 +1,12 @@
-"""What every store must do, as tests to inherit: for Headrace's back-ends and for those of others.
+"""The store contract as tests to inherit, for Headrace's back ends and for others.
 
-Use: subclass `StoreConformance` in a test module with a fixture `store` (an empty, open store) and a fixture `store_url` (by
-which `open_store` finds the same store from another process); subclass `StoreMachine` with `open_empty` for the stateful
-comparison with a model.
-Invariant: each test is a sentence of `headrace.dataio.store.base`. Failure behaviour: a store that breaks the
-contract fails a test.
+Use: subclass `StoreConformance` in a test module with two fixtures: `store` (an empty, open store) and `store_url`
+(with which `open_store` finds the same store from another process). Subclass `StoreMachine` with `open_empty` for the
+stateful comparison with a model.
+
+Invariant: each test is a sentence of `headrace.dataio.store.base`.
+
+Failure behaviour: a store that breaks the contract fails a test.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Faults of the operating system on purpose: an fsync that fails once, a clock that jumps, a process that is stopped.
+"""Faults of the operating system for tests: an fsync that fails once, a clock that jumps, a stopped process; and a
+manual clock.
 
-Invariants: each ends with its block. `failing_fsync` and `clock_jump` change this process only, in all of its threads. What
-they yield tells whether the fault took place, so that a test can assert it.
-Failure behaviour: `stopped` raises `ProcessLookupError` where there is no such process.
+Invariants: each fault ends with its block. `failing_fsync` and `clock_jump` change all threads of this process, and no
+other process. What they yield tells whether the fault took place. The times of `ManualClock` move together, by what is
+added to `now` and by what is slept. `ahead` moves `time` alone, as setting a clock does. `time` and `monotonic` are far
+apart, so that a test notices a stamp that is used as a duration.
+
+Failure behaviour: `stopped` raises `ProcessLookupError` if there is no such process.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ _STOP_SECONDS = 10.0
 
 @contextlib.contextmanager
 def failing_fsync(path: str, *, times: int = 1) -> Iterator[list[str]]:
-    """The next `times` calls of `os.fsync` on files whose path contains `path` fail with EIO, and later ones succeed: the kernel
-    reports a lost write once. Yields the paths of the calls that failed."""
+    """The next `times` calls of `os.fsync` on files whose path contains `path` fail with EIO, and later ones
+    succeed: the kernel reports a lost write once. Yields the paths of the calls that failed.
+    """
     real, failed = os.fsync, list[str]()
 
     def fsync(fd: int) -> None:
@@ -69,3 +74,24 @@ def stopped(pid: int) -> Iterator[None]:
 
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+_EPOCH = 1_000_000.0
+
+
+class ManualClock:
+    """A `Clock` whose sleepers wake at once; `pauses` is what they asked for."""
+
+    def __init__(self) -> None:
+        self.now, self.ahead = 1000.0, 0.0
+        self.pauses: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return _EPOCH + self.now + self.ahead
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds

@@ -1,7 +1,9 @@
 """A writer in a process of its own, for tests that race or kill it.
 
-    python -m headrace.dataio.testing.writer race URL KEY BODY     waits for a line, writes if absent, prints True or False
-    python -m headrace.dataio.testing.writer stream URL KEY        writes a large object slowly, prints each part's number
+    python -m headrace.dataio.testing.writer race URL KEY BODY     waits for a line, writes if absent, prints True or
+    False
+    python -m headrace.dataio.testing.writer stream URL KEY        writes a large object slowly, prints each part's
+    number
 
 Failure behaviour: an error ends it with a traceback; it is a tool of tests only.
 """

@@ -19,7 +19,7 @@ from headrace.checkpoint.saving.arena import Staging
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.faulty import Fault, Faulty, Rule
+from headrace.dataio.testing.faulty_stores import Fault, Faulty, Rule
 from tests.checkpoint.making import Wrapped
 from tests.support.ranks import in_group
 

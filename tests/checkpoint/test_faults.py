@@ -22,10 +22,9 @@ from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, TransientError
 from headrace.dataio.sidecar.jobs.gate import PriorityGate
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.clock import ManualClock
-from headrace.dataio.testing.proxy import Fault, FaultProxy
-from headrace.dataio.testing.s3server import S3Server
-from headrace.dataio.testing.system import clock_jump, failing_fsync, stopped
+from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3_server import S3Server
+from headrace.dataio.testing.system import ManualClock, clock_jump, failing_fsync, stopped
 from tests.checkpoint.making import Made, begin, latest, load, make, save, tiny_state
 from tests.support.waiting import wait_for
 

@@ -17,7 +17,7 @@ from headrace.checkpoint.lineage import Lineage
 from headrace.dataio.core import log
 from headrace.dataio.core.errors import AccessDeniedError, TransientError
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.faulty import Fault, Faulty, Rule
+from headrace.dataio.testing.faulty_stores import Fault, Faulty, Rule
 
 
 @pytest.mark.parametrize("version", [(3, 12, 0), (3, 12, 2)])

@@ -32,8 +32,8 @@ from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.proxy import Fault, FaultProxy
-from headrace.dataio.testing.s3server import S3Server, start_seaweedfs
+from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3_server import S3Server, start_seaweedfs
 from tests.checkpoint.making import load
 from tests.checkpoint.tier.nodes import Node, free_port, tls_files
 from tests.dataio.sidecar.tier.conftest import make_certificates

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.checkpoint.format import names
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.s3server import S3Server
+from headrace.dataio.testing.s3_server import S3Server
 from tests.conftest import use_s3_server
 from tests.histories import history, worker
 from tests.histories.history import Violation

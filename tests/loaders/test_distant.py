@@ -16,8 +16,8 @@ from headrace.dataio.core.errors import SlowDownError
 from headrace.dataio.store.retry import Policy, Retry
 from headrace.dataio.store.s3 import S3Store
 from headrace.dataio.store.s3_config import parse
-from headrace.dataio.testing.proxy import Fault, FaultProxy
-from headrace.dataio.testing.s3server import S3Server
+from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3_server import S3Server
 from headrace.loaders import FileLoader
 
 pytestmark = pytest.mark.s3

@@ -96,7 +96,7 @@ def forever(loader: Iterable[object]) -> Iterator[object]:
 def get(folder: Path) -> Hops:
     """A ranged GET from a real S3 server, on a connection that is open."""
     from headrace.dataio.store.open import open_store
-    from headrace.dataio.testing.s3server import start_seaweedfs
+    from headrace.dataio.testing.s3_server import start_seaweedfs
 
     hops = Hops()
     with start_seaweedfs() as server:

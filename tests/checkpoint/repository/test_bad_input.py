@@ -17,8 +17,8 @@ from headrace.dataio.core.clock import SYSTEM_CLOCK
 from headrace.dataio.core.errors import ConflictError, CorruptionError, DeadlineError, MismatchError, UnsupportedError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.clock import ManualClock
-from headrace.dataio.testing.s3server import S3Server
+from headrace.dataio.testing.s3_server import S3Server
+from headrace.dataio.testing.system import ManualClock
 from tests.checkpoint.making import RUN, begin, latest, load, make, save, tiny_state
 from tests.conftest import forget_s3fs_instances, use_s3_server
 

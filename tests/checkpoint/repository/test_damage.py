@@ -25,7 +25,7 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
-from headrace.dataio.testing.faulty import Fault, Faulty, Rule
+from headrace.dataio.testing.faulty_stores import Fault, Faulty, Rule
 from tests.checkpoint.making import RUN, begin, load, make, save
 from tests.support.stepping import MemoryStore
 

@@ -19,7 +19,7 @@ from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.late import Late
+from headrace.dataio.testing.faulty_stores import Late
 from tests.checkpoint.making import RUN, begin, latest, load, make, save, tiny_state
 from tests.support.stepping import MemoryStore, StoreClock
 

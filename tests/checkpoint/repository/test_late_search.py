@@ -24,7 +24,7 @@ from headrace.checkpoint.saving.progress import ProgressFile, RecordingStore
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Buffer
-from headrace.dataio.testing.late import Write
+from headrace.dataio.testing.faulty_stores import Write
 from tests.checkpoint.making import RUN, Made, begin, load, make, save
 from tests.support.stepping import Actor, MemoryStore, drive_to_end, stepping
 

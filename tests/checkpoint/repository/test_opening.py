@@ -11,7 +11,7 @@ from headrace.checkpoint.repository.fetch import open_step
 from headrace.dataio.core.errors import DeadlineError
 from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
 from headrace.dataio.store.base import Store
-from headrace.dataio.testing.clock import ManualClock
+from headrace.dataio.testing.system import ManualClock
 from tests.checkpoint.making import RUN, Wrapped, begin, make, save
 
 _RANKS = 4

@@ -16,7 +16,7 @@ from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.late import Late
+from headrace.dataio.testing.faulty_stores import Late
 from tests.checkpoint.making import Made, begin, latest, load, make
 
 STATE = {f"t{n}": os.urandom(200 * KIB) for n in range(4)}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.dataio.testing.proxy import Fault, FaultProxy
-from headrace.dataio.testing.s3server import S3Server, start_seaweedfs
+from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3_server import S3Server, start_seaweedfs
 from tests.checkpoint.tier.nodes import Node, free_port, tls_files
 from tests.dataio.sidecar.tier.conftest import make_certificates
 from tests.support.waiting import wait_for

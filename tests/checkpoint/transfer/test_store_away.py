@@ -14,8 +14,8 @@ from headrace.checkpoint.repository import check
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing import s3server
-from headrace.dataio.testing.s3server import S3Server, start_seaweedfs
+from headrace.dataio.testing import s3_server
+from headrace.dataio.testing.s3_server import S3Server, start_seaweedfs
 from tests.checkpoint.making import begin, latest, load, make, save
 from tests.checkpoint.transfer.client import state
 from tests.checkpoint.transfer.conftest import Node
@@ -45,7 +45,7 @@ class Server:
             cwd=self.server._folder,
             start_new_session=True,
         )
-        s3server._wait_ready(self.server)
+        s3_server._wait_ready(self.server)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from headrace.dataio.cache.blocks import IDLE_SECONDS, Buffers
-from headrace.dataio.testing.clock import ManualClock
+from headrace.dataio.testing.system import ManualClock
 
 
 def test_the_buffer_that_was_used_last_is_used_next() -> None:

@@ -22,7 +22,7 @@ from headrace.dataio.cache.readers.cached import CachedReader
 from headrace.dataio.core.clock import SYSTEM_CLOCK
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.clock import ManualClock
+from headrace.dataio.testing.system import ManualClock
 from tests.support.memory_store import MemoryStore
 
 BLOCK = 4096

@@ -14,7 +14,7 @@ import pytest
 from headrace.dataio.cache.disks import RECOVER_SECONDS, TierDirectory
 from headrace.dataio.cache.engine import Engine
 from headrace.dataio.cache.readers.cached import CachedReader
-from headrace.dataio.testing.clock import ManualClock
+from headrace.dataio.testing.system import ManualClock
 from tests.support.disks import disk, read_only
 from tests.support.memory_store import MemoryStore
 

@@ -18,7 +18,7 @@ from headrace.dataio.sidecar.client import open_reader
 from headrace.dataio.sidecar.wire import close_all
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.s3server import Keys, S3Server, start_seaweedfs
+from headrace.dataio.testing.s3_server import Keys, S3Server, start_seaweedfs
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 DATA = random.Random("limits").randbytes(9 * MIB)

@@ -19,7 +19,7 @@ import pytest
 from headrace.dataio.core.errors import AccessDeniedError
 from headrace.dataio.store.credential_chain import Keys as Values
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.s3server import Keys, S3Server, start_seaweedfs
+from headrace.dataio.testing.s3_server import Keys, S3Server, start_seaweedfs
 from tests.conftest import use_s3_server
 
 pytestmark = pytest.mark.s3

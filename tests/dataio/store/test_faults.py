@@ -11,8 +11,8 @@ from headrace.dataio.core.errors import ConflictError, TransientError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.proxy import Fault, FaultProxy
-from headrace.dataio.testing.s3server import S3Server
+from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3_server import S3Server
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.s3

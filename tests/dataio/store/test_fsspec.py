@@ -33,7 +33,7 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.fsspec import FsspecStore
 from headrace.dataio.store.open import open_location, open_store
 from headrace.dataio.testing.conformance import StoreConformance, some_bytes
-from headrace.dataio.testing.proxy import Fault, FaultProxy
+from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
 
 
 class TestMemory(StoreConformance):

@@ -18,7 +18,7 @@ from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.posix import PosixStore
 from headrace.dataio.store.probe import certify, probe_preconditions, require_preconditions
-from headrace.dataio.testing.s3server import S3Server
+from headrace.dataio.testing.s3_server import S3Server
 
 
 @pytest.fixture(params=["s3fs", "obstore"])
@@ -128,7 +128,7 @@ def test_the_doctor_refuses_a_senseless_number_of_writers(capsys: pytest.Capture
 def other_process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that starts an S3 server and then waits."""
     program = (
-        "import sys\nfrom headrace.dataio.testing.s3server import start_rclone\n"
+        "import sys\nfrom headrace.dataio.testing.s3_server import start_rclone\n"
         "server = start_rclone()\nprint(server.process.pid, flush=True)\nsys.stdin.read()\n"
     )
     command, environment = [sys.executable, "-c", program], os.environ | {"TMPDIR": str(tmp_path)}

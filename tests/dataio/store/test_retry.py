@@ -12,7 +12,7 @@ from headrace.dataio.core.errors import AmbiguousWriteError, ConflictError, Head
 from headrace.dataio.store.base import ObjectInfo
 from headrace.dataio.store.posix import PosixStore
 from headrace.dataio.store.retry import Policy, Retry, call
-from headrace.dataio.testing.clock import ManualClock
+from headrace.dataio.testing.system import ManualClock
 
 
 def _failing(clock: ManualClock, errors: list[HeadraceError], seconds: float = 0.0) -> Callable[[], str]:

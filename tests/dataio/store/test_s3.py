@@ -41,8 +41,8 @@ from headrace.dataio.store.s3_config import parse
 from headrace.dataio.store.s3_errors import from_answer
 from headrace.dataio.store.s3_session import S3Session
 from headrace.dataio.testing.conformance import StoreConformance, StoreMachine, some_bytes
-from headrace.dataio.testing.proxy import Fault, FaultProxy
-from headrace.dataio.testing.s3server import S3Server
+from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3_server import S3Server
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.s3

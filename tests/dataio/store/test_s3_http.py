@@ -20,8 +20,8 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.s3_http import SyncHttpClient
 from headrace.dataio.testing.conformance import some_bytes
-from headrace.dataio.testing.proxy import Fault, FaultProxy
-from headrace.dataio.testing.s3server import S3Server
+from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3_server import S3Server
 from headrace.dataio.testing.system import stopped
 from tests.support.waiting import wait_for
 

@@ -26,7 +26,7 @@ from headrace.dataio.store.open import open_store
 from headrace.dataio.store.s3_config import parse
 from headrace.dataio.store.s3_errors import UnreachableError
 from headrace.dataio.store.s3_http import behind_a_proxy, canonical_query, parse_listing, signed
-from headrace.dataio.testing.s3server import S3Server
+from headrace.dataio.testing.s3_server import S3Server
 
 ODD = ["a b+c", "a%20b", "a/b", "a-b", "é/ü", "q?x=1&y#z", "star*'()!~", "plus+/+", "deep/er/still", "<&>\"'"]
 _PAGE = b"""<?xml version="1.0" encoding="UTF-8"?>

@@ -31,9 +31,9 @@ from headrace.dataio.store.hedge import Hedge, HedgePolicy
 from headrace.dataio.store.posix import PosixStore
 from headrace.dataio.store.retry import Policy, Retry
 from headrace.dataio.store.wrappers import Admission, Budget, Limit, MetricsStore, Ticket, Trace
-from headrace.dataio.testing.clock import ManualClock
 from headrace.dataio.testing.conformance import StoreConformance
-from headrace.dataio.testing.faulty import Fault, Faulty, Rule
+from headrace.dataio.testing.faulty_stores import Fault, Faulty, Rule
+from headrace.dataio.testing.system import ManualClock
 
 MIB = 1 << 20
 

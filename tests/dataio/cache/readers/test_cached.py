@@ -21,7 +21,7 @@ from headrace.dataio.cache.readers.cached import CachedReader, PrivateReader
 from headrace.dataio.core.errors import AccessDeniedError, NotFoundError, TransientError, UsageError
 from headrace.dataio.core.files import private_directory
 from headrace.dataio.core.metrics import REGISTRY
-from headrace.dataio.testing.clock import ManualClock
+from headrace.dataio.testing.system import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
 

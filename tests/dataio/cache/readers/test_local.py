@@ -27,7 +27,7 @@ from headrace.dataio.core.errors import CapacityError, NotFoundError, UsageError
 from headrace.dataio.store import posix
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.testing.clock import ManualClock
+from headrace.dataio.testing.system import ManualClock
 from headrace.loaders.fetch.sample_reader import StoreReader
 
 SIZE = 300_000

@@ -1,10 +1,11 @@
-"""A proxy on loopback that damages HTTP traffic on purpose, one request at a time.
+"""A proxy on loopback that damages chosen HTTP requests and answers.
 
-Invariants: it passes everything through unchanged, `100 Continue` included, but for the requests that an injected fault matches;
-`fired` counts each fault that took place, so that a test can assert that its fault did.
-A fault that answers by itself, or applies a request at another time, holds that request's body in memory, up to `BODY_BYTES`.
-Failure behaviour: an upstream that is gone closes the client's connection. `stop` ends the loop and its thread, and what was to
-be applied later never is.
+Invariants: it passes everything through unchanged, `100 Continue` included, except for requests that an injected fault
+matches. `fired` counts each fault that took place, so that a test can assert it. A fault that answers by itself, or
+applies a request later, holds that request's body in memory, up to `BODY_BYTES`.
+
+Failure behaviour: if the upstream server is gone, the client's connection is closed. `stop` ends the loop and its
+thread; requests that were held back are then never applied.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ class FaultProxy:
     """In front of the HTTP server at `upstream` (a URL). A context manager; use `endpoint` instead of `upstream`."""
 
     def __init__(self, upstream: str, rate: float | None = None, answers: float | None = None) -> None:
-        """`rate`: the most bytes a second that all requests together bring to the server; `answers`: that bodies of known length
-        bring back."""
+        """`rate`: the most bytes a second that all requests together bring to the server; `answers`: that bodies of
+        known length bring back.
+        """
         parts = urllib.parse.urlsplit(upstream)
         self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._plans: list[_Plan] = []
@@ -120,7 +122,9 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._serve, name="fault-proxy", daemon=True)
 
     def inject(self, fault: Fault, *, times: int = 1, method: str = "", path: str = "", seconds: float = 0.5) -> None:
-        """Do `fault` to the next `times` requests with this method (any if empty) whose path and query contain `path`."""
+        """Do `fault` to the next `times` requests with this method (any if empty) whose path and query contain
+        `path`.
+        """
         with self._lock:
             self._plans.append(_Plan(fault, method, path, times, seconds))
 

@@ -1,12 +1,13 @@
 """Real S3 servers on loopback, for the tests and `headrace demo`.
 
-`start_seaweedfs()` is the real thing: one winner per conditional PUT, checked signatures, multipart, paging.
-`start_rclone()` is the negative control: it ignores preconditions without a word.
+`start_seaweedfs()` starts the main one: one winner per conditional PUT, checked signatures, multipart, paging.
+`start_rclone()` is the negative control: it silently ignores preconditions.
 
-Invariants: a server listens on 127.0.0.1 only, on free ports, with its data in a folder of its own; it is killed with
-SIGKILL at `stop`, and by the kernel when the thread that started it ends (PR_SET_PDEATHSIG), so none is ever left over. Its
-folder and its sockets in /tmp are removed at `stop`, or else by the next server.
-Failure behaviour: a missing binary raises `UnsupportedError` naming the extra to install; a server that is not ready in
+Invariants: a server listens on 127.0.0.1 only, on free ports, with its data in its own folder. `stop` kills it with
+SIGKILL; the kernel kills it when the thread that started it ends (PR_SET_PDEATHSIG). So no server is left over. `stop`,
+or else the next server, removes its folder and its sockets in /tmp.
+
+Failure behaviour: a missing binary raises `UnsupportedError` with the extra to install. A server that is not ready in
 time raises `DeadlineError` with the end of its log.
 """
 
@@ -90,7 +91,9 @@ class S3Server:
         return f"s3://{name}"
 
     def change_keys(self, keys: Keys) -> None:
-        """Let `keys` be the user's from now on, and the old ones no longer; SeaweedFS only. Buckets are made as before."""
+        """Let `keys` be the user's from now on, and the old ones no longer; SeaweedFS only. Buckets are made as
+        before.
+        """
         path = self._folder / "s3.json"
         config = json.loads(path.read_text())
         config["identities"][1]["credentials"] = [{"accessKey": keys.access, "secretKey": keys.secret}]
