@@ -239,7 +239,7 @@ class QuarantineList:
     def _encoded(self, entries: list[Entry]) -> bytes:
         """What a version adds."""
         data = msgspec.json.encode(Version(format=FORMAT, entries=entries, nonce=secrets.token_hex(16)))
-        if len(data) > limits.SMALL_OBJECT_BYTES:  # nobody could read it, nor anything that comes after it
+        if len(data) > limits.SMALL_OBJECT_BYTES:  # such an object, and all later versions, would be unreadable
             raise CapacityError(f"{self.url}: {len(data)} bytes are too many for a version", hint="add fewer at a time")
         return data
 
@@ -256,7 +256,7 @@ class QuarantineList:
                 self.newest()
             if version >= len(self._digests):
                 raise CorruptionError(
-                    f"{self.url} has {len(self._digests) - 1} versions, and version {version} was gone by",
+                    f"{self.url} has {len(self._digests) - 1} versions, but version {version} was followed",
                     hint="is it the list of this run?",
                 )
 
@@ -379,17 +379,17 @@ class FollowedList:
     def batches_in(self, epoch: int) -> int:
         return self._plan.batches_in(epoch)
 
-    def add(self, refusal: SkippedSample, epoch: int) -> bool:
+    def add(self, skipped: SkippedSample, epoch: int) -> bool:
         """Put a sample that was skipped in a batch of `epoch` on the list. Returns False if it is not on it
         afterwards."""
-        sample = self._plan.datasets[refusal.source].sample(refusal.id)
-        location = location_of(sample, self._urls[refusal.source])
+        sample = self._plan.datasets[skipped.source].sample(skipped.id)
+        location = location_of(sample, self._urls[skipped.source])
         if self.list.refused(location, self.version_of(epoch), self._run, epoch) is not None:
             return True
         if self.list.pinned is not None or self._sealed:
             return False
         try:
-            why = refusal.key, refusal.code, refusal.reason
+            why = skipped.key, skipped.code, skipped.reason
             self.list.append([Entry(*location, *why, self._run, epoch, suspected=True, process=PROCESS)])
         except HeadraceError as error:
             warn_once(_log, f"bad samples are kept in the loader's state, since the list cannot take them: {error}")
