@@ -46,7 +46,7 @@ def test_a_version_holds_all_that_was_added_up_to_it_and_never_changes(store: St
         assert [e.offset for e in each.entries(1)] == [1, 2]
         assert [e.offset for e in each.entries()] == [1, 2, 3]
         assert each.digest(1) == before != each.digest(2)
-    with pytest.raises(CorruptionError, match="has 2 versions, and version 7"):
+    with pytest.raises(CorruptionError, match="has 2 versions, but version 7"):
         one.digest(7)
 
 
