@@ -25,7 +25,7 @@ from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import DeadlineError, HeadraceError, NotFoundError, TransientError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.sidecar.client import SaveMeter, Sidecar, Staged
+from headrace.dataio.sidecar.client import SaveMeter, Sidecar, StagedJob
 from headrace.dataio.store.base import Store
 
 ROOM_SECONDS = 600.0
@@ -93,7 +93,7 @@ class SaveExecutor:
                 self._sidecar.close()
             self._sidecar = None
 
-    def _hand_over(self, save: StagedSave) -> tuple[Sidecar | None, Staged | None]:
+    def _hand_over(self, save: StagedSave) -> tuple[Sidecar | None, StagedJob | None]:
         """(sidecar, its job); without a job this process carries, and with a sidecar then the sidecar perhaps too."""
         if self._wanted is None:
             return None, None
@@ -145,12 +145,12 @@ class SaveExecutor:
             if not done:
                 release()
 
-    def _there(self, save: StagedSave, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
+    def _there(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
         """Wait for the daemon's job, also through restarts of the daemon; when none comes back, carry it here."""
         with self._watching(save):
             return self._followed(save, sidecar, staged)
 
-    def _followed(self, save: StagedSave, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
+    def _followed(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
         held = _ArenaOwner(save)
         for _ in range(ROUNDS):
             try:
@@ -189,7 +189,7 @@ class SaveExecutor:
 
     def _found_again(
         self, save: StagedSave, token: str, error: TransientError, released: bool
-    ) -> tuple[Sidecar, Staged] | dict[str, object] | None:
+    ) -> tuple[Sidecar, StagedJob] | dict[str, object] | None:
         """After the connection broke: the job, followed again or staged again, or the result of one that goes on by itself.
         None when there is neither; raises `error` when the arena is given back and nobody can say more."""
         until = self._clock.monotonic() + (GRACE_SECONDS if released else RETURN_SECONDS)
@@ -204,7 +204,7 @@ class SaveExecutor:
                 return None
             self._clock.sleep(_POLL)
 
-    def _back(self, save: StagedSave, token: str, released: bool) -> tuple[Sidecar, Staged] | None:
+    def _back(self, save: StagedSave, token: str, released: bool) -> tuple[Sidecar, StagedJob] | None:
         """The job at a daemon that is back; staged again when the daemon does not know it and the arena is still ours."""
         sidecar = self._find()
         if sidecar is None:
@@ -276,7 +276,7 @@ def _watch(over: threading.Event, store: Store, attempt: Attempt, silent: commit
                 commit.abort_without(store, attempt, silent)
 
 
-def _stage(sidecar: Sidecar, save: StagedSave) -> Staged:
+def _stage(sidecar: Sidecar, save: StagedSave) -> StagedJob:
     plan = plans.encode(save.plan)
     _plan_built()
     return sidecar.stage(

@@ -1,13 +1,13 @@
 """What loaders announce: from ranges to the reads that the plan knows, and when those reads are due.
 
-Purpose: with every batch a loader names its next few hundred ranges, most of them for the eighth time. A list that continues
-the last one keeps its `Want` objects, so the plan also looks only at what is new. How far the list has moved since the last
-announcement shows how fast the loader reads.
-Invariants: the wants are those of the whole list, however much of it was known; neighbouring ranges of one sample are one want.
-Wants are made anew when their forecast is off by more than `SHIFT` of the time that the list covers. Memory is bounded by one
-announcement per stream and `KEPT_ERRORS` forecast errors.
-Failure behaviour: a range outside its object, or of an object that cannot be found, is left out; the read itself reports the
-error. A list that does not continue the last one (a loader was moved) starts a new forecast.
+Purpose: with every batch a loader names its next few hundred ranges, most of them for the eighth time. A list that
+continues the last one keeps its `Want` objects, so the plan also looks only at what is new. How far the list has moved
+since the last announcement shows how fast the loader reads.
+Invariants: the wants are those of the whole list, however much of it was known; neighbouring ranges of one sample are
+one want. Wants are made anew when their forecast is off by more than `SHIFT` of the time that the list covers. Memory
+is bounded by one announcement per stream and `KEPT_ERRORS` forecast errors.
+Failure behaviour: a range outside its object, or of an object that cannot be found, is left out; the read itself
+reports the error. A list that does not continue the last one (a loader was moved) starts a new forecast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Neighbours, from the `at`-th range that the loader has ever named on. Without `object` it is left out."""
+    """Neighbouring ranges, beginning with the `at`-th range that the loader has ever announced. Left out without
+    `object`."""
 
     at: int
     key: str
@@ -45,11 +46,12 @@ class AnnouncementList:
 
     def __init__(self) -> None:
         self._list: list[tuple[str, int, int]] = []
-        self._first = 0  # its place in all that the loader has ever named
+        self._first = 0  # its index among all ranges that the loader has announced
         self._groups: deque[_Group] = deque()
 
     def renew(self, upcoming: Upcoming, at_most: int, find: Callable[[str], ObjectId]) -> list[tuple[str, int]]:
-        """The list is `upcoming` now, neighbours together up to `at_most` bytes; (key, offset) of its reads."""
+        """Replace the list by `upcoming`, grouping neighbours of up to `at_most` bytes; returns (key, offset) of its
+        reads."""
         new = list(upcoming)
         last = self._keep(new)
         start = last.at if last else self._first
@@ -63,7 +65,7 @@ class AnnouncementList:
         return [(group.key, group.ranges[0][0]) for group in self._groups if group.object is not None]
 
     def wants(self, due: Sequence[float], now: float) -> list[Want]:
-        """The reads, which are due then."""
+        """The reads, with the times at which they are due."""
         groups = [group for group in self._groups if group.object is not None]
         if _shifted(groups, due, now):
             for group in groups:
@@ -77,7 +79,7 @@ class AnnouncementList:
         return out
 
     def _keep(self, new: Sequence[tuple[str, int, int]]) -> _Group | None:
-        """Keep the groups that `new` goes on with. The last of them is returned instead: it may have got more neighbours."""
+        """Keep the groups that `new` continues, except the last, which is returned: it may have got more neighbours."""
         gone = dropped_count(self._list, new)
         if gone is not None:
             self._first += gone
@@ -85,14 +87,14 @@ class AnnouncementList:
                 self._groups.popleft()
             if self._groups and self._groups[0].at == self._first:
                 return self._groups.pop()
-        self._first += len(self._list)  # nothing of it is left, and every number is used once
+        self._first += len(self._list)  # nothing is left of the old list; indices are not reused
         self._groups.clear()
         return None
 
 
 def dropped_count(old: Sequence[T], new: Sequence[T]) -> int | None:
-    """How many of the first of `old` are missing in `new`, which goes on with the others; None when it is another list. A film's
-    head is named with each of its clips, so what is named first may be there several times."""
+    """How many items at the start of `old` are missing in `new`, if `new` continues the rest of it; None if it does
+    not. An item may occur several times: the header of a long video is announced with each of its clips."""
     gone = -1
     while new:
         try:
@@ -110,7 +112,7 @@ def _shifted(groups: Sequence[_Group], due: Sequence[float], now: float) -> bool
 
 
 def _grouped(upcoming: Upcoming, at_most: int) -> Iterator[tuple[int, str, Ranges]]:
-    """(place of the first, key, ranges) of neighbours in `upcoming`, which belong to one sample as a rule."""
+    """(index of the first, key, ranges) of neighbours in `upcoming`, which usually belong to one sample."""
     first, key, ranges, size = 0, "", list[tuple[int, int]](), 0
     for place, (name, offset, length) in enumerate(upcoming):
         if ranges and (name != key or size + length > at_most or offset < ranges[-1][0]):
@@ -133,12 +135,12 @@ def _object(key: str, ranges: Ranges, find: Callable[[str], ObjectId]) -> Object
 
 
 def check_inside(obj: ObjectId, ranges: Sequence[tuple[int, int]]) -> None:
-    """`RangeError` for a range that is not inside the object."""
+    """Raise `RangeError` for a range that is not inside the object."""
     for offset, length in ranges:
         if offset < 0 or length < 0 or offset + length > obj.size:
             raise RangeError(
                 f"bytes [{offset}, {offset + length}) are not inside {obj.key}, which has {obj.size} bytes",
-                hint="the index does not fit the shard: run verify on the dataset",
+                hint="the index does not match the shard: run headrace verify on the dataset",
             )
 
 
@@ -160,7 +162,7 @@ class _Stream:
 
 
 class Forecast:
-    """The paces of all streams."""
+    """Predicts when announced reads are due, from the pace of each stream, and measures the error."""
 
     def __init__(self) -> None:
         self._streams: dict[int, _Stream] = {}
@@ -178,7 +180,7 @@ class Forecast:
                 seen = (now - old.at) / gone
                 new.pace, new.judged = seen if not old.judged else old.pace + WEIGHT * (seen - old.pace), True
             else:
-                new.at = old.at  # nothing moved: the clock goes on
+                new.at = old.at  # the list did not move: keep measuring from the same time
         new.due = [now + (n + 1) * new.pace for n in range(len(reads))]
         self._streams[stream] = new
         return new.due

@@ -48,7 +48,7 @@ class TierDirectory(msgspec.Struct, frozen=True):
 
 
 class Disks:
-    """The files by number. `places` are the tiers, the fast one first."""
+    """The cache files by number. `places` are the tiers, fastest first."""
 
     def __init__(self, places: Sequence[TierDirectory], block_bytes: int, clock: Clock) -> None:
         self.places, self._block_bytes, self._clock = places, block_bytes, clock
@@ -56,7 +56,7 @@ class Disks:
         self._paused: dict[int, float] = {}  # tiers in trouble, and when to try them again
 
     def create(self, create: Create) -> None:
-        """An empty file; `OSError` when its disk has none."""
+        """Make an empty file; `OSError` when its disk fails."""
         place = self.places[create.tier]
         self.files[create.file] = (
             create_persistent(place.path, create.object, self._block_bytes)
@@ -65,34 +65,35 @@ class Disks:
         )
 
     def drop(self, file: int) -> bool:
-        """Forget and unlink it; whether there was one."""
+        """Forget and unlink a file; returns whether it existed."""
         dropped = self.files.pop(file, None)
         if dropped is not None:
             dropped.unlink()
         return dropped is not None
 
     def left(self) -> Iterator[tuple[int, AdoptedFile]]:
-        """What an earlier engine left, by tier: its blocks are to be checked when they are first asked for."""
+        """The files that an earlier engine left, with their tiers. Their blocks are verified when they are first
+        requested."""
         for tier, place in enumerate(self.places):
             if place.keep:
                 for found in adopt(place.path, self._block_bytes):
                     yield tier, found
 
-    # trouble
+    # disk errors
 
     @property
     def paused(self) -> bool:
-        """Whether any of them is in trouble."""
+        """Whether any tier is paused after an error."""
         return bool(self._paused)
 
     def pause(self, tier: int, error: OSError) -> None:
-        """Use the tier no more, for a while."""
+        """Stop using the tier for `RECOVER_SECONDS`."""
         self._paused[tier] = self._clock.monotonic() + RECOVER_SECONDS
         left = "using the other tiers" if len(self._paused) < len(self.places) else "reading from the store directly"
         warn_once(_log, f"the cache in {self.places[tier].path} cannot be written ({error.strerror}): {left}")
 
     def recovered(self) -> list[int]:
-        """The tiers that are to be tried again now."""
+        """The tiers whose pause is over; they are tried again."""
         found = [tier for tier, until in self._paused.items() if self._clock.monotonic() >= until]
         for tier in found:
             del self._paused[tier]
@@ -112,7 +113,7 @@ _decode: msgspec.msgpack.Decoder[tuple[str, str, int, float]] = msgspec.msgpack.
 
 
 def digest(data: memoryview | bytes) -> int:
-    """What a map says of a block."""
+    """The digest of a block, as a map lists it."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -132,13 +133,13 @@ class PersistentFile(BlockFile):
             os.write(self._listing.fileno(), _RECORD.pack(block, digest))
 
     def unlink(self) -> None:
-        for path in (_map_of(self._path), self._path):  # without its map a file is nothing
+        for path in (_map_of(self._path), self._path):  # a file without a map is useless, so the map goes first
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
 class AdoptedFile(msgspec.Struct, frozen=True):
-    """What a directory held of one object."""
+    """A file of an earlier daemon, and its object."""
 
     object: ObjectId
     file: PersistentFile
@@ -162,7 +163,7 @@ def create_persistent(directory: Path, obj: ObjectId, block_bytes: int) -> Persi
 
 
 def adopt(directory: Path, block_bytes: int) -> Iterator[AdoptedFile]:
-    """What is in `directory`, the file last written to last. Whatever cannot be used is removed."""
+    """The usable files in `directory`, most recently written last. Unusable ones are removed."""
     maps = [(path.stat().st_mtime_ns, path) for path in directory.glob("*.map")]
     mapped = {path.with_suffix(".blocks") for _, path in maps}
     for orphan in set(directory.glob("*.blocks")) - mapped:
@@ -171,7 +172,7 @@ def adopt(directory: Path, block_bytes: int) -> Iterator[AdoptedFile]:
         try:
             found = _open(path, block_bytes)
         except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
-            _log.warning("a cache file that an earlier daemon left is of no use and removed: %s", error)
+            _log.warning("removing an unusable cache file of an earlier daemon: %s", error)
             _remove(path, path.with_suffix(".blocks"))
             continue
         yield found
@@ -205,7 +206,7 @@ def _read_map(path: Path, block_bytes: int) -> tuple[ObjectId, dict[int, int]]:
     obj = ObjectId(*_decode.decode(name))
     blocks = -(-obj.size // block_bytes)
     records = data[_HEAD.size + length :]
-    whole = records[: len(records) // _RECORD.size * _RECORD.size]  # the last one may be torn
+    whole = records[: len(records) // _RECORD.size * _RECORD.size]  # the last one may be incomplete
     return obj, {block: found for block, found in _RECORD.iter_unpack(whole) if block < blocks}
 
 
@@ -220,7 +221,7 @@ def _remove(*paths: Path) -> None:
 
 
 class DiskError(Exception):
-    """The cache's own disk failed; `error` says how."""
+    """The cache's own disk failed with `error`."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -228,11 +229,11 @@ class DiskError(Exception):
 
 
 class SupersededError(Exception):
-    """Another attempt has all of it in the file."""
+    """Another attempt has written the whole block."""
 
 
 class PendingBlock:
-    """A part of a file that is being written. Safe to share between the threads of its attempts."""
+    """A block that is being fetched into a file. Safe to share between the threads of its attempts."""
 
     __slots__ = ("_block", "_file", "_first", "_lock", "_there")
 
@@ -240,20 +241,20 @@ class PendingBlock:
         self._file, self._block, self._first = file, block, first
         self._lock, self._there = threading.Lock(), False
 
-    def begin(self) -> BlockWriter:
-        """For the attempt that goes by pieces."""
+    def start_writer(self) -> BlockWriter:
+        """A writer for the attempt that writes piece by piece."""
         return BlockWriter(self._first, xxhash.xxh3_64() if isinstance(self._file, PersistentFile) else None, self)
 
-    def whole(self, view: memoryview) -> None:
-        """For the other one, or where the bytes come from several places: all of it."""
+    def write_all(self, view: memoryview) -> None:
+        """Write the whole block: for the second attempt, and for blocks that are copied together from several files."""
         with self._lock:
             if not self._there:
                 self._write(self._first, view)
                 self._file.wrote(self._block, digest(view) if isinstance(self._file, PersistentFile) else 0)
                 self._there = True
 
-    def piece(self, offset: int, piece: memoryview) -> None:
-        """Write a piece; `SupersededError` when the other attempt has written all."""
+    def write_piece(self, offset: int, piece: memoryview) -> None:
+        """Write a piece; `SupersededError` when the other attempt has written the whole block."""
         with self._lock:
             if self._there:
                 raise SupersededError
@@ -265,7 +266,7 @@ class PendingBlock:
         except OSError as error:
             raise DiskError(error) from None
 
-    def end(self, found: int) -> None:
+    def finish(self, found: int) -> None:
         """All pieces are written, and `found` is their digest."""
         with self._lock:
             if not self._there:
@@ -274,19 +275,20 @@ class PendingBlock:
 
 
 class BlockWriter:
-    """One attempt: `take` every piece in order, from the first one again where a store begins anew, then `end`."""
+    """One attempt: call `write` for every piece in order, from the first one again if the store restarts the read, then
+    `finish`."""
 
     __slots__ = ("_first", "_hash", "_part")
 
     def __init__(self, first: int, hash: xxhash.xxh3_64 | None, part: PendingBlock) -> None:
         self._first, self._hash, self._part = first, hash, part
 
-    def take(self, offset: int, piece: memoryview) -> None:
+    def write(self, offset: int, piece: memoryview) -> None:
         if self._hash is not None:
             if offset == self._first:
                 self._hash.reset()
             self._hash.update(piece)
-        self._part.piece(offset, piece)
+        self._part.write_piece(offset, piece)
 
-    def end(self) -> None:
-        self._part.end(self._hash.intdigest() if self._hash is not None else 0)
+    def finish(self) -> None:
+        self._part.finish(self._hash.intdigest() if self._hash is not None else 0)

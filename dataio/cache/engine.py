@@ -1,11 +1,12 @@
-"""Runs the cache plan: threads that fetch blocks from stores into files, and futures for those who wait.
+"""Runs the cache plan: threads that fetch blocks from stores into files, and futures for the requests that wait.
 
-Purpose: the one cache engine, the same inside a trainer and inside the daemon.
-Invariants: the plan is touched only under the lock; stores and futures are touched only outside it. A block that several
-ask for at once is fetched once and all of them are woken, with the bytes or with the store's error; errors are not kept.
-Failure behaviour: a tier whose disk fails (full, gone, read-only) costs one warning, and for a while nothing new is admitted
-there (`disks`); where no tier is left `open` answers None: read the store directly. After `close` every open future ends with
-an error.
+Purpose: one cache engine, used inside a trainer and inside the daemon.
+Invariants: the plan is used only under the lock; stores and futures are used only outside it. A block that several
+requests need at the same time is fetched once, and all of them get the bytes or the store's error; errors are not
+cached.
+Failure behaviour: a tier whose disk fails (full, gone, read-only) costs one warning, and admits no new blocks for a
+while (`disks`). Without a working tier `open` returns None: read the store directly. After `close` every open future
+fails.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
 ANNOUNCED = 4096
-"""Ranges of one announcement that are looked at."""
+"""Maximum number of ranges of one announcement; the rest is ignored."""
 ENDED = 256
-"""Ended leases that may wait to be looked at."""
-TOLD_READS = 64
+"""Ended leases that may wait to be processed."""
+REPORT_EVERY_READS = 64
 RUNS = 256
-"""Present runs that a lease lists."""
+"""Maximum number of present runs that a lease lists."""
 GROWN_LOOKS, GROWN_FILES, GROWN_RUNS = 256, 16, 32
-"""Files that are looked at for more of them to tell of, how many are told of, and the runs of each."""
+"""Maximum number of files that `grown` checks and returns, and of runs of each."""
 
 _log = get_logger(__name__)
 _CACHE_BYTES = {source: metrics.cache_bytes.labels(source) for source in ("bypass", "cache", "store")}
@@ -50,7 +51,8 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A loader that announces. `newest` is what nobody has looked at yet, `busy` whether somebody is about to."""
+    """A loader that announces. `newest` is the announcement that was not processed yet; `busy`: a thread is about
+    to."""
 
     announced: AnnouncementList = field(default_factory=AnnouncementList)
     newest: tuple[Store, Upcoming] | None = None
@@ -58,7 +60,8 @@ class _Stream:
 
 
 class Engine:
-    """A cache of `budget` bytes in `directory`, or of several tiers: that one is the fastest, then come the `slower` ones."""
+    """A cache of `budget` bytes in `directory`, or in several tiers: `directory` is the fastest, followed by
+    `slower`."""
 
     def __init__(
         self,
@@ -73,7 +76,17 @@ class Engine:
         slower: Sequence[TierDirectory] = (),
         buffers: int | None = None,
     ) -> None:
-        """At most `threads` requests to stores and `buffers` blocks (as many as threads by default) are in flight."""
+        """Args:
+        directory: Where the fastest tier's files are made.
+        budget: Its maximum size in bytes.
+        threads: Maximum number of concurrent requests to stores.
+        max_files: Maximum number of cache files.
+        block_bytes: Size of a block.
+        clock: Replaced in tests.
+        keep: Whether files outlive the engine and are adopted by the next one.
+        slower: Further tiers, fastest first.
+        buffers: Maximum number of blocks in flight; by default as many as threads.
+        """
         buffers = buffers or threads
         places = (TierDirectory(directory, budget, keep), *slower)
         self._clock, self._disks, self._objects = clock, Disks(places, block_bytes, clock), Objects(clock)
@@ -88,28 +101,35 @@ class Engine:
         self._waiting: dict[int, Future[Lease | None]] = {}
         self._ended: deque[int] = deque()
         self._jobs: dict[int, str] = {}  # of streams
-        self._within: dict[int, str] = {}  # of streams: the span in which they asked last
+        self._trace_parents: dict[int, str] = {}  # of streams: the span in which they asked last
         self._announcing: dict[int, _Stream] = {}
         self._tickets = itertools.count()
         self._closed = False
         self._counts = {"fetched_bytes": 0, "asked_bytes": 0, "hit_bytes": 0, "reads_ready": 0, "reads_late": 0}
-        self._untold = dict.fromkeys(_CACHE_BYTES, 0)
+        self._unreported = dict.fromkeys(_CACHE_BYTES, 0)
         self._reads = 0
         self._tier_hits = [0] * len(places)
         self._forecast = Forecast()
         self._adopt()
         self._asking = max(1, threads // 2)
-        self._fetcher = Fetcher(threads, buffers, block_bytes, clock, self._landed)
-        self._plan.ahead(*self._fetcher.ahead())
+        self._fetcher = Fetcher(threads, buffers, block_bytes, clock, self._on_fetched)
+        self._plan.set_prefetch_limits(*self._fetcher.prefetch_limits())
 
     def open(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Future[Lease | None]:
-        """A lease on a file that holds `ranges` ((offset, length)) of the object `key`, or None: read the store directly.
-        `stream` is what the asker announces as.
+        """Get ranges of an object into a cache file.
 
-        `UsageError` for a range past the end; otherwise the store's own errors.
+        Args:
+            store: The store of the object.
+            key: The object's key.
+            ranges: (offset, length) in bytes.
+            stream: The stream under which the caller announces reads, 0 for none.
+
+        Returns:
+            A future of a lease on a file that holds the ranges, or of None: read the store directly. It fails with
+            `RangeError` for a range past the end of the object, and with the store's own errors.
         """
         future: Future[Lease | None] = Future()
-        future.set_running_or_notify_cancel()  # from here on a cancel() has no effect, and set_result never meets one
+        future.set_running_or_notify_cancel()  # cancel() has no effect from here on
         known = self._objects.known(store, key)
         if known is not None:
             self._request(store, known, ranges, future, stream)
@@ -119,11 +139,11 @@ class Engine:
         return future
 
     def open_present(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
-        """What `open` gives, at once, if it is all present; None for everything else, errors among them."""
+        """The lease that `open` would give, if all ranges are present now; None otherwise, including errors."""
         return self.present(self._objects.source(store), key, ranges, stream)
 
     def present(self, source: str, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
-        """The same, for a store that is called by its name (`objects.source_of`) and not asked for anything."""
+        """The same for a store given by name (`objects.source_of`), which need not be open."""
         known = self._objects.known_as(source, key)
         if known is None:
             return None
@@ -143,7 +163,8 @@ class Engine:
             return self._lease(file, False)
 
     def grown(self, told: Mapping[int, Sequence[tuple[int, int]]]) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Of files with the runs that somebody was told of last (the very lists), some of those of which more is present."""
+        """Some of the files in `told` of which more is present now, with their runs. `told` has the run lists, as
+        objects, that were sent last."""
         if len(told) > GROWN_LOOKS:
             return []
         with self._lock:
@@ -155,15 +176,15 @@ class Engine:
             found = self._announcing.setdefault(stream, _Stream())
             found.newest, scheduled, found.busy = (store, upcoming[:ANNOUNCED]), found.busy, True
             later = self._execute(self._plan.reads_in_order(stream, self._objects.source(store)))
-        _finish(later)
+        _run_all(later)
         if scheduled:
             return
         unknown = self._objects.unknown(store, dict.fromkeys([key for key, _, _ in upcoming]))
         if not unknown:
-            self._announce(stream)  # no store is asked, and waking a thread for it would take as long
+            self._announce(stream)  # no request to a store is needed, and waking a thread would take as long
             return
         self._fetcher.submit(lambda: self._announce(stream))
-        others = deque(unknown[1:])  # asked after meanwhile: one after the other is a round trip for each
+        others = deque(unknown[1:])  # in parallel: each is a round trip
         for _ in range(min(self._asking, len(others))):
             self._fetcher.submit(partial(self._ask, store, others))
 
@@ -172,33 +193,33 @@ class Engine:
         with self._lock:
             self._announcing.pop(stream, None)
             self._jobs.pop(stream, None)
-            self._within.pop(stream, None)
+            self._trace_parents.pop(stream, None)
             self._forecast.over(stream)
             later = self._execute(self._plan.withdraw(stream))
-        _finish(later)
+        _run_all(later)
 
     def assign(self, stream: int, job: str) -> None:
-        """The stream belongs to this job, with which it shares turns and limits; ends with `withdraw`. Without it a stream is a
-        job of its own."""
+        """Count the stream's fetches for this job's queue and limits, until `withdraw`. By default a stream is its own
+        job."""
         with self._lock:
             self._jobs[stream] = job
 
-    def asked_within(self, stream: int, trace: str) -> None:
-        """The span (`headrace.dataio.core.tracing.context`) within which the stream asks; what is fetched for it is
-        recorded below that."""
+    def set_trace_parent(self, stream: int, trace: str) -> None:
+        """Set the trace context (`headrace.dataio.core.tracing.context`) under which the stream's fetches are
+        recorded."""
         with self._lock:
-            self._within[stream] = trace
+            self._trace_parents[stream] = trace
 
     def limit(self, limits: JobLimits) -> None:
-        """What each job may have in flight at stores from now on."""
+        """Set the limits of each job."""
         self._fetcher.limit(limits)
 
-    def turns(self) -> dict[str, dict[str, int]]:
-        """What each job has waiting and in flight at stores."""
-        return self._fetcher.turns()
+    def queue_stats(self) -> dict[str, dict[str, int]]:
+        """Waiting and running fetches of each job."""
+        return self._fetcher.queue_stats()
 
     def subscribe(self, dropped: Callable[[int], None]) -> Callable[[], None]:
-        """Call `dropped(file)`, from any thread, when the cache drops a file; returns what ends that."""
+        """Call `dropped(file)`, from any thread, when the cache drops a file; returns a function that unsubscribes."""
         with self._lock:
             self._listeners.append(dropped)
         return lambda: self._listeners.remove(dropped)
@@ -208,21 +229,21 @@ class Engine:
         return file in self._disks.files
 
     def touch(self, files: Sequence[int]) -> None:
-        """These files were read from without asking: they are recently used."""
+        """Mark files as recently used; their holders read from them without a request."""
         with self._lock:
             for file in files:
                 self._plan.touch(file)
 
     def forget(self, source: str) -> None:
-        """Its store is about to be closed: fetch nothing more from it until it is given again."""
+        """The store is about to be closed: fetch nothing from it until it is passed again."""
         with self._lock:
             self._sources.pop(source, None)
 
     def resize(self, *budgets: int) -> None:
-        """Another budget in bytes for each tier; a smaller one takes effect as soon as holders let go."""
+        """Set the budget of each tier in bytes; a smaller one takes effect as holders close their files."""
         with self._lock:
             later = self._execute(self._plan.resize(budgets))
-        _finish(later)
+        _run_all(later)
 
     def replace(self, source: str, store: Store) -> None:
         """Fetch from `store` instead of the one known for `source`, if one is."""
@@ -231,15 +252,14 @@ class Engine:
                 self._sources[source] = store
 
     def stats(self) -> dict[str, int | bool]:
-        """Bytes and numbers for status."""
+        """Byte and file counts for the status."""
         self._run([])
         with self._lock:
-            self._tell()
+            self._report_metrics()
             return {**self._plan.counts(), **self._counts, "paused": self._disks.paused}
 
     def tier_stats(self) -> list[dict[str, object]]:
-        """Of each tier: where it is, budget, use and hits (what was there when it was asked for) in bytes, and whether its disk
-        is in trouble."""
+        """Directory, budget, usage and hits in bytes of each tier, and whether its disk is paused after an error."""
         with self._lock:
             return [
                 {
@@ -255,7 +275,7 @@ class Engine:
             ]
 
     def prefetch_stats(self) -> dict[str, float | int]:
-        """How prefetching does: the window, and predicted against actual need."""
+        """Prefetching: the window, reads that were ready in time, and the error of the forecast."""
         with self._lock:
             ready, late = self._counts["reads_ready"], self._counts["reads_late"]
             return {
@@ -266,10 +286,10 @@ class Engine:
             }
 
     def close(self) -> None:
-        """Stop the threads after what they are doing; whoever still waits gets a `TransientError`."""
+        """Stop the threads after their current work; requests that still wait fail with `TransientError`."""
         with self._lock:
             self._closed = True
-            self._tell()
+            self._report_metrics()
             waiting, self._waiting = list(self._waiting.values()), {}
             self._disks.files.clear()
         self._fetcher.close()
@@ -301,26 +321,26 @@ class Engine:
             later = self._execute(instructions)
             self._count(sum(length for _, length in wanted), there, Bypass(ticket) in instructions, stream)
         if self._closed:
-            later = [self._settle(ticket, TransientError("the cache is closed"))]
-        _finish(later)
+            later = [self._resolve(ticket, TransientError("the cache is closed"))]
+        _run_all(later)
 
     def _count(self, size: int, there: bool, bypassed: bool, stream: int) -> None:
-        self._untold["bypass" if bypassed else "cache" if there else "store"] += size
+        self._unreported["bypass" if bypassed else "cache" if there else "store"] += size
         self._reads += 1
-        if self._reads >= TOLD_READS:
-            self._tell()
+        if self._reads >= REPORT_EVERY_READS:
+            self._report_metrics()
         self._counts["asked_bytes"] += size
         self._counts["hit_bytes"] += size if there else 0
         if stream:
             self._counts["reads_ready" if there else "reads_late"] += 1
 
-    def _tell(self) -> None:
-        """Tell the process's metrics what was read: a few reads at a time, as that costs more than counting here."""
+    def _report_metrics(self) -> None:
+        """Pass the counters to the process's metrics, once for many reads, because that costs more than counting."""
         self._reads = 0
-        for source, size in self._untold.items():
+        for source, size in self._unreported.items():
             if size:
                 _CACHE_BYTES[source].inc(size)
-                self._untold[source] = 0
+                self._unreported[source] = 0
 
     def _hit(self, file: int, size: int) -> None:
         tier = self._plan.tier_of(file)
@@ -328,7 +348,7 @@ class Engine:
             self._tier_hits[tier] += size
 
     def _announce(self, stream: int) -> None:
-        """Follow what the stream announces, until there is nothing newer: one job for each stream, so that they stay in order."""
+        """Process a stream's announcements until there is no newer one. One task per stream keeps them in order."""
         while True:
             with self._lock:
                 found = self._announcing.get(stream)
@@ -340,11 +360,11 @@ class Engine:
                 (store, upcoming), found.newest = found.newest, None
             try:
                 self._follow(stream, found.announced, store, upcoming)
-            except Exception:  # a hint that cannot be followed; the reads that come will say why
+            except Exception:  # an announcement is a hint: the reads report the error
                 _log.exception("not prefetching from %s", store.location.url)
 
     def _ask(self, store: Store, keys: deque[str]) -> None:
-        """Find out about objects before they are needed. What goes wrong is said to those who need them."""
+        """Look up objects before they are needed. Errors are raised by the reads that need them."""
         while not self._closed:
             try:
                 self._objects.find(store, keys.popleft())
@@ -361,20 +381,21 @@ class Engine:
             self._recover()
             source, now = self._objects.source(store), self._clock.monotonic()
             self._sources[source] = store
-            self._plan.ahead(*self._fetcher.ahead())
+            self._plan.set_prefetch_limits(*self._fetcher.prefetch_limits())
             wants = announced.wants(self._forecast.announced(stream, reads, now), now)
             later = self._execute(self._plan.announce(stream, source, wants))
-        _finish(later)
+        _run_all(later)
 
     # instructions
 
     def _run(self, instructions: list[Instruction], error: BaseException | None = None) -> None:
         with self._lock:
             later = self._execute(instructions, error)
-        _finish(later)
+        _run_all(later)
 
     def _execute(self, instructions: list[Instruction], error: BaseException | None = None) -> list[Callable[[], None]]:
-        """Under the lock: carry out `instructions` and what follows from them; return what must be done outside it."""
+        """Execute `instructions` and those that follow from them, under the lock; returns the actions to run outside
+        it."""
         todo, later = deque(instructions), list[Callable[[], None]]()
         while todo or self._ended:
             if not todo:
@@ -389,11 +410,11 @@ class Engine:
                     self._disks.drop(file)
                     later.extend(partial(listener, file) for listener in self._listeners if not once)
                 case Ready(ticket, file, once):
-                    later.append(self._settle(ticket, self._lease(file, once)))
+                    later.append(self._resolve(ticket, self._lease(file, once)))
                 case Bypass(ticket):
-                    later.append(self._settle(ticket, None))
-                case Failed(ticket):  # of an object that is shorter than was said, what is asked for may be there
-                    later.append(self._settle(ticket, None if isinstance(error, RangeError) else error))
+                    later.append(self._resolve(ticket, None))
+                case Failed(ticket):  # the object is shorter than expected, but may contain the requested range
+                    later.append(self._resolve(ticket, None if isinstance(error, RangeError) else error))
         metrics.cache_resident_bytes.set(self._plan.used)
         return later
 
@@ -404,7 +425,7 @@ class Engine:
             self._pause(create.tier, error)
 
     def _adopt(self) -> None:
-        """Take over what an earlier engine left."""
+        """Adopt the files of an earlier engine."""
         for tier, found in self._disks.left():
             file = self._plan.adopt(found.object, found.file.digests, tier)
             if file is None:
@@ -416,27 +437,27 @@ class Engine:
         opened = self._disks.files.get(fetch.file)
         obj = self._plan.object_of(fetch.file) if opened is not None else None
         store = self._sources.get(obj.source) if obj is not None else None
-        here = [self._disks.files.get(file) for file, _, _ in fetch.here]
-        if opened is None or obj is None or None in here:
+        copies = [self._disks.files.get(file) for file, _, _ in fetch.copies]
+        if opened is None or obj is None or None in copies:
             todo.extend(self._plan.lost(fetch.file))
             return
-        if store is None:  # its store was closed: only a prefetch comes so late
+        if store is None:  # its store was closed; this can only be a prefetch
             todo.extend(self._plan.failed(fetch.file, fetch.block))
             return
-        waited_for = partial(self._plan.waited_for, fetch.file, fetch.block)
-        sources = [file for file in here if file is not None]
+        is_awaited = partial(self._plan.is_awaited, fetch.file, fetch.block)
+        sources = [file for file in copies if file is not None]
         job = self._jobs.get(fetch.stream, str(fetch.stream))
-        within = self._within.get(fetch.stream, "")
-        self._fetcher.start(FetchTask(fetch, opened, store, obj.key, sources, waited_for, job, within))
+        trace_parent = self._trace_parents.get(fetch.stream, "")
+        self._fetcher.start(FetchTask(fetch, opened, store, obj.key, sources, is_awaited, job, trace_parent))
 
     def _lease(self, file: int, once: bool) -> Lease | None:
         opened = self._disks.files.get(file)
-        if opened is None:  # an object of no bytes whose file could not be made
+        if opened is None:  # an empty object whose file could not be made
             self._ended.append(file)
             return None
         return Lease(file, opened, self._plan.runs(file, RUNS), self._ended, once)
 
-    def _settle(self, ticket: int, outcome: Lease | BaseException | None) -> Callable[[], None]:
+    def _resolve(self, ticket: int, outcome: Lease | BaseException | None) -> Callable[[], None]:
         future = self._waiting.pop(ticket, None)
         if future is None:
             return lambda: None
@@ -446,31 +467,32 @@ class Engine:
 
     # threads
 
-    def _landed(self, landed: Sequence[FetchResult]) -> None:
-        """All that one thread has done is told at once: what follows from it is decided once, and wakes others once."""
+    def _on_fetched(self, results: Sequence[FetchResult]) -> None:
+        """Report the fetches that one thread has finished. The plan decides once for all of them, and waiters are woken
+        once."""
         later = list[Callable[[], None]]()
         with self._lock:
-            for fetch, error, from_store in landed:
+            for fetch, error, from_store in results:
                 self._counts["fetched_bytes"] += from_store
                 if isinstance(error, DiskError):
                     self._pause(self._plan.tier_of(fetch.file), error.error)
                     later += self._execute(self._plan.lost(fetch.file), error)
                 elif error is not None:
                     later += self._execute(self._plan.failed(fetch.file, fetch.block), error)
-            fine = [(fetch.file, fetch.block) for fetch, error, _ in landed if error is None]
+            fine = [(fetch.file, fetch.block) for fetch, error, _ in results if error is None]
             later += self._execute(self._plan.fetched(*fine))
-        _finish(later)
+        _run_all(later)
 
     def _guard(self, future: Future[Lease | None], job: Callable[[], None]) -> None:
         try:
             job()
-        except Exception as error:  # any error goes to the one who waits
+        except Exception as error:  # any error goes to the request that waits
             future.set_exception(error)
 
-    # trouble with the disk
+    # disk errors
 
     def _pause(self, tier: int | None, error: OSError) -> None:
-        if tier is None:  # of a file that was given up meanwhile
+        if tier is None:  # the file was dropped meanwhile
             return
         self._plan.set_open(tier, open=False)
         self._disks.pause(tier, error)
@@ -480,6 +502,6 @@ class Engine:
             self._plan.set_open(tier, open=True)
 
 
-def _finish(later: list[Callable[[], None]]) -> None:
+def _run_all(later: list[Callable[[], None]]) -> None:
     for action in later:
         action()

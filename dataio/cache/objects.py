@@ -28,7 +28,7 @@ KNOWN_OBJECTS = 100_000
 
 
 class Objects:
-    """What is known of the objects of some stores."""
+    """The known objects of several stores."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -37,7 +37,7 @@ class Objects:
         self._asked: dict[tuple[str, str], Future[ObjectId]] = {}
 
     def source(self, store: Store) -> str:
-        """`source_of` its location, found out once."""
+        """`source_of` the store's location, computed once."""
         name = self._names.get(store)
         if name is None:
             with self._lock:
@@ -45,23 +45,23 @@ class Objects:
         return name
 
     def known(self, store: Store, key: str) -> ObjectId | None:
-        """The object, where it was asked after lately."""
+        """The object, if it was looked up in the last `STAT_SECONDS`."""
         return self.known_as(self.source(store), key)
 
     def known_as(self, source: str, key: str) -> ObjectId | None:
-        """The same, where its store is known by name."""
+        """The same for a store given by name."""
         found = self._known.get((source, key))  # no lock: this is on the path of every read
         if found is None or self._clock.monotonic() - found[1] > STAT_SECONDS:
             return None
         return found[0]
 
     def unknown(self, store: Store, keys: Iterable[str]) -> list[str]:
-        """Those that have to be asked after, in their order."""
+        """The keys that must be looked up, in order."""
         source, since, known = self.source(store), self._clock.monotonic() - STAT_SECONDS, self._known
         return [key for key in keys if (found := known.get((source, key))) is None or found[1] < since]
 
     def finder(self, store: Store) -> Callable[[str], ObjectId]:
-        """`find` for many keys at about the same time."""
+        """A faster `find` for many keys at about the same time."""
         source, since, known = self.source(store), self._clock.monotonic() - STAT_SECONDS, self._known
 
         def find(key: str) -> ObjectId:
@@ -71,7 +71,7 @@ class Objects:
         return find
 
     def find(self, store: Store, key: str) -> ObjectId:
-        """The object, as it is known, or as the store says."""
+        """The object, if known, else as the store reports it."""
         return self.known(store, key) or self._stat(store, key)
 
     def _stat(self, store: Store, key: str) -> ObjectId:
@@ -104,17 +104,18 @@ class Objects:
 
 
 def source_of(location: Location) -> str:
-    """Which store a location names: its URL, and its options, since an endpoint may be one of them."""
-    return source_named(location.url, location.options)
+    """The name of a location's store: its URL and its options, since an endpoint may be one of them."""
+    return source_name(location.url, location.options)
 
 
-def source_named(url: str, options: Mapping[str, object]) -> str:
-    """The same of a location's parts."""
+def source_name(url: str, options: Mapping[str, object]) -> str:
+    """The same for a URL and options."""
     return f"{url} {json.dumps(options, sort_keys=True, default=str) if options else ''}"
 
 
 class KnownSizes(Wrapper):
-    """`inner`, with the sizes that `say` says, which is called once they are wanted."""
+    """`inner` with known object sizes: `say` returns them, and is called on first use. For readers of one dataset
+    version that cache nothing persistently: `stat` does not check that the object exists or when it was modified."""
 
     def __init__(self, inner: Store, say: Callable[[], Mapping[str, int]]) -> None:
         super().__init__(inner)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class JobLimits(msgspec.Struct, frozen=True):
-    """Of each job: requests and bytes in flight, and bytes a second. 0 is no limit."""
+    """Limits of each job: requests in flight, bytes in flight, and bytes a second. 0 means no limit."""
 
     connections: int = 0
     bytes_in_flight: int = 0
@@ -38,14 +38,14 @@ class JobLimits(msgspec.Struct, frozen=True):
 class _Job(Generic[T]):
     waiting: deque[tuple[T, int]] = field(default_factory=deque)
     given: float = 0.0
-    """Its virtual time: bytes that it was given, or would have been while it was idle."""
+    """Virtual time: the bytes that the job received, or would have received while it was idle."""
     active: int = 0
     bytes: int = 0
     free_at: float = 0.0
 
 
 class FairQueue(Generic[T]):
-    """All queues. A job is forgotten when it has nothing waiting or in flight and its bandwidth is paid for."""
+    """One queue per job. A job is removed when it has nothing waiting or in flight and its bandwidth is paid for."""
 
     def __init__(self, limits: JobLimits | None = None) -> None:
         self._limits = limits or JobLimits()
@@ -54,25 +54,25 @@ class FairQueue(Generic[T]):
         self._now = 0.0  # the virtual time
 
     def limit(self, limits: JobLimits) -> None:
-        """Other limits from now on; what is in flight above them is not recalled."""
+        """Set new limits; fetches in flight above them continue."""
         self._limits = limits
         if not limits.bandwidth:
             for job in self._jobs.values():
                 job.free_at = 0.0
 
     def add_first(self, item: T) -> None:
-        """Something of no job."""
+        """Queue work that belongs to no job."""
         self._first.append(item)
 
     def add(self, item: T, name: str, cost: int) -> None:
-        """A fetch of `cost` bytes for a job."""
+        """Queue a fetch of `cost` bytes for a job."""
         job = self._jobs.setdefault(name, _Job())
         if not job.waiting:
             job.given = max(job.given, self._now)
         job.waiting.append((item, cost))
 
     def next(self, now: float, fits: Callable[[T], bool] = lambda _: True) -> T | None:
-        """What goes now, if anything may, and if it fits."""
+        """The next item, or None if none may start or the next one does not fit."""
         if self._first:
             return self._first.popleft() if fits(self._first[0]) else None
         able = [job for job in self._jobs.values() if job.waiting and self._may(job, now)]
@@ -90,19 +90,19 @@ class FairQueue(Generic[T]):
         return item
 
     def done(self, name: str, cost: int, now: float) -> None:
-        """A fetch that `next` gave is over."""
+        """A fetch that `next` returned is finished."""
         job = self._jobs[name]
         job.active, job.bytes = job.active - 1, job.bytes - cost
         if not job.active and not job.waiting and job.free_at <= now:
             del self._jobs[name]
 
     def wake_in(self, now: float) -> float | None:
-        """Seconds until a job may go on that only its bandwidth holds; None when there is none."""
+        """Seconds until a job that only its bandwidth holds back may continue; None if there is none."""
         held = [job.free_at - now for job in self._jobs.values() if job.waiting and self._has_room(job)]
         return max(0.0, min(held)) if held else None
 
     def report(self) -> dict[str, dict[str, int]]:
-        """What each job has waiting and in flight."""
+        """Waiting and running fetches of each job."""
         return {
             name: {"waiting": len(job.waiting), "connections": job.active, "bytes_in_flight": job.bytes}
             for name, job in self._jobs.items()
@@ -124,27 +124,27 @@ class FairQueue(Generic[T]):
 
 
 KEPT = 64
-ENOUGH = 20
-"""Fetches before anything is called late."""
+MIN_SAMPLES = 20
+"""Number of fetches that are measured before any counts as late."""
 SAFETY = 2.0
-LEAST_LATE_SECONDS = 0.02
+MIN_LATE_SECONDS = 0.02
 HEDGED_SHARE = 0.01
-"""At most so many fetches of all are asked for twice, so that hedging costs no more than that in bytes."""
+"""Maximum share of fetches that are hedged, which bounds the extra bytes."""
 
 
 class FetchWindow:
-    """For one engine."""
+    """Measured bandwidth and latency of one engine's fetches."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
         self._rates: deque[float] = deque(maxlen=KEPT)
         self._times: deque[float] = deque(maxlen=KEPT)
-        self._flights: deque[float] = deque(maxlen=KEPT)
+        self._store_times: deque[float] = deque(maxlen=KEPT)
         self.delivered = 0
         self.fetches = self.hedges = 0
 
-    def landed(self, size: int, seconds: float, delivered_before: int) -> None:
-        """A fetch of `size` bytes took `seconds`; `delivered` was so much when it began."""
+    def fetched(self, size: int, seconds: float, delivered_before: int) -> None:
+        """A fetch of `size` bytes took `seconds`; `delivered_before` is the value of `delivered` when it began."""
         seconds = max(seconds, 1e-6)
         self.delivered += size
         self.fetches += 1
@@ -152,20 +152,20 @@ class FetchWindow:
         self._times.append(seconds)
 
     def stored(self, seconds: float) -> None:
-        """A block was in the cache's file `seconds` after it had been asked for."""
-        self._flights.append(max(seconds, 1e-6))
+        """A block was written to its file `seconds` after it was requested."""
+        self._store_times.append(max(seconds, 1e-6))
 
     def bytes(self) -> int:
-        """What may be in flight."""
-        if not self._rates or not self._flights:
+        """Maximum bytes in flight."""
+        if not self._rates or not self._store_times:
             return self._least
-        return int(min(self._most, max(self._least, max(self._rates) * min(self._flights) * SAFETY)))
+        return int(min(self._most, max(self._least, max(self._rates) * min(self._store_times) * SAFETY)))
 
     def late_after(self) -> float | None:
-        """Seconds after which a fetch is asked for again, or None while nothing may be."""
-        if len(self._times) < ENOUGH or self.hedges + 1 > self.fetches * HEDGED_SHARE:
+        """Seconds after which a fetch is hedged, or None while none may be."""
+        if len(self._times) < MIN_SAMPLES or self.hedges + 1 > self.fetches * HEDGED_SHARE:
             return None
-        return max(LEAST_LATE_SECONDS, sorted(self._times)[len(self._times) * 95 // 100])
+        return max(MIN_LATE_SECONDS, sorted(self._times)[len(self._times) * 95 // 100])
 
     def report(self) -> dict[str, float | int]:
         times = sorted(self._times)

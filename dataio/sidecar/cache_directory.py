@@ -1,9 +1,10 @@
 """The daemon's cache directories: whose they are, and how large the cache in each may be.
 
-Invariant: files are kept for the next daemon only by the one that holds `<directory>/lock`; the kernel drops it with its holder.
+Invariant: files are kept for the next daemon only by the one that holds `<directory>/lock`; the kernel drops it with
+its holder.
 Failure behaviour: a directory where no lock can be had or made is used without keeping anything, which is said once;
-`AccessDeniedError` for a directory that others may enter. Of several tiers one that is not there is left out, with a warning;
-where none is left, `UsageError` names each and why.
+`AccessDeniedError` for a directory that others may enter. Of several tiers one that is not there is left out, with a
+warning; where none is left, `UsageError` names each and why.
 """
 
 from __future__ import annotations

@@ -23,21 +23,26 @@ from headrace.dataio.store.local_tier.records import Record, TierLimits
 from headrace.dataio.store.local_tier.tier import LocalTier
 
 COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "headrace.checkpoint.saving.commit_worker")}
-"""What carries out a staged job, by its kind. Named here by a string: this floor knows nothing of what it starts."""
+"""The command that runs a staged job, by its kind. A string, since this layer must not import what it starts."""
 
 
 def sidecar(argv: list[str]) -> int:
-    """The sub-command's entry point."""
+    """Entry point of `headrace sidecar`."""
     options = _parser().parse_args(argv)
     return {"run": _run, "status": _status, "forget": _forget}[options.action](options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="headrace sidecar", description="The node's daemon: shared cache and staged checkpoints.")
+    parser = Parser(
+        prog="headrace sidecar",
+        description="Run or query the node's daemon, which caches shards and commits staged checkpoints.",
+    )
     actions = parser.add_subparsers(dest="action", required=True)
-    run = actions.add_parser("run", help="run the daemon in the foreground until SIGTERM, which drains it")
+    run = actions.add_parser("run", help="run the daemon in the foreground; SIGTERM drains and stops it")
     run.add_argument(
-        "--config", metavar="FILE", help="TOML with the same names as the flags, _ for -; SIGHUP reads it again"
+        "--config",
+        metavar="FILE",
+        help="TOML file with the same names as the flags, with _ for -; SIGHUP reads it again",
     )
     for setting in settings.SETTINGS:
         default = f" ({setting.default})" if setting.default else ""
@@ -45,14 +50,14 @@ def _parser() -> argparse.ArgumentParser:
         run.add_argument(
             flag, dest=setting.name, metavar=setting.metavar, help=(setting.help + default).replace("%", "%%")
         )
-    status = actions.add_parser("status", help="ask the running daemon; exit code 2 when there is none")
+    status = actions.add_parser("status", help="show the status of the running daemon; exit code 2 if none is running")
     status.add_argument("--socket", type=Path)
-    status.add_argument("--json", action="store_true", help="everything, as one JSON object")
-    status.add_argument("--watch", action="store_true", help="again every 2 seconds, until interrupted")
-    forget = actions.add_parser("forget", help="remove kept steps from the node's tier; only lists them without --yes")
-    forget.add_argument("run", help="the run's name")
-    forget.add_argument("--step", type=int, help="this step alone")
-    forget.add_argument("--yes", action="store_true", help="do it, also where the store may have no copy")
+    status.add_argument("--json", action="store_true", help="print the full status as one JSON object")
+    status.add_argument("--watch", action="store_true", help="refresh every 2 seconds until interrupted")
+    forget = actions.add_parser("forget", help="remove kept steps from the local tier; without --apply only list them")
+    forget.add_argument("run", help="name of the run")
+    forget.add_argument("--step", type=int, help="only this step")
+    forget.add_argument("--apply", action="store_true", help="remove them, even if the store may have no copy")
     forget.add_argument("--socket", type=Path)
     forget.add_argument("--json", action="store_true")
     return parser
@@ -72,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed."""
+    """uvloop's loop if uvloop is installed, else None."""
     try:
         loops = importlib.import_module("uvloop")
     except ImportError:
@@ -94,17 +99,19 @@ def _forget(options: argparse.Namespace) -> int:
 
 
 def forget(options: argparse.Namespace) -> int:
-    """The command; `options` has socket, run, step, yes and json."""
+    """`headrace sidecar forget`; `options` has socket, run, step, apply and json."""
     tier = ask(options).get("tier")
     if not tier:
-        raise NotFoundError("this sidecar has no tier", hint="see tier_dir in docs/sidecar.md")
+        raise NotFoundError("this sidecar has no local tier", hint="see tier_dir in docs/sidecar.md")
     shelf = LocalTier(Path(tier["directory"]), TierLimits(tier["budget_bytes"], tier["steps"]))
     chosen = [r for r in shelf.records(run=options.run) if options.step in (None, r.step)]
     if not chosen:
-        raise NotFoundError(f"no such step of run {options.run} is kept here", hint="see headrace sidecar status")
-    if options.yes:
+        raise NotFoundError(
+            f"the local tier keeps no such step of run {options.run}", hint="see headrace sidecar status"
+        )
+    if options.apply:
         shelf.forget(chosen)
-    print(json.dumps([_line(r) for r in chosen]) if options.json else _text(chosen, options.yes))
+    print(json.dumps([_line(r) for r in chosen]) if options.json else _text(chosen, options.apply))
     return 0
 
 
@@ -117,4 +124,4 @@ def _text(records: list[Record], done: bool) -> str:
         f"step {r.step} of run {r.run}, rank {r.rank}: " + ("committed" if r.committed else "NOT KNOWN TO BE COMMITTED")
         for r in records
     ]
-    return "\n".join([*lines, "removed" if done else "nothing was removed: say --yes"])
+    return "\n".join([*lines, "removed" if done else "nothing was removed: add --apply"])

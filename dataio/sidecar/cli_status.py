@@ -1,8 +1,8 @@
 """`headrace sidecar status`: the contents of the status page, in the terminal.
 
 Invariant: text from the daemon is printed as text, never as markup or control characters.
-Failure behaviour: `NotFoundError` when no daemon answers, `AccessDeniedError` when this user may not connect. With `--watch`
-the error is shown and the command tries again. Fields that an older daemon does not send are left out.
+Failure behaviour: `NotFoundError` when no daemon answers, `AccessDeniedError` when this user may not connect. With
+`--watch` the error is shown and the command tries again. Fields that an older daemon does not send are left out.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from headrace.dataio.sidecar.paths import default_socket
 
 WATCH_SECONDS = 2.0
 PIPE_WIDTH = 200
-"""Columns where there is no terminal."""
+"""Columns when the output is not a terminal."""
 State = dict[str, Any]
 
 
 def status(options: argparse.Namespace) -> int:
-    """The command; `options` has socket, json and watch."""
+    """`headrace sidecar status`; `options` has socket, json and watch."""
     if options.watch and not options.json:
         return _watch(options)
     state = ask(options)
@@ -46,7 +46,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def ask(options: argparse.Namespace) -> State:
-    """The daemon's status."""
+    """The status of the daemon on `options.socket`, or on the default socket."""
     found = Sidecar.find(options.socket or "auto")
     if found is None:
         where = options.socket or default_socket()
@@ -58,7 +58,7 @@ def ask(options: argparse.Namespace) -> State:
 
 
 def view(state: State) -> RenderableType:
-    """The status for people."""
+    """The status as text and tables."""
     lines = [_head(state), _cache(state), *cache_lines(state), *_tier(state)]
     tables = [table for table in (_jobs(state), _saves(state)) if table.row_count]
     errors = [
@@ -74,7 +74,7 @@ def _watch(options: argparse.Namespace) -> int:
             try:
                 live.update(view(ask(options)), refresh=True)
             except HeadraceError as error:
-                live.update(Text(f"{error}; looking again", "red"), refresh=True)
+                live.update(Text(f"{error}; trying again", "red"), refresh=True)
             time.sleep(WATCH_SECONDS)
 
 
@@ -92,13 +92,14 @@ def _cache(state: State) -> Text:
         f"cache   {format_bytes(cache['used_bytes'])} of {format_bytes(cache['budget_bytes'])} in {cache['files']} files, "
         f"{format_bytes(cache['fetched_bytes'])} fetched; now {_rate(rates.get('cache_bytes_per_second'))} from cache, "
         f"{_rate(rates.get('fetched_bytes_per_second'))} fetched, hits {_share(rates.get('hit_ratio'))}, "
-        f"{cache['waiting']} requests wait"
+        f"{cache['waiting']} requests waiting"
     )
-    return Text(text + (", PAUSED: its disk cannot be written" if cache["paused"] else ""))
+    return Text(text + (", PAUSED: disk not writable" if cache["paused"] else ""))
 
 
 def cache_lines(state: State) -> list[Text]:
-    """Of tiers, where there are several; of prefetching, once something was announced; of jobs that wait for the store."""
+    """Lines about the tiers (if there are several), prefetching (once a read was announced) and jobs that fetch from
+    stores."""
     return [*_tiers(state["cache"]), *_prefetch(state.get("prefetch", {})), *_fetching(state.get("fetching", {}))]
 
 
@@ -112,9 +113,9 @@ def _cache_tier(number: int, tier: State, cache: State) -> str:
     text += f"in {_clean(tier['directory'])}" + (f" ({_clean(tier['medium'])})" if "medium" in tier else "")
     if "hit_bytes" in tier:
         asked = cache.get("asked_bytes", 0)
-        share = f" ({100 * tier['hit_bytes'] / asked:.1f} % of what was asked for)" if asked else ""
+        share = f" ({100 * tier['hit_bytes'] / asked:.1f} % of requested bytes)" if asked else ""
         text += f", {format_bytes(tier['hit_bytes'])} hits{share}"
-    return text + (", PAUSED: it cannot be written" if tier["paused"] else "")
+    return text + (", PAUSED: disk not writable" if tier["paused"] else "")
 
 
 def _prefetch(found: State) -> list[Text]:
@@ -122,13 +123,13 @@ def _prefetch(found: State) -> list[Text]:
     if not ready + late:
         return []
     text = (
-        f"ahead   {ready} of {ready + late} reads were there in time ({100 * ready / (ready + late):.1f} %); "
-        f"{format_bytes(found['window_bytes'])} may be in flight, {found['hedged']} asked for twice"
+        f"prefetch {ready} of {ready + late} reads were ready in time ({100 * ready / (ready + late):.1f} %); "
+        f"{format_bytes(found['window_bytes'])} may be in flight, {found['hedged']} hedged"
     )
     if found.get("forecasts"):
         error, worst = found["forecast_error_median_s"], found["forecast_error_p95_s"]
         when = "later" if error > 0 else "sooner"
-        text += f"; needed {abs(error):.2g} s {when} than foreseen, 95 % within {worst:.2g} s"
+        text += f"; needed {abs(error):.2g} s {when} than predicted, 95 % within {worst:.2g} s"
     return [Text(text)]
 
 
@@ -161,7 +162,7 @@ def _tier(state: State) -> list[Text]:
 
 
 def _kept(step: State) -> str:
-    """Run and step, and what is to be known of it."""
+    """Run and step, with notes about commit and copies."""
     notes = [] if step["committed"] else ["not committed"]
     if step["guest"]:
         notes.append("for a buddy")

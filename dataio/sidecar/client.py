@@ -1,4 +1,9 @@
-"""What loaders and checkpoints use of the sidecar: `open_reader` for shards, `Sidecar.find(...).stage(...)` for saves."""
+"""The sidecar's client API: `open_reader` for shards, `Sidecar.find(...).stage(...)` for saves.
+
+Invariant: importing this module loads neither msgspec messages nor sockets; `Sidecar` and `StagedJob` are loaded on
+first use.
+Failure behaviour: without a daemon, `open_reader` reads inside the process and logs so once.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +17,42 @@ from headrace.dataio.sidecar.paths import chosen
 from headrace.dataio.store.base import Store
 
 if TYPE_CHECKING:
-    from headrace.dataio.sidecar.connection import Sidecar, SidecarName, Staged
+    from headrace.dataio.sidecar.connection import Sidecar, SidecarName
+    from headrace.dataio.sidecar.staged_jobs import StagedJob
 
-__all__ = ["LoaderMeter", "SaveMeter", "Sidecar", "Staged", "open_reader"]
+__all__ = ["LoaderMeter", "SaveMeter", "Sidecar", "StagedJob", "open_reader"]
+
+_LAZY = {"Sidecar": "connection", "StagedJob": "staged_jobs"}
 
 _log = get_logger(__name__)
 
 
 def __getattr__(name: str) -> object:
-    """With all that it takes to speak to a daemon, for those who do."""
-    if name in ("Sidecar", "Staged"):
-        return getattr(importlib.import_module("headrace.dataio.sidecar.connection"), name)
+    """Load the connection's modules only when they are used."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"headrace.dataio.sidecar.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter | None = None) -> ShardReader:
     """A reader of `store`'s objects: through the node's sidecar while one answers, else by a cache inside this process.
 
-    `sidecar` is "auto" (the default socket, or none where HEADRACE_SIDECAR=off), a socket's path, or None for never. Which it
-    is, and why, is logged once. The sidecar is told what `meter` says. A sidecar that dies is done without, and used again when
-    it is back; the bytes are the same.
+    The choice, and its reason, is logged once. When the sidecar dies the reader continues without it, and uses it again
+    when it is back; the bytes are the same.
+
+    Args:
+        store: The store that holds the shards.
+        sidecar: "auto" (the default socket, or none if HEADRACE_SIDECAR=off), the path of a socket, or None for no
+        sidecar.
+        meter: Measures the loader that reads; its totals are reported to the sidecar.
+
+    Returns:
+        The reader. Its methods raise the store's errors.
     """
     if chosen(sidecar) is None:
         return open_local_reader(store)
     if not store.location.shareable:
-        why = "it was opened with secrets or other options that never leave this process"
+        why = "its options include secrets or a file system, which are never sent to another process"
         warn_once(_log, f"{store.location.url} is not read through the sidecar: {why}")
         return open_local_reader(store)
     from headrace.dataio.sidecar.reader import SidecarReader

@@ -1,12 +1,12 @@
-"""A process's connection to the sidecar: requests and answers, and the events of staged jobs.
+"""A process's connection to the sidecar: requests, answers, and the events of staged jobs.
 
-Purpose: one socket shared by all threads of the process. A thread of its own receives what comes unasked; whoever asks waits
-for its answer, and receives by itself meanwhile.
-Invariants: every wait has a deadline; descriptors that come are closed unless somebody waits for them. While an answer or a job
-is waited for, a daemon that says nothing is asked for its status, which a live one answers at once; one that stays silent hangs,
-and the connection is broken. Not to be carried through `fork`: the child opens its own.
-Failure behaviour: when the connection breaks, every wait, now and later, raises `TransientError`: whether a staged job goes
-on cannot be known from here (as a rule it does), so its arena must not be written again.
+Purpose: one socket shared by all threads of the process. A background thread receives events; a thread that sends a
+request receives its answer itself.
+Invariants: every wait has a deadline. Received descriptors are closed unless a request waits for them. While a request
+or a job is pending, a silent daemon is asked for its status after `PING_SECONDS`; if it stays silent it hangs, and the
+connection is closed. A connection does not survive `fork`: the child opens its own.
+Failure behaviour: when the connection breaks, every wait, now and later, raises `TransientError`. A staged job usually
+goes on, but this process cannot know, so it must not write to the job's arena again.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from headrace.dataio.core.tracing import context, span
 from headrace.dataio.sidecar import paths, wire
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar.jobs.memfd import sealed
+from headrace.dataio.sidecar.staged_jobs import StagedJob, StagedJobs
 
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 30.0
 TICK_SECONDS = 1.0
-"""How often the receiving thread looks after what is to be told to the daemon without an answer."""
+"""Interval at which the background thread sends closed files, touched files and reports."""
 PING_SECONDS = 5.0
-"""How long the daemon may say nothing, while it is waited for, before it is asked whether it lives."""
+"""How long the daemon may be silent while a request is pending, before it is asked for its status."""
 HUNG_SECONDS = 15.0
-"""How long it may then take to say anything."""
-WAIT_SECONDS = 24 * 3600.0
-"""The bound of a wait for which its caller names none."""
+"""How long it may take to answer that."""
 BATCH = 1024
 _TICK = struct.pack("@ll", int(TICK_SECONDS), 0)
 
@@ -54,12 +53,12 @@ _ANSWERS = (*_GOOD, m.Failed)
 
 
 class _Slot:
-    """Where one request waits for its answer."""
+    """The pending answer of one request."""
 
     __slots__ = ("answer", "descriptors", "over", "waiting")
 
     def __init__(self, *, waits: bool) -> None:
-        """`waits`: for another thread to receive it."""
+        """`waits`: another thread receives the answer."""
         self.waiting = threading.Lock() if waits else None  # an Event would cost several times as much
         if self.waiting is not None:
             self.waiting.acquire()
@@ -68,82 +67,27 @@ class _Slot:
         self.over = False
 
     def wake(self) -> None:
-        """Called once: by whoever took the slot from the connection's list."""
+        """Called once, by the thread that removed the slot from the connection's table."""
         self.over = True
         if self.waiting is not None:
             self.waiting.release()
 
 
-class Staged:
-    """A checkpoint that the daemon owns: it is carried out whatever becomes of this process."""
-
-    def __init__(self, token: str) -> None:
-        self.token = token
-        self._changed = threading.Condition()
-        self._progress = (0, 0)
-        self._released = False
-        self._outcome: m.Done | m.JobFailed | None = None
-        self._broken: TransientError | None = None
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """(done, in all) in the job's own unit, bytes as a rule; (0, 0) until it says so."""
-        return self._progress
-
-    def wait_released(self, timeout: float | None = None) -> None:
-        """Until the arena may be written again: the job has read it, or is over. `DeadlineError` after `timeout` seconds,
-        `TransientError` when the connection broke and so nobody knows."""
-        self._wait(lambda: self._released or self._outcome is not None, timeout, "to release its arena")
-
-    def result(self, timeout: float | None = None) -> dict[str, object]:
-        """What the job reported when it was done. Raises the job's own error; `DeadlineError` after `timeout` seconds,
-        `TransientError` when the connection broke before its end: ask a new one for `Sidecar.follow(token)`."""
-        self._wait(lambda: self._outcome is not None, timeout, "to end")
-        if isinstance(self._outcome, m.JobFailed):
-            raise m.error_of(self._outcome.code, self._outcome.message, self._outcome.hint)
-        result: dict[str, object] = json.loads(self._outcome.result) if self._outcome else {}
-        return result
-
-    def _wait(self, reached: Callable[[], bool], timeout: float | None, what: str) -> None:
-        limit = WAIT_SECONDS if timeout is None else timeout
-        with self._changed:
-            self._changed.wait_for(lambda: reached() or self._broken, limit)
-            if reached():
-                return
-            if self._broken:
-                raise self._broken
-        raise DeadlineError(
-            f"waited {limit:g} s for job {self.token} {what}", hint="it goes on; see: headrace sidecar status"
-        )
-
-    def heard(self, event: m.JobEvent) -> None:
-        """For the connection: an event of this job came."""
-        with self._changed:
-            if isinstance(event, m.Progress):
-                self._progress = (event.done, event.total)
-            elif isinstance(event, m.Released):
-                self._released = True
-            else:
-                self._outcome = event
-            self._changed.notify_all()
-
-    def broke(self, error: TransientError) -> None:
-        """For the connection: nothing more will come."""
-        with self._changed:
-            self._broken = error
-            self._changed.notify_all()
-
-
 class Sidecar:
-    """One connection to the node's daemon. Safe to share between threads."""
+    """One connection to the node's daemon. Safe to share between threads.
+
+    Example:
+        >>> from headrace.dataio.sidecar.client import Sidecar
+        >>> Sidecar.find("/nonexistent/sidecar.sock") is None
+        True
+    """
 
     def __init__(self, sock: socket.socket, path: Path, daemon_pid: int) -> None:
         self._sock, self._fd, self.path, self.daemon_pid = sock, sock.fileno(), path, daemon_pid
         self._pid, self._framer = os.getpid(), wire.Framer()
         self._ids = itertools.count(1)
         self._slots: dict[int, _Slot] = {}
-        self._jobs: dict[str, Staged] = {}
-        self._early: deque[m.JobEvent] = deque(maxlen=BATCH)
+        self._jobs = StagedJobs()
         self._lock = threading.Lock()
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self.spin = AdaptivePoll()
@@ -151,26 +95,33 @@ class Sidecar:
         self._events.register(sock, select.EPOLLIN)
         self._poll.register(sock, select.POLLIN)
         self._broken: TransientError | None = None
-        self._heard, self._asked = time.monotonic(), 0.0  # the daemon last; and when it was asked whether it lives
+        self._heard, self._asked = time.monotonic(), 0.0  # when the daemon last sent a message, and when it was pinged
         self.closed_files: deque[int] = deque()
-        """Files to give back to the daemon; appended to by finalizers, so anywhere and at any time."""
+        """Files to give back to the daemon. Finalizers append to it, from any thread at any time."""
         self.touched_files: set[int] = set()
         self.forgotten: Callable[[int], None] = lambda _file: None
         self.reporting: Callable[[], m.Report | None] = lambda: None
-        """Asked once a tick for what to report, where the daemon understands that."""
+        """Called once a tick for the report to send, if the daemon supports reports."""
         self._reports = self.goes_on = False
         self._thread = threading.Thread(target=self._receive, name="headrace-sidecar", daemon=True)
 
     @classmethod
     def find(cls, sidecar: SidecarName = "auto") -> Sidecar | None:
-        """A connection to the daemon at this socket ("auto": the default one), or None when none answers."""
+        """Connect to the daemon.
+
+        Args:
+            sidecar: Path of the socket; "auto" is the default socket, None means no sidecar.
+
+        Returns:
+            The connection, or None when no daemon answers or it belongs to another user.
+        """
         path = paths.chosen(sidecar)
         if path is None:
             return None
         try:
             return cls._connect(path)
-        except (PermissionError, ConflictError) as error:  # somebody else's
-            warn_once(_log, f"the sidecar on {path} is not for this user: {getattr(error, 'strerror', error)}")
+        except (PermissionError, ConflictError) as error:  # another user's
+            warn_once(_log, f"this user may not use the sidecar on {path}: {getattr(error, 'strerror', error)}")
         except (OSError, HeadraceError) as error:
             _log.debug("no sidecar on %s: %s", path, error)
         return None
@@ -187,7 +138,7 @@ class Sidecar:
             _send_all(sock, wire.frame(m.encode(m.Hello(m.VERSION, os.getpid()))), (), CONNECT_SECONDS)
             found = cls(sock, path, pid)
             found._handshake()
-            # from here on one call sends and one receives: Python would poll before each for the sake of a time-out of its own
+            # no Python timeout from here on: it would add a poll to every send and receive
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
         except BaseException:
@@ -211,16 +162,29 @@ class Sidecar:
                     raise m.error_of(answer.code, answer.message, "")
         raise TransientError(f"the sidecar on {self.path} did not answer")
 
-    # what it can do
+    # requests
 
     def stage(
         self, kind: str, arena_fd: int, plan: bytes, about: str = "", *, urgent: bool = False, wait: float = 0.0
-    ) -> Staged:
-        """Hand over an arena (a memory file sealed against shrinking) and its plan; returns once the daemon owns both.
+    ) -> StagedJob:
+        """Hand a checkpoint to the daemon; returns once the daemon owns it.
 
-        `about` tells people what is saved; an `urgent` job overtakes others; `wait` seconds at most may pass until the daemon
-        has room, then it is a `CapacityError`. The caller keeps its own descriptor, and must not write to the arena before
-        `Staged.wait_released` returns.
+        The caller keeps its own descriptor, and must not write to the arena before `StagedJob.wait_released` returns.
+
+        Args:
+            kind: Kind of job, such as "checkpoint".
+            arena_fd: Descriptor of the arena, a memory file sealed against shrinking.
+            plan: The encoded put plan.
+            about: Description for the status page.
+            urgent: Whether the job goes before others.
+            wait: Seconds to wait until the daemon has room for the arena.
+
+        Returns:
+            The staged job.
+
+        Raises:
+            CapacityError: The daemon has no room within `wait` seconds.
+            TransientError: The connection broke.
         """
         plan_fd = sealed("headrace-plan", plan)
         try:
@@ -235,33 +199,39 @@ class Sidecar:
             os.close(plan_fd)
         return self._staged(answer)
 
-    def follow(self, token: str) -> Staged:
-        """A job staged earlier, perhaps through another connection. `NotFoundError` when the daemon does not know it."""
+    def follow(self, token: str) -> StagedJob:
+        """A job that was staged earlier, perhaps through another connection; `NotFoundError` when the daemon does not
+        know it."""
         answer, _ = self.call(lambda id: m.Follow(id, token))
         return self._staged(answer)
 
     def recall(self, source: str, key: str, timeout: float) -> bool:
-        """Have the buddy's copy of an object brought into the node's tier (an empty key: the records of all steps of that store);
-        whether it is there now."""
+        """Fetch the buddy's copy of an object into the node's local tier; returns whether it is there now.
+
+        Args:
+            source: Name of the store.
+            key: The object's key; empty for the records of all steps of that store.
+            timeout: Seconds to wait.
+        """
         answer, _ = self.call(lambda id: m.Recall(id, source, key), timeout=timeout)
         return isinstance(answer, m.Recalled) and answer.there
 
     def status(self) -> dict[str, object]:
-        """What the daemon says of itself."""
+        """The daemon's status: the object that `headrace sidecar status --json` prints."""
         answer, _ = self.call(m.AskStatus)
         if not isinstance(answer, m.Status):
-            raise TransientError("the sidecar answered another question")
+            raise _unexpected_answer()
         status: dict[str, object] = json.loads(answer.status)
         return status
 
     @property
     def broken(self) -> bool:
-        """Whether the connection has ended, or belongs to the process that this one was forked from."""
+        """Whether the connection has ended, or belongs to the parent of a fork."""
         return self._broken is not None or os.getpid() != self._pid
 
     def close(self) -> None:
         """End the connection; staged jobs go on."""
-        self._break("it was closed")
+        self._break("this process closed it")
 
     def __enter__(self) -> Self:
         return self
@@ -277,9 +247,10 @@ class Sidecar:
     def call(
         self, build: Callable[[int], m.FromClient], descriptors: Sequence[int] = (), timeout: float = ANSWER_SECONDS
     ) -> tuple[Answer, tuple[int, ...]]:
-        """Send the message that `build` makes of a new id; returns its answer, and descriptors that are now the caller's."""
-        # The asking thread receives while no other one is at it, and from before it asks, since the answer may be as quick:
-        # handing each answer over from the connection's thread would double the time of a round trip.
+        """Send the message that `build` makes of a new id; returns its answer, and descriptors that are now the
+        caller's."""
+        # This thread receives its answer itself if no other thread is receiving, and starts before it sends: handing the answer
+        # over from the background thread would double the time of a round trip.
         here = self._receiving.acquire(blocking=False)
         try:
             id, slot = next(self._ids), _Slot(waits=not here)
@@ -297,7 +268,7 @@ class Sidecar:
                         self._slots.pop(id, None)
         finally:
             if here:
-                self._mute(select.EPOLLIN)  # the connection's thread goes on, also for others who wait
+                self._mute(select.EPOLLIN)  # the background thread continues, also for other requests
                 self._receiving.release()
         answer = slot.answer
         if isinstance(answer, _GOOD):
@@ -307,33 +278,22 @@ class Sidecar:
             raise DeadlineError(f"the sidecar on {self.path} did not answer within {timeout:g} s")
         if isinstance(answer, m.Failed):
             raise m.error_of(answer.code, answer.message, answer.hint)
-        raise TransientError("the sidecar answered another question")
+        raise _unexpected_answer()
 
     def tell(self, message: m.FromClient) -> None:
-        """Send a message that has no answer."""
+        """Send a message without an answer."""
         self._raise_if_broken()
         self._send(message, (), ANSWER_SECONDS)
 
-    def _staged(self, answer: Answer) -> Staged:
+    def _staged(self, answer: Answer) -> StagedJob:
         if not isinstance(answer, m.Staged):
-            raise TransientError("the sidecar answered another question")
-        staged = Staged(answer.token)
-        with self._lock:
-            self._jobs[answer.token] = staged
-            early = [event for event in self._early if event.token == answer.token]
-            broken = self._broken
-            if any(isinstance(event, m.Done | m.JobFailed) for event in early):
-                del self._jobs[answer.token]
-        for event in early:
-            staged.heard(event)
-        if broken is not None:
-            staged.broke(broken)
-        return staged
+            raise _unexpected_answer()
+        return self._jobs.follow(answer.token)
 
     def _send(self, message: m.FromClient, descriptors: Sequence[int], timeout: float) -> None:
         data = wire.frame(m.encode(message), len(descriptors))
-        if self.closed_files and not descriptors:  # what was let go of is told first, in the same breath
-            data = wire.frame(m.encode(m.Closed(self._let_go_of()))) + data
+        if self.closed_files and not descriptors:  # closed files go first, in the same send
+            data = wire.frame(m.encode(m.Closed(self._take_closed_files()))) + data
         try:
             with self._sending:
                 _send_all(self._sock, data, descriptors, timeout)
@@ -350,54 +310,55 @@ class Sidecar:
     # receiving
 
     def _wait(self, slot: _Slot, timeout: float) -> None:
-        """Until the slot has its answer, which this thread receives unless the slot `waits`."""
+        """Wait until the slot has its answer; this thread receives it, unless the slot `waits`."""
         if slot.waiting is not None:
             slot.waiting.acquire(timeout=timeout)
             return
         began = time.monotonic()
-        until, looks = began + timeout, self.spin.worth
-        sleeps = min(until, began + self.spin.seconds) if looks else began
+        until, polls = began + timeout, self.spin.worth
+        sleeps = min(until, began + self.spin.seconds) if polls else began
         try:
             while not slot.over and self._broken is None and time.monotonic() < sleeps:
                 self._take(wait=False)
             while not slot.over and self._broken is None and (left := until - time.monotonic()) > 0:
                 if left >= TICK_SECONDS or self._poll.poll(left * 1000):
                     self._take(wait=left >= TICK_SECONDS)
-            self.spin.waited(time.monotonic() - began if slot.over else math.inf, looked=looks)
+            self.spin.waited(time.monotonic() - began if slot.over else math.inf, polled=polls)
         except HeadraceError as error:
             self._break(error.message)
         except (OSError, ValueError) as error:
             self._break(str(error))
 
     def _mute(self, events: int) -> None:
-        """What wakes the connection's thread, 0 while another one receives; the end of the connection wakes it anyway."""
+        """Set the events that wake the background thread: 0 while another thread receives. The end of the connection
+        always does."""
         try:  # noqa: SIM105  # twice in every round trip
             self._events.modify(self._fd, events)
-        except (OSError, ValueError):  # closed: the connection is over, which is known
+        except (OSError, ValueError):  # the connection is closed
             pass
 
     def _take(self, *, wait: bool) -> None:
-        """Receive once, if something is there, or with `wait` comes within a tick; the caller holds `_receiving`."""
+        """Receive once; with `wait`, wait up to one tick for data. The caller holds `_receiving`."""
         try:
             data, descriptors = wire.receive(self._sock, wait=wait)
         except BlockingIOError:
             return
         if not data:
-            raise TransientError("the daemon ended it")
+            raise TransientError("the daemon closed it")
         for frame in self._framer.feed(data, descriptors):
-            self._heard = time.monotonic()  # a whole message: what drips is as good as silent
-            self._got(frame)
+            self._heard = time.monotonic()  # only complete messages count as a sign of life
+            self._dispatch(frame)
 
     def _receive(self) -> None:
-        reason, tick = "the daemon ended it", time.monotonic() + TICK_SECONDS
+        reason, tick = "the daemon closed it", time.monotonic() + TICK_SECONDS
         try:
             while not self.broken:
                 if self._events.poll(TICK_SECONDS):
                     with self._receiving:
-                        self._take(wait=False)  # an asker may have been first
+                        self._take(wait=False)  # a requesting thread may have taken the data
                 if time.monotonic() >= tick:
                     tick = time.monotonic() + TICK_SECONDS
-                    self._require_life()
+                    self._check_liveness()
                     self._housekeeping()
                     self._report()
         except HeadraceError as error:
@@ -410,7 +371,7 @@ class Sidecar:
             self._sock.close()
             self._framer.close()
 
-    def _got(self, frame: wire.Frame) -> None:
+    def _dispatch(self, frame: wire.Frame) -> None:
         message = m.decode_from_daemon(frame.payload)
         if isinstance(message, _ANSWERS):
             with self._lock:
@@ -420,27 +381,17 @@ class Sidecar:
             if slot is not None:
                 slot.wake()
                 return
-            if isinstance(message, m.Opened) and frame.descriptors:  # it came too late: give it back
+            if isinstance(message, m.Opened) and frame.descriptors:  # too late: give the file back
                 self.closed_files.append(message.file)
         elif isinstance(message, m.JobEvent):
-            self._job_event(message)
+            self._jobs.handle(message)
         elif isinstance(message, m.Forget):
             self.forgotten(message.file)
             self._housekeeping()
         wire.close_all(frame.descriptors)
 
-    def _job_event(self, event: m.JobEvent) -> None:
-        with self._lock:
-            staged = self._jobs.get(event.token)
-            if staged is None:
-                self._early.append(event)  # it may overtake the thread that waits for `Staged`
-            elif isinstance(event, m.Done | m.JobFailed):
-                del self._jobs[event.token]
-        if staged is not None:
-            staged.heard(event)
-
-    def _require_life(self) -> None:
-        """Break the connection when the daemon hangs: it was stopped, or waits for something that does not come."""
+    def _check_liveness(self) -> None:
+        """Close the connection if the daemon hangs, for example because it was stopped."""
         now = time.monotonic()
         if self._asked <= self._heard:
             if now - self._heard >= PING_SECONDS and (self._slots or self._jobs):
@@ -448,20 +399,20 @@ class Sidecar:
                 with contextlib.suppress(TransientError):
                     self.tell(m.AskStatus(next(self._ids)))
         elif now - self._asked >= HUNG_SECONDS:
-            raise TransientError(f"the daemon hangs: it has said nothing for {now - self._heard:.0f} s")
+            raise TransientError(f"the daemon hangs: it has been silent for {now - self._heard:.0f} s")
 
     def _housekeeping(self) -> None:
-        """Tell the daemon which files were let go of, and which were read."""
+        """Tell the daemon which files were closed, and which were read."""
         with contextlib.suppress(TransientError):
-            while closed := self._let_go_of():
+            while closed := self._take_closed_files():
                 self.tell(m.Closed(closed))
             touched, self.touched_files = self.touched_files, set()
             if touched:
                 self.tell(m.Touched(sorted(touched)[:BATCH]))
 
-    def _let_go_of(self) -> list[int]:
+    def _take_closed_files(self) -> list[int]:
         closed: list[int] = []
-        with contextlib.suppress(IndexError):  # another thread may be as quick
+        with contextlib.suppress(IndexError):  # another thread may empty it first
             while len(closed) < BATCH:
                 closed.append(self.closed_files.popleft())
         return closed
@@ -477,21 +428,25 @@ class Sidecar:
                 return
             self._broken = TransientError(
                 f"the connection to the sidecar on {self.path} ended: {reason}",
-                hint="what was staged goes on, or is found complete by the next save; do not write to its arena",
+                hint="staged checkpoints usually go on; do not write to their arenas; the next save finds completed work",
             )
             slots, self._slots = list(self._slots.values()), {}
-            jobs, self._jobs = list(self._jobs.values()), {}
-        if os.getpid() == self._pid:  # or it would end the connection of the process that this one was forked from
+        if os.getpid() == self._pid:  # else it would end the parent's connection
             with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)  # wakes the receiving thread, which closes it
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes the background thread, which closes the socket
         for slot in slots:
             slot.wake()
-        for job in jobs:
-            job.broke(self._broken)
+        self._jobs.connection_lost(self._broken)
+
+
+def _unexpected_answer() -> TransientError:
+    return TransientError(
+        "the sidecar sent an answer of the wrong type", hint="restart the sidecar and the trainer with the same version"
+    )
 
 
 def _connect_to(sock: socket.socket, path: str) -> None:
-    """Connect, also while so many others do that the daemon's queue is full, which a socket with a timeout hears as an error."""
+    """Connect; retries while the daemon's accept queue is full, which a socket with a timeout reports as an error."""
     until = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
@@ -512,35 +467,42 @@ def _send_all(sock: socket.socket, data: bytes, descriptors: Sequence[int], time
             ready = select.poll()
             ready.register(sock, select.POLLOUT)
             if not ready.poll(max(0.0, until - time.monotonic()) * 1000):
-                raise DeadlineError(f"the sidecar took nothing for {timeout:g} s") from None
+                raise DeadlineError(f"the sidecar read no data for {timeout:g} s") from None
 
 
 SPIN_SECONDS = 100e-6
 _NEW = 1 / 8
 _MOST = 8
-"""Times `seconds` that a longer wait counts for: one fetch ends the looking, and some quick answers later it begins again."""
+"""A longer wait counts as this many times `seconds`: one slow answer ends the polling, and a few fast ones restart it."""
 
 
 class AdaptivePoll:
-    """For one connection; its caller sees to one wait at a time. `looked` counts waits that began with looking, `helped` those
-    of them that ended with it."""
+    """Decides whether to poll for an answer before sleeping until it arrives.
 
-    __slots__ = ("_alone", "_usual", "helped", "looked", "seconds")
+    The cache answers within tens of microseconds, and waking an idle processor may take as long; polling saves one of
+    the two wake-ups of a round trip. It lasts at most `SPIN_SECONDS`, is used only while answers usually arrive within
+    that time, and never on a machine with one processor, which the daemon needs. For one wait at a time. `polled`
+    counts waits that began with polling, `helped` those that ended during it.
+
+    Adaptive spinning: Karlin, Li, Manasse, Owicki, SOSP 1991.
+    """
+
+    __slots__ = ("_alone", "_usual", "helped", "polled", "seconds")
 
     def __init__(self, seconds: float = SPIN_SECONDS, processors: int | None = None) -> None:
         self.seconds = seconds
         self._alone = (processors or len(os.sched_getaffinity(0))) < 2
         self._usual = _MOST * seconds
-        self.looked = self.helped = 0
+        self.polled = self.helped = 0
 
     @property
     def worth(self) -> bool:
-        """Whether to look first now."""
+        """Whether to poll first now."""
         return self._usual < self.seconds and not self._alone
 
-    def waited(self, seconds: float, *, looked: bool) -> None:
-        """An answer took so long, forever where none came; `looked`: it was looked for first."""
+    def waited(self, seconds: float, *, polled: bool) -> None:
+        """Record a wait of `seconds`, infinity without an answer; `polled`: it began with polling."""
         self._usual += (min(seconds, _MOST * self.seconds) - self._usual) * _NEW
-        if looked:
-            self.looked += 1
+        if polled:
+            self.polled += 1
             self.helped += seconds < self.seconds

@@ -1,12 +1,12 @@
 """The daemon's clients: which may connect, what they send, and the state that the daemon keeps for each.
 
-Purpose: a thin shell around the sessions' state machines. Frames go in; instructions come out and go to the service that
-carries them out.
-Invariants: runs on the loop's thread and never blocks. A client's opens, held files and outbox are bounded, and everything it
-held is released when it disconnects. A client that does not read is disconnected when `OUTBOX_BYTES` wait for it. Descriptors
-that were received and not handed out are closed with the connection.
-Failure behaviour: a client that breaks a rule, or whose socket fails, loses its connection; other clients are not affected. When
-no descriptor is left for a new client, the daemon tries again a second later.
+Purpose: a thin shell around the sessions' state machines. Frames go in; instructions come out and go to the service
+that carries them out.
+Invariants: runs on the loop's thread and never blocks. A client's opens, held files and outbox are bounded, and
+everything it held is released when it disconnects. A client that does not read is disconnected when `OUTBOX_BYTES` wait
+for it. Descriptors that were received and not handed out are closed with the connection.
+Failure behaviour: a client that breaks a rule, or whose socket fails, loses its connection; other clients are not
+affected. When no descriptor is left for a new client, the daemon tries again a second later.
 """
 
 from __future__ import annotations
@@ -55,20 +55,21 @@ _log = get_logger(__name__)
 
 
 class ConnectionManager:
-    """All connections. `most()` is how many there may be, `status()` what the daemon says of itself; `came()` hears of each."""
+    """All connections. `most()` is how many there may be, `status()` what the daemon says of itself; `came()` hears of
+    each."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         engine: Engine,
-        board: JobStats,
+        job_stats: JobStats,
         reads: ReadService,
         staging: StagingService,
         most: Callable[[], int],
         status: Callable[[], dict[str, object]],
         came: Callable[[], None],
     ) -> None:
-        self._loop, self._engine, self._board = loop, engine, board
+        self._loop, self._engine, self._job_stats = loop, engine, job_stats
         self._reads, self._staging = reads, staging
         self._most, self._status, self._came = most, status, came
         self._clients: dict[int, ClientState] = {}
@@ -172,12 +173,12 @@ class ConnectionManager:
         if client.greeting is not None:
             client.greeting.cancel()
         client.session.over()
-        self._board.ended(id(client), client.process)
+        self._job_stats.ended(id(client), client.process)
         self._staging.ended(client)
         self._reads.ended(client)
 
     def _reported(self, client: ClientState, report: m.Report) -> None:
-        self._board.report(id(client), client.process, report)
+        self._job_stats.report(id(client), client.process, report)
         if client.job:
             self._reads.assign(client)
 
@@ -353,7 +354,8 @@ class ClientSocket:
                 wire.close_all(frame.descriptors)
 
     def _gone(self, data: bytes) -> bool:
-        """Whether all of it went out at once, as it does where the client reads; else what is left goes the long way."""
+        """Whether all of it went out at once, as it does where the client reads; else what is left goes the long
+        way."""
         try:
             sent = wire.send(self._sock, data)
         except OSError:  # said by the long way

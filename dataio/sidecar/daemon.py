@@ -1,11 +1,12 @@
 """The daemon: one process per node that owns the cache and the staged checkpoints, in one asyncio loop.
 
-Purpose: its life cycle, from the lock of the socket to the drain, and its status. Client requests are served by `connections`,
-`reads` and `staging`.
-Invariants: all state except the cache engine's belongs to the loop's thread. An idle daemon does not wake up (`Ticker`).
-Failure behaviour: SIGTERM and SIGINT drain the daemon. It accepts no new clients or jobs, answers opens with `bypassed`, and
-finishes staged checkpoints within `drain_seconds`. Then `serve` returns True, or False when jobs were still running; those go on
-without the daemon.
+Purpose: its life cycle, from the lock of the socket to the drain, and its status. Client requests are served by
+`connections`, `reads` and `staging`.
+Invariants: all state except the cache engine's belongs to the loop's thread. An idle daemon does not wake up
+(`Ticker`).
+Failure behaviour: SIGTERM and SIGINT drain the daemon. It accepts no new clients or jobs, answers opens with
+`bypassed`, and finishes staged checkpoints within `drain_seconds`. Then `serve` returns True, or False when jobs were
+still running; those go on without the daemon.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Daemon:
         self._given = systemd.listening()
         if self._given is not None:
             self._config = replace(self._config, socket=systemd.path_of(self._given))
-        lock = paths.claim(self._config.socket, there=self._given is not None)
+        lock = paths.claim(self._config.socket, keep=self._given is not None)
         self._cache = CacheDirectories()
         try:
             self._loop = asyncio.get_running_loop()
@@ -112,19 +113,19 @@ class Daemon:
             RetrySchedule(self._config.retry_seconds),
         )
         self._view.saves.room = self._jobs.room
-        self._pulse = Ticker(POINT_SECONDS, self._view.tick, self._busy, self._loop.call_later)
+        self._ticker = Ticker(POINT_SECONDS, self._view.tick, self._busy, self._loop.call_later)
         self._tasks = BackgroundTasks(self._loop)
-        self._reads = ReadService(self._engine, self._stores, self._view.board, self._loop, self._tasks)
+        self._reads = ReadService(self._engine, self._stores, self._view.job_stats, self._loop, self._tasks)
         staging = StagingService(self._jobs, self._tier, self._view.saves, self._loop, self._tasks)
         self._clients = ConnectionManager(
             self._loop,
             self._engine,
-            self._view.board,
+            self._view.job_stats,
             self._reads,
             staging,
             lambda: self._config.clients,
             self.status,
-            self._pulse.wake,
+            self._ticker.wake,
         )
         self._engine.subscribe(lambda file: self._call(partial(self._clients.dropped, file)))
         self._jobs.adopt(staging.show)
@@ -146,7 +147,7 @@ class Daemon:
         listening = self._given or _listen(self._config.socket)
         self._clients.listen(listening)
         _log.info("ready on %s, cache in %s, status on port %s", self._config.socket, self._cache_names, self._port)
-        self._pulse.wake()
+        self._ticker.wake()
         if self._tier is not None:
             self._tier.start()
         ready()
@@ -210,7 +211,7 @@ class Daemon:
                 ],
             },
             "prefetch": self._engine.prefetch_stats(),
-            "fetching": self._engine.turns(),
+            "fetching": self._engine.queue_stats(),
             "stores": len(self._stores),
             "clients": len(self._clients),
             "client_list": list(self._clients.listed()),
@@ -268,8 +269,8 @@ def settle() -> None:
 
 
 class Ticker:
-    """`draw()` draws a point and says whether it differs from the last one, `busy()` whether anything can happen by itself;
-    `later(seconds, action)` is the loop's."""
+    """`draw()` draws a point and says whether it differs from the last one, `busy()` whether anything can happen by
+    itself; `later(seconds, action)` is the loop's."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
 """Statistics of the node's training jobs and of its staged checkpoints. Sans-I/O.
 
-Purpose: goodput, data wait and save stall of each job over the last minute, and over the last ten minutes for the charts; and the
-progress of every staged checkpoint.
-Invariants: totals only grow, even if reports are lost, repeated or reordered. A process counts once, however many loaders and
-checkpointers it has. Jobs, processes, sources and history are bounded (docs/design/0003). At most `KEPT_SAVES` ended saves are
-remembered; a save in flight is remembered until it ends.
-Failure behaviour: above a bound a job is counted as "other", and a process or source is not counted. A result without run or
-step is a save without a committed step.
+Purpose: goodput, data wait and save stall of each job over the last minute, and over the last ten minutes for the
+charts; and the progress of every staged checkpoint.
+Invariants: totals only grow, even if reports are lost, repeated or reordered. A process counts once, however many
+loaders and checkpointers it has. Jobs, processes, sources and history are bounded (docs/design/0003). At most
+`KEPT_SAVES` ended saves are remembered; a save in flight is remembered until it ends.
+Failure behaviour: above a bound a job is counted as "other", and a process or source is not counted. A result without
+run or step is a save without a committed step.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class _Job:
 
 
 class JobStats:
-    """Told by the daemon what clients say; asked by the status page and the metrics. `clock` gives seconds, monotonic."""
+    """Told by the daemon what clients say; asked by the status page and the metrics. `clock` gives seconds,
+    monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -245,7 +246,8 @@ class JobStats:
         return found
 
     def _rename(self, process: _Process, run: str) -> None:
-        """A run's name is better than the group's; what the group's job showed moves along when nobody else is in it."""
+        """A run's name is better than the group's; what the group's job showed moves along when nobody else is in
+        it."""
         old, new = process.job, self._name(run)
         if old == new:
             return
@@ -282,7 +284,8 @@ def rates(done: Totals, seconds: float) -> dict[str, float | None]:
 
 
 def slept(last: float, now: float) -> list[float]:
-    """The times of the points between two that were drawn, as many as are kept: none, unless nothing was drawn for a while."""
+    """The times of the points between two that were drawn, as many as are kept: none, unless nothing was drawn for a
+    while."""
     missing = min(round((now - last) / POINT_SECONDS) - 1, POINTS)
     return [now - POINT_SECONDS * number for number in range(missing, 0, -1)]
 
@@ -341,8 +344,8 @@ class SaveStats:
         phase: Callable[[], str] = lambda: "running",
         trouble: Callable[[], str] = lambda: "",
     ) -> Callable[[m.JobEvent], None]:
-        """A new save; what is returned wants its events. `phase` says whether it waits, as its job's state, and `trouble` why it
-        is tried again."""
+        """A new save; what is returned wants its events. `phase` says whether it waits, as its job's state, and
+        `trouble` why it is tried again."""
         name = "".join(c for c in about if c.isprintable())
         self._saves[token] = save = _Save(name, self._clock(), phase=phase, trouble=trouble)
         return lambda event: self._heard(save, event)

@@ -1,8 +1,9 @@
 """The trainer's side of the reports: clocks that a loader and a checkpointer run, and the totals they add up to.
 
-Purpose: say how long the trainer waited for data and how long `save` held it, at the cost of two clock readings a batch.
-Invariant: a report holds totals up to the moment of asking, also of what is in progress. Nothing here refers to the loader or
-the checkpointer that runs it, nor sends anything: the connection asks, once a second.
+Purpose: say how long the trainer waited for data and how long `save` held it, at the cost of two clock readings a
+batch.
+Invariant: a report holds totals up to the moment of asking, also of what is in progress. Nothing here refers to the
+loader or the checkpointer that runs it, nor sends anything: the connection asks, once a second.
 Failure behaviour: none; without a daemon nobody asks.
 """
 

@@ -1,7 +1,7 @@
 """The daemon's Prometheus metrics, collected on each scrape: jobs, saves, the cache, the local tier and its buddies.
 
-Invariants: every name has its unit and a fixed set of labels. Labels are outcomes, reasons, tiers, the runs that are remembered,
-and jobs (at most 33 at a time), so all sets are bounded.
+Invariants: every name has its unit and a fixed set of labels. Labels are outcomes, reasons, tiers, the runs that are
+remembered, and jobs (at most 33 at a time), so all sets are bounded.
 Failure behaviour: a figure that is unknown, or of a part that the daemon does not have, is left out.
 """
 
@@ -59,11 +59,11 @@ class JobMetrics(Collector):
 
     def __init__(
         self,
-        board: JobStats,
+        job_stats: JobStats,
         saves: SaveStats,
         figures: Callable[[], Figures],
     ) -> None:
-        self._board, self._saves, self._figures = board, saves, figures
+        self._job_stats, self._saves, self._figures = job_stats, saves, figures
 
     def collect(self) -> Iterable[Metric]:
         yield from self._of_jobs()
@@ -72,7 +72,7 @@ class JobMetrics(Collector):
         yield from self._of_cache()
 
     def _of_jobs(self) -> Iterable[Metric]:
-        totals = self._board.totals()
+        totals = self._job_stats.totals()
         for name, help_line, value in _COUNTERS:
             counter = CounterMetricFamily(f"headrace_job_{name}", help_line, labels=["job"])
             for job, total in totals.items():
@@ -96,12 +96,12 @@ class JobMetrics(Collector):
         when = GaugeMetricFamily(
             "headrace_job_last_commit_timestamp_seconds", "When it was committed, Unix time", labels=["job"]
         )
-        for line in self._board.jobs(0.0):
+        for line in self._job_stats.jobs(0.0):
             name = str(line["job"])
             _add(trainers, name, line["trainers"])
             _add(goodput, name, line["goodput"])
             _add(step, name, line["last_step"])
-        for name, committed in self._board.commits().items():
+        for name, committed in self._job_stats.commits().items():
             when.add_metric([name], committed)
         yield from (trainers, goodput, step, when)
 

@@ -1,9 +1,10 @@
-"""Where the sidecar's socket is, and who holds it.
+"""The path of the sidecar's socket, and the lock that makes one process its daemon.
 
-Invariants: the socket lies in a directory that only its owner may enter; whoever holds the lock on `<socket>.lock` is the one
-daemon of that socket, and the kernel drops the lock when it dies, so a dead daemon's socket is taken over without guessing.
-Failure behaviour: `ConflictError` names the pid of the daemon that holds the socket; `AccessDeniedError` a directory that
-is not private.
+Invariants: the socket lies in a directory that only its owner may enter. The process that holds the lock on
+`<socket>.lock` is the daemon of that socket. The kernel releases the lock when that process dies, so a dead daemon's
+socket can be taken over safely.
+Failure behaviour: `ConflictError` names the pid of the daemon that holds the socket; `AccessDeniedError` a directory
+that is not private.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from headrace.dataio.core.errors import ConflictError, UsageError
 from headrace.dataio.core.files import private_directory
 
 SOCKET_PATH_BYTES = 107
-"""The most that a Unix socket's address holds on Linux."""
+"""Maximum length of a Unix socket's path on Linux."""
 OFF = "off"
-"""What `$HEADRACE_SIDECAR` says where no sidecar shall be used."""
+"""The value of `$HEADRACE_SIDECAR` that disables the sidecar."""
 
 
 def default_socket(environ: Mapping[str, str] = os.environ) -> Path:
-    """`$HEADRACE_SIDECAR`, or `headrace/sidecar.sock` in `$XDG_RUNTIME_DIR`, or in a directory of this user's in /tmp."""
+    """`$HEADRACE_SIDECAR`, or `headrace/sidecar.sock` in `$XDG_RUNTIME_DIR`, or in a directory of this user's in
+    /tmp."""
     named = environ.get("HEADRACE_SIDECAR")
     if named and named != OFF:
         return Path(named)
@@ -33,19 +35,20 @@ def default_socket(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def chosen(sidecar: str | os.PathLike[str] | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The socket that a client means by `sidecar`: "auto" is the default one, unless `$HEADRACE_SIDECAR` is `off`."""
+    """The socket path for a client's `sidecar` argument, None for no sidecar. "auto" is the default socket, unless
+    `$HEADRACE_SIDECAR` is `off`."""
     if sidecar != "auto":
         return None if sidecar is None else Path(sidecar)
     return None if environ.get("HEADRACE_SIDECAR") == OFF else default_socket(environ)
 
 
-def claim(socket: Path, *, there: bool = False) -> int:
-    """Become the daemon of `socket`: returns the lock's descriptor, to be kept open until the daemon ends. What a dead daemon
-    left is
-    removed, unless the socket is `there` on purpose."""
+def claim(socket: Path, *, keep: bool = False) -> int:
+    """Become the daemon of `socket`; returns the lock's descriptor, which must stay open until the daemon ends. A dead
+    daemon's socket file is removed, unless `keep` says that the service manager made it."""
     if len(os.fsencode(socket)) > SOCKET_PATH_BYTES:
         raise UsageError(
-            f"{socket} is too long for a socket: the most is {SOCKET_PATH_BYTES} bytes", hint="use --socket"
+            f"{socket} is too long for a Unix socket: the limit is {SOCKET_PATH_BYTES} bytes",
+            hint="give a shorter path with --socket",
         )
     private_directory(socket.parent)
     lock = os.open(f"{socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -55,11 +58,11 @@ def claim(socket: Path, *, there: bool = False) -> int:
         holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(lock)
         raise ConflictError(
-            f"{socket} belongs to a sidecar that runs as process {holder}",
-            hint="use that one, stop it, or name another --socket",
+            f"{socket} is in use by a sidecar with process id {holder}",
+            hint="use that sidecar, stop it, or give another --socket",
         ) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    if not there:
+    if not keep:
         socket.unlink(missing_ok=True)
     return lock

@@ -1,6 +1,7 @@
 """The messages of the sidecar's socket.
 
-Invariants: every message is one tagged msgpack map of at most `limits.MESSAGE_BYTES`; nothing in it is code, and nothing is
+Invariants: every message is one tagged msgpack map of at most `limits.MESSAGE_BYTES`; nothing in it is code, and
+nothing is
 secret: a location travels without credentials, since each side uses its own. A request carries an `id` that its answer
 repeats. `Stage` carries two file descriptors and `Opened` at most one; no other message carries any.
 Failure behaviour: what does not decode raises `UsageError`, and the connection it came from ends.
@@ -55,8 +56,9 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Open(Message, frozen=True, tag="open"):
-    """Answered by `Opened`, `Bypassed` or `Failed` once [offset, offset + length) of each range is in the cache, or after
-    `deadline` seconds. `have` is the file that the client holds for this object, 0 for none: it is not sent again."""
+    """Answered by `Opened`, `Bypassed` or `Failed` once [offset, offset + length) of each range is in the cache, or
+    after `deadline` seconds. `have` is the file that the client holds for this object, 0 for none: it is not sent
+    again."""
 
     id: Id
     where: Where
@@ -68,7 +70,8 @@ class Open(Message, frozen=True, tag="open"):
 
 
 class Announce(Message, frozen=True, tag="announce"):
-    """(key, offset, length) that will be read next, soonest first; replaces the last announcement, or, with `gone`, goes on from
+    """(key, offset, length) that will be read next, soonest first; replaces the last announcement, or, with `gone`,
+    goes on from
     it: without so many of its first, and with these behind the others. At most `RANGES` in all. Not answered."""
 
     where: Where
@@ -110,8 +113,8 @@ class Follow(Message, frozen=True, tag="follow"):
 
 
 class Recall(Message, frozen=True, tag="recall"):
-    """Bring the object `key` of the store `source` from the buddy into the node's tier; with an empty key the records of all
-    steps. Answered by `Recalled` or `Failed` (docs/design/0005)."""
+    """Bring the object `key` of the store `source` from the buddy into the node's tier; with an empty key the records
+    of all steps. Answered by `Recalled` or `Failed` (docs/design/0005)."""
 
     id: Id
     source: Text
@@ -125,7 +128,8 @@ class AskStatus(Message, frozen=True, tag="status?"):
 
 
 class Report(Message, frozen=True, tag="report"):
-    """Totals of one loader or checkpointer since it began (docs/design/0003), so a lost one harms nobody. Not answered."""
+    """Totals of one loader or checkpointer since it began (docs/design/0003), so a lost one harms nobody. Not
+    answered."""
 
     source: Id
     group: Name
@@ -146,8 +150,8 @@ class Report(Message, frozen=True, tag="report"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The handshake is done. `reports`: whether `Report` is understood; `goes_on`: whether an `Announce` that goes on from the
-    last one is."""
+    """The handshake is done. `reports`: whether `Report` is understood; `goes_on`: whether an `Announce` that goes on
+    from the last one is."""
 
     version: int
     pid: int
@@ -164,8 +168,8 @@ class Refused(Message, frozen=True, tag="refused"):
 
 class Opened(Message, frozen=True, tag="opened"):
     """The ranges are in `file`, whose read-only descriptor comes along unless the client has it. (first, end) runs of
-    `present` are there as well; what is there stays there. `once`: the cache has dropped the file already, so close it after this
-    read; no `Forget` follows. `also`: of some other files that the client holds, what is there by now."""
+    `present` are there as well; what is there stays there. `once`: the cache has dropped the file already, so close it
+    after this read; no `Forget` follows. `also`: of some other files that the client holds, what is there by now."""
 
     id: Id
     file: Id

@@ -1,10 +1,12 @@
-"""Reads shards through the node's daemon, and without it when it must.
+"""Reads shards through the node's daemon, and falls back to reading without it.
 
-Purpose: the bytes come from a mapping of the daemon's cache file, so that a byte is fetched once a node and never copied.
-Invariants: the bytes are the same whoever serves them; a view stays valid while it is referenced, also when the daemon evicts
-the file or dies. What is known to be present is read without asking the daemon, and without waiting for another thread.
-Failure behaviour: whatever the daemon cannot do (it is gone, has no credentials, no room, or is too slow) this process
-does itself, said once; a daemon that is gone is looked for again every `RETRY_SECONDS`, one that hangs less often.
+Purpose: the bytes come from a mapping of the daemon's cache file, so a byte is fetched once per node and never copied.
+Invariants: the bytes are the same with and without the daemon. A view stays valid while it is referenced, even when the
+daemon evicts the file or dies. Ranges that are known to be present are read without a message to the daemon, and
+without waiting for another thread.
+Failure behaviour: a read that the daemon cannot serve (it is gone, has no credentials or no room, or is too slow) is
+served by this process, which is logged once. The reader tries to reconnect every `RETRY_SECONDS`, less often if the
+daemon hangs.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from headrace.dataio.sidecar.wire import close_all
 from headrace.dataio.store.base import Store
 
 RETRY_SECONDS = 3.0
-_LOOKING = 0.05
-"""The most of its time that this process looks for a daemon that lets it wait."""
+_CONNECT_SHARE = 0.05
+"""Maximum share of the time that is spent on connecting to a daemon that does not answer."""
 OPEN_SECONDS = 60.0
 MAPPED_FILES = 128
 TOLD_READS = 64
 NEW_SHARE = 4
-"""What is announced is told when one part of so many is new."""
+"""An announcement is sent when at least one part in this many of it is new."""
 _ANNOUNCE_BYTES = limits.MESSAGE_BYTES - 16 * limits.KIB
 
 _log = get_logger(__name__)
@@ -48,7 +50,8 @@ _FROM_CACHE = metrics.cache_bytes.labels("cache")
 
 
 class _Hold:
-    """One descriptor that the daemon sent: tells it, some time after this goes, that the file was let go of."""
+    """A hold on one of the daemon's files. When it is garbage-collected, the connection tells the daemon that the file
+    was closed."""
 
     __slots__ = ("_connection", "_file")
 
@@ -60,7 +63,8 @@ class _Hold:
 
 
 class _Known:
-    """A file of the daemon's that is mapped here, and what of it is present. `used`: since it was last looked at for eviction."""
+    """A mapped file of the daemon, and its present runs. `used`: it was read since it was last considered for
+    eviction."""
 
     __slots__ = ("end", "file", "first", "mapped", "present", "used", "whole")
 
@@ -70,7 +74,7 @@ class _Known:
         self.first, self.end = present[0] if len(present) == 1 else (0, 0)
 
     def views(self, ranges: Ranges) -> list[memoryview] | None:
-        """Read-only views, or None where not all is known to be present. In the order of what is most common: this is on the path
+        """Read-only views, or None if not all is known to be present. The most common case first: this is on the path
         of every read."""
         whole, first, end, found = self.whole, self.first, self.end, list[memoryview]()
         for offset, length in ranges:
@@ -84,14 +88,14 @@ class _Known:
 
 
 class _Tally:
-    """Bytes that were read, told to the process's metrics and to the loader's meter a few at a time."""
+    """Counts bytes that were read, and passes them to the metrics and the loader's meter in batches."""
 
     def __init__(self, meter: LoaderMeter | None) -> None:
         self._meter, self._lock = meter, threading.Lock()
         self._reads = self._delivered = self._cached = 0
 
     def read(self, size: int, cached: int) -> None:
-        """`cached` bytes of `size` were read without asking the daemon."""
+        """`size` bytes were read, `cached` of them without asking the daemon."""
         with self._lock:
             self._delivered += size
             self._cached += cached
@@ -101,7 +105,7 @@ class _Tally:
         self.tell()
 
     def tell(self) -> None:
-        """Tell all."""
+        """Pass on what was counted."""
         with self._lock:
             delivered, cached = self._delivered, self._cached
             self._reads = self._delivered = self._cached = 0
@@ -111,13 +115,14 @@ class _Tally:
             self._meter.read(delivered)
 
     def report(self) -> m.Report | None:
-        """What the daemon is told once a second."""
+        """The report that is sent to the daemon once a second."""
         self.tell()
         return self._meter.report() if self._meter is not None else None
 
 
 class SidecarReader:
-    """A `ShardReader` of `store` by the daemon at `sidecar`, or by a cache of its own while there is none."""
+    """A `ShardReader` of `store` through the daemon at `sidecar`, or through a cache in this process while there is
+    none."""
 
     def __init__(
         self, store: Store, sidecar: SidecarName, clock: Clock = SYSTEM_CLOCK, *, meter: LoaderMeter | None = None
@@ -129,10 +134,10 @@ class SidecarReader:
         self._connection: Sidecar | None = None
         self._next_try = clock.monotonic()
         self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._dropped: deque[int] = deque(maxlen=256)  # files that the daemon dropped lately
+        self._dropped: deque[int] = deque(maxlen=256)  # files that the daemon dropped recently
         self._private: ShardReader | None = None
-        self._told: Sidecar | None = None  # who knows that this is a loader, and whose blocks to keep for it
-        self._announced: list[tuple[str, int, int]] = []  # what was told last
+        self._told: Sidecar | None = None  # the connection that received the last announcement
+        self._announced: list[tuple[str, int, int]] = []  # the list that was sent last
         self._announcing = threading.Lock()
         self._closed = False
         self._connected()
@@ -153,10 +158,12 @@ class SidecarReader:
                 if found is not None:
                     self._tally.read(sum([length for _, length in ranges]), 0)
                     return found
-                # no room in the daemon's cache: exactly these bytes, and no blocks that would be thrown away
+                # no room in the daemon's cache: read exactly these bytes
                 return stream(self._store, key, ranges)
             except (HeadraceError, OSError) as error:
-                warn_once(_log, f"the sidecar could not serve {self._where.url}, so this process does: {error}")
+                warn_once(
+                    _log, f"the sidecar could not serve {self._where.url}; this process reads it directly: {error}"
+                )
         return self._own().read(key, ranges)
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
@@ -174,8 +181,8 @@ class SidecarReader:
             self._own().announce(upcoming)
             return
         if self._told is connection and (self._hardly_new(upcoming) or self._all_known(upcoming)):
-            return  # little is left to prefetch, or nothing, which is so for most of a later epoch
-        with self._announcing:  # each goes on from the one before
+            return  # little or nothing is left to prefetch, as in most of a later epoch
+        with self._announcing:  # each continues the one before
             try:
                 connection.tell(self._announcement(connection, upcoming))
             except HeadraceError as error:
@@ -183,7 +190,7 @@ class SidecarReader:
                 _log.debug("not announced: %s", error)
 
     def close(self) -> None:
-        """Let go of everything; views stay valid."""
+        """Close the connection and all mappings; views stay valid."""
         with self._lock:
             self._closed = True
             connection, self._connection = self._connection, None
@@ -196,10 +203,10 @@ class SidecarReader:
             private.close()
         self._tally.tell()
 
-    # the daemon's way
+    # through the daemon
 
     def _all_known(self, upcoming: Sequence[tuple[str, int, int]]) -> bool:
-        """Whether all of it is known to be present. The last first, since what is missing is there."""
+        """Whether all of it is known to be present. Checks from the end, where missing ranges are."""
         name, first, end = "", 0, -1
         for key, offset, length in reversed(upcoming):
             if key != name:
@@ -210,13 +217,13 @@ class SidecarReader:
         return True
 
     def _hardly_new(self, upcoming: Sequence[tuple[str, int, int]]) -> bool:
-        """Whether the daemon has been told of most of it: following an announcement takes about as long as fetching a tenth of a
-        block."""
+        """Whether most of it was announced already: handling an announcement costs the daemon about a tenth of a
+        block's fetch."""
         few = len(upcoming) // NEW_SHARE
         return few > 0 and bool(self._announced) and self._announced[-1] in upcoming[-few:]
 
     def _announcement(self, connection: Sidecar, upcoming: Sequence[tuple[str, int, int]]) -> m.Announce:
-        """What is new in it, where the daemon knows the rest."""
+        """The message for this list: only its new part, if the daemon knows the rest."""
         last = self._announced if self._told is connection and connection.goes_on else []
         self._told = connection
         gone = dropped_count(last, list(upcoming))
@@ -271,11 +278,11 @@ class SidecarReader:
                 self._known[key] = learnt
                 self._known.move_to_end(key)
             oldest = self._evicted() if len(self._known) > MAPPED_FILES else None
-        del gone, oldest  # their holds end outside the lock
+        del gone, oldest  # their holds are released outside the lock
         return learnt
 
     def _learn_more(self, connection: Sidecar, also: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> None:
-        """More is present of files that are mapped here."""
+        """Update the present runs of files that are mapped here."""
         grown = dict(also)
         with self._lock:
             if self._connection is not connection:
@@ -286,7 +293,8 @@ class SidecarReader:
                     more.used = known.used
 
     def _evicted(self) -> _Known:
-        """The oldest that was not used since it was last looked at: reads do not stop to put what they use in order."""
+        """The oldest entry that was not used since it was last considered (the clock algorithm), so reads need not
+        reorder."""
         while True:
             key, known = self._known.popitem(last=False)
             if not known.used:
@@ -300,10 +308,10 @@ class SidecarReader:
             gone = [self._known.pop(key) for key in [k for k, known in self._known.items() if known.file == file]]
         del gone
 
-    # with and without
+    # connecting, and falling back
 
     def _connected(self) -> Sidecar | None:
-        """The connection, tried anew when it is time to."""
+        """The connection; reconnects when `RETRY_SECONDS` have passed."""
         connection = self._connection
         if connection is not None and not connection.broken:
             return connection
@@ -318,8 +326,8 @@ class SidecarReader:
         found = Sidecar.find(self._sidecar)
         if found is None:
             took = self._clock.monotonic() - began
-            self._next_try = max(self._next_try, began + took / _LOOKING)
-            self._say_alone(lost=was is not None)
+            self._next_try = max(self._next_try, began + took / _CONNECT_SHARE)
+            self._warn_no_sidecar(lost=was is not None)
             return None
         forget = weakref.WeakMethod(self._forget)  # the connection's thread must not keep this reader alive
         found.forgotten = lambda file: (call := forget()) and call(file)
@@ -331,11 +339,11 @@ class SidecarReader:
         _log.info("reading %s through the sidecar of process %d", self._where.url, found.daemon_pid)
         return found
 
-    def _say_alone(self, *, lost: bool) -> None:
-        what = "the sidecar is gone from" if lost else "no sidecar answers on"
+    def _warn_no_sidecar(self, *, lost: bool) -> None:
+        what = "lost the connection to the sidecar on" if lost else "no sidecar answers on"
         warn_once(
             _log,
-            f"{what} {paths.chosen(self._sidecar)}: this process reads shards by itself (start one: headrace sidecar run)",
+            f"{what} {paths.chosen(self._sidecar)}: this process reads shards directly (start one: headrace sidecar run)",
         )
 
     def _own(self) -> ShardReader:
@@ -346,7 +354,7 @@ class SidecarReader:
 
 
 def _fitting(upcoming: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """As many of the first as a message holds."""
+    """The longest prefix that fits into a message."""
     sizes = [24 + (len(key) if key.isascii() else len(key.encode())) for key, _, _ in upcoming]
     return list(upcoming[: bisect_right(list(accumulate(sizes)), _ANNOUNCE_BYTES)])
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from headrace.dataio.cache.blocks import Lease
 from headrace.dataio.cache.engine import Engine
-from headrace.dataio.cache.objects import source_named, source_of
+from headrace.dataio.cache.objects import source_name, source_of
 from headrace.dataio.core.errors import CapacityError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar import protocol as m
@@ -54,11 +54,11 @@ class ReadService:
         self,
         engine: Engine,
         stores: StoreCache,
-        board: JobStats,
+        job_stats: JobStats,
         loop: asyncio.AbstractEventLoop,
         tasks: BackgroundTasks,
     ) -> None:
-        self._engine, self._stores, self._board = engine, stores, board
+        self._engine, self._stores, self._job_stats = engine, stores, job_stats
         self._loop, self._tasks = loop, tasks
         self._arriving = threading.Lock()
         self._arrived: list[tuple[_Waiting, Future[Lease | None]]] = []
@@ -69,7 +69,7 @@ class ReadService:
         if self.draining:
             return None
         try:
-            source = source_named(request.where.url, request.where.options)
+            source = source_name(request.where.url, request.where.options)
         except Exception:  # options that nobody understands: said by `open`
             return None
         return self._engine.present(source, request.key, request.ranges, id(client))
@@ -120,12 +120,12 @@ class ReadService:
     def assign(self, client: ClientState, trace: str = "") -> None:
         """What the client reads from stores counts for its job: by its own report, before that for its process
         group."""
-        job = self._board.job_of(client.process) or client.job or group_of(client.process)
+        job = self._job_stats.job_of(client.process) or client.job or group_of(client.process)
         if job != client.job and client.ready:
             client.job = job
             self._engine.assign(id(client), job)
         if trace and client.job:
-            self._engine.asked_within(id(client), trace)
+            self._engine.set_trace_parent(id(client), trace)
 
     def ended(self, client: ClientState) -> None:
         """The client is gone."""
@@ -135,7 +135,7 @@ class ReadService:
     def _wait(
         self, client: ClientState, request: m.Open, location: Location, future: Future[Lease | None] | None
     ) -> None:
-        self._board.waited(client.process, sum(length for _, length in request.ranges))
+        self._job_stats.waited(client.process, sum(length for _, length in request.ranges))
         timer = self._loop.call_later(request.deadline, lambda: client.carry_out(client.session.late(request.id)))
         if future is None:
             self._tasks.spawn(self._open_store(client, request, location, timer))

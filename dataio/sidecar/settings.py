@@ -1,8 +1,9 @@
 """The daemon's configuration: one list of names for the flags, the environment and the configuration file.
 
-Purpose: `cache_bytes` is `--cache-bytes`, `HEADRACE_SIDECAR_CACHE_BYTES`, and the key `cache_bytes` of the TOML file that
-`--config` or `HEADRACE_SIDECAR_CONFIG` names. The first of these that has a value wins. `Config` is the result.
-Invariant: nothing is ignored: an unknown key, in the file or in the environment, is an error, and so is an invalid value.
+Purpose: `cache_bytes` is `--cache-bytes`, `HEADRACE_SIDECAR_CACHE_BYTES`, and the key `cache_bytes` of the TOML file
+that `--config` or `HEADRACE_SIDECAR_CONFIG` names. The first of these that has a value wins. `Config` is the result.
+Invariant: nothing is ignored: an unknown key, in the file or in the environment, is an error, and so is an invalid
+value.
 Failure behaviour: `UsageError` names the setting, where it was given, and the allowed values.
 """
 
@@ -30,7 +31,8 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. `parse` takes text; `default` is text too, None where it is found out at the start."""
+    """One setting. `parse` converts text to the value; `default` is text too, or None if it is determined at the
+    start."""
 
     name: str
     parse: Callable[[str], object]
@@ -41,7 +43,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the daemon is started with."""
+    """The configuration and the log level of a daemon."""
 
     config: Config
     log_level: str
@@ -49,25 +51,25 @@ class Settings:
 
 def _path(text: str) -> Path:
     if not text:
-        raise UsageError("an empty path")
+        raise UsageError("the path is empty", hint="name a directory or a file")
     return Path(text).absolute()
 
 
 def cache_tiers(text: str) -> Path | tuple[CacheTier, ...]:
-    """The value of `cache_dir`."""
+    """Parse `cache_dir`: one path, or several `PATH=SIZE` separated by commas."""
     found = []
     for part in text.split(","):
         path, equals, size = part.strip().rpartition("=")
         found.append(CacheTier(Path(str(_path(path))), _size(size)) if equals else CacheTier(Path(str(_path(size)))))
     if len({tier.path for tier in found}) < len(found):
-        raise UsageError(f"{text!r} names a directory twice")
+        raise UsageError(f"{text!r} names a directory twice", hint="name each tier once")
     return found[0].path if len(found) == 1 and found[0].bytes is None else tuple(found)
 
 
 def _count(least: int, most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
-            raise UsageError(f"{text!r} is no number from {least} to {most}")
+            raise UsageError(f"{text!r} is not a number from {least} to {most}")
         return int(text)
 
     return parse
@@ -81,7 +83,7 @@ def _size(text: str) -> int:
 
 
 def _no_more(parse: Callable[[str], int]) -> Callable[[str], int]:
-    """A limit, or `off` for none, which is 0."""
+    """A parser for a limit; `off` means none and gives 0."""
     return lambda text: 0 if text == "off" else parse(text)
 
 
@@ -97,7 +99,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= 7 * 24 * 3600:
-        raise UsageError(f"{text!r} is no number of seconds up to a week")
+        raise UsageError(f"{text!r} is not a number of seconds from 0 to {7 * 24 * 3600} (a week)")
     return seconds
 
 
@@ -106,7 +108,7 @@ def _port(text: str) -> int | None:
         return None
     if text.isdecimal() and int(text) < 65536:
         return int(text)
-    raise UsageError(f"{text!r} is no port", hint="give a number below 65536, 0 for any free one, or off")
+    raise UsageError(f"{text!r} is not a port", hint="give a number below 65536, 0 for any free one, or off")
 
 
 def _switch(text: str) -> bool:
@@ -117,59 +119,97 @@ def _switch(text: str) -> bool:
 
 def _level(text: str) -> str:
     if text not in LEVELS:
-        raise UsageError(f"{text!r} is none of {', '.join(LEVELS)}")
+        raise UsageError(f"{text!r} is not one of {', '.join(LEVELS)}")
     return text
 
 
 SETTINGS = (
-    Setting("socket", _path, None, "default: $HEADRACE_SIDECAR, or a private directory of this user", "PATH"),
+    Setting(
+        "socket",
+        _path,
+        None,
+        "path of the Unix socket; default: $HEADRACE_SIDECAR, else a path in a private directory of this user",
+        "PATH",
+    ),
     Setting(
         "cache_dir",
         cache_tiers,
         None,
-        "default: a private directory of this user in the temporary one; several are tiers, the fast one first",
+        "cache directory, or several as tiers, fastest first; default: a private directory in the temporary one",
         "PATH[=SIZE][,PATH[=SIZE]...]",
     ),
-    Setting("cache_bytes", _size, "20GiB", "the most that a directory holds for which cache_dir has no size", "SIZE"),
-    Setting("keep_cache", _switch, "true", "leave the cache to the next daemon", "true|false"),
-    Setting("http_port", _port, "0", "status on 127.0.0.1: 0 takes any free port", "N|off"),
-    Setting("clients", _count(1, 100_000), "1024", "the most processes that are connected at once"),
-    Setting("running_jobs", _count(1, 1024), "2", "staged checkpoints that are carried out at once"),
-    Setting("queued_jobs", _count(0, 65536), "16", "staged checkpoints that wait; more are refused"),
-    Setting("arena_bytes", _share_of_memory, "25%", "the most memory that staged checkpoints hold", "SIZE|%"),
+    Setting(
+        "cache_bytes", _size, "20GiB", "maximum size of each cache directory for which cache_dir gives no size", "SIZE"
+    ),
+    Setting("keep_cache", _switch, "true", "keep the cached files for the next daemon", "true|false"),
+    Setting("http_port", _port, "0", "port of the status page on 127.0.0.1; 0 takes any free port", "N|off"),
+    Setting("clients", _count(1, 100_000), "1024", "maximum number of connected processes"),
+    Setting("running_jobs", _count(1, 1024), "2", "maximum number of staged checkpoints that are uploaded at once"),
+    Setting("queued_jobs", _count(0, 65536), "16", "maximum number of staged checkpoints that wait; more are refused"),
+    Setting(
+        "arena_bytes", _share_of_memory, "25%", "maximum memory that the arenas of staged checkpoints hold", "SIZE|%"
+    ),
     Setting(
         "retry_seconds",
         _seconds,
         "3600",
-        "how long a checkpoint whose trainer is gone is tried again while the store is away",
+        "how long a failed checkpoint without a trainer is tried again while the store is unavailable",
         "SECONDS",
     ),
-    Setting("drain_seconds", _seconds, "300", "how long SIGTERM waits for checkpoints", "SECONDS"),
-    Setting("fetch_threads", _count(2, 256), "16", "the most requests to stores at once, for the cache"),
-    Setting("fetch_memory", _size, "24MiB", "memory for blocks that are being fetched, 4 MiB each", "SIZE"),
+    Setting("drain_seconds", _seconds, "300", "how long SIGTERM waits for staged checkpoints", "SECONDS"),
+    Setting("fetch_threads", _count(2, 256), "16", "maximum number of concurrent requests from the cache to stores"),
+    Setting("fetch_memory", _size, "24MiB", "memory for blocks in flight, 4 MiB each", "SIZE"),
     Setting(
-        "job_connections", _no_more(_count(1, 256)), "off", "the most requests to stores at once for one job", "N|off"
+        "job_connections",
+        _no_more(_count(1, 256)),
+        "off",
+        "maximum number of concurrent requests to stores per job",
+        "N|off",
     ),
-    Setting("job_bytes_in_flight", _no_more(_size), "off", "the most bytes in flight for one job", "SIZE|off"),
-    Setting("job_bandwidth", _no_more(_size), "off", "the most bytes a second for one job", "SIZE|off"),
-    Setting("tier_dir", tier.optional_path, "off", "keep the last steps here: a tmpfs or a local disk", "PATH|off"),
-    Setting("tier_bytes", _size, "8GiB", "the most that they take", "SIZE"),
-    Setting("tier_steps", _count(1, 1000), "2", "steps of each run that stay"),
-    Setting("buddy", tier.address, "off", "send copies to the sidecar that listens there", "HOST:PORT|off"),
-    Setting("buddy_listen", tier.address, "off", "take copies in on this address", "HOST:PORT|off"),
+    Setting("job_bytes_in_flight", _no_more(_size), "off", "maximum bytes in flight per job", "SIZE|off"),
+    Setting("job_bandwidth", _no_more(_size), "off", "maximum bytes per second per job", "SIZE|off"),
     Setting(
-        "buddy_names", tier.names, "off", "names of certificates that are let in; off: the buddy's host", "NAME,..|off"
+        "tier_dir",
+        tier.optional_path,
+        "off",
+        "directory for the local tier, which keeps the last steps: on a tmpfs or a local disk",
+        "PATH|off",
     ),
-    Setting("buddy_rate", tier.rate, "off", "bytes a second between buddies at most", "SIZE|off"),
-    Setting("tls_cert", tier.optional_path, "off", "this node's certificate for buddies, PEM", "PATH|off"),
-    Setting("tls_key", tier.optional_path, "off", "its key, PEM without a password", "PATH|off"),
-    Setting("tls_ca", tier.optional_path, "off", "the CA of the buddies' certificates, PEM", "PATH|off"),
-    Setting("log_level", _level, "INFO", "how much is logged", "|".join(LEVELS)),
+    Setting("tier_bytes", _size, "8GiB", "maximum size of the local tier", "SIZE"),
+    Setting("tier_steps", _count(1, 1000), "2", "number of steps kept per run"),
+    Setting(
+        "buddy",
+        tier.address,
+        "off",
+        "address of the sidecar that receives copies of this node's steps",
+        "HOST:PORT|off",
+    ),
+    Setting("buddy_listen", tier.address, "off", "address on which this sidecar accepts copies", "HOST:PORT|off"),
+    Setting(
+        "buddy_names", tier.names, "off", "certificate names that may connect; off: the buddy's host", "NAME,..|off"
+    ),
+    Setting("buddy_rate", tier.rate, "off", "maximum bytes per second between buddies", "SIZE|off"),
+    Setting("tls_cert", tier.optional_path, "off", "this node's TLS certificate, PEM", "PATH|off"),
+    Setting("tls_key", tier.optional_path, "off", "the certificate's key, PEM without a password", "PATH|off"),
+    Setting("tls_ca", tier.optional_path, "off", "CA of the buddies' certificates, PEM", "PATH|off"),
+    Setting("log_level", _level, "INFO", "log level", "|".join(LEVELS)),
 )
 
 
 def read(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ, **more: object) -> Settings:
-    """Put together what the flags (by setting, `config` among them), the environment and the file say."""
+    """Read all settings.
+
+    Args:
+        flags: Values given on the command line, as text, by setting; `config` names the file.
+        environ: Environment variables.
+        more: Further fields of `Config`, such as `commands`.
+
+    Returns:
+        The configuration and the log level.
+
+    Raises:
+        UsageError: A name is unknown, a value is invalid, or the file cannot be read.
+    """
     file = flags.get("config") or environ.get(PREFIX + "CONFIG")
     sources = [
         ("--{}", flags),
@@ -217,7 +257,7 @@ def _from_file(path: Path) -> dict[str, str]:
     except OSError as error:
         raise UsageError(f"the configuration {path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # of TOML, or of UTF-8
-        raise UsageError(f"{path} is not TOML: {error}") from None
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
     _only_known(document, str(path), str)
     return {name: _text(name, value, path) for name, value in document.items()}
 
@@ -229,14 +269,14 @@ def _text(name: str, value: object, path: Path) -> str:
         return str(value)
     if name == "cache_dir" and isinstance(value, list) and value and all(isinstance(part, str) for part in value):
         return ",".join(value)
-    raise UsageError(f"{name} in {path}: a text, a number or true and false are meant, not {type(value).__name__}")
+    raise UsageError(f"{name} in {path} must be a string, a number, true or false, not {type(value).__name__}")
 
 
 def _only_known(given: Mapping[str, object], where: str, spelt: Callable[[str], str]) -> None:
     known = [setting.name for setting in SETTINGS]
     for name in given:
         if name not in known:
-            raise UsageError(f"{spelt(name)} in {where} is no setting", hint=f"there are: {', '.join(known)}")
+            raise UsageError(f"{spelt(name)} in {where} is not a setting", hint=f"the settings are: {', '.join(known)}")
 
 
 def default_cache() -> Path:
@@ -265,12 +305,12 @@ RESTART = (
     "tls_ca",
     "commands",
 )
-"""What SIGHUP does not change."""
+"""Settings that SIGHUP does not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTier:
-    """A directory of the cache, and the most that it holds; None for `cache_bytes`."""
+    """A directory of the cache and its maximum size in bytes; None for `cache_bytes`."""
 
     path: Path
     bytes: int | None = None
@@ -281,9 +321,12 @@ class CacheTier:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the daemon is told. Bytes and seconds; `http_port` None means no status endpoint, 0 any free port. `cache_dir` is one
-    directory or several tiers, the fast one first. The limits of jobs are for each of them, 0 for none; bandwidth is in bytes a
-    second."""
+    """The daemon's configuration; sizes are in bytes, times in seconds.
+
+    `http_port` None means no status endpoint, 0 any free port. `cache_dir` is one directory, or several tiers with the
+    fastest first. `job_connections`, `job_bytes_in_flight` and `job_bandwidth` (bytes a second) apply to each job; 0
+    means no limit.
+    """
 
     socket: Path
     cache_dir: Path | tuple[CacheTier, ...]
@@ -316,7 +359,7 @@ class Config:
 
     @property
     def tier(self) -> TierConfig | None:
-        """The local tier and its buddies; `UsageError` for buddies without one."""
+        """The local tier and its buddies, None without a tier; `UsageError` for buddies without a tier."""
         if self.tier_dir is None:
             if self.buddy is not None or self.buddy_listen is not None:
                 raise UsageError(
@@ -342,5 +385,5 @@ class Config:
 
     @property
     def tiers(self) -> tuple[CacheTier, ...]:
-        """At least one."""
+        """The cache's tiers, at least one, fastest first."""
         return (CacheTier(self.cache_dir),) if isinstance(self.cache_dir, Path) else self.cache_dir

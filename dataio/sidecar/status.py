@@ -1,9 +1,10 @@
 """The contents of the status page: jobs, saves, rates, charts, and the latest warnings and errors.
 
-Invariants: `status` fits into one message of the socket; only `history` is long, and is served over HTTP alone. Chart points are
-taken while the daemon is busy and when the status is requested; the points in between are filled in, as nothing changed. All
-state belongs to the loop's thread, except log records. At most `KEPT_MESSAGES` different log messages are kept, cut to
-`MESSAGE_CHARS` characters; repeated messages are counted. The loggers have removed secrets before.
+Invariants: `status` fits into one message of the socket; only `history` is long, and is served over HTTP alone. Chart
+points are taken while the daemon is busy and when the status is requested; the points in between are filled in, as
+nothing changed. All state belongs to the loop's thread, except log records. At most `KEPT_MESSAGES` different log
+messages are kept, cut to `MESSAGE_CHARS` characters; repeated messages are counted. The loggers have removed secrets
+before.
 Failure behaviour: none; the oldest messages are dropped first.
 """
 
@@ -37,15 +38,16 @@ _Point = tuple[float, int, Totals]
 
 
 class StatusView(Collector):
-    """Between `start` and `close` it listens to the log and answers for the metrics. `figures()`: the cache's, its tiers'."""
+    """Between `start` and `close` it listens to the log and answers for the metrics. `figures()`: the cache's, its
+    tiers'."""
 
     def __init__(self, figures: Callable[[], Figures], clock: Callable[[], float] = time.monotonic) -> None:
         self._figures, self._clock = figures, clock
-        self.board = JobStats(clock)
-        self.saves = SaveStats(self.board.commit)
+        self.job_stats = JobStats(clock)
+        self.saves = SaveStats(self.job_stats.commit)
         self._recent = RecentMessages()
         self._points: deque[_Point] = deque(maxlen=POINTS)
-        self._metrics = JobMetrics(self.board, self.saves, figures)
+        self._metrics = JobMetrics(self.job_stats, self.saves, figures)
 
     def start(self) -> None:
         logging.getLogger("headrace").addHandler(self._recent)
@@ -57,7 +59,7 @@ class StatusView(Collector):
 
     def tick(self) -> bool:
         """A point of the charts; whether anything happened since the last one."""
-        self.board.tick()
+        self.job_stats.tick()
         now, fetched, delivered = self._clock(), int(self._figures()[0]["fetched_bytes"]), self._delivered()
         moved = bool(self._points) and self._points[-1][1:] != (fetched, delivered)
         if self._points and not moved:
@@ -81,7 +83,7 @@ class StatusView(Collector):
         return {
             "window_seconds": WINDOW_POINTS * POINT_SECONDS,
             "rates": _rates(recent[0], recent[-1]) if len(recent) > 1 else {},
-            "training": self.board.jobs(now),
+            "training": self.job_stats.jobs(now),
             "saves": self.saves.listed(),
             "errors": self._recent.latest(now),
         }
@@ -94,7 +96,7 @@ class StatusView(Collector):
             {"age": round(now - points[i][0], 1), **_rates(points[max(0, i - 5)], points[i])}
             for i in range(1, len(points))
         ]
-        return {"point_seconds": POINT_SECONDS, "node": node, "jobs": self.board.history()}
+        return {"point_seconds": POINT_SECONDS, "node": node, "jobs": self.job_stats.history()}
 
     def _catch_up(self) -> None:
         """The points of the time in which none was drawn."""
@@ -102,7 +104,7 @@ class StatusView(Collector):
             self.tick()
 
     def _delivered(self) -> Totals:
-        return sum(self.board.totals().values(), Totals())
+        return sum(self.job_stats.totals().values(), Totals())
 
 
 def fitting(status: dict[str, object], most: int) -> str:

@@ -1,11 +1,13 @@
-"""The daemon's read-only HTTP endpoint on loopback: /livez, /readyz, /metrics, /status.json, /history.json and a page at /.
+"""The daemon's read-only HTTP endpoint on loopback: /livez, /readyz, /metrics, /status.json, /history.json and a page
+at /.
 
-Invariants: only GET and HEAD of these paths are answered, nothing is changed by them, and nothing but loopback is listened on.
-A request whose Host is not this machine's own name is refused, so a page from elsewhere cannot read this one by pointing
-its domain here (DNS rebinding). The page may load and ask nothing but this server, and runs no script but its own.
-Any user of the machine may ask for /livez, /readyz and /metrics; what names paths is for the daemon's user and root.
-Failure behaviour: a request head over `HEAD_BYTES`, or one that takes longer than `HEAD_SECONDS`, is cut off. Of more than
-`CONNECTIONS` at once the oldest is cut off, so connections that are only held keep no request out.
+Invariants: only GET and HEAD of these paths are answered, nothing is changed by them, and nothing but loopback is
+listened on. A request whose Host is not this machine's own name is refused, so a page from elsewhere cannot read this
+one by pointing its domain here (DNS rebinding). The page may load and ask nothing but this server, and runs no script
+but its own. Any user of the machine may ask for /livez, /readyz and /metrics; what names paths is for the daemon's user
+and root.
+Failure behaviour: a request head over `HEAD_BYTES`, or one that takes longer than `HEAD_SECONDS`, is cut off. Of more
+than `CONNECTIONS` at once the oldest is cut off, so connections that are only held keep no request out.
 """
 
 from __future__ import annotations

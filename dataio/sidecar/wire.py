@@ -1,13 +1,14 @@
 """Frames on a Unix stream socket, with file descriptors alongside.
 
 A frame is a 4-byte little-endian length, one byte that counts its descriptors, and the payload. Descriptors travel by
-SCM_RIGHTS with the frame's first bytes, so they arrive no later than the frame's end; a frame takes its own from the queue
-of those that have come.
+SCM_RIGHTS with the frame's first bytes, so they arrive no later than the frame's end; a frame takes its own from the
+queue of those that have come.
 
-Invariants: a payload has at most `limits.MESSAGE_BYTES` and is refused before it is buffered; at most `DESCRIPTORS` travel
-with one frame; a descriptor that came is owned by exactly one of the framer and the frame it was handed out with.
-Failure behaviour: `UsageError` for an oversize frame, a wrong count of descriptors, and descriptors without a frame; the
-stream cannot be used afterwards, and `Framer.close` closes what it still holds.
+Invariants: a payload has at most `limits.MESSAGE_BYTES` and is refused before it is buffered; at most `DESCRIPTORS`
+travel with one frame; a descriptor that came is owned by exactly one of the framer and the frame it was handed out
+with.
+Failure behaviour: `UsageError` for an oversize frame, a wrong count of descriptors, and descriptors without a frame;
+the stream cannot be used afterwards, and `Framer.close` closes what it still holds.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def frame(payload: bytes, descriptors: int = 0) -> bytes:
 
 
 def receive(sock: socket.socket, *, wait: bool = True) -> tuple[bytes, list[int]]:
-    """What has come: (b"", []) at the end of the stream. More descriptors than fit are closed by the kernel and refused. Without
-    `wait`, or where the socket does not, `BlockingIOError` when nothing has."""
+    """What has come: (b"", []) at the end of the stream. More descriptors than fit are closed by the kernel and
+    refused. Without `wait`, or where the socket does not, `BlockingIOError` when nothing has."""
     data, ancillary, flags, _ = sock.recvmsg(CHUNK, _ANCILLARY, _CLOEXEC if wait else _CLOEXEC | _DONTWAIT)
     if not ancillary and not flags & _TRUNCATED:
         return data, []
@@ -116,8 +117,8 @@ def receive(sock: socket.socket, *, wait: bool = True) -> tuple[bytes, list[int]
 
 
 def send(sock: socket.socket, data: memoryview | bytes, descriptors: Sequence[int] = (), *, wait: bool = True) -> int:
-    """Send as much of `data` as goes; the descriptors go with its first byte. Without `wait`, or where the socket does not,
-    `BlockingIOError` when nothing goes now."""
+    """Send as much of `data` as goes; the descriptors go with its first byte. Without `wait`, or where the socket does
+    not, `BlockingIOError` when nothing goes now."""
     flags = _NOSIGNAL if wait else _NOSIGNAL | _DONTWAIT
     if not descriptors:
         return sock.send(data, flags)

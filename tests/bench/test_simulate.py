@@ -24,7 +24,7 @@ from headrace.bench.simulate.cluster import VARIANTS, Cluster, Costs, Job, best_
 from headrace.bench.simulate.engine import Latch, Link, Process, Simulation, SimulationError, Sleep, Transfer
 from headrace.bench.workloads.sidecar_rank import Job as RankJob
 from headrace.bench.workloads.sidecar_rank import Shape, run_ranks, write_shards
-from headrace.dataio.cache.readers.bypass import MOST_BYTES
+from headrace.dataio.cache.readers.bypass import MAX_BYTES
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import CACHE_BLOCK_BYTES
 from headrace.loaders.sampling.order import Order
@@ -179,7 +179,7 @@ def test_predictions_for_local_ranks_are_close_to_real_runs(
     node: Path, pieces: model.ReadCosts, ranks: int, shared: bool
 ) -> None:
     expected = predicted(ranks, shared=shared, pieces=pieces)
-    twice = 0 if shared else ranks * MOST_BYTES  # what a rank wants first may come by itself, and again with its block
+    twice = 0 if shared else ranks * MAX_BYTES  # what a rank wants first may come by itself, and again with its block
     for attempt in range(3):  # what else the machine does can only make a run slower
         (node / f"{attempt}").mkdir(exist_ok=True)
         seconds, sent = real(node, ranks, shared=shared, place=str(attempt))

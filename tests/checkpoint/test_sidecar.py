@@ -21,7 +21,7 @@ from headrace.checkpoint.repository import check
 from headrace.checkpoint.saving import executor
 from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.sidecar import connection
-from headrace.dataio.sidecar.client import SaveMeter, Sidecar, Staged
+from headrace.dataio.sidecar.client import SaveMeter, Sidecar, StagedJob
 from headrace.dataio.sidecar.jobs.memfd import sealed
 from headrace.dataio.sidecar.jobs.runner import TRIES
 from headrace.dataio.store.base import Location
@@ -224,8 +224,8 @@ def test_a_save_whose_daemon_is_gone_for_good_is_carried_here_and_its_arena_is_g
     class Gone:
         broken = True
 
-        def stage(self, kind: str, arena_fd: int, plan: bytes, about: str, **more: Any) -> Staged:
-            staged = Staged("token")
+        def stage(self, kind: str, arena_fd: int, plan: bytes, about: str, **more: Any) -> StagedJob:
+            staged = StagedJob("token")
             staged.broke(TransientError("the connection to the sidecar ended"))
             return staged
 

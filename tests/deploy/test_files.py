@@ -48,10 +48,10 @@ def metrics() -> set[str]:
     view.start()
     REGISTRY.register(tier)
     try:
-        view.board.report(1, 1, m.Report(1, "g", "exp", wall=1.0, steps=1, step=3, committed=time.time()))
+        view.job_stats.report(1, 1, m.Report(1, "g", "exp", wall=1.0, steps=1, step=3, committed=time.time()))
         view.saves.room = lambda: {"retrying": 0, "retry_limit_seconds": 3600.0}
         view.tick()
-        view.board.report(1, 1, m.Report(1, "g", "exp", wall=2.0, steps=2, step=3, committed=time.time()))
+        view.job_stats.report(1, 1, m.Report(1, "g", "exp", wall=2.0, steps=2, step=3, committed=time.time()))
         text = generate_latest(REGISTRY).decode()
     finally:
         REGISTRY.unregister(tier)
@@ -107,7 +107,7 @@ def test_the_metrics_follow_prometheus_conventions(metrics: set[str]) -> None:
     view = StatusView(lambda: (cache, ()))
     view.start()
     try:
-        view.board.report(1, 1, m.Report(1, "g", 'exp"\n\\', wall=1.0, steps=1))
+        view.job_stats.report(1, 1, m.Report(1, "g", 'exp"\n\\', wall=1.0, steps=1))
         view.tick()
         _promtool("check", "metrics", text=generate_latest(REGISTRY))
     finally:

@@ -52,7 +52,7 @@ def test_a_shard_that_is_truncated_while_it_is_read_is_damage_and_nothing_worse(
 def test_a_shard_that_is_removed_while_it_is_open_is_read_to_the_end(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "BELIEVED_SECONDS", 1e9)
+    monkeypatch.setattr(blocks, "TRUSTED_SECONDS", 1e9)
     with loader_of(copy) as loader, Dataset(copy) as dataset:
         batches = iter(loader)
         for batch in batches:  # an epoch opens all shards

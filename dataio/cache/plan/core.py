@@ -1,18 +1,20 @@
 """The plan: bytes of immutable objects under the budgets of one or more tiers.
 
-Purpose: reads of announced stores are kept in whole blocks where there is room (`pinned`), and pass through files of their own
-where there is none, or where blocks are not worth it (`ring`, `apart`). A block that nobody announced is evicted when it is the
-least recently used.
+Purpose: reads of announced stores are kept in whole blocks where there is room (`pinned`), and pass through files of
+their own where there is none, or where blocks are not worth it (`ring`, `apart`). A block that nobody announced is
+evicted when it is the least recently used.
 
 A file is only ever *dropped* (forgotten and unlinked), never punched: whoever still holds a descriptor or mapping of it
-keeps every byte it had. Such a file stays on the books until its last holder lets go. Everything in the cache has a copy in
-a store; staged checkpoints are not in it.
+keeps every byte it had. Such a file stays on the books until its last holder lets go. Everything in the cache has a
+copy in a store; staged checkpoints are not in it.
 
-Invariants: the bytes on the books (present, in flight, adopted, and dropped but still held) never pass the budget; a block
-of a live file is fetched by one instruction however many tickets want it; every ticket gets exactly one of `Ready`, `Bypass`
-and `Failed`, at once or when its last part's fetch ends; a file with a fetch in flight is not evicted.
+Invariants: the bytes on the books (present, in flight, adopted, and dropped but still held) never pass the budget; a
+block of a live file is fetched by one instruction however many tickets want it; every ticket gets exactly one of
+`Ready`, `Bypass` and `Failed`, at once or when its last part's fetch ends; a file with a fetch in flight is not
+evicted.
 Failure behaviour: what finds no room is told to `Bypass` the cache (read the store directly), so nothing ever waits for
-room; prefetching alone waits (back-pressure). A failed fetch fails the tickets that wait for it and leaves the block absent.
+room; prefetching alone waits (back-pressure). A failed fetch fails the tickets that wait for it and leaves the block
+absent.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class CachePlan:
         """`budgets` in bytes: of each tier, the fast one first."""
         self.block_bytes, self.prefetch_parts = block_bytes, prefetch_parts
         """Prefetches in flight at once: fewer than the engine has threads, so that a fetch somebody waits for gets one."""
-        self.prefetch_together = 1
+        self.prefetch_batch = 1
         """So many prefetches start at once, as soon as there is room for them all."""
         self.prefetch_bytes = prefetch_parts * block_bytes
         """Bytes that prefetches may have in flight; the engine sets it to what the store's bandwidth and latency ask for."""
@@ -50,21 +52,23 @@ class CachePlan:
         self._streams = Streams()
         self._ring = Ring(self._tiers, self._streams)
         self._pinned = Pinned(self._tiers, self._ring, self._streams)
-        self._flights = InFlight(self._tiers, self._streams)
-        self._apart = ScatteredReads(block_bytes)
+        self._in_flight = InFlight(self._tiers, self._streams)
+        self._scattered_reads = ScatteredReads(block_bytes)
 
     # events
 
     def request(self, ticket: int, obj: ObjectId, ranges: Ranges, stream: int = 0) -> list[Instruction]:
-        """`ticket` (never used before) wants these ranges of `obj` in one file; `stream` is who asks, if it announces."""
+        """`ticket` (never used before) wants these ranges of `obj` in one file; `stream` is who asks, if it
+        announces."""
         out: list[Instruction] = []
         self._streams.read(stream, obj, ranges)
-        self._apart.read(obj, ranges)
+        self._scattered_reads.read(obj, ranges)
         self._request(ticket, obj, ranges, stream, out)
         return out
 
     def take(self, obj: ObjectId, ranges: Ranges) -> int | None:
-        """A block file of `obj` with all of `ranges` present: held once more, as by `Ready`. The quick way for most reads."""
+        """A block file of `obj` with all of `ranges` present: held once more, as by `Ready`. The quick way for most
+        reads."""
         for tier in self._tiers.all:
             file = tier.linked.get(obj)
             if file is not None and file.has(ranges):
@@ -78,13 +82,13 @@ class CachePlan:
         out: list[Instruction] = []
         for file_id, block in parts:
             file = self._tiers.files.get(file_id)
-            if file is not None and block in file.flying:  # else it was lost meanwhile
+            if file is not None and block in file.in_flight:  # else it was lost meanwhile
                 self._arrived(file, block, out)
         return [*out, *self._prefetch()] if parts else out
 
     def _arrived(self, file: CacheFile, block: int, out: list[Instruction]) -> None:
-        for number in self._flights.fetched(file, block):
-            ticket = self._flights.tickets.pop(number)
+        for number in self._in_flight.fetched(file, block):
+            ticket = self._in_flight.tickets.pop(number)
             if ticket.file is not None:
                 self._ready(number, ticket.file, out)
             else:
@@ -95,9 +99,9 @@ class CachePlan:
     def failed(self, file_id: int, block: int) -> list[Instruction]:
         """A `Fetch` failed at the store."""
         file = self._tiers.files.get(file_id)
-        if file is None or block not in file.flying:
+        if file is None or block not in file.in_flight:
             return []
-        out: list[Instruction] = [Failed(ticket, file_id, block) for ticket in self._flights.failed(file, block)]
+        out: list[Instruction] = [Failed(ticket, file_id, block) for ticket in self._in_flight.failed(file, block)]
         if file.ring:
             self._ring.sweep(file.object, out)
         return [*out, *self._prefetch()]
@@ -107,7 +111,7 @@ class CachePlan:
         file = self._tiers.files.get(file_id)
         if file is None or not self._tiers.live(file):
             return []
-        waiting = self._flights.lost(file)
+        waiting = self._in_flight.lost(file)
         out: list[Instruction] = []
         self._tiers.drop(file, out)
         return [*out, *(Bypass(ticket) for ticket in waiting), *self._prefetch()]
@@ -125,8 +129,8 @@ class CachePlan:
             self._tiers.used_lately(file)
 
     def announce(self, stream: int, source: str, wants: Sequence[Want]) -> list[Instruction]:
-        """`stream` reads `source` to an order, and these come next, soonest first; replaces what it announced before. A read
-        may be named several times."""
+        """`stream` reads `source` to an order, and these come next, soonest first; replaces what it announced before. A
+        read may be named several times."""
         out: list[Instruction] = []
         self._streams.announce(stream, source, wants)
         self._pinned.announced(source)
@@ -134,7 +138,8 @@ class CachePlan:
         return [*out, *self._prefetch()]
 
     def reads_in_order(self, stream: int, source: str) -> list[Instruction]:
-        """`stream` is about to announce what it reads of `source`; known at once, since its first read may be as quick."""
+        """`stream` is about to announce what it reads of `source`; known at once, since its first read may be as
+        quick."""
         return [] if self._streams.reads(stream, source) else self.announce(stream, source, [])
 
     def withdraw(self, stream: int) -> list[Instruction]:
@@ -146,7 +151,8 @@ class CachePlan:
         return [*out, *self._prefetch()]
 
     def adopt(self, obj: ObjectId, blocks: Iterable[int], tier: int = 0) -> int | None:
-        """An earlier daemon left these blocks of `obj` in the tier. Returns the file's number, or None when there is no room."""
+        """An earlier daemon left these blocks of `obj` in the tier. Returns the file's number, or None when there is no
+        room."""
         place, blocks = self._tiers.all[tier], set(blocks)
         cost = sum(min(self.block_bytes, obj.size - block * self.block_bytes) for block in blocks)
         known = self._tiers.versions.get((obj.source, obj.key), obj) != obj or obj in place.linked
@@ -159,24 +165,26 @@ class CachePlan:
         return file.id
 
     def resize(self, budgets: int | Sequence[int]) -> list[Instruction]:
-        """Other budgets. What is held or in flight above a smaller one goes as soon as it can; until then nothing comes."""
+        """Other budgets. What is held or in flight above a smaller one goes as soon as it can; until then nothing
+        comes."""
         out: list[Instruction] = []
         for tier, budget in zip(self._tiers.all, [budgets] if isinstance(budgets, int) else budgets, strict=True):
             tier.budget = budget
             for file in list(tier.linked.values()):
                 if tier.used - tier.dropped <= budget:
                     break
-                if not file.flying:
+                if not file.in_flight:
                     self._tiers.drop(file, out)
         return [*out, *self._prefetch()]
 
     def set_open(self, tier: int, *, open: bool) -> None:
-        """Whether the tier's disk can be written: else what is present is still served, and nothing new comes into it."""
+        """Whether the tier's disk can be written: else what is present is still served, and nothing new comes into
+        it."""
         self._tiers.all[tier].open = open
 
-    def ahead(self, parts: int, size: int, together: int) -> None:
+    def set_prefetch_limits(self, parts: int, size: int, together: int) -> None:
         """How many prefetches may be in flight, bytes of them, and how many start at once."""
-        self.prefetch_parts, self.prefetch_bytes, self.prefetch_together = parts, size, together
+        self.prefetch_parts, self.prefetch_bytes, self.prefetch_batch = parts, size, together
 
     # questions
 
@@ -211,7 +219,8 @@ class CachePlan:
     def grown(
         self, told: Mapping[int, Sequence[tuple[int, int]]], files: int, runs: int
     ) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Of files with the very lists that `runs` gave: up to `files` of those of which more is present, in few runs."""
+        """Of files with the very lists that `runs` gave: up to `files` of those of which more is present, in few
+        runs."""
         out: list[tuple[int, list[tuple[int, int]]]] = []
         for id, before in told.items():
             file = self._tiers.files.get(id)
@@ -224,10 +233,10 @@ class CachePlan:
     def object_of(self, file_id: int) -> ObjectId:
         return self._tiers.files[file_id].object
 
-    def waited_for(self, file_id: int, block: int) -> bool:
+    def is_awaited(self, file_id: int, block: int) -> bool:
         """Whether somebody waits for this fetch now."""
         file = self._tiers.files.get(file_id)
-        return file is not None and bool(file.flying.get(block))
+        return file is not None and bool(file.in_flight.get(block))
 
     def has_all(self, obj: ObjectId, ranges: Ranges) -> bool:
         """Whether these ranges are all present."""
@@ -250,10 +259,10 @@ class CachePlan:
             "ring_bytes": sum(tier.ring.used - tier.ring.dropped for tier in tiers),
             "reused_bytes": self._ring.reused_bytes(),
             "adopted_bytes": sum(file.cost(file.adopted) for file in linked),
-            "in_flight_bytes": sum(file.cost(file.flying) for file in live),
+            "in_flight_bytes": sum(file.cost(file.in_flight) for file in live),
             "dropped_but_held_bytes": sum(tier.dropped for tier in tiers),
             "files": len(live),
-            "waiting": len(self._flights.tickets),
+            "waiting": len(self._in_flight.tickets),
             "streams": len(self._streams),
             "announced": self._streams.waiting(),
         }
@@ -266,7 +275,7 @@ class CachePlan:
         parts = self._scattered(obj, ranges, out, stream) if file is None else {}
         missing = {(other.id, part): other for part, other in parts.items() if part not in other.present}
         if missing:  # and then it is looked at again
-            self._flights.wait(number, Ticket(None, missing, obj, ranges, stream))
+            self._in_flight.wait(number, Ticket(None, missing, obj, ranges, stream))
             return
         if parts:
             file = self._through_ring(obj, ranges, out, stream, due=0.0, asked=True)
@@ -277,21 +286,22 @@ class CachePlan:
         if file.ring and file.id >= first_new:
             self._ring.asked(file, stream, ranges)
         wanted = file.needs(ranges) or set()
-        self._flights.launch(file, sorted(wanted - file.present - file.flying.keys()), out, stream)
+        self._in_flight.launch(file, sorted(wanted - file.present - file.in_flight.keys()), out, stream)
         self._ring.was_read(obj, stream, ranges)
         missing = dict.fromkeys(((file.id, part) for part in wanted - file.present), file)
         if missing:
-            self._flights.wait(number, Ticket(file, missing, obj, ranges, stream))
+            self._in_flight.wait(number, Ticket(file, missing, obj, ranges, stream))
             return
         self._ready(number, file, out)
         self._ring.sweep(obj, out)
 
     def _scattered(self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int) -> dict[int, CacheFile]:
-        """The files of several tiers that have, or from now on get, the blocks of `ranges`; nothing when it is one, or none has
-        room. So a block is in one tier, and a read over an edge is copied together instead of being kept twice."""
+        """The files of several tiers that have, or from now on get, the blocks of `ranges`; nothing when it is one, or
+        none has room. So a block is in one tier, and a read over an edge is copied together instead of being kept
+        twice."""
         parts = self._pinned.spread(obj, ranges) if self._streams.uses(obj.source) else {}
         lacking = blocks_of(ranges, self.block_bytes) - parts.keys()
-        if not parts or (lacking and self._apart.takes(obj, ranges)):
+        if not parts or (lacking and self._scattered_reads.takes(obj, ranges)):
             return {}
         if lacking:
             more = tuple((part * self.block_bytes, 1) for part in sorted(lacking))
@@ -300,8 +310,8 @@ class CachePlan:
                 return {}
             parts.update(dict.fromkeys(lacking, file))
         for part, file in sorted(parts.items(), key=lambda entry: entry[0]):
-            if part not in file.present and part not in file.flying:
-                self._flights.launch(file, [part], out, stream)
+            if part not in file.present and part not in file.in_flight:
+                self._in_flight.launch(file, [part], out, stream)
         return parts
 
     def _find(self, obj: ObjectId, ranges: Ranges) -> CacheFile | None:
@@ -316,12 +326,12 @@ class CachePlan:
     ) -> CacheFile | None:
         """A file that gets `ranges`, or has them already; None when there is no room in any tier."""
         uses = self._streams.uses(obj.source)
-        file, apart = self._find(obj, ranges), uses and self._apart.takes(obj, ranges)
-        if file is None and not apart:
+        file, scattered = self._find(obj, ranges), uses and self._scattered_reads.takes(obj, ranges)
+        if file is None and not scattered:
             file = self._pinned.admit(obj, ranges, out)
         if file is None and uses:
             file = self._through_ring(obj, ranges, out, stream, due=due, asked=asked)
-            for block in self._apart.took(obj, ranges) if apart and file is not None else ():
+            for block in self._scattered_reads.took(obj, ranges) if scattered and file is not None else ():
                 self._keep(obj, block, out, stream)
         elif file is not None and not file.ring:
             self._tiers.used_lately(file)
@@ -331,16 +341,16 @@ class CachePlan:
         """Fetch all of a block for later, if there is room."""
         ranges = ((block * self.block_bytes, 1),)
         file = None if self._pinned.find(obj, ranges) else self._pinned.admit(obj, ranges, out)
-        if file is not None and block not in file.flying:
-            self._flights.launch(file, [block], out, stream)
-            self._flights.ahead(file, block, stream)
+        if file is not None and block not in file.in_flight:
+            self._in_flight.launch(file, [block], out, stream)
+            self._in_flight.mark_prefetch(file, block, stream)
 
     def _through_ring(
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, asked: bool
     ) -> CacheFile | None:
         file = self._ring.open(obj, ranges, out, due=due, asked=asked)
         if file is not None:
-            self._flights.launch(file, range(len(file.parts or ())), out, stream)
+            self._in_flight.launch(file, range(len(file.parts or ())), out, stream)
         return file
 
     def _ready(self, ticket: int, file: CacheFile, out: list[Instruction]) -> None:
@@ -348,12 +358,13 @@ class CachePlan:
         out.append(Ready(ticket, file.id, file.ring))
 
     def _prefetch(self) -> list[Instruction]:
-        """Start announced fetches, the one due first before the others, while there is room in the air and in the cache."""
+        """Start announced fetches, the one due first before the others, while there is room in the air and in the
+        cache."""
         out: list[Instruction] = []
-        flights = self._flights
-        if flights.ahead_parts > self.prefetch_parts - self.prefetch_together:
+        flights = self._in_flight
+        if flights.prefetch_parts > self.prefetch_parts - self.prefetch_batch:
             return out
-        while flights.ahead_parts < self.prefetch_parts and flights.ahead_bytes < self.prefetch_bytes:
+        while flights.prefetch_parts < self.prefetch_parts and flights.prefetch_bytes < self.prefetch_bytes:
             stream = self._streams.next(self.prefetch_bytes) if self._tiers.open else None
             if stream is None or not self._prefetch_for(stream, self._streams.head(stream), out):
                 break
@@ -370,27 +381,27 @@ class CachePlan:
             flying = set(self._flying(want.object))
             if self._scattered(want.object, want.ranges, out, stream):
                 for id, number in set(self._flying(want.object)) - flying:
-                    self._flights.ahead(self._tiers.files[id], number, stream)
+                    self._in_flight.mark_prefetch(self._tiers.files[id], number, stream)
                 return True
             file = self._place(want.object, want.ranges, out, stream, due=want.due, asked=False)
         if file is None:  # one that will never fit is left out
             return sum(length for _, length in want.ranges) > self._ring_for_prefetch
         if not file.ring:
-            started = (file.needs(want.ranges) or set()) - file.present - file.flying.keys()
-            self._flights.launch(file, sorted(started), out, stream)
+            started = (file.needs(want.ranges) or set()) - file.present - file.in_flight.keys()
+            self._in_flight.launch(file, sorted(started), out, stream)
         elif file.id >= first_new:
             self._ring.fetching(file, stream, want.ranges, want.due)
-            started = set(file.flying)
+            started = set(file.in_flight)
         else:
             if stream not in file.awaited:  # another stream's
                 self._ring.fetching(file, stream, want.ranges, want.due)
             started = set()
         for number in started:
-            self._flights.ahead(file, number, stream)
+            self._in_flight.mark_prefetch(file, number, stream)
         return True
 
     def _flying(self, obj: ObjectId) -> Iterator[tuple[int, int]]:
-        return ((file.id, number) for file in self._tiers.blocks(obj) for number in file.flying)
+        return ((file.id, number) for file in self._tiers.blocks(obj) for number in file.in_flight)
 
     @property
     def _ring_for_prefetch(self) -> int:

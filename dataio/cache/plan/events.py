@@ -14,8 +14,8 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class ObjectId(NamedTuple):
-    """One version of one object. `source` names its store; size in bytes; `modified` tells it from an older one. (A tuple, since
-    it is looked up all the time, and the hash of a dataclass takes five times as long.)"""
+    """One version of one object. `source` names its store; size in bytes; `modified` tells it from an older one. (A
+    tuple, since it is looked up all the time, and the hash of a dataclass takes five times as long.)"""
 
     source: str
     key: str
@@ -44,7 +44,7 @@ class Create(msgspec.Struct, frozen=True):
 class Fetch:
     """Bring bytes [offset, offset + length) of the object into the file; answer with `fetched`, `failed` or `lost`.
 
-    `block` numbers the part of the file. `here` are (file, offset, length) that other files of the cache hold already.
+    `block` numbers the part of the file. `copies` are (file, offset, length) that other files of the cache hold already.
     `adopted`: an earlier daemon left the block; it counts as fetched if its digest is right, and is fetched otherwise.
     `stream`: who it is for, 0 for one that does not announce.
     """
@@ -53,7 +53,7 @@ class Fetch:
     block: int
     offset: int
     length: int
-    here: tuple[tuple[int, int, int], ...] = ()
+    copies: tuple[tuple[int, int, int], ...] = ()
     adopted: bool = False
     stream: int = field(default=0, compare=False)
 
@@ -66,8 +66,8 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """All blocks of the ticket are in the file. It counts as held once; answer with `released` when that ends. `once`: the
-    file is for this read alone."""
+    """All blocks of the ticket are in the file. It counts as held once; answer with `released` when that ends. `once`:
+    the file is for this read alone."""
 
     ticket: int
     file: int

@@ -38,18 +38,18 @@ class Awaited:
     """How often a stream will still read a range of a ring file: `named` times by its newest announcement, `making`
     times by earlier ones: a loader names a read no more as soon as its batch is in the making."""
 
-    making: int = 0
-    named: int = 0
+    in_progress: int = 0
+    announced: int = 0
 
     @property
     def left(self) -> int:
-        return self.making + self.named
+        return self.in_progress + self.announced
 
     def read(self) -> None:
-        if self.making:
-            self.making -= 1
-        elif self.named:
-            self.named -= 1
+        if self.in_progress:
+            self.in_progress -= 1
+        elif self.announced:
+            self.announced -= 1
 
 
 @dataclass(slots=True, eq=False)
@@ -64,12 +64,12 @@ class Readers:
     @property
     def next_use(self) -> float:
         """When it is needed next: now, for a batch that is in the making."""
-        return 0.0 if any(wanted.making for wanted in self.ranges.values()) else self.due
+        return 0.0 if any(wanted.in_progress for wanted in self.ranges.values()) else self.due
 
 
 @dataclass(slots=True, eq=False)
 class CacheFile:
-    """One file. `flying` maps a part to the tickets that wait for it, `ahead` to the stream it is prefetched for."""
+    """One file. `in_flight` maps a part to the tickets that wait for it, `prefetched_for` to the stream it is prefetched for."""
 
     id: int
     object: ObjectId
@@ -78,13 +78,13 @@ class CacheFile:
     block_bytes: int
     parts: Ranges | None = None  # of a ring file
     present: set[int] = field(default_factory=set)
-    flying: dict[int, list[int]] = field(default_factory=dict)
-    ahead: dict[int, int] = field(default_factory=dict)
+    in_flight: dict[int, list[int]] = field(default_factory=dict)
+    prefetched_for: dict[int, int] = field(default_factory=dict)
     adopted: set[int] = field(default_factory=set)
     checking: set[int] = field(default_factory=set)
     awaited: dict[int, Readers] = field(default_factory=dict)
     """Of a ring file: who will still read it."""
-    again: bool = False
+    reused: bool = False
     """Of a ring file: it is read more than once within what is announced, and stays in between."""
     holds: int = 0
     bytes: int = 0
@@ -131,9 +131,9 @@ class CacheFile:
     @property
     def whole(self) -> bool:
         """Whether every part of a ring file is present or in flight."""
-        return len(self.present) + len(self.flying) == len(self.parts or ())
+        return len(self.present) + len(self.in_flight) == len(self.parts or ())
 
-    def there(self, offset: int, length: int) -> list[tuple[int, int]]:
+    def present_within(self, offset: int, length: int) -> list[tuple[int, int]]:
         """What of [offset, offset + length) is present, as (offset, length)."""
         numbers = self.present if self.ring else blocks_of(((offset, length),), self.block_bytes) & self.present
         out: list[tuple[int, int]] = []
@@ -338,7 +338,7 @@ class Tiers:
         """An older version of the object is of no use any more."""
         older = self.versions.get((obj.source, obj.key), obj)
         for file in list(self.blocks(older)) if older != obj else ():
-            if not file.flying:
+            if not file.in_flight:
                 self.drop(file, out)
             elif not file.stale:
                 file.stale = True

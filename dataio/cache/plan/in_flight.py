@@ -1,7 +1,7 @@
 """What is being fetched, for which tickets and for which streams.
 
-Invariants: a part of a file is fetched by one instruction however many tickets want it; what other files of the cache have is
-copied from there. Bytes that are prefetched are counted for their stream until they land.
+Invariants: a part of a file is fetched by one instruction however many tickets want it; what other files of the cache
+have is copied from there. Bytes that are prefetched are counted for their stream until they land.
 Failure behaviour: a part whose fetch failed is absent again, or, where an earlier daemon left it, unchecked again.
 """
 
@@ -17,8 +17,8 @@ from headrace.dataio.cache.plan.streams import Streams
 
 @dataclass(slots=True)
 class Ticket:
-    """One request that waits for parts of files. `file` has all that it wants; without one they lie in several tiers, and the
-    request is looked at again when all are there."""
+    """One request that waits for parts of files. `file` has all that it wants; without one they lie in several tiers,
+    and the request is looked at again when all are there."""
 
     file: CacheFile | None
     missing: dict[tuple[int, int], CacheFile]
@@ -33,31 +33,31 @@ class InFlight:
     def __init__(self, tiers: Tiers, streams: Streams) -> None:
         self._tiers, self._streams = tiers, streams
         self.tickets: dict[int, Ticket] = {}
-        self.ahead_parts = self.ahead_bytes = 0
+        self.prefetch_parts = self.prefetch_bytes = 0
 
     def launch(self, file: CacheFile, numbers: Iterable[int], out: list[Instruction], stream: int) -> None:
         for number in numbers:
             offset, length = file.part(number)
             adopted = number in file.adopted
-            file.flying[number] = []
+            file.in_flight[number] = []
             if adopted:
                 file.adopted.discard(number)
                 file.checking.add(number)
             else:
                 self._tiers.charge(file, length)
-            out.append(Fetch(file.id, number, offset, length, self._here(file, offset, length), adopted, stream))
+            out.append(Fetch(file.id, number, offset, length, self._copies(file, offset, length), adopted, stream))
 
     def wait(self, number: int, ticket: Ticket) -> None:
         """The ticket waits for its missing parts, which are in flight."""
         self.tickets[number] = ticket
         for (_, part), file in ticket.missing.items():
-            file.flying[part].append(number)
+            file.in_flight[part].append(number)
 
-    def ahead(self, file: CacheFile, number: int, stream: int) -> None:
+    def mark_prefetch(self, file: CacheFile, number: int, stream: int) -> None:
         """This fetch is a prefetch for the stream."""
         cost = file.part(number)[1]
-        file.ahead[number] = stream
-        self.ahead_parts, self.ahead_bytes = self.ahead_parts + 1, self.ahead_bytes + cost
+        file.prefetched_for[number] = stream
+        self.prefetch_parts, self.prefetch_bytes = self.prefetch_parts + 1, self.prefetch_bytes + cost
         self._streams.charge(stream, cost)
 
     def fetched(self, file: CacheFile, number: int) -> list[int]:
@@ -82,8 +82,8 @@ class InFlight:
 
     def lost(self, file: CacheFile) -> list[int]:
         """Nothing more will come into the file; returns the tickets that waited for some of it."""
-        waiting = sorted({ticket for tickets in file.flying.values() for ticket in tickets})
-        for number in list(file.flying):
+        waiting = sorted({ticket for tickets in file.in_flight.values() for ticket in tickets})
+        for number in list(file.in_flight):
             checking = number in file.checking
             self._landed(file, number)
             if not checking:
@@ -92,11 +92,14 @@ class InFlight:
             self._forget(ticket)
         return waiting
 
-    def _here(self, file: CacheFile, offset: int, length: int) -> tuple[tuple[int, int, int], ...]:
+    def _copies(self, file: CacheFile, offset: int, length: int) -> tuple[tuple[int, int, int], ...]:
         """What other files have of a part: sorted and disjoint."""
         others = [*self._tiers.blocks(file.object), *(self._tiers.rings.get(file.object, ()) if file.ring else ())]
         found = sorted(
-            (at, size, other.id) for other in others if other is not file for at, size in other.there(offset, length)
+            (at, size, other.id)
+            for other in others
+            if other is not file
+            for at, size in other.present_within(offset, length)
         )
         out: list[tuple[int, int, int]] = []
         for at, size, other in found:
@@ -107,15 +110,15 @@ class InFlight:
 
     def _landed(self, file: CacheFile, number: int) -> list[int]:
         file.checking.discard(number)
-        stream = file.ahead.pop(number, None)
+        stream = file.prefetched_for.pop(number, None)
         if stream is not None:
             cost = file.part(number)[1]
-            self.ahead_parts, self.ahead_bytes = self.ahead_parts - 1, self.ahead_bytes - cost
+            self.prefetch_parts, self.prefetch_bytes = self.prefetch_parts - 1, self.prefetch_bytes - cost
             self._streams.charge(stream, -cost)
-        return file.flying.pop(number)
+        return file.in_flight.pop(number)
 
     def _forget(self, ticket: int) -> None:
         for (_, number), file in self.tickets.pop(ticket).missing.items():
-            waiting = file.flying.get(number)
+            waiting = file.in_flight.get(number)
             if waiting and ticket in waiting:
                 waiting.remove(ticket)

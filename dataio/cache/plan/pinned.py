@@ -1,10 +1,11 @@
 """Where blocks stay: which tier takes an object's blocks, and what must go for them.
 
-Purpose: blocks of a store that a loader announced come first into the fastest tier that has room, and are not evicted while it is
-read. Where every sample is read once an epoch no policy hits more often than that: the hit rate is the share that is kept. What
-nobody announces is evicted least recently used first, by whole file, from the slowest tier before the others.
-Invariants: a file with a fetch in flight is not evicted; what has been dropped and is still held counts as used, but as good as
-gone when victims are chosen, or one stubborn holder would empty the cache.
+Purpose: blocks of a store that a loader announced come first into the fastest tier that has room, and are not evicted
+while it is read. Where every sample is read once an epoch no policy hits more often than that: the hit rate is the
+share that is kept. What nobody announces is evicted least recently used first, by whole file, from the slowest tier
+before the others.
+Invariants: a file with a fetch in flight is not evicted; what has been dropped and is still held counts as used, but as
+good as gone when victims are chosen, or one stubborn holder would empty the cache.
 Failure behaviour: None where there is no room; nothing waits.
 """
 
@@ -39,19 +40,20 @@ class Pinned:
             lacking = needed - file.present
             if lacking and self._tiers.all[file.tier].open:
                 lacking -= file.adopted
-            if not lacking or lacking <= file.flying.keys():
+            if not lacking or lacking <= file.in_flight.keys():
                 return file
         return None
 
     def spread(self, obj: ObjectId, ranges: Ranges) -> dict[int, CacheFile]:
-        """Which tier's file has each block of `ranges` that any has or gets; nothing where the object lies in one tier."""
+        """Which tier's file has each block of `ranges` that any has or gets; nothing where the object lies in one
+        tier."""
         files = list(self._tiers.blocks(obj))
         if len(self._tiers.all) < 2 or not files:
             return {}
         wanted, out = blocks_of(ranges, self._tiers.block_bytes), dict[int, CacheFile]()
         for file in reversed(files):  # the fastest counts
             well = self._tiers.all[file.tier].open
-            known = file.present | file.flying.keys() | (file.adopted if well else set())
+            known = file.present | file.in_flight.keys() | (file.adopted if well else set())
             out.update(dict.fromkeys(wanted & known, file))
         return out
 
@@ -90,14 +92,14 @@ class Pinned:
         file = tier.linked.get(obj)
         blank = file or CacheFile(0, obj, tier.number, tier.pinned, self._tiers.block_bytes)
         wanted = blank.needs(ranges) or set()
-        missing = blank.cost(wanted - blank.present - blank.flying.keys() - blank.adopted)
+        missing = blank.cost(wanted - blank.present - blank.in_flight.keys() - blank.adopted)
         if blank.cost(wanted) > self.limit(tier):
             return None
         if evict:
             self._make_room(tier, missing, obj, out)
         if file and self._fits(tier, missing):
             return file
-        if file and evict and not file.flying and not self._protected(obj.source, obj.source):
+        if file and evict and not file.in_flight and not self._protected(obj.source, obj.source):
             self._tiers.drop(file, out)  # an object larger than the budget: begin it anew
             file = None
         fits = file is None and self._fits(tier, blank.cost(wanted)) and self._files_free
@@ -126,11 +128,11 @@ class Pinned:
         return full or (new_file and not self._files_free)
 
     def _may_go(self, file: CacheFile, new: str) -> bool:
-        return not file.flying and (file.stale or not self._protected(file.object.source, new))
+        return not file.in_flight and (file.stale or not self._protected(file.object.source, new))
 
     def _protected(self, source: str, new: str) -> bool:
-        """Whether blocks of `source` stay when something of the store `new` comes: while a loader announces it, and, when it
-        has stopped (its trainer starts again, as a rule), against reads of the store itself."""
+        """Whether blocks of `source` stay when something of the store `new` comes: while a loader announces it, and,
+        when it has stopped (its trainer starts again, as a rule), against reads of the store itself."""
         return self._streams.uses(source) or (source == new and source in self._ordered)
 
     def _evictable(self, tier: Tier, new: str) -> bool:

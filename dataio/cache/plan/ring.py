@@ -15,7 +15,7 @@ advance.
 Invariants: reads that are named once have `base` bytes. Reads that are named again use the ring's `reserve` in
 addition, which grows in steps of a sixteenth of the budget to less than half of it, at the cost of blocks.
 `ScatteredReads` counts at most `KNOWN` blocks and `STORES` stores, and forgets the oldest first. Sans-I/O.
-Failure behaviour: None when there is no room. An unread file is given up when room is short and the last `PATIENCE`
+Failure behaviour: None when there is no room. An unread file is given up when room is short and the last `MISSED_ANNOUNCEMENTS`
 announcements of its stream did not name it.
 
 Belady: "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5 (2), 1966.
@@ -35,7 +35,7 @@ SHARE = 64
 BLOCKS = 4
 STEPS = 16
 """The reserve grows by this part of its tier's budget."""
-PATIENCE = 4
+MISSED_ANNOUNCEMENTS = 4
 """A read that so many announcements no longer named, and that was not read, will not be."""
 
 
@@ -44,7 +44,7 @@ class Ring:
 
     def __init__(self, tiers: Tiers, streams: Streams) -> None:
         self._tiers, self._streams = tiers, streams
-        self._again: dict[int, CacheFile] = {}
+        self._reused: dict[int, CacheFile] = {}
         self.reserve = 0
 
     # how much
@@ -67,8 +67,8 @@ class Ring:
 
     def reused_bytes(self) -> int:
         """Bytes of live files that are kept because they are read again."""
-        self._again = {id: file for id, file in self._again.items() if self._tiers.live(file)}
-        return sum(file.bytes for file in self._again.values())
+        self._reused = {id: file for id, file in self._reused.items() if self._tiers.live(file)}
+        return sum(file.bytes for file in self._reused.values())
 
     # in and out
 
@@ -95,7 +95,7 @@ class Ring:
         return self._tiers.create(tier, obj, parts, out)
 
     def _over(self, tier: Tier, cost: int, limit: int) -> bool:
-        reused = min(self.reused_bytes(), self.room(tier) - self.base(tier)) if self._again else 0
+        reused = min(self.reused_bytes(), self.room(tier) - self.base(tier)) if self._reused else 0
         return tier.ring.used - reused + cost > limit
 
     def _make_room(self, tier: Tier, cost: int, limit: int, due: float, out: list[Instruction]) -> None:
@@ -104,13 +104,13 @@ class Ring:
         these."""
         if self._over(tier, cost, limit):
             for file in list(self._tiers.ring_files.values()):
-                if not file.flying and all(self._given_up(stream, r.number) for stream, r in file.awaited.items()):
+                if not file.in_flight and all(self._given_up(stream, r.number) for stream, r in file.awaited.items()):
                     self._tiers.drop(file, out)
-        if self._again and self._over(tier, cost, limit):
-            for file in sorted(self._again.values(), key=lambda file: -file.next_use):
+        if self._reused and self._over(tier, cost, limit):
+            for file in sorted(self._reused.values(), key=lambda file: -file.next_use):
                 if file.next_use <= due or not self._over(tier, cost, limit):
                     break
-                if not file.flying:
+                if not file.in_flight:
                     self._tiers.drop(file, out)
         self._shrink_blocks(tier, out)
 
@@ -119,12 +119,12 @@ class Ring:
         for victim in list(tier.linked.values()) if tier.pinned.used > limit else ():
             if tier.pinned.used - tier.pinned.dropped <= limit:
                 break
-            if not victim.flying:
+            if not victim.in_flight:
                 self._tiers.drop(victim, out)
 
     def _given_up(self, stream: int, number: int) -> bool:
         now = self._streams.announced(stream)
-        return not now or now - number >= PATIENCE
+        return not now or now - number >= MISSED_ANNOUNCEMENTS
 
     # who awaits what
 
@@ -140,7 +140,7 @@ class Ring:
             found = self.find(want.object, want.ranges)
             if found is not None:
                 self._name(found, stream, number, want.ranges, want.due)
-        self._note_again(out)
+        self._mark_reused(out)
 
     def fetching(self, file: CacheFile, stream: int, ranges: Ranges, due: float) -> None:
         """The file is prefetched for the stream, whose newest announcement names it."""
@@ -180,7 +180,7 @@ class Ring:
     def sweep(self, obj: ObjectId, out: list[Instruction]) -> None:
         """Drop this object's files that nobody awaits, and those with a hole, which serve nobody."""
         for file in list(self._tiers.rings.get(obj, ())):
-            if not file.flying and (not file.awaited or not file.whole):
+            if not file.in_flight and (not file.awaited or not file.whole):
                 self._tiers.drop(file, out)
 
     def _name(self, file: CacheFile, stream: int, number: int, ranges: Ranges, due: float) -> None:
@@ -191,19 +191,19 @@ class Ring:
         readers.due = min(readers.due, due)
         for wanted in ranges:
             entry = readers.ranges.setdefault(wanted, Awaited())
-            entry.making, entry.named = max(0, entry.making - 1), entry.named + 1
+            entry.in_progress, entry.announced = max(0, entry.in_progress - 1), entry.announced + 1
 
-    def _note_again(self, out: list[Instruction]) -> None:
+    def _mark_reused(self, out: list[Instruction]) -> None:
         for file in self._tiers.ring_files.values():
-            if not file.again and any(entry.left > 1 for r in file.awaited.values() for entry in r.ranges.values()):
+            if not file.reused and any(entry.left > 1 for r in file.awaited.values() for entry in r.ranges.values()):
                 self._keep(file)
-        if self._again and (tier := self.tier) is not None:
+        if self._reused and (tier := self.tier) is not None:
             self._shrink_blocks(tier, out)
 
     def _keep(self, file: CacheFile) -> None:
         """It comes again: it counts for the reserve, which grows where it must."""
-        file.again = True
-        self._again[file.id] = file
+        file.reused = True
+        self._reused[file.id] = file
         step = max(1, self._tiers.all[file.tier].budget // STEPS)
         self.reserve = max(self.reserve, -(-self.reused_bytes() // step) * step)
 
@@ -212,7 +212,7 @@ def _renew(readers: Readers, due: float) -> None:
     """What was named until now is in the making, unless it is named again."""
     readers.due = due
     for entry in readers.ranges.values():
-        entry.making, entry.named = entry.making + entry.named, 0
+        entry.in_progress, entry.announced = entry.in_progress + entry.announced, 0
 
 
 HOLE = 2

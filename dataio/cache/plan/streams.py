@@ -1,10 +1,10 @@
 """What the loaders of the node announced: whose read is prefetched next, and which stores are in use.
 
-Invariants: the read that is due first is next; a stream that has more than its fair share of the bytes in flight waits while
-another has something to fetch, so no job starves another. Reads of one stream keep their order. An announcement that goes on
-where the last one was (the same `Want` objects, without some of the first and with more at the end) costs what is new in it, and
-leaves what announcing all of it anew would leave.
-Sans-I/O, bounded: a stream has at most the wants of one announcement.
+Invariants: the read that is due first is next; a stream that has more than its fair share of the bytes in flight waits
+while another has something to fetch, so no job starves another. Reads of one stream keep their order. An announcement
+that goes on where the last one was (the same `Want` objects, without some of the first and with more at the end) costs
+what is new in it, and leaves what announcing all of it anew would leave. Sans-I/O, bounded: a stream has at most the
+wants of one announcement.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Read = tuple[ObjectId, Ranges]
 
 @dataclass(eq=False)
 class Stream:
-    """One loader. `flying` counts bytes that are being prefetched for it, `number` its announcements; `named` is the newest, and
-    `placed` what of it was looked at already: an announcement repeats most of the last one."""
+    """One loader. `in_flight_bytes` counts bytes that are being prefetched for it, `number` its announcements; `named` is the
+    newest, and `placed` what of it was looked at already: an announcement repeats most of the last one."""
 
     source: str
     wants: deque[Want] = field(default_factory=deque)
-    flying: int = 0
+    in_flight_bytes: int = 0
     number: int = 0
     named: Sequence[Want] = ()
     placed: set[Read] = field(default_factory=set)
@@ -154,8 +154,8 @@ class Streams:
         if not waiting:
             return None
         share = in_flight_bytes // len(waiting)
-        below = [entry for entry in waiting if entry[1].flying < share] or waiting
-        return min(below, key=lambda entry: (entry[1].wants[0].due, entry[1].flying))[0]
+        below = [entry for entry in waiting if entry[1].in_flight_bytes < share] or waiting
+        return min(below, key=lambda entry: (entry[1].wants[0].due, entry[1].in_flight_bytes))[0]
 
     def head(self, number: int) -> Want:
         return self._streams[number].wants[0]
@@ -169,7 +169,7 @@ class Streams:
     def charge(self, number: int, cost: int) -> None:
         """Bytes in flight for the stream, which may be gone."""
         if number in self._streams:
-            self._streams[number].flying += cost
+            self._streams[number].in_flight_bytes += cost
 
     def waiting(self) -> int:
         """Wants not looked at yet."""

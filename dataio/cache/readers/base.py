@@ -1,9 +1,9 @@
 """The interface through which loaders read shards, and how a process without a sidecar chooses an implementation.
 
-Purpose: one interface for "give me these ranges of this object". The implementations read from the node's sidecar (a mapped file
-descriptor of its cache), from a cache inside the process, from local files, or directly from the store.
-Invariants: the bytes are those of the stored object. Callers verify them against the index's digests, since a cache disk may
-rot. Memory of a `ThreadBuffer` is not reused while anything refers to it.
+Purpose: one interface for "give me these ranges of this object". The implementations read from the node's sidecar (a
+mapped file descriptor of its cache), from a cache inside the process, from local files, or directly from the store.
+Invariants: the bytes are those of the stored object. Callers verify them against the index's digests, since a cache
+disk may rot. Memory of a `ThreadBuffer` is not reused while anything refers to it.
 Failure behaviour: errors of `headrace.dataio.core.errors`; a reader whose sidecar dies continues without it.
 """
 
@@ -42,8 +42,8 @@ class ShardReader(Protocol):
         ...
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Fill the pieces of every (key, pieces), as `read_into` does, and yield after each. They are some tens: all may be
-        prepared before the first is read."""
+        """Fill the pieces of every (key, pieces), as `read_into` does, and yield after each. They are some tens: all
+        may be prepared before the first is read."""
         ...
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
@@ -70,7 +70,7 @@ def copy_into(reader: ShardReader, key: str, pieces: Sequence[tuple[int, memoryv
             np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(view, np.uint8))
 
 
-KEPT_BYTES = 64 * limits.MIB
+REUSED_BYTES = 64 * limits.MIB
 """What a thread needs more than this for is not kept for its next read."""
 _GRAIN = 1 << 16
 
@@ -82,9 +82,9 @@ class ThreadBuffer(threading.local):
         self._block = np.empty(0, np.uint8)
         self._lent: weakref.ref[np.ndarray] | None = None
 
-    def lend(self, size: int) -> memoryview:
+    def allocate(self, size: int) -> memoryview:
         """`size` writable bytes, which nothing else refers to for as long as anything refers to them."""
-        if size > KEPT_BYTES:
+        if size > REUSED_BYTES:
             return np.empty(size, np.uint8).data
         if size > len(self._block) or (self._lent is not None and self._lent() is not None):
             self._block = np.empty(max(size + size // 8, _GRAIN), np.uint8)
@@ -92,9 +92,9 @@ class ThreadBuffer(threading.local):
         self._lent = weakref.ref(loan)
         return loan.data
 
-    def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, memoryview]]:
+    def allocate_pieces(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, memoryview]]:
         """Memory for every (offset, length), as (offset, memory), one after the other."""
-        memory, at, pieces = self.lend(sum([length for _, length in ranges])), 0, list[tuple[int, memoryview]]()
+        memory, at, pieces = self.allocate(sum([length for _, length in ranges])), 0, list[tuple[int, memoryview]]()
         for offset, length in ranges:
             pieces.append((offset, memory[at : at + length]))
             at += length

@@ -1,11 +1,11 @@
 """What is wanted first, straight from the store, before the cache behind it is even made.
 
-Purpose: a cache fetches blocks, which pays off over an epoch; whoever waits for the first batch of small samples would wait for
-blocks that hold mostly other samples.
-Invariants: the bytes are the same. Only what the first announcement names is fetched so, side by side, in `PARALLEL` requests
-and `MOST_BYTES` at most, and only where that is less than half of what blocks would be; from the second announcement on
-everything goes through the `other` reader, which is made then, or when anything else is read. What came by itself and is large
-enough for a request more is not read once more with its block: that reader's store has it.
+Purpose: a cache fetches blocks, which pays off over an epoch; whoever waits for the first batch of small samples would
+wait for blocks that hold mostly other samples.
+Invariants: the bytes are the same. Only what the first announcement names is fetched so, side by side, in `PARALLEL`
+requests and `MAX_BYTES` at most, and only where that is less than half of what blocks would be; from the second
+announcement on everything goes through the `other` reader, which is made then, or when anything else is read. What came
+by itself and is large enough for a request more is not read once more with its block: that reader's store has it.
 Failure behaviour: what could not be fetched so is asked of the other reader, whose errors pass through.
 """
 
@@ -25,18 +25,19 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.wrappers import Wrapper
 
 PARALLEL = 8
-MOST_BYTES = 4 * limits.CACHE_BLOCK_BYTES
+MAX_BYTES = 4 * limits.CACHE_BLOCK_BYTES
 """These bytes are in memory until their blocks are read, or the reader is closed."""
-LEAST_BYTES = 128 << 10
+MIN_PART_BYTES = 128 << 10
 """To leave out less than this in the middle of a block costs more than it saves: one request more."""
 WAIT_SECONDS = 300.0
 
 Range = tuple[str, int, int]
-_Coming = dict[str, list[tuple[int, int, "Future[memoryview]"]]]
+_Pending = dict[str, list[tuple[int, int, "Future[memoryview]"]]]
 
 
 def is_worthwhile(upcoming: Sequence[Range], block: int = limits.CACHE_BLOCK_BYTES) -> bool:
-    """Whether these ranges come sooner by themselves than the blocks that hold them: they are few, and little of those. Pure."""
+    """Whether these ranges come sooner by themselves than the blocks that hold them: they are few, and little of those.
+    Pure."""
     if not upcoming or any(length <= 0 for _, _, length in upcoming):
         return False
     blocks = {
@@ -45,11 +46,12 @@ def is_worthwhile(upcoming: Sequence[Range], block: int = limits.CACHE_BLOCK_BYT
         for number in range(offset // block, (offset + length - 1) // block + 1)
     }
     size = sum(length for _, _, length in upcoming)
-    return size <= MOST_BYTES and 2 * size <= len(blocks) * block and len(upcoming) <= PARALLEL + 2 * len(blocks)
+    return size <= MAX_BYTES and 2 * size <= len(blocks) * block and len(upcoming) <= PARALLEL + 2 * len(blocks)
 
 
 class PartlyFetchedStore(Wrapper):
-    """`inner`, where some bytes are in memory already: reading a block by pieces asks for the others, and then forgets them."""
+    """`inner`, where some bytes are in memory already: reading a block by pieces asks for the others, and then forgets
+    them."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -57,7 +59,7 @@ class PartlyFetchedStore(Wrapper):
 
     def add(self, key: str, offset: int, part: memoryview) -> None:
         """The object has this there."""
-        if len(part) >= LEAST_BYTES:
+        if len(part) >= MIN_PART_BYTES:
             with self._lock:
                 self._parts.setdefault(key, []).append((offset, part))
 
@@ -83,20 +85,21 @@ class PartlyFetchedStore(Wrapper):
         self.inner.get_pieces(key, offset, buffer, take)
 
     def _take(self, key: str, first: int, end: int) -> list[tuple[int, memoryview]]:
-        """What is there of [first, end): sorted and disjoint. Of what lies over an edge the rest stays for the next block."""
+        """What is there of [first, end): sorted and disjoint. Of what lies over an edge the rest stays for the next
+        block."""
         if key not in self._parts:
             return []
         found, left, at = list[tuple[int, memoryview]](), list[tuple[int, memoryview]](), first
         with self._lock:
             for offset, part in sorted(self._parts.pop(key, []), key=lambda one: one[0]):
                 a, b = max(0, at - offset), min(len(part), end - offset)
-                if b - a < LEAST_BYTES:
+                if b - a < MIN_PART_BYTES:
                     left.append((offset, part))
                     continue
                 found.append((offset + a, part[a:b]))
                 at = offset + b
                 rests = ((offset, part[:a]), (at, part[b:]))
-                left += [(where, rest) for where, rest in rests if len(rest) >= LEAST_BYTES]
+                left += [(where, rest) for where, rest in rests if len(rest) >= MIN_PART_BYTES]
             if left:
                 self._parts[key] = left
         return found
@@ -107,33 +110,34 @@ class _AgainError(Exception):
 
 
 class BypassReader:
-    """A `ShardReader` of `store`, which is the one that `make` gives but for the beginning. Closing it closes that one."""
+    """A `ShardReader` of `store`, which is the one that `make` gives but for the beginning. Closing it closes that
+    one."""
 
     def __init__(self, store: Store, make: Callable[[Store], ShardReader]) -> None:
         self._store, self._make = PartlyFetchedStore(store), make
         self._making, self._begun = threading.Lock(), False
         self._other: ShardReader | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._coming: _Coming = {}
+        self._pending: _Pending = {}
 
     def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""
-        views = [self._there(key, offset, length) for offset, length in ranges] if key in self._coming else [None]
+        views = [self._there(key, offset, length) for offset, length in ranges] if key in self._pending else [None]
         there = [view for view in views if view is not None]
-        return there if len(there) == len(ranges) else self._elsewhere().read(key, ranges)
+        return there if len(there) == len(ranges) else self._fallback().read(key, ranges)
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill every (offset, buffer) from the object `key`."""
-        if key not in self._coming:
-            self._elsewhere().read_into(key, pieces)
+        if key not in self._pending:
+            self._fallback().read_into(key, pieces)
             return
         copy_into(self, key, pieces)
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
         """Fill the pieces of every (key, pieces), and yield after each."""
-        if any(key in self._coming for key, _ in reads):
+        if any(key in self._pending for key, _ in reads):
             return one_by_one(self, reads)
-        return self._elsewhere().read_each(reads)
+        return self._fallback().read_each(reads)
 
     def announce(self, upcoming: Sequence[Range]) -> None:
         """Fetch what is read first; have the other reader prefetch what comes later."""
@@ -141,22 +145,22 @@ class BypassReader:
         if first and self._other is None and is_worthwhile(upcoming):
             self._fetch(upcoming)
         else:
-            self._let_go()
-            self._elsewhere().announce(upcoming)
+            self._release()
+            self._fallback().announce(upcoming)
 
     def close(self) -> None:
-        self._let_go()
+        self._release()
         with self._making:
             if self._other is not None:
                 self._other.close()
 
     def _fetch(self, upcoming: Sequence[Range]) -> None:
         self._pool = ThreadPoolExecutor(min(PARALLEL, len(upcoming)), "headrace-first")
-        coming: _Coming = {}
+        coming: _Pending = {}
         for key, offset, length in dict.fromkeys(upcoming):
             future = self._pool.submit(self._get, key, offset, length)
             coming.setdefault(key, []).append((offset, offset + length, future))
-        self._coming = coming
+        self._pending = coming
 
     def _get(self, key: str, offset: int, length: int) -> memoryview:
         buffer = np.empty(length, np.uint8).data
@@ -165,16 +169,16 @@ class BypassReader:
 
     def _there(self, key: str, offset: int, length: int) -> memoryview | None:
         """A range of what was fetched, once it is there."""
-        for first, end, future in self._coming.get(key, ()):
+        for first, end, future in self._pending.get(key, ()):
             if first <= offset and offset + length <= end:
                 with contextlib.suppress(HeadraceError, TimeoutError, CancelledError):
                     return future.result(WAIT_SECONDS)[offset - first : offset - first + length]
         return None
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """What is not there by now is not waited for; what is, its blocks are put together of."""
         pool, self._pool = self._pool, None
-        coming, self._coming = self._coming, {}
+        coming, self._pending = self._pending, {}
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
         for key, ranges in coming.items():
@@ -182,7 +186,7 @@ class BypassReader:
                 if future.done() and not future.cancelled() and future.exception() is None:
                     self._store.add(key, offset, future.result())
 
-    def _elsewhere(self) -> ShardReader:
+    def _fallback(self) -> ShardReader:
         with self._making:
             if self._other is None:
                 self._other = self._make(self._store)

@@ -1,8 +1,8 @@
 """Reads shards through a cache engine inside this process.
 
 Invariant: a view stays valid and unchanged for as long as it is referenced, whatever the cache evicts meanwhile.
-Failure behaviour: what the cache has no room for, or its disk fails to give, is read from the store into memory; the store's
-errors pass through; a wait that reaches `WAIT_SECONDS` raises `DeadlineError`.
+Failure behaviour: what the cache has no room for, or its disk fails to give, is read from the store into memory; the
+store's errors pass through; a wait that reaches `WAIT_SECONDS` raises `DeadlineError`.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ class CachedReader:
 
 
 class PrivateReader(CachedReader):
-    """A `CachedReader` with an engine of its own, for a process without a sidecar whose shards are no files of
-    this machine. Nothing of it outlives the process.
+    """A `CachedReader` with an engine of its own, for a process without a sidecar whose shards are no files of this
+    machine. Nothing of it outlives the process.
 
-    Up to `COPIED_BYTES` are copied out of the cache's file: what is mapped counts as this process's memory, which would then
-    grow with everything it has read.
+    Up to `COPIED_BYTES` are copied out of the cache's file: what is mapped counts as this process's memory, which would
+    then grow with everything it has read.
     """
 
     def __init__(self, store: Store, *, budget: int = PRIVATE_BUDGET) -> None:
@@ -142,7 +142,7 @@ class PrivateReader(CachedReader):
         """A read-only view for every (offset, length) of the object `key`."""
         if sum([length for _, length in ranges]) > COPIED_BYTES or any(length < 0 for _, length in ranges):
             return super().read(key, ranges)
-        pieces = self._memory.pieces(ranges)
+        pieces = self._memory.allocate_pieces(ranges)
         self.read_into(key, pieces)
         return [view.toreadonly() for _, view in pieces]
 

@@ -1,13 +1,13 @@
 """Reads shards that are files of this machine, without a cache: the kernel has one.
 
-Purpose: what a process reads of a local file stays in the page cache; a cache of our own in the same process would copy it once
-more, and show it through mappings that count as this process's memory. So exactly the wanted bytes are read, straight into
-the memory where they are wanted, and what was announced is named to the kernel.
-Invariants: every read is a `preadv` and never a mapping, so that a file that becomes shorter is an error and no SIGBUS. A
-thread's memory is used again when nothing refers to what it held; a view stays valid and unchanged for as long as it is
-referenced. At most `ADVISED_BYTES` of an announcement are named to the kernel.
-Failure behaviour: what cannot be read whole (truncated, a bad disk) is asked of the store, whose errors pass
-through; objects that are no files of this machine are read by the `other` reader, which is made when the first one comes.
+Purpose: what a process reads of a local file stays in the page cache; a cache of our own in the same process would copy
+it once more, and show it through mappings that count as this process's memory. So exactly the wanted bytes are read,
+straight into the memory where they are wanted, and what was announced is named to the kernel.
+Invariants: every read is a `preadv` and never a mapping, so that a file that becomes shorter is an error and no SIGBUS.
+A thread's memory is used again when nothing refers to what it held; a view stays valid and unchanged for as long as it
+is referenced. At most `ADVISED_BYTES` of an announcement are named to the kernel.
+Failure behaviour: what cannot be read whole (truncated, a bad disk) is asked of the store, whose errors pass through;
+objects that are no files of this machine are read by the `other` reader, which is made when the first one comes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ Run = tuple[int, int, list[memoryview]]
 
 
 class DirectReader:
-    """A `ShardReader` of `store`'s files; what is none is left to `other`. Closing it closes that, and not the store."""
+    """A `ShardReader` of `store`'s files; what is none is left to `other`. Closing it closes that, and not the
+    store."""
 
     def __init__(self, store: Store, other: Callable[[], ShardReader], clock: Clock = SYSTEM_CLOCK) -> None:
         self._store, self._make, self._files = store, other, FdCache(clock)
@@ -57,8 +58,8 @@ class DirectReader:
         """A read-only view for every (offset, length) of the object `key`."""
         descriptor = self._opened(key)
         if descriptor is None:
-            return self._elsewhere().read(key, ranges)
-        pieces = self._memory.pieces(ranges)
+            return self._fallback().read(key, ranges)
+        pieces = self._memory.allocate_pieces(ranges)
         self._count(self._fill(key, descriptor, _runs(pieces), pieces))
         return [view.toreadonly() for _, view in pieces]
 
@@ -66,13 +67,13 @@ class DirectReader:
         """Fill every (offset, buffer) from the object `key`."""
         descriptor = self._opened(key)
         if descriptor is None:
-            self._elsewhere().read_into(key, pieces)
+            self._fallback().read_into(key, pieces)
         else:
             self._count(self._fill(key, descriptor, _runs(pieces), pieces))
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Fill the pieces of every (key, pieces), and yield after each. Where all of them lie is found out before the first
-        is read: between what it copies, the processor then has little else to do, and keeps its caches for it."""
+        """Fill the pieces of every (key, pieces), and yield after each. Where all of them lie is found out before the
+        first is read: between what it copies, the processor then has little else to do, and keeps its caches for it."""
         prepared, failed = list[tuple[Descriptor | None, Sequence[Run], str, Pieces]](), None
         opened = dict[str, Descriptor | None]()
         for key, pieces in reads:
@@ -87,7 +88,7 @@ class DirectReader:
         try:
             for descriptor, runs, key, pieces in prepared:
                 if descriptor is None:
-                    self._elsewhere().read_into(key, pieces)
+                    self._fallback().read_into(key, pieces)
                 else:
                     read += self._fill(key, descriptor, runs, pieces)
                 yield
@@ -97,7 +98,8 @@ class DirectReader:
             raise failed
 
     def announce(self, upcoming: Sequence[Range]) -> None:
-        """Have the kernel read what it has not read yet. Lists that go on where the last one was cost what is new in them."""
+        """Have the kernel read what it has not read yet. Lists that go on where the last one was cost what is new in
+        them."""
         at = _behind(upcoming, self._announced)
         while at < len(upcoming):
             passed = min(self._passing, len(upcoming) - at)
@@ -125,7 +127,7 @@ class DirectReader:
         """The object's file; None where it is none of this machine."""
         return self._files.get(self._store, key)
 
-    def _elsewhere(self) -> ShardReader:
+    def _fallback(self) -> ShardReader:
         with self._making:
             if self._other is None:
                 self._other = self._make()
@@ -158,7 +160,8 @@ class DirectReader:
             _READ.inc(told)
 
     def _look(self, upcoming: Sequence[Range], at: int) -> bool:
-        """Name a range to the kernel, unless it has it; False when that has to wait, since enough before it was named."""
+        """Name a range to the kernel, unless it has it; False when that has to wait, since enough before it was
+        named."""
         key, offset, length = upcoming[at]
         with contextlib.suppress(HeadraceError):  # a hint that cannot be followed; the read that comes will say why
             descriptor = self._opened(key)
@@ -191,8 +194,8 @@ def _behind(upcoming: Sequence[Range], last: Range | None) -> int:
 
 
 def _runs(pieces: Pieces) -> list[Run]:
-    """From where on how much to read, and what is filled by it: neighbours together, with what lies between them, in whatever
-    order they are wanted."""
+    """From where on how much to read, and what is filled by it: neighbours together, with what lies between them, in
+    whatever order they are wanted."""
     runs: list[Run] = []  # plainly: `list[Run]()` asks a generic alias each time, and thousands a second pass here
     buffers: list[memoryview] = []
     start, at, end = 0, 0, -GAP_BYTES - 1

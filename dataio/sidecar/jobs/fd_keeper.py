@@ -1,10 +1,10 @@
 """The daemon's side of the keeper: arenas that must not go when the daemon does.
 
 Purpose: `put` when a job is taken, `drop` when its arena is released, `take` when a new daemon finds the job.
-Invariant: the keeper process is started when there is something to hold, and left alone when there is nothing, so it ends. The
-daemon's own descriptors stay the daemon's. Not for two threads at once.
-Failure behaviour: a keeper that died is started anew and given everything again; where none can be had, jobs are carried
-all the same, which is said once: they then end with daemon and worker, if both do.
+Invariant: the keeper process is started when there is something to hold, and left alone when there is nothing, so it
+ends. The daemon's own descriptors stay the daemon's. Not for two threads at once.
+Failure behaviour: a keeper that died is started anew and given everything again; where none can be had, jobs are
+carried all the same, which is said once: they then end with daemon and worker, if both do.
 """
 
 from __future__ import annotations

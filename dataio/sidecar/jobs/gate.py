@@ -1,7 +1,7 @@
 """Holds workers back while a more urgent one works: a lock on a file.
 
-Invariant: the daemon holds the lock exclusively while the gate is closed, and the kernel drops it with the daemon, so nobody
-is held back by a daemon that is gone.
+Invariant: the daemon holds the lock exclusively while the gate is closed, and the kernel drops it with the daemon, so
+nobody is held back by a daemon that is gone.
 Failure behaviour: whoever passes waits at most `seconds`, then passes anyway.
 """
 

@@ -1,11 +1,11 @@
 """All staged checkpoints of one daemon: taken, carried, followed, found again.
 
-Purpose: takes jobs into the `book` and hands them to the `runner`. Once a job is taken it runs to its end, whatever becomes of
-the client, of its worker, or of this daemon; events go to whoever listens.
-Invariants: `answer` hears of a job only when it is journaled and its arena is kept; some finished jobs are remembered, so that a
-client that reconnects can ask. All state belongs to one thread; files and the keeper to one other.
-Failure behaviour: a descriptor of the wrong kind, an unknown command, a full queue or an arena without room refuses the job and
-closes both descriptors. What becomes of a job whose worker fails is the runner's.
+Purpose: takes jobs into the `book` and hands them to the `runner`. Once a job is taken it runs to its end, whatever
+becomes of the client, of its worker, or of this daemon; events go to whoever listens.
+Invariants: `answer` hears of a job only when it is journaled and its arena is kept; some finished jobs are remembered,
+so that a client that reconnects can ask. All state belongs to one thread; files and the keeper to one other.
+Failure behaviour: a descriptor of the wrong kind, an unknown command, a full queue or an arena without room refuses the
+job and closes both descriptors. What becomes of a job whose worker fails is the runner's.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _log = get_logger(__name__)
 
 
 class JobService:
-    """Not thread-safe, except that `call` may carry events in from other threads: `call(f)` must run `f` on the thread that
-    uses this object. `later(seconds, f)` runs `f` there too, and returns what cancels it."""
+    """Not thread-safe, except that `call` may carry events in from other threads: `call(f)` must run `f` on the thread
+    that uses this object. `later(seconds, f)` runs `f` there too, and returns what cancels it."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class JobService:
         later: Callable[[float, Callable[[], None]], Callable[[], None]],
         schedule: Schedule,
         lost_seconds: float = LOST_SECONDS,
-        patience: RetrySchedule | None = None,
+        retry_schedule: RetrySchedule | None = None,
     ) -> None:
         self._commands, self._call, self._later = commands, call, later
-        self.schedule, self._book, self._gate = schedule, JobTable(folder, schedule), PriorityGate(folder / "gate")
+        self.schedule, self._table, self._gate = schedule, JobTable(folder, schedule), PriorityGate(folder / "gate")
         self._runner = Runner(
-            self._book, commands, self._gate, call, later, self._keep, patience or RetrySchedule(), lost_seconds
+            self._table, commands, self._gate, call, later, self._keep, retry_schedule or RetrySchedule(), lost_seconds
         )
         self.accepting = True
 
@@ -101,17 +101,17 @@ class JobService:
             plan_digest="",
             accepted=time.time(),
         )
-        job = self._book.jobs[token] = Job(entry, arena, plan, answer)
+        job = self._table.jobs[token] = Job(entry, arena, plan, answer)
         _received()
         if taken:
             self._keep(job)
         else:
-            job.patience = self._later(wait, partial(self._refuse, job, no_room(wait)))
+            job.cancel_wait = self._later(wait, partial(self._refuse, job, no_room(wait)))
         return job
 
     def withdraw(self, job: Job) -> None:
         """The client of a job that waits for room has ended: nothing was promised."""
-        if self._book.has(job) and self.schedule.state(job.token) == "waiting":
+        if self._table.has(job) and self.schedule.state(job.token) == "waiting":
             _log.warning("%s was withdrawn while it waited for room: its trainer ended", job.entry.about or job.token)
             job.answer = None
             self._refuse(job, TransientError("the trainer ended"))
@@ -119,27 +119,28 @@ class JobService:
     def drain(self) -> None:
         """Take no more; those that wait for room are sent back."""
         self.accepting = False
-        for job in list(self._book.jobs.values()):
+        for job in list(self._table.jobs.values()):
             if self.schedule.state(job.token) == "waiting":
                 self._refuse(job, shutting_down())
 
     def adopt(self, found: Callable[[Job], None]) -> None:
         """Find what an earlier daemon left; `found` hears of each job before its events."""
-        arenas = self._book.held.take()
-        for entry in self._book.journal.load():
-            job = self._book.jobs[entry.token] = Job(entry, arenas.pop(entry.token, -1))
+        arenas = self._table.keeper.take()
+        for entry in self._table.journal.load():
+            job = self._table.jobs[entry.token] = Job(entry, arenas.pop(entry.token, -1))
             found(job)
             self._runner.find_worker(job)
         for token, fd in arenas.items():
             os.close(fd)
-            self._book.held.drop(token)
+            self._table.keeper.drop(token)
         self._runner.advance()
 
     # asking
 
     def find(self, token: str) -> Job:
-        """The job with this token, or `NotFoundError`: also when its arena is lost, so that its trainer stages again."""
-        return self._book.find(token)
+        """The job with this token, or `NotFoundError`: also when its arena is lost, so that its trainer stages
+        again."""
+        return self._table.find(token)
 
     def follow(self, job: Job, listener: Listener) -> None:
         """Tell `listener` where the job stands and what comes; after its end the listener is forgotten."""
@@ -160,18 +161,19 @@ class JobService:
 
     def leave(self, listener: Listener) -> None:
         """The listener is gone."""
-        for job in self._book.jobs.values():
+        for job in self._table.jobs.values():
             job.listeners = [other for other in job.listeners if other is not listener]
             job.waiting = [other for other in job.waiting if other is not listener]
 
     @property
     def busy(self) -> int:
         """Number of jobs that are not over."""
-        return len(self._book.jobs)
+        return len(self._table.jobs)
 
     def state(self, job: Job) -> str:
-        """waiting, taken, queued, running, committing, retrying, lost, done, failed; gone when it goes on as another."""
-        return self._book.state(job)
+        """waiting, taken, queued, running, committing, retrying, lost, done, failed; gone when it goes on as
+        another."""
+        return self._table.state(job)
 
     def trouble(self, job: Job) -> str:
         """Why it is tried again; empty when it is not."""
@@ -179,23 +181,23 @@ class JobService:
 
     def room(self) -> dict[str, float]:
         """The schedule's numbers, and those of the retries."""
-        retries = {"retries": self._runner.retries, "retry_limit_seconds": self._runner.patience.limit}
+        retries = {"retries": self._runner.retries, "retry_limit_seconds": self._runner.retry_schedule.limit}
         return {**self.schedule.room(), **retries}
 
     def status(self) -> dict[str, object]:
         """Numbers and the latest jobs, for people and monitors."""
-        latest = [*self._book.jobs.values(), *list(self._book.finished.values())[-16:]]
+        latest = [*self._table.jobs.values(), *list(self._table.finished.values())[-16:]]
         return {
             **self.room(),
-            "finished": len(self._book.finished),
-            "kept": self._book.held.holds,
+            "finished": len(self._table.finished),
+            "kept": self._table.keeper.holds,
             "gate_closed": self._gate.closed,
             "jobs": [describe(job, self.state(job)) for job in latest],
         }
 
     def close(self) -> None:
         """Leave everything as it is for the next daemon."""
-        self._book.close()
+        self._table.close()
         self._gate.close()
 
     # inside: taking
@@ -213,22 +215,22 @@ class JobService:
 
     def _keep(self, job: Job) -> None:
         """In the thread of the files: journal the job and have its arena kept."""
-        job.patience()
+        job.cancel_wait()
 
         def keep() -> None:
             error: HeadraceError | None = None
             try:
                 plan = read_plan(job.plan)
                 job.entry = with_plan(job.entry, plan)
-                self._book.journal.record(job.entry, plan)
-                self._book.held.put(job.token, job.arena)
+                self._table.journal.record(job.entry, plan)
+                self._table.keeper.put(job.token, job.arena)
             except HeadraceError as caught:
                 error = caught
             except OSError as caught:
                 error = CapacityError(f"the job cannot be journaled: {caught.strerror}", hint="see the daemon's disk")
             self._call(partial(self._kept, job, error))
 
-        self._book.files.submit(keep)
+        self._table.files.submit(keep)
 
     def _kept(self, job: Job, error: HeadraceError | None) -> None:
         if error is not None:
@@ -247,25 +249,25 @@ class JobService:
 
     def _found_again(self, job: Job) -> Job:
         """The job that had lost its arena, if this is it, come back with its trainer; else `job`."""
-        same = [old for old in self._book.jobs.values() if old.lost and old.entry.plan_digest == job.entry.plan_digest]
+        same = [old for old in self._table.jobs.values() if old.lost and old.entry.plan_digest == job.entry.plan_digest]
         if not same:
             return job
         old, arena = same[0], job.arena
         _log.info("%s is back with its arena", old.entry.about or old.token)
         old.arena, old.lost, job.arena = arena, False, -1
-        self._book.forget(job)
+        self._table.forget(job)
         self.schedule.adopt(old.token, old.entry.size, urgent=old.entry.urgent, state="queued", holds=old.entry.size)
-        self._book.files.submit(self._book.held.put, old.token, arena)
-        self._book.clean(job.token)
+        self._table.files.submit(self._table.keeper.put, old.token, arena)
+        self._table.clean(job.token)
         return old
 
     def _refuse(self, job: Job, error: HeadraceError) -> None:
-        job.patience()
+        job.cancel_wait()
         job.outcome = m.JobFailed(job.token, *m.error_fields(error))
-        self._book.tell(job, job.outcome)
-        self._book.forget(job)
+        self._table.tell(job, job.outcome)
+        self._table.forget(job)
         close_all(fd for fd in (job.arena, job.plan) if fd >= 0)
-        self._book.clean(job.token)
+        self._table.clean(job.token)
         if job.answer is not None:
             job.answer(error)
         self._runner.advance()

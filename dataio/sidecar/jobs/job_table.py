@@ -1,10 +1,10 @@
 """The daemon's staged checkpoints: one `Job` each, and the `JobTable` that accepting and running share.
 
-Purpose: the jobs that are not over, the last `KEPT` that are, their places in the schedule, their journal entries, and the arenas
-that are kept for them.
-Invariants: a job is in one of the two tables or in none; a job that was removed has no place in the schedule. `arena` and `plan`
-are descriptors that the job owns, -1 for none. Everything belongs to one thread, except `files`: the thread that uses the journal
-and the keeper.
+Purpose: the jobs that are not over, the last `KEPT` that are, their places in the schedule, their journal entries, and
+the arenas that are kept for them.
+Invariants: a job is in one of the two tables or in none; a job that was removed has no place in the schedule. `arena`
+and `plan` are descriptors that the job owns, -1 for none. Everything belongs to one thread, except `files`: the thread
+that uses the journal and the keeper.
 Failure behaviour: files of a job that cannot be removed are left to the next daemon, which finds that the job is over.
 """
 
@@ -35,13 +35,14 @@ _log = get_logger(__name__)
 
 class JobTable:
     def __init__(self, folder: Path, schedule: Schedule) -> None:
-        self.schedule, self.journal, self.held = schedule, Journal(folder), FdKeeper(folder)
+        self.schedule, self.journal, self.keeper = schedule, Journal(folder), FdKeeper(folder)
         self.files = ThreadPoolExecutor(1, thread_name_prefix="headrace-journal")
         self.jobs: OrderedDict[str, Job] = OrderedDict()
         self.finished: OrderedDict[str, Job] = OrderedDict()
 
     def find(self, token: str) -> Job:
-        """The job with this token, or `NotFoundError`: also when its arena is lost, so that its trainer stages again."""
+        """The job with this token, or `NotFoundError`: also when its arena is lost, so that its trainer stages
+        again."""
         job = self.jobs.get(token) or self.finished.get(token)
         if job is None or job.lost:
             raise NotFoundError(f"no staged job {token}", hint="stage again, or it ended long ago")
@@ -52,7 +53,8 @@ class JobTable:
         return self.jobs.get(job.token) is job
 
     def state(self, job: Job) -> str:
-        """waiting, taken, queued, running, committing, retrying, lost, done, failed; gone when it goes on as another."""
+        """waiting, taken, queued, running, committing, retrying, lost, done, failed; gone when it goes on as
+        another."""
         if job.outcome is not None:
             return "done" if isinstance(job.outcome, m.Done) else "failed"
         if not self.has(job):
@@ -99,16 +101,16 @@ class JobTable:
     def close(self) -> None:
         """Leave everything as it is for the next daemon."""
         self.files.shutdown()
-        self.held.close()
+        self.keeper.close()
 
     def _drop(self, token: str, fd: int) -> None:
-        self.held.drop(token)
+        self.keeper.drop(token)
         os.close(fd)
 
     def _clean(self, token: str) -> None:
         with contextlib.suppress(OSError):
             self.journal.remove(token)
-        self.held.drop(token)
+        self.keeper.drop(token)
 
 
 Listener = Callable[[m.JobEvent], None]
@@ -123,7 +125,7 @@ class Job:
     arena: int
     plan: int = -1
     answer: Answer | None = None
-    patience: Callable[[], None] = lambda: None
+    cancel_wait: Callable[[], None] = lambda: None
     """Ends its waiting for room."""
     released: bool = False
     lost: bool = False

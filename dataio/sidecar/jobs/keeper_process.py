@@ -1,12 +1,13 @@
 """A process that holds descriptors for a daemon that may die. A program: standard library only, so that it is small.
 
-Invariant: what was put is held until it is dropped, whoever is connected; only processes of this user are listened to. At most
-`HELD` descriptors, under names of at most 64 characters.
-Failure behaviour: it ends when it holds nothing and nobody is connected, and, dropping everything, when nobody has been connected
-for `ALONE_SECONDS` or its socket's name is gone, so that nobody can. A message it does not understand ends that connection.
+Invariant: what was put is held until it is dropped, whoever is connected; only processes of this user are listened to.
+At most `HELD` descriptors, under names of at most 64 characters.
+Failure behaviour: it ends when it holds nothing and nobody is connected, and, dropping everything, when nobody has been
+connected for `ALONE_SECONDS` or its socket's name is gone, so that nobody can. A message it does not understand ends
+that connection.
 
-Messages are packets: `put NAME` with one descriptor, `drop NAME`, `take NAME`, `list`, `who`. Answers are `ok`, with the
-descriptor for `take`, with names separated by spaces for `list`, with its number for `who`; or `no`.
+Messages are packets: `put NAME` with one descriptor, `drop NAME`, `take NAME`, `list`, `who`. Answers are `ok`, with
+the descriptor for `take`, with names separated by spaces for `list`, with its number for `who`; or `no`.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class KeeperProcess:
 
 
 def main() -> None:
-    """`keeper.py FOLDER [SECONDS]`, with the listening socket as standard input. Returns at once; a child of nobody's serves."""
+    """`keeper.py FOLDER [SECONDS]`, with the listening socket as standard input. Returns at once; a child of nobody's
+    serves."""
     if os.fork():
         os._exit(0)
     with socket.socket(fileno=os.dup(0)) as listening:

@@ -1,7 +1,7 @@
 """Sealed memory files: how an arena and a put plan pass from the trainer to the daemon.
 
-Invariant: what `check_arena` and `check_plan` accept cannot shrink, so reading its mapping cannot kill the reader (SIGBUS); a
-plan cannot change either.
+Invariant: what `check_arena` and `check_plan` accept cannot shrink, so reading its mapping cannot kill the reader
+(SIGBUS); a plan cannot change either.
 Failure behaviour: `UsageError` says what is wrong with a descriptor; it is only looked at, never read, before.
 """
 

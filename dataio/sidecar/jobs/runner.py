@@ -1,11 +1,12 @@
 """Carrying what was taken: workers are started, followed, replaced and tried again until every job is over.
 
 Purpose: does what the schedule allows next, and says what a worker's events and its end mean for its job.
-Invariants: a job has at most one worker; a journaled job gets another one until it has an outcome. Everything but the following
-of a worker's output happens on the thread that `call` and `later` run things on.
-Failure behaviour: a worker that is killed is replaced `TRIES` times in all; one that ends by itself without "done" or "failed"
-has failed, with its last lines on standard error as the reason. One that says it may succeed later is tried again as `patience`
-allows, unless somebody waits for the outcome, who is told. A line that is no event is ignored and counted.
+Invariants: a job has at most one worker; a journaled job gets another one until it has an outcome. Everything but the
+following of a worker's output happens on the thread that `call` and `later` run things on.
+Failure behaviour: a worker that is killed is replaced `TRIES` times in all; one that ends by itself without "done" or
+"failed" has failed, with its last lines on standard error as the reason. One that says it may succeed later is tried
+again as the retry schedule allows, unless somebody waits for the outcome, who is told. A line that is no event is ignored and
+counted.
 """
 
 from __future__ import annotations
@@ -38,32 +39,32 @@ class Runner:
 
     def __init__(
         self,
-        book: JobTable,
+        table: JobTable,
         commands: Mapping[str, Sequence[str]],
         gate: PriorityGate,
         call: Callable[[Callable[[], None]], object],
         later: Callable[[float, Callable[[], None]], Callable[[], None]],
         taken: Callable[[Job], None],
-        patience: RetrySchedule,
+        retry_schedule: RetrySchedule,
         lost_seconds: float,
     ) -> None:
-        self._book, self._commands, self._gate, self._taken = book, commands, gate, taken
+        self._table, self._commands, self._gate, self._taken = table, commands, gate, taken
         self._call, self._later, self._lost_seconds = call, later, lost_seconds
-        self.patience = patience
+        self.retry_schedule = retry_schedule
         self.retries = 0
         """Workers that were started after one that failed."""
         self._look_again: Callable[[], None] = lambda: None
 
     def find_worker(self, job: Job) -> None:
         """What became of a job of an earlier daemon: it is over, lives, needs another worker, or its arena is lost."""
-        fd = self._book.journal.open(job.token, "events")
+        fd = self._table.journal.open(job.token, "events")
         try:
             alive = is_locked(fd)
         finally:
             os.close(fd)
         size, urgent, holds = job.entry.size, job.entry.urgent, job.entry.size if job.arena >= 0 else 0
-        self._book.schedule.adopt(job.token, size, urgent=urgent, state="running", holds=holds)
-        worker = Worker(self._book.journal, job.token, None)
+        self._table.schedule.adopt(job.token, size, urgent=urgent, state="running", holds=holds)
+        worker = Worker(self._table.journal, job.token, None)
         if alive:
             _log.info("%s is carried by process %d, found again", job.entry.about or job.token, job.entry.pid)
             self._watch(job, worker)
@@ -73,16 +74,16 @@ class Runner:
 
     def advance(self) -> None:
         """Do what has become possible."""
-        for token in self._book.schedule.take():
-            self._taken(self._book.jobs[token])
-        for token in self._book.schedule.start():
-            self._start(self._book.jobs[token])
+        for token in self._table.schedule.take():
+            self._taken(self._table.jobs[token])
+        for token in self._table.schedule.start():
+            self._start(self._table.jobs[token])
         self._hold()
 
     def _hold(self) -> None:
         """Close the gate for others while urgent jobs run; look again as long as there are some."""
         self._look_again()
-        closed = self._book.schedule.holds_back(time.monotonic())
+        closed = self._table.schedule.holds_back(time.monotonic())
         self._gate.close_for_others(closed)
         if closed:  # soon for the lock, which somebody may have had for a moment; later to let go of it
             self._look_again = self._later(1.0 if self._gate.closed else 0.02, self._hold)
@@ -91,7 +92,7 @@ class Runner:
         command, arena = self._commands.get(job.entry.kind, ()), -1 if job.released else job.arena
         gate = None if job.entry.urgent else self._gate
         try:
-            worker = Worker.start(command, self._book.journal, job.entry, arena, gate)
+            worker = Worker.start(command, self._table.journal, job.entry, arena, gate)
         except (OSError, HeadraceError, IndexError) as error:
             name = command[0] if command else f"a job of kind {job.entry.kind}"
             reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -99,7 +100,7 @@ class Runner:
             return
         tries, pid = job.entry.tries + 1, worker.pid
         job.entry = replaced(job.entry, tries=tries, pid=pid, started=started_at(pid))
-        self._book.files.submit(self._book.journal.update, job.entry)
+        self._table.files.submit(self._table.journal.update, job.entry)
         self._watch(job, worker)
 
     def _watch(self, job: Job, worker: Worker) -> None:
@@ -115,14 +116,14 @@ class Runner:
             job.bad_lines += 1
         elif kind == "progress":
             job.done, job.total = event.done, event.total
-            self._book.tell(job, m.Progress(job.token, event.done, event.total))
+            self._table.tell(job, m.Progress(job.token, event.done, event.total))
         elif kind == "released":
             self._released(job)
         elif kind == "committing":
-            self._book.schedule.committing(job.token)
+            self._table.schedule.committing(job.token)
             self.advance()
         elif kind == "done":
-            self._book.settle(job, m.Done(job.token, bytes(event.result).decode()))
+            self._table.settle(job, m.Done(job.token, bytes(event.result).decode()))
         elif kind == "failed":
             self._failed(job, event)
         else:
@@ -131,8 +132,8 @@ class Runner:
     def _released(self, job: Job) -> None:
         if not job.released:
             job.released = True
-            self._book.let_go(job)
-            self._book.tell(job, m.Released(job.token))
+            self._table.let_go(job)
+            self._table.tell(job, m.Released(job.token))
             self.advance()
 
     def _failed(self, job: Job, event: Event) -> None:
@@ -142,7 +143,7 @@ class Runner:
         if event.again and not job.waiting:
             job.trouble = failure(job, event)
         else:
-            self._book.settle(job, failure(job, event))
+            self._table.settle(job, failure(job, event))
 
     def _ended(self, job: Job, end: End) -> None:
         """Its worker is gone: the job is over, or gets another one."""
@@ -152,7 +153,7 @@ class Runner:
             self._try_later(job, job.trouble)
         elif not end.killed or job.entry.tries - job.entry.failures >= TRIES:
             text = f"the {job.entry.kind} job failed: {end.reason}"
-            self._book.settle(job, m.JobFailed(job.token, TransientError.code, text[:4096], "save again"))
+            self._table.settle(job, m.JobFailed(job.token, TransientError.code, text[:4096], "save again"))
             self._over(job)
         elif job.arena < 0 and not job.released and not job.lost:
             _log.warning("%s has lost daemon, worker and arena; waiting for its trainer", job.entry.about or job.token)
@@ -160,40 +161,41 @@ class Runner:
             self._later(self._lost_seconds, partial(self._give_up, job))
         else:
             _log.warning("%s gets another worker: %s", job.entry.about or job.token, end.reason)
-            self._book.schedule.again(job.token)
+            self._table.schedule.again(job.token)
             self.advance()
 
     def _try_later(self, job: Job, trouble: m.JobFailed) -> None:
         """Its worker failed, and another may do better when the store is back."""
         now = time.time()
         since = job.entry.failing_since or now
-        pause = self.patience.pause(job.failures, now - since, random.random())
+        pause = self.retry_schedule.pause(job.failures, now - since, random.random())
         if pause is None:
-            self._book.settle(job, given_up(trouble, job.failures, now - since))
+            self._table.settle(job, given_up(trouble, job.failures, now - since))
             self._over(job)
             return
         about = job.entry.about or job.token
         _log.warning("%s failed, nobody waits for it, and is tried again in %.0f s: %s", about, pause, trouble.message)
         job.entry = replaced(job.entry, failures=job.failures, failing_since=since)
-        self._book.files.submit(self._book.journal.update, job.entry)
+        self._table.files.submit(self._table.journal.update, job.entry)
         job.next_try = time.monotonic() + pause
-        self._book.schedule.later(job.token)
+        self._table.schedule.later(job.token)
         self._later(pause, partial(self._try_again, job))
         self.advance()
 
     def _try_again(self, job: Job) -> None:
-        if self._book.has(job) and self._book.schedule.state(job.token) == "retrying":
+        if self._table.has(job) and self._table.schedule.state(job.token) == "retrying":
             self.retries += 1
-            self._book.schedule.again(job.token)
+            self._table.schedule.again(job.token)
             self.advance()
 
     def _give_up(self, job: Job) -> None:
-        """Nobody came back with the arena: a last worker finishes what needs none, or cleans up and says what is lost."""
-        if job.lost and self._book.has(job):
+        """Nobody came back with the arena: a last worker finishes what needs none, or cleans up and says what is
+        lost."""
+        if job.lost and self._table.has(job):
             job.lost = False
-            self._book.schedule.again(job.token)
+            self._table.schedule.again(job.token)
             self.advance()
 
     def _over(self, job: Job) -> None:
-        self._book.over(job)
+        self._table.over(job)
         self.advance()

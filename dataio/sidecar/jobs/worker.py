@@ -1,20 +1,22 @@
 """The process that runs one job, its events, and how its daemon or the next one follows it.
 
-A job's command gets `--arena-fd N --plan-fd M --progress-fd P --gate-fd G` and exactly those descriptors. -1 stands for none: no
-arena when it was released before, so that only the work in the progress file is left; no gate when the job is urgent. The worker
-runs in a session of its own and writes its events to standard output, which is the job's `.events` file. An event is one JSON
-object per line:
+A job's command gets `--arena-fd N --plan-fd M --progress-fd P --gate-fd G` and exactly those descriptors. -1 stands for
+none: no arena when it was released before, so that only the work in the progress file is left; no gate when the job is
+urgent. The worker runs in a session of its own and writes its events to standard output, which is the job's `.events`
+file. An event is one JSON object per line:
 
 - `{"event": "progress", "done": int, "total": int}`
 - `{"event": "released"}`: the trainer may write to the arena again, and the job can be finished without it
 - `{"event": "committing"}`: from now on the job only waits for other ranks
 - `{"event": "done", "result": {…}}`
-- `{"event": "failed", "code": str, "message": str, "hint": str, "again": bool}`; `again`: the same job may succeed later
+- `{"event": "failed", "code": str, "message": str, "hint": str, "again": bool}`; `again`: the same job may succeed
+  later
 
-Invariants: the worker holds the lock on the events file from before its first instruction to its end, so every daemon can tell
-whether it is alive. A new daemon reads the file from its beginning, and so sees all events that the old one saw.
-Failure behaviour: a line longer than `LINE_BYTES`, or that is no event, is counted and otherwise ignored. A worker that writes
-more than `OUTPUT_BYTES` is killed. A worker that cannot be started ends at once, with the reason.
+Invariants: the worker holds the lock on the events file from before its first instruction to its end, so every daemon
+can tell whether it is alive. A new daemon reads the file from its beginning, and so sees all events that the old one
+saw.
+Failure behaviour: a line longer than `LINE_BYTES`, or that is no event, is counted and otherwise ignored. A worker that
+writes more than `OUTPUT_BYTES` is killed. A worker that cannot be started ends at once, with the reason.
 """
 
 from __future__ import annotations
@@ -96,7 +98,8 @@ class Worker:
         return self._process.pid if self._process is not None else 0
 
     def follow(self, heard: Callable[[bytes], object]) -> End:
-        """Give every line to `heard`, until the worker has ended: its own, or all there are when an earlier daemon started it."""
+        """Give every line to `heard`, until the worker has ended: its own, or all there are when an earlier daemon
+        started it."""
         lines, at = Lines(), self._start
         try:
             while True:

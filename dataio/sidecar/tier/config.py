@@ -1,9 +1,10 @@
 """Configuration of the local tier and its buddy, and the TLS contexts made from it.
 
-Invariants: after `TierConfig.check` the configuration is complete: a daemon that talks to buddies has a tier and all three TLS
-files. Buddies use TLS 1.3 with certificates of one CA on both sides. No byte from a peer is read before its certificate was
-checked against the CA, and its names against the configured ones. Only OpenSSL reads the keys.
-Failure behaviour: `UsageError` names the missing or wrong setting. A refused peer raises `ssl.SSLError` or `StrangerError`.
+Invariants: after `TierConfig.check` the configuration is complete: a daemon that talks to buddies has a tier and all
+three TLS files. Buddies use TLS 1.3 with certificates of one CA on both sides. No byte from a peer is read before its
+certificate was checked against the CA, and its names against the configured ones. Only OpenSSL reads the keys.
+Failure behaviour: `UsageError` names the missing or wrong setting. A refused peer raises `ssl.SSLError` or
+`StrangerError`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """`folder` is on a tmpfs or a local disk; `steps` of each run stay, within `bytes`. `names`: whose certificates are let in,
-    empty for the buddy's host alone. `rate`: bytes a second to the buddy at most, None for no bound."""
+    """`folder` is on a tmpfs or a local disk; `steps` of each run stay, within `bytes`. `names`: whose certificates are
+    let in, empty for the buddy's host alone. `rate`: bytes a second to the buddy at most, None for no bound."""
 
     folder: Path
     bytes: int = 8 * GIB

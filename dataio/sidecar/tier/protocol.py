@@ -1,13 +1,12 @@
 """What buddies say to each other: small messages, and bytes of objects after some of them.
 
-    hello → welcome | refused
-    offer source, key, size, digest → want offset; then size - offset bytes follow → stored | refused
-    keep size, and a record of so many bytes → stored | refused
-    list source → listed sizes, and the records, one after the other
-    fetch source, key, offset → found size, digest, and the bytes from offset | absent
+    hello → welcome | refused offer source, key, size, digest → want offset; then size - offset bytes follow → stored |
+    refused keep size, and a record of so many bytes → stored | refused list source → listed sizes, and the records, one
+    after the other fetch source, key, offset → found size, digest, and the bytes from offset | absent
 
-Invariants: a message has at most `MESSAGE_BYTES`, is refused before it is read otherwise, and decodes to these types only; bytes
-that follow are announced and bounded. Every message and every body has one time limit for the whole of it, however it drips.
+Invariants: a message has at most `MESSAGE_BYTES`, is refused before it is read otherwise, and decodes to these types
+only; bytes that follow are announced and bounded. Every message and every body has one time limit for the whole of it,
+however it drips.
 Failure behaviour: `ProtocolError` for what is no message; `OSError` when the connection breaks or is too slow.
 """
 

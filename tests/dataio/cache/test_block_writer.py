@@ -98,22 +98,22 @@ def test_a_read_that_begins_again_leaves_the_bytes_and_the_digest_of_its_last_tr
 ) -> None:
     store = Retry(Breaks(MemoryStore(k=BODY)), Policy(first=0.0))
     part = PendingBlock(file, 0, 0)
-    passing = part.begin()
-    store.get_pieces("k", 0, memoryview(bytearray(len(BODY))), passing.take)
-    passing.end()
+    passing = part.start_writer()
+    store.get_pieces("k", 0, memoryview(bytearray(len(BODY))), passing.write)
+    passing.finish()
     assert content(file) == BODY
     assert listed(tmp_path) == {0: disks.digest(BODY)}
 
 
 def test_of_two_attempts_the_first_that_is_whole_counts(file: disks.PersistentFile, tmp_path: Path) -> None:
     part, other = PendingBlock(file, 0, 0), bytes(len(BODY))
-    slow = part.begin()
-    slow.take(0, memoryview(other)[:1000])
-    part.whole(memoryview(BODY))
+    slow = part.start_writer()
+    slow.write(0, memoryview(other)[:1000])
+    part.write_all(memoryview(BODY))
     with pytest.raises(SupersededError):
-        slow.take(1000, memoryview(other)[1000:])
-    slow.end()
-    part.whole(memoryview(other))
+        slow.write(1000, memoryview(other)[1000:])
+    slow.finish()
+    part.write_all(memoryview(other))
     assert content(file) == BODY
     assert listed(tmp_path) == {0: disks.digest(BODY)}
 
@@ -130,7 +130,7 @@ def test_trouble_with_the_disk_is_told_from_trouble_with_the_store(
     monkeypatch.setattr(BlockFile, "write", full)
     part = PendingBlock(file, 0, 0)
     with pytest.raises(DiskError) as caught:
-        store.get_pieces("k", 0, memoryview(bytearray(len(BODY))), part.begin().take)
+        store.get_pieces("k", 0, memoryview(bytearray(len(BODY))), part.start_writer().write)
     assert caught.value.error.errno == errno.ENOSPC
     with pytest.raises(DiskError):
-        part.whole(memoryview(BODY))
+        part.write_all(memoryview(BODY))

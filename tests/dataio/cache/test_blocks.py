@@ -10,21 +10,21 @@ from headrace.dataio.testing.system import ManualClock
 
 def test_the_buffer_that_was_used_last_is_used_next() -> None:
     buffers = Buffers(4096, 4, ManualClock())
-    with buffers.one() as first, buffers.one() as second:
+    with buffers.borrow() as first, buffers.borrow() as second:
         first[:1], second[:1] = b"1", b"2"
     for _ in range(3):
-        with buffers.one() as again:
+        with buffers.borrow() as again:
             assert again[:1] == b"1"  # it was given back last
 
 
 def test_there_are_as_many_as_were_used_at_once_and_idle_ones_go() -> None:
     clock = ManualClock()
     buffers = Buffers(4096, 4, clock)
-    with buffers.one(), buffers.one(), buffers.one():
+    with buffers.borrow(), buffers.borrow(), buffers.borrow():
         pass
     assert buffers.trim() == 3
     clock.now += IDLE_SECONDS / 2
-    with buffers.one():
+    with buffers.borrow():
         pass
     clock.now += IDLE_SECONDS / 2 + 0.1
     assert buffers.trim() == 1, "the one that was used since stays"
@@ -37,7 +37,7 @@ def test_no_two_users_share_a_buffer() -> None:
 
     def use(number: int) -> None:
         for _ in range(500):
-            with buffers.one() as mine:
+            with buffers.borrow() as mine:
                 mine[:] = bytes([number]) * 64
                 if bytes(mine) != bytes([number]) * 64:
                     clashes.append(number)
@@ -55,7 +55,7 @@ def test_a_fetch_that_fails_gives_its_buffer_back() -> None:
     buffers = Buffers(64, 4, ManualClock())
     for _ in range(3):
         try:
-            with buffers.one():
+            with buffers.borrow():
                 raise OSError
         except OSError:
             pass
@@ -66,10 +66,10 @@ def test_no_more_are_made_than_may_be_and_who_comes_late_waits() -> None:
     buffers, order = Buffers(64, 2, ManualClock()), list[str]()
 
     def third() -> None:
-        with buffers.one():
+        with buffers.borrow():
             order.append("third")
 
-    with buffers.one(), buffers.one():
+    with buffers.borrow(), buffers.borrow():
         thread = threading.Thread(target=third)
         thread.start()
         thread.join(0.05)

@@ -12,7 +12,7 @@ from headrace.dataio.cache.announcements import Forecast
 from headrace.dataio.cache.disks import adopt
 from headrace.dataio.cache.engine import Engine
 from headrace.dataio.cache.readers.cached import CachedReader
-from headrace.dataio.cache.scheduling import ENOUGH, FetchWindow
+from headrace.dataio.cache.scheduling import MIN_SAMPLES, FetchWindow
 from tests.support.memory_store import MemoryStore
 
 BLOCK = 4096
@@ -125,7 +125,7 @@ def test_a_late_fetch_is_asked_for_again_and_the_first_answer_counts(tmp_path: P
     store = MemoryStore(a=payload("a", 40 * BLOCK))
     made = Engine(tmp_path, 64 * BLOCK, threads=4, block_bytes=BLOCK)
     reader = CachedReader(store, made)
-    for block in range(ENOUGH):
+    for block in range(MIN_SAMPLES):
         reader.read("a", [(block * BLOCK, BLOCK)])
     made._fetcher.window.fetches = 1000  # of which a few may be asked for twice
     store.stuck = 1
@@ -141,20 +141,20 @@ def test_the_window_is_bandwidth_times_latency_and_stops_growing_when_more_reque
     for _ in range(10):  # four at once, each 0.1 s: 40 kB/s
         before = window.delivered
         for _ in range(4):
-            window.landed(size, 0.1, before)
+            window.fetched(size, 0.1, before)
             window.stored(0.1)
     assert window.bytes() == pytest.approx(2 * 40_000 * 0.1)
     for _ in range(10):  # eight at once take twice as long
         before = window.delivered
         for _ in range(8):
-            window.landed(size, 0.2, before)
+            window.fetched(size, 0.2, before)
             window.stored(0.2)
     assert window.bytes() <= 2 * 40_000 * 0.2 + 1
 
 
 def test_what_is_being_written_to_the_cache_is_in_flight_too() -> None:
     window = FetchWindow(1, 10**9)
-    window.landed(1000, 0.1, 0)
+    window.fetched(1000, 0.1, 0)
     assert window.bytes() == 1, "nothing was written yet"
     window.stored(0.3)
     assert window.bytes() == pytest.approx(2 * 10_000 * 0.3)
@@ -163,8 +163,8 @@ def test_what_is_being_written_to_the_cache_is_in_flight_too() -> None:
 def test_hedging_is_bounded_by_a_share_of_all_fetches() -> None:
     window = FetchWindow(1, 10)
     assert window.late_after() is None, "nothing is known yet"
-    for _ in range(ENOUGH):
-        window.landed(1, 0.1, 0)
+    for _ in range(MIN_SAMPLES):
+        window.fetched(1, 0.1, 0)
     assert window.late_after() is None, "one in a hundred"
     window.fetches = 1000
     assert window.late_after() == pytest.approx(0.1)

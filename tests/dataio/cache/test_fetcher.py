@@ -80,7 +80,7 @@ class Node:
 
     def forget(self) -> None:
         """Keep no file open."""
-        self._fetcher._together._opened.clear()
+        self._fetcher._batched._opened.clear()
 
     def close(self) -> None:
         self._fetcher.close()
@@ -161,10 +161,10 @@ def test_objects_that_are_no_files_and_blocks_that_lie_here_already_go_by_themse
 
     found = BatchedFetch(SYSTEM_CLOCK)
     assert not found.fits(flight(store)), "nobody has looked yet"
-    assert found.takes(flight(store))
+    assert found.accepts(flight(store))
     assert found.fits(flight(store))
-    assert not found.takes(flight(store, adopted=True))
-    assert not found.takes(flight(MemoryStore(a=bytes(BLOCK))))
+    assert not found.accepts(flight(store, adopted=True))
+    assert not found.accepts(flight(MemoryStore(a=bytes(BLOCK))))
     assert not found.fits(flight(MemoryStore(a=bytes(BLOCK))))
 
 
@@ -187,10 +187,10 @@ def test_files_that_nobody_asks_for_are_closed(node: Node, store: Store, tmp_pat
     one = FetchTask(Fetch(1, 0, 0, BLOCK), node.file, store, "b", (), lambda: False)
     assert found.fetch(one, buffer) is not None
     assert is_open(tmp_path / "store" / "b")
-    found.rest()
+    found.close_idle()
     assert is_open(tmp_path / "store" / "b"), "it was asked for a moment ago"
     clock.now += IDLE_SECONDS
-    found.rest()
+    found.close_idle()
     assert not is_open(tmp_path / "store" / "b")
 
 

@@ -149,8 +149,8 @@ def test_in_the_engine_a_job_with_many_blocks_waiting_does_not_keep_another_wait
     while len(store.reads) < 2:
         time.sleep(0.001)
     one = engine.open(store, "modest", [(0, 4096)], 2)
-    assert engine.turns()["greedy"]["waiting"] == 38
-    assert engine.turns()["modest"]["waiting"] == 1
+    assert engine.queue_stats()["greedy"]["waiting"] == 38
+    assert engine.queue_stats()["modest"]["waiting"] == 1
     store.gate.set()
     assert one.result(60) is not None
     assert all(future.result(60) is not None for future in many)
@@ -173,7 +173,7 @@ def test_in_the_engine_limits_hold_and_change_while_it_runs(tmp_path: Path) -> N
     engine.limit(JobLimits(connections=6))
     while len(store.reads) < 6:
         time.sleep(0.001)
-    assert engine.turns()["1"]["connections"] == 6
+    assert engine.queue_stats()["1"]["connections"] == 6
     store.gate.set()
     assert all(future.result(60) is not None for future in futures)
     engine.close()

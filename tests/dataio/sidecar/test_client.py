@@ -21,7 +21,7 @@ from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar import connection, wire
 from headrace.dataio.sidecar import protocol as m
-from headrace.dataio.sidecar.client import Sidecar, Staged, open_reader
+from headrace.dataio.sidecar.client import Sidecar, StagedJob, open_reader
 from headrace.dataio.sidecar.connection import AdaptivePoll
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.open import open_store
@@ -131,7 +131,7 @@ def test_a_daemon_that_has_nothing_to_say_of_a_job_does_not_hang(
     monkeypatch.setattr(connection, "PING_SECONDS", 0.2)
     monkeypatch.setattr(connection, "HUNG_SECONDS", 2.0)
     with daemon.connect() as sidecar:
-        sidecar._jobs["waits"] = Staged("waits")
+        sidecar._jobs["waits"] = StagedJob("waits")
         time.sleep(3.5)
         assert sidecar._asked > 0
         assert not sidecar.broken
@@ -218,7 +218,7 @@ def test_a_daemon_that_drips_hangs(
     thread.start()
     sidecar = Sidecar.find(daemon.folder / "odd.sock")
     assert sidecar is not None
-    sidecar._jobs["waits"] = job = Staged("waits")
+    sidecar._jobs["waits"] = job = StagedJob("waits")
     with pytest.raises(TransientError, match="the daemon hangs"):
         sidecar.status()
     with pytest.raises(TransientError, match="the daemon hangs"):

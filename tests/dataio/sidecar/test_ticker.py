@@ -56,13 +56,13 @@ class Shown:
     def __init__(self) -> None:
         self.now, self.fetched = 1000.0, 0
         self.view = StatusView(lambda: ({"fetched_bytes": self.fetched}, ()), lambda: self.now)
-        self.view.board.report(1, 1, m.Report(1, "g", "exp", wall=1.0, steps=0, samples=0))
+        self.view.job_stats.report(1, 1, m.Report(1, "g", "exp", wall=1.0, steps=0, samples=0))
         self.view.tick()
 
     def work(self, samples: int) -> None:
         self.now += POINT_SECONDS
         self.fetched += 1000
-        self.view.board.report(1, 1, m.Report(1, "g", "exp", wall=self.now - 999, steps=samples, samples=samples))
+        self.view.job_stats.report(1, 1, m.Report(1, "g", "exp", wall=self.now - 999, steps=samples, samples=samples))
         self.view.tick()
 
     def ages(self) -> list[float]:

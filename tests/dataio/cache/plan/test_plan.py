@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.dataio.cache.plan import CachePlan
 from headrace.dataio.cache.plan.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready, Want
-from headrace.dataio.cache.plan.ring import PATIENCE
+from headrace.dataio.cache.plan.ring import MISSED_ANNOUNCEMENTS
 
 BLOCK = 10
 
@@ -202,7 +202,7 @@ def test_bytes_in_flight_are_bounded_too() -> None:
 
 def test_prefetches_that_go_together_start_together_and_what_is_asked_for_does_not_wait_for_that() -> None:
     cache = plan(4000)
-    cache.ahead(4, 4 * BLOCK, 2)
+    cache.set_prefetch_limits(4, 4 * BLOCK, 2)
     assert len(fetches(announce(cache, 1, wants(obj("a", 500), range(20))))) == 4
     assert cache.fetched((1, 0)) == [], "there is room for one"
     assert [(f.file, f.block) for f in fetches(cache.fetched((1, 1)))] == [(1, 4), (1, 5)]
@@ -250,7 +250,7 @@ def test_the_ring_fetches_exactly_what_is_read_and_copies_what_is_pinned() -> No
     edge = cache.counts()["pinned_bytes"]
     out = cache.request(1, obj("a", 6000), ((edge - 4, 7),))
     assert fetches(out)[0].length == 7
-    assert fetches(out)[0].here == ((1, edge - 4, 4),)
+    assert fetches(out)[0].copies == ((1, edge - 4, 4),)
 
 
 def test_a_prefetched_read_waits_in_the_ring_until_everybody_who_announced_it_has_read_it() -> None:
@@ -268,7 +268,7 @@ def test_a_read_that_is_named_no_more_makes_room_after_a_while() -> None:
     room = cache.ring_bytes * 3 // 4 // BLOCK
     land_all(cache, announce(cache, 1, wants(obj("b", 600), range(room))))
     assert cache.counts()["ring_bytes"] == room * BLOCK
-    for _ in range(PATIENCE - 1):
+    for _ in range(MISSED_ANNOUNCEMENTS - 1):
         assert announce(cache, 1, wants(obj("c", 600), [0])) == [], "it may only be in the making"
     assert Drop(2, True) in announce(cache, 1, wants(obj("c", 600), [0]))
 
@@ -348,7 +348,7 @@ def test_a_read_over_the_edge_of_two_tiers_copies_what_the_other_has() -> None:
     cache = two_tiers()
     first = load(cache, 1, obj("a", 400), range(6))
     out = cache.request(2, obj("a", 400), ((55, 10),))
-    assert [(f.offset, f.here) for f in fetches(out)] == [(50, ((first, 50, 10),)), (60, ())]
+    assert [(f.offset, f.copies) for f in fetches(out)] == [(50, ((first, 50, 10),)), (60, ())]
 
 
 def test_an_announced_read_over_the_edge_of_two_tiers_is_copied_together_and_not_kept_twice() -> None:
@@ -357,10 +357,10 @@ def test_an_announced_read_over_the_edge_of_two_tiers_is_copied_together_and_not
     load(cache, 1, obj("a", 400), [2])
     before = used(cache)
     out = cache.request(2, obj("a", 400), ((25, 10),), 1)
-    assert [(f.offset, f.length, f.here) for f in fetches(out)] == [(30, 10, ())], "what neither has is fetched, once"
+    assert [(f.offset, f.length, f.copies) for f in fetches(out)] == [(30, 10, ())], "what neither has is fetched, once"
     out = land_all(cache, out)
-    (copied,) = [f for f in fetches(out) if f.here]
-    assert (copied.offset, copied.length, sum(size for _, _, size in copied.here)) == (25, 10, 10)
+    (copied,) = [f for f in fetches(out) if f.copies]
+    assert (copied.offset, copied.length, sum(size for _, _, size in copied.copies)) == (25, 10, 10)
     (ready,) = [i for i in out if isinstance(i, Ready)]
     assert (ready.ticket, ready.once) == (2, True)
     cache.released(ready.file)
@@ -453,7 +453,7 @@ class PlanMachine(RuleBasedStateMachine):
         self.object_of: dict[int, ObjectId] = {}
         self.live: set[int] = set()
         self.once: set[int] = set()
-        self.flying: dict[tuple[int, int], Fetch] = {}
+        self.in_flight: dict[tuple[int, int], Fetch] = {}
         self.bytes: dict[int, set[int]] = {}
         self.holds: dict[int, int] = {}
         self.waiting: dict[int, tuple[ObjectId, set[int]]] = {}
@@ -481,7 +481,7 @@ class PlanMachine(RuleBasedStateMachine):
                     self.create(file, o, once=not keep, tier=tier)
                 case Fetch(file, block, offset, length, here, adopted):
                     assert file in self.live
-                    assert (file, block) not in self.flying, "one fetch per part"
+                    assert (file, block) not in self.in_flight, "one fetch per part"
                     assert not self.bytes[file] & set(range(offset, offset + length)), "and only what is not there"
                     assert adopted == ((file, block) in self.adopted)
                     self.adopted.discard((file, block))
@@ -489,10 +489,10 @@ class PlanMachine(RuleBasedStateMachine):
                         assert other in self.live
                         assert self.bytes[other] >= set(range(at, at + size)), "copied from where it is"
                     assert 0 < length <= BLOCK
-                    self.flying[file, block] = i
+                    self.in_flight[file, block] = i
                 case Drop(file, once):
                     assert once == (file in self.once)
-                    assert not any(f == file for f, _ in self.flying), "nothing in flight is evicted"
+                    assert not any(f == file for f, _ in self.in_flight), "nothing in flight is evicted"
                     self.live.remove(file)
                     self.bury(file)
                 case Ready(ticket, file, once):
@@ -534,17 +534,17 @@ class PlanMachine(RuleBasedStateMachine):
         self.streams.pop(stream, None)
         self.execute(self.cache.withdraw(stream))
 
-    @precondition(lambda self: self.flying)
+    @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), outcome=st.sampled_from(["fetched", "fetched", "fetched", "failed", "lost"]))
     def land(self, data: st.DataObject, outcome: str) -> None:
-        file, block = data.draw(st.sampled_from(sorted(self.flying)))
+        file, block = data.draw(st.sampled_from(sorted(self.in_flight)))
         if outcome == "lost":
-            gone = {place: fetch for place, fetch in self.flying.items() if place[0] == file}
-            self.flying = {place: fetch for place, fetch in self.flying.items() if place[0] != file}
+            gone = {place: fetch for place, fetch in self.in_flight.items() if place[0] == file}
+            self.in_flight = {place: fetch for place, fetch in self.in_flight.items() if place[0] != file}
             self.adopted |= {place for place, fetch in gone.items() if fetch.adopted}  # still on the disk while held
             self.execute(self.cache.lost(file))
             return
-        fetch = self.flying.pop((file, block))
+        fetch = self.in_flight.pop((file, block))
         if outcome == "fetched":
             self.bytes[file] |= set(range(fetch.offset, fetch.offset + fetch.length))
             self.execute(self.cache.fetched((file, block)))
@@ -553,18 +553,18 @@ class PlanMachine(RuleBasedStateMachine):
                 self.adopted.add((file, block))
             self.execute(self.cache.failed(file, block), failing=(file, block))
 
-    @precondition(lambda self: self.flying)
+    @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def land_together(self, data: st.DataObject) -> None:
-        places = data.draw(st.lists(st.sampled_from(sorted(self.flying)), min_size=1, max_size=4, unique=True))
+        places = data.draw(st.lists(st.sampled_from(sorted(self.in_flight)), min_size=1, max_size=4, unique=True))
         for place in places:
-            fetch = self.flying.pop(place)
+            fetch = self.in_flight.pop(place)
             self.bytes[place[0]] |= set(range(fetch.offset, fetch.offset + fetch.length))
         self.execute(self.cache.fetched(*places))
 
     @rule(parts=st.integers(1, 6), together=st.integers(1, 4))
     def ahead(self, parts: int, together: int) -> None:
-        self.cache.ahead(parts, parts * BLOCK, min(parts, together))
+        self.cache.set_prefetch_limits(parts, parts * BLOCK, min(parts, together))
 
     @precondition(lambda self: any(self.holds.values()))
     @rule(data=st.data())
@@ -586,7 +586,7 @@ class PlanMachine(RuleBasedStateMachine):
     def each_tier_counts_its_own_files(self) -> None:
         for tier, (_, used, _) in enumerate(self.cache.tiers):
             here = [f for f in self.bytes if self.tier_of[f] == tier]
-            flying = sum(fetch.length for (f, _), fetch in self.flying.items() if self.tier_of[f] == tier)
+            flying = sum(fetch.length for (f, _), fetch in self.in_flight.items() if self.tier_of[f] == tier)
             left = sum(
                 min(BLOCK, self.object_of[f].size - b * BLOCK) for f, b in self.adopted if self.tier_of[f] == tier
             )
@@ -594,7 +594,7 @@ class PlanMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_right(self) -> None:
-        flying = sum(fetch.length for fetch in self.flying.values())
+        flying = sum(fetch.length for fetch in self.in_flight.values())
         left = sum(min(BLOCK, self.object_of[f].size - b * BLOCK) for f, b in self.adopted)
         assert self.cache.used == sum(map(len, self.bytes.values())) + flying + left
         assert len(self.live - self.once) <= 8
@@ -605,12 +605,12 @@ class PlanMachine(RuleBasedStateMachine):
         for o, wanted in self.waiting.values():
             assert any(
                 self.object_of[f] == o and wanted & set(range(fetch.offset, fetch.offset + fetch.length))
-                for (f, _), fetch in self.flying.items()
+                for (f, _), fetch in self.in_flight.items()
             )
 
     def teardown(self) -> None:
-        while self.waiting and self.flying:
-            (file, block), fetch = self.flying.popitem()
+        while self.waiting and self.in_flight:
+            (file, block), fetch = self.in_flight.popitem()
             self.bytes[file] |= set(range(fetch.offset, fetch.offset + fetch.length))
             self.execute(self.cache.fetched((file, block)))
         assert not self.waiting

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from headrace.dataio.cache.readers.base import ShardReader
 from headrace.dataio.cache.readers.bypass import (
-    LEAST_BYTES,
-    MOST_BYTES,
+    MAX_BYTES,
+    MIN_PART_BYTES,
     BypassReader,
     PartlyFetchedStore,
     is_worthwhile,
@@ -163,7 +163,7 @@ def test_samples_as_large_as_blocks_and_very_many_are_left_to_the_cache() -> Non
     assert not is_worthwhile([("a", 0, 0)])
     assert not is_worthwhile([("a", n * block, block * 2 // 3) for n in range(8)])
     assert not is_worthwhile([("a", 100 * n, 100) for n in range(64)])
-    assert not is_worthwhile([("a", 4 * n * block, MOST_BYTES // 16 + 1) for n in range(16)])
+    assert not is_worthwhile([("a", 4 * n * block, MAX_BYTES // 16 + 1) for n in range(16)])
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1 << 30), st.integers(0, 9 * MIB)), max_size=100))
@@ -172,12 +172,12 @@ def test_what_is_worth_it_is_bounded(upcoming: list[tuple[str, int, int]]) -> No
         blocks = sum(
             (o + n - 1) // limits.CACHE_BLOCK_BYTES - o // limits.CACHE_BLOCK_BYTES + 1 for _, o, n in upcoming
         )
-        assert sum(n for _, _, n in upcoming) <= min(MOST_BYTES, blocks * limits.CACHE_BLOCK_BYTES // 2)
+        assert sum(n for _, _, n in upcoming) <= min(MAX_BYTES, blocks * limits.CACHE_BLOCK_BYTES // 2)
         assert len(upcoming) <= 8 + 2 * blocks
 
 
 def test_what_came_first_is_asked_for_no_more_when_its_block_is(store: MemoryStore) -> None:
-    large, small = ("a", 70_000, LEAST_BYTES + 5), ("a", 3 * MIB, LEAST_BYTES - 1)
+    large, small = ("a", 70_000, MIN_PART_BYTES + 5), ("a", 3 * MIB, MIN_PART_BYTES - 1)
     behind = list[Store]()
 
     def make(given: Store) -> ShardReader:
@@ -197,7 +197,7 @@ def test_what_came_first_is_asked_for_no_more_when_its_block_is(store: MemorySto
 
 def test_a_read_that_a_store_begins_anew_is_given_whole(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, original = PartlyFetchedStore(store), store.get_pieces
-    begun.add("a", LEAST_BYTES, memoryview(store.objects["a"])[LEAST_BYTES : 2 * LEAST_BYTES])
+    begun.add("a", MIN_PART_BYTES, memoryview(store.objects["a"])[MIN_PART_BYTES : 2 * MIN_PART_BYTES])
     times = list[int]()
 
     def twice(key: str, offset: int, buffer: memoryview, take: Any) -> None:
@@ -217,7 +217,7 @@ def test_a_read_that_a_store_begins_anew_is_given_whole(store: MemoryStore, monk
 def test_blocks_are_put_together_of_whatever_is_there(
     there: list[tuple[int, int]], reads: list[tuple[int, int]]
 ) -> None:
-    unit = LEAST_BYTES // 2
+    unit = MIN_PART_BYTES // 2
     whole = random.Random(3).randbytes(32 * unit)
     begun = PartlyFetchedStore(store := MemoryStore(a=whole))
     for first, length in there:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from headrace.dataio.cache.blocks import BELIEVED_SECONDS, FILES
+from headrace.dataio.cache.blocks import FILES, TRUSTED_SECONDS
 from headrace.dataio.cache.readers import base, local
 from headrace.dataio.cache.readers.base import open_local_reader
 from headrace.dataio.cache.readers.bypass import BypassReader
@@ -154,7 +154,7 @@ def test_a_file_that_is_replaced_or_gone_is_noticed_after_a_while(
     (folder / "b").unlink()
     assert bytes(reader.read("a", [(0, 10)])[0]) == payload("a")[:10]  # the old one, whole
     assert bytes(reader.read("b", [(0, 10)])[0]) == payload("b")[:10]
-    clock.now += BELIEVED_SECONDS
+    clock.now += TRUSTED_SECONDS
     assert bytes(reader.read("a", [(0, 10)])[0]) == payload("new")[:10]
     with pytest.raises(NotFoundError, match="does not exist"):
         reader.read("b", [(0, 10)])
@@ -221,7 +221,7 @@ def test_an_evicted_file_stays_open_for_who_is_reading_it(
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(reader.read, "a", [(77, 10)])
         assert reading.wait(150)
-        clock.now += BELIEVED_SECONDS
+        clock.now += TRUSTED_SECONDS
         reader.read("a", [(0, 10)])  # opened anew
         reader.close()
         go_on.set()

@@ -16,7 +16,7 @@ import pytest
 from headrace.dataio.core.errors import CapacityError, TransientError
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
-from headrace.dataio.sidecar.client import Staged
+from headrace.dataio.sidecar.client import StagedJob
 from headrace.dataio.sidecar.connection import Sidecar
 from headrace.dataio.sidecar.jobs.memfd import sealed
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
@@ -39,7 +39,7 @@ def jobs(sidecar: Sidecar) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
-def in_thread(work: Callable[[], Staged]) -> tuple[threading.Thread, list[Any]]:
+def in_thread(work: Callable[[], StagedJob]) -> tuple[threading.Thread, list[Any]]:
     outcome: list[Any] = []
 
     def run() -> None:
