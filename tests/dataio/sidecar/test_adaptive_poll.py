@@ -10,7 +10,7 @@ QUICK, SLOW = SPIN_SECONDS / 2, 1.0
 def after(*waits: float, processors: int = 2) -> AdaptivePoll:
     spin = AdaptivePoll(processors=processors)
     for seconds in waits:
-        spin.waited(seconds, looked=spin.worth)
+        spin.waited(seconds, polled=spin.worth)
     return spin
 
 
@@ -27,10 +27,10 @@ def test_one_fetch_ends_the_looking_and_quick_answers_begin_it_again() -> None:
 
 def test_a_reader_of_what_has_to_be_fetched_looks_once_in_vain() -> None:
     spin = after(*[QUICK] * 100)
-    looked, helped = spin.looked, spin.helped
+    looked, helped = spin.polled, spin.helped
     for _ in range(50):
-        spin.waited(SLOW, looked=spin.worth)
-    assert (spin.looked - looked, spin.helped - helped) == (1, 0)
+        spin.waited(SLOW, polled=spin.worth)
+    assert (spin.polled - looked, spin.helped - helped) == (1, 0)
 
 
 def test_one_processor_is_left_to_the_daemon() -> None:

@@ -59,10 +59,10 @@ def test_the_terminal_says_how_prefetching_did_against_its_forecast() -> None:
         "fetching": {"exp42": {"waiting": 2, "connections": 1, "bytes_in_flight": 4 << 20}},
     }
     first, second, ahead, stores = (line.plain for line in cli_status.cache_lines(state))
-    assert first == "  tier 0  1.0 MiB of 1.0 GiB in /dev/shm/m , PAUSED: it cannot be written"
-    assert second == "  tier 1  1.0 MiB of 1.0 GiB in /nvme (disk), 3.0 MiB hits (75.0 % of what was asked for)"
-    assert "97 of 100 reads were there in time (97.0 %)" in ahead
-    assert "needed 0.5 s sooner than foreseen, 95 % within 2 s" in ahead
+    assert first == "  tier 0  1.0 MiB of 1.0 GiB in /dev/shm/m , PAUSED: disk not writable"
+    assert second == "  tier 1  1.0 MiB of 1.0 GiB in /nvme (disk), 3.0 MiB hits (75.0 % of requested bytes)"
+    assert "97 of 100 reads were ready in time (97.0 %)" in ahead
+    assert "needed 0.5 s sooner than predicted, 95 % within 2 s" in ahead
     assert stores == "stores  exp42 1 (4.0 MiB), 2 waiting"
     assert cli_status.cache_lines({"cache": {}}) == [], "nothing was announced"
 

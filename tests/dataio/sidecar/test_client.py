@@ -21,7 +21,7 @@ from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar import connection, wire
 from headrace.dataio.sidecar import protocol as m
-from headrace.dataio.sidecar.client import Sidecar, StagedJob, open_reader
+from headrace.dataio.sidecar.client import Sidecar, open_reader
 from headrace.dataio.sidecar.connection import AdaptivePoll
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.open import open_store
@@ -73,7 +73,7 @@ def test_a_store_opened_with_secrets_stays_in_the_process(
     monkeypatch.setattr(type(store), "location", property(lambda _: secret))
     reader = open_reader(store, daemon.socket)
     assert isinstance(reader, BypassReader)
-    assert "never leave this process" in caplog.text
+    assert "never sent to another process" in caplog.text
     reader.close()
 
 
@@ -131,7 +131,7 @@ def test_a_daemon_that_has_nothing_to_say_of_a_job_does_not_hang(
     monkeypatch.setattr(connection, "PING_SECONDS", 0.2)
     monkeypatch.setattr(connection, "HUNG_SECONDS", 2.0)
     with daemon.connect() as sidecar:
-        sidecar._jobs["waits"] = StagedJob("waits")
+        sidecar._jobs.follow("waits")
         time.sleep(3.5)
         assert sidecar._asked > 0
         assert not sidecar.broken
@@ -146,7 +146,7 @@ def test_a_closed_connection_refuses_to_be_used(daemon: RunningDaemon) -> None:
     sidecar = daemon.connect()
     sidecar.close()
     assert sidecar.broken
-    with pytest.raises(TransientError, match="it was closed"):
+    with pytest.raises(TransientError, match="this process closed it"):
         sidecar.status()
 
 
@@ -154,7 +154,7 @@ def quick() -> AdaptivePoll:
     """Where all answers have come quickly, and minutes count as quick."""
     spin = AdaptivePoll(600.0, processors=2)
     for _ in range(100):
-        spin.waited(0.0, looked=False)
+        spin.waited(0.0, polled=False)
     return spin
 
 
@@ -163,7 +163,7 @@ def test_an_answer_that_comes_while_it_is_looked_for_is_the_same(daemon: Running
         expected = sidecar.status()["pid"]
         sidecar.spin = quick()
         assert [sidecar.status()["pid"] for _ in range(3)] == [expected] * 3
-        assert (sidecar.spin.looked, sidecar.spin.helped) == (3, 3)
+        assert (sidecar.spin.polled, sidecar.spin.helped) == (3, 3)
 
 
 def test_looking_ends_with_the_connection(impostor: socket.socket, daemon: RunningDaemon) -> None:
@@ -178,7 +178,7 @@ def test_looking_ends_with_the_connection(impostor: socket.socket, daemon: Runni
     sidecar = Sidecar.find(daemon.folder / "odd.sock")
     assert sidecar is not None
     sidecar.spin = quick()
-    with pytest.raises(TransientError, match="the daemon ended it"):
+    with pytest.raises(TransientError, match="the daemon closed it"):
         sidecar.call(m.AskStatus)
     thread.join()
 
@@ -218,7 +218,7 @@ def test_a_daemon_that_drips_hangs(
     thread.start()
     sidecar = Sidecar.find(daemon.folder / "odd.sock")
     assert sidecar is not None
-    sidecar._jobs["waits"] = job = StagedJob("waits")
+    job = sidecar._jobs.follow("waits")
     with pytest.raises(TransientError, match="the daemon hangs"):
         sidecar.status()
     with pytest.raises(TransientError, match="the daemon hangs"):
@@ -266,7 +266,7 @@ def test_a_daemon_that_never_answers_costs_a_deadline(
         sidecar.spin = quick()
     with pytest.raises(DeadlineError):
         sidecar.call(m.AskStatus, timeout=0.1)
-    assert (sidecar.spin.looked, sidecar.spin.helped) == (int(looks), 0)
+    assert (sidecar.spin.polled, sidecar.spin.helped) == (int(looks), 0)
     accepted[0].close()
     wait_for(lambda: sidecar.broken)
 
@@ -278,4 +278,4 @@ def test_another_users_daemon_is_named_as_such_and_done_without(
     monkeypatch.setenv("HEADRACE_SIDECAR", str(daemon.socket))
     with denied(daemon.socket.parent):
         assert Sidecar.find() is None
-    assert f"the sidecar on {daemon.socket} is not for this user: Permission denied" in caplog.text
+    assert f"this user may not use the sidecar on {daemon.socket}: Permission denied" in caplog.text

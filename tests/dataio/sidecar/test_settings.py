@@ -57,7 +57,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
         ({"cache_dir": "/a=much,/b"}, {}, "", "--cache-dir"),
         ({"cache_dir": "/a,/a=1GiB"}, {}, "", "--cache-dir"),
         ({}, {}, "cache_dir = [1]", "cache_dir in "),
-        ({}, {}, "clients = ", "is not TOML"),
+        ({}, {}, "clients = ", "is not valid TOML"),
     ],
 )
 def test_what_is_wrong_is_named(

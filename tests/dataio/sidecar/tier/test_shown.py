@@ -110,10 +110,10 @@ def test_a_step_without_another_copy_is_forgotten_only_when_told(
     assert "step 4 of run run, rank 0: NOT KNOWN TO BE COMMITTED" in text
     assert "nothing was removed" in text
     assert shown.shelf.has("s", "packs/4")
-    assert main([*command, "--yes"]) == 0
+    assert main([*command, "--apply"]) == 0
     assert [r.step for r in shown.shelf.records()] == [3]
     assert not shown.shelf.has("s", "packs/4")
-    assert main([*command, "--yes"]) == 2
+    assert main([*command, "--apply"]) == 2
     assert "no such step" in capsys.readouterr().err
 
 
