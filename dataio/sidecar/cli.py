@@ -13,14 +13,15 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.dataio.core import log
 from headrace.dataio.core.cli import Parser
 from headrace.dataio.core.errors import NotFoundError, TransientError
 from headrace.dataio.sidecar import settings, systemd
-from headrace.dataio.sidecar.cli_status import ask
-from headrace.dataio.store.local_tier.records import Record, TierLimits
-from headrace.dataio.store.local_tier.tier import LocalTier
+
+if TYPE_CHECKING:
+    from headrace.dataio.store.local_tier.records import Record
 
 COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "headrace.checkpoint.saving.commit_worker")}
 """The command that runs a staged job, by its kind. A string, since this layer must not import what it starts."""
@@ -93,13 +94,10 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _forget(options: argparse.Namespace) -> int:
-    from headrace.dataio.sidecar.cli import forget
+    from headrace.dataio.sidecar.cli_status import ask
+    from headrace.dataio.store.local_tier.records import TierLimits
+    from headrace.dataio.store.local_tier.tier import LocalTier
 
-    return forget(options)
-
-
-def forget(options: argparse.Namespace) -> int:
-    """`headrace sidecar forget`; `options` has socket, run, step, apply and json."""
     tier = ask(options).get("tier")
     if not tier:
         raise NotFoundError("this sidecar has no local tier", hint="see tier_dir in docs/sidecar.md")

@@ -1,10 +1,9 @@
 """The daemon's clients: which may connect, what they send, and the state that the daemon keeps for each.
 
 Purpose: a thin shell around the sessions' state machines. Frames go in; instructions come out and go to the service
-that carries them out.
-Invariants: runs on the loop's thread and never blocks. A client's opens, held files and outbox are bounded, and
-everything it held is released when it disconnects. A client that does not read is disconnected when `OUTBOX_BYTES` wait
-for it. Descriptors that were received and not handed out are closed with the connection.
+that carries them out. Invariants: runs on the loop's thread and never blocks. A client's opens, held files and outbox
+are bounded, and everything it held is released when it disconnects. A client that does not read is disconnected when
+`OUTBOX_BYTES` wait for it. Descriptors that were received and not handed out are closed with the connection.
 Failure behaviour: a client that breaks a rule, or whose socket fails, loses its connection; other clients are not
 affected. When no descriptor is left for a new client, the daemon tries again a second later.
 """
@@ -85,12 +84,12 @@ class ConnectionManager:
             yield {"pid": client.pid, "held_files": client.session.held, "opens": client.session.opens}
 
     def listen(self, listening: socket.socket) -> None:
-        """Let clients in from now on."""
+        """Start accepting clients."""
         self._listening = listening
         self._loop.add_reader(listening.fileno(), self._accept, listening)
 
     def stop_listening(self) -> None:
-        """Let no more in, and close the socket."""
+        """Stop accepting clients and close the socket."""
         if self._listening is not None:
             self._loop.remove_reader(self._listening.fileno())
             self._listening.close()
@@ -103,7 +102,7 @@ class ConnectionManager:
                 client.peer.close("")
 
     def dropped(self, file: int) -> None:
-        """The cache has dropped a file: those who have it are told."""
+        """The cache has dropped a file: tell the clients that hold it."""
         for client in list(self._clients.values()):
             client.carry_out(client.session.dropped(file))
 
@@ -114,18 +113,18 @@ class ConnectionManager:
             sock, _ = listening.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError as error:  # no descriptors left, as a rule: look again in a second, and not at once
+        except OSError as error:  # usually no descriptors are left: try again in a second
             _log.error("cannot accept a client: %s", error.strerror)
             self._loop.remove_reader(listening.fileno())
             self._loop.call_later(1.0, self._accept_again, listening)
             return
         pid, uid = wire.peer(sock)
         if uid != os.geteuid():
-            _log.warning("refusing process %d of user %d", pid, uid)
+            _log.warning("refused a connection from process %d of user %d: it belongs to another user", pid, uid)
             sock.close()
         elif len(self._clients) >= self._most():
             refusal = m.Refused(
-                "capacity", f"the sidecar has {len(self._clients)} clients; the most is {len(self._clients)}"
+                "capacity", f"the sidecar has {len(self._clients)} clients; the limit is {len(self._clients)}"
             )
             sock.setblocking(False)
             with contextlib.suppress(OSError):
@@ -152,7 +151,7 @@ class ConnectionManager:
     def _expect_hello(self, number: int) -> None:
         client = self._clients.get(number)
         if client is not None and client.peer is not None and client.session.state == "new":
-            client.peer.close("it did not say hello")
+            client.peer.close("it sent no hello in time")
 
     def _received(self, client: ClientState, payload: bytes, descriptors: tuple[int, ...]) -> None:
         try:
@@ -189,7 +188,7 @@ class ConnectionManager:
         if peer is None:
             return
         for instruction in instructions:
-            if type(instruction) is Send:  # most are, and a pattern takes longer
+            if type(instruction) is Send:  # the most common case, faster than a pattern
                 lease = instruction.lease
                 descriptor = lease.descriptor if isinstance(lease, Lease) else None
                 peer.send(m.encode(instruction.message), descriptor)
@@ -219,7 +218,7 @@ class ConnectionManager:
 
 @dataclass(slots=True, eq=False)
 class ClientState:
-    """A connection. What a part decides for it goes to `carry_out`."""
+    """The daemon's state of one client. Services pass their instructions to `carry_out`."""
 
     session: Session
     pid: int
@@ -228,23 +227,23 @@ class ClientState:
     greeting: asyncio.TimerHandle | None = None
     listener: Callable[[m.JobEvent], None] | None = None
     opening: bool = False  # the store of an announcement
-    job: str = ""  # with which it shares limits
+    job: str = ""  # whose limits apply
     staging: list[Job] = field(default_factory=list)
-    """Jobs that were not answered yet."""
+    """Staged jobs that are not acknowledged yet."""
 
     @property
     def process(self) -> int:
-        """The kernel's word for who it is; the client's own from another pid namespace, where the kernel has none."""
+        """The client's pid according to the kernel; its own claim if it is in another pid namespace."""
         return self.pid or self.session.client_pid
 
     @property
     def ready(self) -> bool:
-        """Whether it has said hello and is still there."""
+        """Whether the handshake is done and the connection open."""
         return self.session.state == "ready"
 
 
 class BackgroundTasks:
-    """Coroutines that run beside the loop's callbacks, until they end or the daemon does."""
+    """Background coroutines, until they end or the daemon does."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._tasks = loop, set[asyncio.Task[None]]()
@@ -261,7 +260,7 @@ class BackgroundTasks:
 
 OUTBOX_BYTES = 1 << 20
 READS = 8
-"""Receives in one turn of the loop, so that one busy client does not keep the others waiting."""
+"""Receives per loop iteration, so one busy client does not delay others."""
 
 _log = get_logger(__name__)
 
@@ -292,7 +291,7 @@ class ClientSocket:
         loop.add_reader(sock.fileno(), self._readable)
 
     def send(self, payload: bytes, descriptor: Descriptor | None = None) -> None:
-        """Send a frame now or when the client reads again."""
+        """Send a frame, now or when the client reads again."""
         if not self.open or self._closing:
             return
         data = wire.frame(payload, 0 if descriptor is None else 1)
@@ -301,13 +300,13 @@ class ClientSocket:
         self._outbox.append(_Outgoing(memoryview(data), descriptor))
         self._waiting += len(data)
         if self._waiting > OUTBOX_BYTES:
-            self.close("it does not read what it asked for")
+            self.close("it does not read its answers")
         elif len(self._outbox) == 1:
             self._flush()
 
     def hang_up(self, reason: str) -> None:
-        """Close, once what waits has gone out."""
-        if not self.open:  # the client was gone before it could be told
+        """Close the connection after the outbox was sent."""
+        if not self.open:  # the client disconnected first
             return
         self._closing = True
         self._loop.remove_reader(self._sock.fileno())
@@ -358,7 +357,7 @@ class ClientSocket:
         way."""
         try:
             sent = wire.send(self._sock, data)
-        except OSError:  # said by the long way
+        except OSError:  # `_flush` reports it
             return False
         if sent < len(data):
             self._outbox.append(_Outgoing(memoryview(data)[sent:], None))

@@ -1,10 +1,10 @@
 """Statistics of the node's training jobs and of its staged checkpoints. Sans-I/O.
 
 Purpose: goodput, data wait and save stall of each job over the last minute, and over the last ten minutes for the
-charts; and the progress of every staged checkpoint.
-Invariants: totals only grow, even if reports are lost, repeated or reordered. A process counts once, however many
-loaders and checkpointers it has. Jobs, processes, sources and history are bounded (docs/design/0003). At most
-`KEPT_SAVES` ended saves are remembered; a save in flight is remembered until it ends.
+charts; and the progress of every staged checkpoint. Invariants: totals only grow, even if reports are lost, repeated or
+reordered. A process counts once, however many loaders and checkpointers it has. Jobs, processes, sources and history
+are bounded (docs/design/0003). At most `KEPT_SAVES` ended saves are remembered; a save in flight is remembered until it
+ends.
 Failure behaviour: above a bound a job is counted as "other", and a process or source is not counted. A result without
 run or step is a save without a committed step.
 """
@@ -25,15 +25,15 @@ OTHER = "other"
 POINT_SECONDS = 2.0
 POINTS = 300
 WINDOW_POINTS = 30
-"""A minute: what the numbers of a job are about."""
+"""One minute: the window of a job's figures."""
 SMOOTH_POINTS = 5
-"""Ten seconds: what one point of a chart is about."""
+"""Ten seconds: the window of one chart point."""
 FORGET_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What a job's processes have done so far, summed. Seconds, bytes, numbers."""
+    """Sums over a job's processes: times in seconds, sizes in bytes, and counts."""
 
     wall: float = 0.0
     wait: float = 0.0
@@ -52,12 +52,12 @@ class Totals:
 
     @property
     def compute(self) -> float:
-        """Seconds in which a trainer was neither waiting for data nor held by a save."""
+        """Seconds in which a trainer neither waited for data nor was stalled by a save."""
         return max(self.wall - self.wait - self.stall, 0.0)
 
     @property
     def goodput(self) -> float | None:
-        """The share of wall time that was computed; None when no loader ran."""
+        """The share of wall time spent computing; None when no loader ran."""
         return self.compute / self.wall if self.wall > 0 else None
 
 
@@ -66,7 +66,7 @@ _NAMES = tuple(f.name for f in fields(Totals))
 
 @dataclass(slots=True)
 class _Source:
-    """One loader or checkpointer: what it said last, and since when it exists."""
+    """One loader or checkpointer: its last report, and when it began."""
 
     report: m.Report
     began: float
@@ -119,7 +119,7 @@ class JobStats:
     # events
 
     def report(self, connection: int, process: int, report: m.Report) -> None:
-        """`process`, through this connection, says what its time went to."""
+        """A report of `process` arrived on this connection."""
         found = self._processes.get(process) or self._new(process, report)
         if found is None:
             return
@@ -135,7 +135,7 @@ class JobStats:
         """`process` asked for bytes that were not in the cache yet."""
         if process in self._processes:
             self._processes[process].waited += size
-        else:  # its first report is still to come
+        else:  # it has not reported yet
             self._early[process] = self._early.get(process, 0) + size
             if len(self._early) > PROCESSES:
                 self._early.popitem(last=False)
@@ -182,12 +182,12 @@ class JobStats:
     # questions
 
     def jobs(self, now: float) -> list[dict[str, object]]:
-        """What to show of each job; `now` is Unix time."""
+        """The status page's figures of each job; `now` is Unix time."""
         sums = self._sums()
         return [self._describe(name, job, sums[name], now) for name, job in sorted(self._jobs.items())]
 
     def totals(self) -> dict[str, Totals]:
-        """Of each job, since the daemon knows it."""
+        """Totals of each job, since the daemon first saw it."""
         return self._sums()
 
     def commits(self) -> dict[str, float]:
@@ -235,7 +235,7 @@ class JobStats:
         if len(self._processes) >= PROCESSES:
             return None
         left = self._departed.pop(process, None)
-        if left is not None and report.source in left.sources:  # it lost its connections and is back
+        if left is not None and report.source in left.sources:  # it reconnected
             job = self._job(left.job)
             job.ended -= left.totals()
             found = left
@@ -268,7 +268,7 @@ class JobStats:
 
 
 def rates(done: Totals, seconds: float) -> dict[str, float | None]:
-    """What was done in `seconds`, as rates; None where there is nothing to divide by."""
+    """Rates over `seconds`; None for a rate that is undefined."""
     late = min(done.waited, done.read)
     return {
         "goodput": _rounded(done.goodput),
@@ -291,7 +291,7 @@ def slept(last: float, now: float) -> list[float]:
 
 
 def plain(name: str) -> str:
-    """A name fit for a label: printable, at most 64 characters, never empty."""
+    """A name that can be a label: printable, at most 64 characters, never empty."""
     return "".join(c for c in name if c.isprintable())[:64] or OTHER
 
 
@@ -302,7 +302,7 @@ def _points(points: list[tuple[float, Totals]], now: float) -> Iterable[dict[str
 
 
 def _newer(old: m.Report, new: m.Report) -> m.Report:
-    """Totals never shrink: of two reports of one source, the one that says more."""
+    """The later of two reports of one source: totals never shrink."""
     return new if (new.wall, new.stall, new.steps, new.saves) >= (old.wall, old.stall, old.steps, old.saves) else old
 
 
@@ -328,14 +328,14 @@ class _Save:
 
 
 class SaveStats:
-    """`committed(run, step, when)` hears of every step that a job says it committed."""
+    """The staged checkpoints. `committed(run, step, when)` is called for every step that a job has committed."""
 
     def __init__(self, committed: Callable[[str, int, float], None], clock: Callable[[], float] = time.time) -> None:
         self._committed, self._clock = committed, clock
         self._saves: OrderedDict[str, _Save] = OrderedDict()
         self.outcomes = {"committed": 0, "failed": 0}
         self.room: Callable[[], Mapping[str, float]] = dict
-        """How much room for arenas there is, and who waits for it."""
+        """The room for arenas, and how much waits for it."""
 
     def listener(
         self,
@@ -351,7 +351,7 @@ class SaveStats:
         return lambda event: self._heard(save, event)
 
     def listed(self) -> list[dict[str, object]]:
-        """In flight first, then the latest that ended, newest first."""
+        """Saves in flight first, then those that ended, newest first."""
         for token in [token for token, save in self._saves.items() if save.ended is None and save.phase() == "gone"]:
             del self._saves[token]
         order = sorted(self._saves.values(), key=lambda save: (save.ended is not None, -save.accepted))

@@ -24,7 +24,7 @@ _NAME = 64
 
 
 def group_name(environ: Mapping[str, str] = os.environ) -> str:
-    """What the job is called by processes that know no run: `$HEADRACE_JOB`, the Slurm job, or the process group."""
+    """The job's name for a process without a run: `$HEADRACE_JOB`, the Slurm job, or the process group."""
     if named := environ.get("HEADRACE_JOB"):
         return named[:_NAME]
     if slurm := environ.get("SLURM_JOB_ID"):
@@ -33,7 +33,7 @@ def group_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def group_of(process: int) -> str:
-    """The name of a process's group; of a process that is gone, or in another pid namespace, a name of its own."""
+    """The name of a process's group; a name of its own if the process is gone or in another pid namespace."""
     try:
         return f"process group {os.getpgid(process)}"
     except OSError:
@@ -41,7 +41,7 @@ def group_of(process: int) -> str:
 
 
 class LoaderMeter:
-    """Run by the thread that iterates: `asked` when it wants a batch, `got` when it has one or gives up."""
+    """Measures one loader. The iterating thread calls `asked` when it requests a batch and `got` when it has one or fails."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -61,7 +61,7 @@ class LoaderMeter:
                 self._began = self._last = self._asked
 
     def got(self, samples: int, *, steps: int = 1) -> float:
-        """The trainer goes on, with a batch of so many samples, or after an error with no step; how long it waited."""
+        """The trainer continues with a batch of `samples` samples, or after an error with `steps=0`; returns the seconds waited."""
         with self._lock:
             now = self._clock.monotonic()
             waited = now - self._asked if self._asked is not None else 0.0
@@ -71,7 +71,7 @@ class LoaderMeter:
             return waited
 
     def read(self, size: int) -> None:
-        """So many bytes were delivered; from any thread."""
+        """`size` bytes were delivered; may be called from any thread."""
         with self._lock:
             self._read += size
 
@@ -97,7 +97,7 @@ class LoaderMeter:
 
 
 class SaveMeter:
-    """Run by a checkpointer."""
+    """Measures one checkpointer."""
 
     def __init__(self, run: str) -> None:
         self._run = run[:_NAME]
@@ -108,12 +108,12 @@ class SaveMeter:
         self._committed = 0.0
 
     def held(self, seconds: float) -> None:
-        """`save` held the trainer for so long."""
+        """`save` stalled the trainer for `seconds`."""
         with self._lock:
             self._stall, self._saves = self._stall + seconds, self._saves + 1
 
     def waited(self, seconds: float) -> None:
-        """What was still being copied after `save` had returned held the trainer for so long."""
+        """A copy that continued after `save` returned stalled the trainer for `seconds`."""
         with self._lock:
             self._stall += seconds
 

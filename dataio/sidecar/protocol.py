@@ -1,9 +1,8 @@
 """The messages of the sidecar's socket.
 
 Invariants: every message is one tagged msgpack map of at most `limits.MESSAGE_BYTES`; nothing in it is code, and
-nothing is
-secret: a location travels without credentials, since each side uses its own. A request carries an `id` that its answer
-repeats. `Stage` carries two file descriptors and `Opened` at most one; no other message carries any.
+nothing is secret: a location travels without credentials, since each side uses its own. A request carries an `id` that
+its answer repeats. `Stage` carries two file descriptors and `Opened` at most one; no other message carries any.
 Failure behaviour: what does not decode raises `UsageError`, and the connection it came from ends.
 """
 
@@ -30,7 +29,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
 Trace = Annotated[str, msgspec.Meta(max_length=64)]
-"""A W3C `traceparent`: the span within which something is asked for; empty for none."""
+"""A W3C `traceparent`: the trace context of the request; empty for none."""
 Files = Annotated[list[Id], msgspec.Meta(max_length=4096)]
 
 
@@ -81,7 +80,7 @@ class Announce(Message, frozen=True, tag="announce"):
 
 
 class Touched(Message, frozen=True, tag="touched"):
-    """Files that were read without asking. Not answered."""
+    """Files that were read without a request. Not answered."""
 
     files: Files
 
@@ -98,11 +97,11 @@ class Stage(Message, frozen=True, tag="stage"):
     id: Id
     kind: Name
     about: Text = ""
-    """For people: what is saved."""
+    """A description for the status page."""
     trace: Trace = ""
     priority: Annotated[int, msgspec.Meta(ge=0, le=1)] = NORMAL
     wait: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
-    """Seconds that the answer may take until there is room for the arena."""
+    """Seconds to wait for room for the arena."""
 
 
 class Follow(Message, frozen=True, tag="follow"):
@@ -180,13 +179,13 @@ class Opened(Message, frozen=True, tag="opened"):
 
 
 class Bypassed(Message, frozen=True, tag="bypassed"):
-    """The cache has no room: read the store yourself."""
+    """The cache has no room: the client reads the store itself."""
 
     id: Id
 
 
 class Forget(Message, frozen=True, tag="forget"):
-    """The cache has dropped this file: let go of it when its views are gone."""
+    """The cache has dropped this file: close it when its views are gone."""
 
     file: Id
 
@@ -207,20 +206,20 @@ class Progress(Message, frozen=True, tag="progress"):
 
 
 class Released(Message, frozen=True, tag="released"):
-    """The arena is the trainer's again."""
+    """The trainer may write to the arena again."""
 
     token: Name
 
 
 class Done(Message, frozen=True, tag="done"):
-    """A job ended well. `result` is a JSON object."""
+    """A job succeeded. `result` is a JSON object."""
 
     token: Name
     result: str
 
 
 class JobFailed(Message, frozen=True, tag="job failed"):
-    """A job ended badly."""
+    """A job failed."""
 
     token: Name
     code: Name
@@ -229,7 +228,7 @@ class JobFailed(Message, frozen=True, tag="job failed"):
 
 
 class Recalled(Message, frozen=True, tag="recalled"):
-    """Whether it is in the tier now."""
+    """Whether the object is in the local tier now."""
 
     id: Id
     there: bool
@@ -283,14 +282,14 @@ def decode_from_client(payload: bytes) -> FromClient:
     try:
         return _from_client.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise UsageError(f"a client sent what is not a message: {error}") from None
+        raise UsageError(f"a client sent an invalid message: {error}") from None
 
 
 def decode_from_daemon(payload: bytes) -> FromDaemon:
     try:
         return _from_daemon.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise UsageError(f"the sidecar sent what is not a message: {error}") from None
+        raise UsageError(f"the sidecar sent an invalid message: {error}") from None
 
 
 def where(location: Location) -> Where:

@@ -39,7 +39,7 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Waiting:
-    """An open in progress. `location` is the store that is in use for it."""
+    """An open in progress. `location` is its store, which stays open meanwhile."""
 
     client: ClientState
     request: int
@@ -48,7 +48,7 @@ class _Waiting:
 
 
 class ReadService:
-    """For all clients of one daemon."""
+    """Serves the reads of all clients."""
 
     def __init__(
         self,
@@ -65,21 +65,21 @@ class ReadService:
         self.draining = False
 
     def present(self, client: ClientState, request: m.Open) -> Lease | None:
-        """A lease where all is present, the quick way for most reads: no store is looked at."""
+        """A lease if all ranges are present: the fast path of most reads, which uses no store."""
         if self.draining:
             return None
         try:
             source = source_name(request.where.url, request.where.options)
-        except Exception:  # options that nobody understands: said by `open`
+        except Exception:  # invalid options: `open` reports them
             return None
         return self._engine.present(source, request.key, request.ranges, id(client))
 
     def grown(self, client: ClientState) -> session.Grown:
-        """Files that the client holds of which more is there than it knows: each that is told saves it a question."""
+        """Files of which more is present than the client knows; telling it saves requests."""
         return self._engine.grown(client.session.told)
 
     def open(self, client: ClientState, request: m.Open) -> None:
-        """Answer when all is present."""
+        """Answer when all ranges are present."""
         if self.draining:
             client.carry_out(client.session.opened(request.id, None))
             return
@@ -95,7 +95,7 @@ class ReadService:
         try:
             self.assign(client, request.trace)
             found = self._engine.open(store, request.key, request.ranges, id(client))
-        except Exception as error:  # whatever a location or a store does, this client alone hears of it
+        except Exception as error:  # any error of a location or store goes to this client only
             self._stores.release(location)
             client.carry_out(client.session.open_failed(request.id, error))
             return
@@ -106,7 +106,7 @@ class ReadService:
         client.carry_out(self._outcome(client, request.id, found))
 
     def prefetch(self, client: ClientState, request: m.Announce) -> None:
-        """Follow an announcement."""
+        """Process an announcement."""
         if self.draining or client.opening:
             return
         location = m.location(request.where)
@@ -145,14 +145,14 @@ class ReadService:
     async def _open_store(
         self, client: ClientState, request: m.Open, location: Location, timer: asyncio.TimerHandle
     ) -> None:
-        """The open of a store that must be opened first, in one of the loop's threads."""
+        """An open whose store must be opened first, in a thread."""
         waiting = _Waiting(client, request.id, None, timer)
         try:
             store = await self._loop.run_in_executor(None, self._stores.acquire, location)
             waiting.location = location
             self.assign(client, request.trace)
             future = self._engine.open(store, request.key, request.ranges, id(client))
-        except Exception as error:  # whatever a location or a store does, this client alone hears of it
+        except Exception as error:  # any error of a location or store goes to this client only
             self._over(waiting, partial(client.session.open_failed, request.id, error))
         else:
             self._await(waiting, future)
@@ -166,7 +166,7 @@ class ReadService:
                 first = not self._arrived
                 self._arrived.append((waiting, future))
             if first:
-                with contextlib.suppress(RuntimeError):  # the daemon is over
+                with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._deliver)
 
         future.add_done_callback(arrived)
@@ -178,7 +178,7 @@ class ReadService:
             try:
                 self._over(waiting, partial(self._outcome, waiting.client, waiting.request, future))
             except Exception:
-                _log.exception("an answer could not be given")
+                _log.exception("an answer could not be sent")
 
     def _over(self, waiting: _Waiting, answer: Callable[[], list[session.Instruction]]) -> None:
         waiting.timer.cancel()
@@ -196,7 +196,7 @@ class ReadService:
         try:
             store = await self._loop.run_in_executor(None, self._stores.acquire, location)
             self._announce(client, store, location, request)
-        except Exception as error:  # a hint that cannot be followed; the open that comes will say why
+        except Exception as error:  # an announcement is a hint: the open reports the error
             _log.debug("not prefetching from %s: %s", location.url, error)
         finally:
             client.opening = False
@@ -230,13 +230,13 @@ class StoreCache:
         self._open: OrderedDict[str, _Open] = OrderedDict()
 
     def acquire_open(self, location: Location) -> Store | None:
-        """The store, in use until `release`, when it is open already."""
+        """The store if it is open; it stays open until `release`."""
         with self._lock:
             entry = self._open.get(source_of(location))
             return self._use(source_of(location), entry) if entry else None
 
     def acquire(self, location: Location) -> Store:
-        """The store, in use until `release`."""
+        """The store, opened if necessary; it stays open until `release`."""
         if found := self.acquire_open(location):
             return found
         made = self._opener(location)
@@ -264,8 +264,8 @@ class StoreCache:
         for source, location in locations.items():
             try:
                 fresh = self._opener(location)
-            except Exception as error:  # whatever a back-end does
-                _log.error("%s cannot be opened again and is used as it was: %s", location.url, error)
+            except Exception as error:  # any error of a back end
+                _log.error("%s cannot be reopened and stays in use with the old credentials: %s", location.url, error)
                 continue
             with self._lock:
                 entry = self._open.get(source)
@@ -292,4 +292,7 @@ class StoreCache:
             if not entry.users:
                 del self._open[name]
                 return [(name, entry.store)]
-        raise CapacityError(f"the sidecar uses {self._limit} stores at once; the most is {self._limit}")
+        raise CapacityError(
+            f"all {self._limit} stores that the sidecar may open are in use",
+            hint="read it without the sidecar, or try again later",
+        )

@@ -30,7 +30,7 @@ Grown = Sequence[tuple[int, Runs]]
 
 
 class Holdable(Protocol):
-    """What the machine keeps of a lease: while it refers to it, the cache counts the file as held."""
+    """The part of a lease that the session uses. While the session refers to it, the cache counts the file as held."""
 
     @property
     def file(self) -> int: ...
@@ -51,7 +51,7 @@ class Send(msgspec.Struct, frozen=True):  # a dataclass takes five times as long
 
 @dataclass(frozen=True, slots=True)
 class StartOpen:
-    """Get the ranges into the cache; answer with `opened`."""
+    """Fetch the ranges into the cache; answer with `opened`."""
 
     request: m.Open
 
@@ -104,7 +104,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Remember what a trainer says of its time."""
+    """Record a trainer's report."""
 
     report: m.Report
 
@@ -118,7 +118,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """End the connection, once what was sent before has gone out."""
+    """Close the connection, after all earlier messages were sent."""
 
     reason: str
 
@@ -139,14 +139,14 @@ class Session:
         self._held: dict[int, list[Holdable]] = {}
         self._holds = 0
         self.told: dict[int, Runs] = {}
-        """Of held files, the runs that the client was told of last."""
+        """The runs of held files that were last sent to the client."""
         self._recalls = 0
         self._announced: m.Announce | None = None
 
-    # what the client sent
+    # messages from the client
 
     def received(self, message: m.FromClient, descriptors: tuple[int, ...]) -> list[Instruction]:
-        """A message came, with these descriptors."""
+        """Handle a message and its descriptors."""
         if self.state == "over":
             return [Discard(descriptors)] if descriptors else []
         if descriptors and not isinstance(message, m.Stage):
@@ -176,7 +176,7 @@ class Session:
                 return [Record(message)]
 
     def over(self) -> None:
-        """The connection has ended: everything held is let go."""
+        """The connection has ended: release everything it held."""
         self.state = "over"
         self._held.clear()
         self.told.clear()
@@ -184,7 +184,7 @@ class Session:
         self._announced = None
         self._holds = 0
 
-    # what became of it
+    # results
 
     def opened(self, request: int, lease: Holdable | None, grown: Grown = ()) -> list[Instruction]:
         """The ranges of this open are in the cache, or, with None, the cache has no room for them. `grown`: files of
@@ -200,7 +200,7 @@ class Session:
         return self.state == "ready" and request.id not in self._opens and len(self._opens) < OPENS
 
     def opened_at_once(self, request: m.Open, lease: Holdable, grown: Grown = ()) -> list[Instruction]:
-        """The ranges are in the cache, and were when the client asked."""
+        """The ranges were in the cache when the request arrived."""
         return self._there(request.id, request.have, lease, grown)
 
     def _there(self, request: int, have: int, lease: Holdable, grown: Grown) -> list[Instruction]:
@@ -211,7 +211,7 @@ class Session:
             self.told[lease.file] = lease.present
             return [Send(answer)]
         if self._holds >= HELD:
-            return self._fail(request, CapacityError(f"this process holds {HELD} cached files; the most is {HELD}"))
+            return self._fail(request, CapacityError(f"this process holds {HELD} cached files, which is the limit"))
         self._held.setdefault(lease.file, []).append(lease)
         self.told[lease.file] = lease.present
         self._holds += 1
@@ -225,13 +225,13 @@ class Session:
 
     def late(self, request: int) -> list[Instruction]:
         """An open's deadline has passed."""
-        return self.open_failed(request, DeadlineError("the bytes did not come within the deadline"))
+        return self.open_failed(request, DeadlineError("the bytes were not fetched within the deadline"))
 
     def staged(self, request: int, token: str) -> list[Instruction]:
         return [Send(m.Staged(request, token))]
 
     def recalled(self, request: int, there: bool) -> list[Instruction]:
-        """The buddy gave the object, or not."""
+        """The buddy's copy was fetched, or not."""
         if self.state != "ready":
             return []
         self._recalls -= 1
@@ -274,19 +274,19 @@ class Session:
         if request.id in self._opens:
             return self._end("two requests with one id")
         if len(self._opens) >= OPENS:
-            return self._fail(request.id, CapacityError(f"{OPENS} requests are in progress; the most is {OPENS}"))
+            return self._fail(request.id, CapacityError(f"{OPENS} opens are in progress, which is the limit"))
         self._opens[request.id] = request.have
         return [StartOpen(request)]
 
     def _announce(self, message: m.Announce) -> list[Instruction]:
-        """All that is announced now, whatever the client needs to say of it."""
+        """Expand an announcement that continues the last one into the full list."""
         if message.gone is not None:
             last = self._announced
             if last is None or last.where != message.where:
-                return self._end("an announcement that goes on from none")
+                return self._end("an announcement that continues no earlier one")
             upcoming = [*last.upcoming[message.gone :], *message.upcoming]
             if len(upcoming) > m.RANGES:
-                return self._end(f"{len(upcoming)} ranges are announced; the most is {m.RANGES}")
+                return self._end(f"{len(upcoming)} ranges are announced; the limit is {m.RANGES}")
             message = m.Announce(message.where, upcoming, message.trace)
         self._announced = message
         return [Prefetch(message)]
@@ -300,7 +300,7 @@ class Session:
 
     def _recall(self, message: m.Recall) -> list[Instruction]:
         if self._recalls >= RECALLS:
-            return self._fail(message.id, CapacityError(f"{RECALLS} objects are being fetched; the most is {RECALLS}"))
+            return self._fail(message.id, CapacityError(f"{RECALLS} objects are being fetched, which is the limit"))
         self._recalls += 1
         return [StartRecall(message)]
 

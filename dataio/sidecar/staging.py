@@ -1,8 +1,8 @@
 """Checkpoints that clients hand over: staged, followed, shown on the status page, fetched from a buddy.
 
-Purpose: connects the sessions' state machines with the jobs.
-Invariants: runs on the loop's thread. Jobs belong to the daemon: when a client disconnects, only the jobs that were not
-yet acknowledged to it are withdrawn. A job's trace span is recorded once, when the job ends.
+Purpose: connects the sessions' state machines with the jobs. Invariants: runs on the loop's thread. Jobs belong to the
+daemon: when a client disconnects, only the jobs that were not yet acknowledged to it are withdrawn. A job's trace span
+is recorded once, when the job ends.
 Failure behaviour: a plan that is refused is answered with the error.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StagingService:
-    """For all clients of one daemon."""
+    """Serves the staged checkpoints of all clients."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class StagingService:
             self._jobs.follow(job, job_span(request.kind, request.about, request.trace))
 
     def follow(self, client: ClientState, request: int, token: str) -> None:
-        """Tell the client of a job that was staged earlier."""
+        """Send the client the events of a job that was staged earlier."""
         try:
             job = self._jobs.find(token)
         except HeadraceError as error:
@@ -65,11 +65,11 @@ class StagingService:
         self._answer(client, request, job)
 
     def recall(self, client: ClientState, request: m.Recall) -> None:
-        """Bring the buddy's copy into the tier."""
+        """Fetch the buddy's copy into the local tier."""
         self._tasks.spawn(self._recall(client, request))
 
     def show(self, job: Job) -> None:
-        """On the page, from now on."""
+        """Show the job on the status page."""
         about = (job.token, job.entry.about)
         listener = self._saves.listener(*about, lambda: self._jobs.state(job), lambda: self._jobs.trouble(job))
         self._jobs.follow(job, listener)
@@ -101,7 +101,7 @@ class StagingService:
 
 
 def job_span(kind: str, about: str, within: str) -> Callable[[m.JobEvent], None]:
-    """What is returned wants the events of a job that begins now: `sidecar.job`, from its acceptance to its end."""
+    """A listener for the events of a job that begins now; it records the span `sidecar.job` at the end."""
     began, clock = time.time(), time.monotonic()
 
     def heard(event: m.JobEvent) -> None:

@@ -58,7 +58,7 @@ class StatusView(Collector):
         REGISTRY.unregister(self)
 
     def tick(self) -> bool:
-        """A point of the charts; whether anything happened since the last one."""
+        """Take a chart point; returns whether anything changed since the last one."""
         self.job_stats.tick()
         now, fetched, delivered = self._clock(), int(self._figures()[0]["fetched_bytes"]), self._delivered()
         moved = bool(self._points) and self._points[-1][1:] != (fetched, delivered)
@@ -68,11 +68,11 @@ class StatusView(Collector):
         return moved
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry would else collect before there is a cache."""
+        """Nothing, so that registering does not collect before there is a cache."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of now, for whoever scrapes."""
+        """The current metrics."""
         self._catch_up()
         return self._metrics.collect()
 
@@ -89,7 +89,7 @@ class StatusView(Collector):
         }
 
     def history(self) -> dict[str, object]:
-        """The charts: of the node, and of each job."""
+        """The chart points of the node and of each job."""
         self._catch_up()
         now, points = self._clock(), list(self._points)
         node = [
@@ -99,7 +99,7 @@ class StatusView(Collector):
         return {"point_seconds": POINT_SECONDS, "node": node, "jobs": self.job_stats.history()}
 
     def _catch_up(self) -> None:
-        """The points of the time in which none was drawn."""
+        """Fill in the points of the time in which none was taken."""
         if self._points and self._clock() - self._points[-1][0] > 1.5 * POINT_SECONDS:
             self.tick()
 
@@ -108,7 +108,7 @@ class StatusView(Collector):
 
 
 def fitting(status: dict[str, object], most: int) -> str:
-    """`status` as JSON of at most `most` bytes: its longest lists lose their ends where they must."""
+    """`status` as JSON of at most `most` bytes; the longest lists are cut if necessary."""
     lists = list(_lists(status))
     while len(text := json.dumps(status, ensure_ascii=False)) * 4 > most and len(text.encode()) > most:
         longest = max(lists, key=lambda found: len(json.dumps(found)), default=[])
