@@ -54,8 +54,7 @@ _log = get_logger(__name__)
 
 
 class ConnectionManager:
-    """All connections. `most()` is how many there may be, `status()` what the daemon says of itself; `came()` hears of
-    each."""
+    """All connections. `most()` returns the maximum number, `status()` the daemon's status; `came()` is called for each new one."""
 
     def __init__(
         self,
@@ -353,8 +352,7 @@ class ClientSocket:
                 wire.close_all(frame.descriptors)
 
     def _gone(self, data: bytes) -> bool:
-        """Whether all of it went out at once, as it does where the client reads; else what is left goes the long
-        way."""
+        """Try to send directly, which succeeds while the client reads; the rest goes to the outbox. False if it must be queued."""
         try:
             sent = wire.send(self._sock, data)
         except OSError:  # `_flush` reports it

@@ -106,8 +106,7 @@ class _Job:
 
 
 class JobStats:
-    """Told by the daemon what clients say; asked by the status page and the metrics. `clock` gives seconds,
-    monotonic."""
+    """Collects the clients' reports for the status page and the metrics. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -246,8 +245,7 @@ class JobStats:
         return found
 
     def _rename(self, process: _Process, run: str) -> None:
-        """A run's name is better than the group's; what the group's job showed moves along when nobody else is in
-        it."""
+        """A run's name replaces that of its process group. The group's history moves along if no other process is in it."""
         old, new = process.job, self._name(run)
         if old == new:
             return
@@ -284,8 +282,7 @@ def rates(done: Totals, seconds: float) -> dict[str, float | None]:
 
 
 def slept(last: float, now: float) -> list[float]:
-    """The times of the points between two that were drawn, as many as are kept: none, unless nothing was drawn for a
-    while."""
+    """The times of the chart points between two that were taken, at most as many as are kept."""
     missing = min(round((now - last) / POINT_SECONDS) - 1, POINTS)
     return [now - POINT_SECONDS * number for number in range(missing, 0, -1)]
 
@@ -344,8 +341,7 @@ class SaveStats:
         phase: Callable[[], str] = lambda: "running",
         trouble: Callable[[], str] = lambda: "",
     ) -> Callable[[m.JobEvent], None]:
-        """A new save; what is returned wants its events. `phase` says whether it waits, as its job's state, and
-        `trouble` why it is tried again."""
+        """Add a save; returns the listener for its events. `phase` returns its job's state, `trouble` why it is tried again."""
         name = "".join(c for c in about if c.isprintable())
         self._saves[token] = save = _Save(name, self._clock(), phase=phase, trouble=trouble)
         return lambda event: self._heard(save, event)

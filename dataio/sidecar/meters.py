@@ -1,10 +1,9 @@
-"""The trainer's side of the reports: clocks that a loader and a checkpointer run, and the totals they add up to.
+"""The trainer's side of the reports: meters of a loader and a checkpointer.
 
-Purpose: say how long the trainer waited for data and how long `save` held it, at the cost of two clock readings a
-batch.
-Invariant: a report holds totals up to the moment of asking, also of what is in progress. Nothing here refers to the
-loader or the checkpointer that runs it, nor sends anything: the connection asks, once a second.
-Failure behaviour: none; without a daemon nobody asks.
+Purpose: measure how long the trainer waited for data and how long `save` stalled it, with two clock readings per batch.
+Invariant: a report has the totals up to now, including a wait in progress. A meter does not refer to its loader or
+checkpointer, and sends nothing: the connection asks for the report once a second.
+Failure behaviour: none; without a daemon the report is not requested.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class LoaderMeter:
                 self._began = self._last = self._asked
 
     def got(self, samples: int, *, steps: int = 1) -> float:
-        """The trainer continues with a batch of `samples` samples, or after an error with `steps=0`; returns the seconds waited."""
+        """The trainer continues with `samples` samples, or with `steps=0` after an error; returns the wait."""
         with self._lock:
             now = self._clock.monotonic()
             waited = now - self._asked if self._asked is not None else 0.0

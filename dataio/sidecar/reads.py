@@ -118,8 +118,7 @@ class ReadService:
             self._tasks.spawn(self._open_and_announce(client, location, request))
 
     def assign(self, client: ClientState, trace: str = "") -> None:
-        """What the client reads from stores counts for its job: by its own report, before that for its process
-        group."""
+        """Assign the client's reads to its job: the one that it reported, before that its process group."""
         job = self._job_stats.job_of(client.process) or client.job or group_of(client.process)
         if job != client.job and client.ready:
             client.job = job
@@ -158,8 +157,7 @@ class ReadService:
             self._await(waiting, future)
 
     def _await(self, waiting: _Waiting, future: Future[Lease | None]) -> None:
-        """Answer when the cache has the bytes. What its threads have at once is handed over together: waking the loop
-        costs as much as an answer."""
+        """Answer when the cache has the bytes. Results are delivered in batches, as waking the loop costs as much as an answer."""
 
         def arrived(future: Future[Lease | None]) -> None:
             with self._arriving:
@@ -219,8 +217,7 @@ class _Open:
 
 
 class StoreCache:
-    """Safe to use from several threads: opening a store may take a while. `closing` hears of a store before it
-    closes."""
+    """The open stores by location. Thread-safe, since opening a store may take a while. `closing` is called before a store closes."""
 
     def __init__(
         self, opener: Callable[[Location], Store], closing: Callable[[str], None] = lambda _: None, limit: int = 32
@@ -257,8 +254,8 @@ class StoreCache:
             self._open[source_of(location)].users -= 1
 
     def renew(self, replaced: Callable[[str, Store], None]) -> None:
-        """Open every store again, with the credentials of now; `replaced` hears of the new ones. The old ones are
-        closed after `OLD_SECONDS`, when what they were doing is done. One that cannot be opened stays as it is."""
+        """Reopen every store with the current credentials; `replaced` is called for each. The old ones are closed after
+        `OLD_SECONDS`, when their requests are done. A store that cannot be reopened stays in use."""
         with self._lock:
             locations = {source: entry.store.location for source, entry in self._open.items()}
         for source, location in locations.items():

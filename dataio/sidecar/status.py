@@ -38,8 +38,7 @@ _Point = tuple[float, int, Totals]
 
 
 class StatusView(Collector):
-    """Between `start` and `close` it listens to the log and answers for the metrics. `figures()`: the cache's, its
-    tiers'."""
+    """Between `start` and `close` it collects log messages and serves the metrics. `figures()` returns those of the cache and tiers."""
 
     def __init__(self, figures: Callable[[], Figures], clock: Callable[[], float] = time.monotonic) -> None:
         self._figures, self._clock = figures, clock
