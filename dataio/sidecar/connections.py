@@ -54,7 +54,7 @@ _log = get_logger(__name__)
 
 
 class ConnectionManager:
-    """All connections. `most()` returns the maximum number, `status()` the daemon's status; `came()` is called for each new one."""
+    """All connections. `most()` is their maximum number, `status()` the daemon's status; `came()` is called for each new one."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class ClientSocket:
                 wire.close_all(frame.descriptors)
 
     def _gone(self, data: bytes) -> bool:
-        """Try to send directly, which succeeds while the client reads; the rest goes to the outbox. False if it must be queued."""
+        """Try to send directly, which succeeds while the client reads; False if the frame must be queued."""
         try:
             sent = wire.send(self._sock, data)
         except OSError:  # `_flush` reports it

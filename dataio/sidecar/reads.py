@@ -157,7 +157,7 @@ class ReadService:
             self._await(waiting, future)
 
     def _await(self, waiting: _Waiting, future: Future[Lease | None]) -> None:
-        """Answer when the cache has the bytes. Results are delivered in batches, as waking the loop costs as much as an answer."""
+        """Answer when the cache has the bytes. Results are delivered together: waking the loop costs as much as an answer."""
 
         def arrived(future: Future[Lease | None]) -> None:
             with self._arriving:
@@ -217,7 +217,7 @@ class _Open:
 
 
 class StoreCache:
-    """The open stores by location. Thread-safe, since opening a store may take a while. `closing` is called before a store closes."""
+    """The open stores by location. Thread-safe. `closing` is called before a store closes."""
 
     def __init__(
         self, opener: Callable[[Location], Store], closing: Callable[[str], None] = lambda _: None, limit: int = 32

@@ -188,7 +188,7 @@ def test_without_a_daemon_the_process_reads_by_itself_and_says_so_once(
         (view,) = reader.read("shards/0.tar", [(1, 10)])
         assert bytes(view) == shards["shards/0.tar"][1:11]
         reader.close()
-    said = f"no sidecar answers on {tmp_path / 'nobody.sock'}: this process reads shards by itself"
+    said = f"no sidecar answers on {tmp_path / 'nobody.sock'}: this process reads shards directly"
     assert sum(said in record.message for record in caplog.records) == 1
 
 
