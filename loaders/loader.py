@@ -100,7 +100,7 @@ def _is_collated(caller: FrameType) -> bool:
 
 
 def _count(batch: Batch) -> None:
-    substituted = sum(1 for sample in batch.samples if sample and sample.skipped)
+    substituted = len([sample for sample in batch.samples if sample and sample.skipped])
     for name, count in (("substituted", substituted), ("delivered", len(batch.samples) - substituted)):
         if count:
             metrics.loader_samples.labels(name).inc(count)
@@ -355,12 +355,12 @@ class Loader(IterableDataset[dict[str, Any]]):
 
     def _start(self) -> Prefetcher:
         with contextlib.ExitStack() as undo:  # if a part cannot start, those before it are closed
-            ahead = self._begin(undo)
+            prefetcher = self._build(undo)
             undo.pop_all()
-        self._finalizer = Finalizer(self, ahead.close)
-        return ahead
+        self._finalizer = Finalizer(self, prefetcher.close)
+        return prefetcher
 
-    def _begin(self, undo: contextlib.ExitStack) -> Prefetcher:
+    def _build(self, undo: contextlib.ExitStack) -> Prefetcher:
         how, plan = self._delivery, self._plan
         readers = list[SampleReader]()
         for dataset in plan.datasets:

@@ -44,8 +44,8 @@ def mix(values: U64) -> U64:
 
 def key_of(*parts: int | I64) -> U64:
     """A 64-bit key for each element from any number of integers or integer arrays (broadcast); their order matters."""
-    if all(isinstance(part, int) for part in parts):  # a tenth of the time for one key, which every clip draws by
-        return np.array([_one_key(parts)], np.uint64)  # type: ignore[arg-type] # mypy does not follow `all`
+    if set(map(type, parts)) <= {int}:  # a single key, as every clip draws: ten times as fast
+        return np.array([_one_key(parts)], np.uint64)  # type: ignore[arg-type] # mypy does not follow `set`
     arrays = [np.atleast_1d(np.asarray(_wrap(part))) for part in parts]
     key = np.zeros(np.broadcast_shapes(*(a.shape for a in arrays)), np.uint64)
     for array in arrays:
