@@ -1,11 +1,11 @@
-"""As much of S3 as a reader needs, over a directory: it counts the bytes it sends, may be held to a bandwidth and seem far away.
+"""A small S3 server for readers, over a directory: it counts the bytes it sends, and can limit its bandwidth and add latency.
 
     python -m headrace.bench.core.range_server DIRECTORY [BYTES_PER_SECOND [SECONDS_OF_DELAY]]
 
 It prints its port. `GET /-/sent` answers with the bytes of all bodies so far. One process, one thread, loopback only.
-Invariant: the bandwidth is that of all connections together; the delay is that of a round trip, of which a new connection costs
-one more. Of an answer that a client broke off counts what had arrived at its machine, read or not, once the connection has ended.
-What is not there is 404, a range beyond the end 416, what is not understood 400. A listing (version 2) is one page.
+Invariant: the bandwidth is shared by all connections. The delay is that of a round trip; a new connection adds one more. If a
+client breaks off an answer, the bytes that its machine acknowledged are counted when the connection has ended.
+Failure behaviour: a missing file is 404, a range beyond the end 416, another request 400. A listing (version 2) is one page.
 """
 
 from __future__ import annotations

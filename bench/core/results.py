@@ -1,12 +1,10 @@
-"""What a benchmark leaves behind: one JSON document per run, the same for all benchmarks.
+"""The results of a benchmark: one JSON document for each run, in the same format for all benchmarks.
 
-A `Run` has the machine, the command line and its `Part`s; a part (one benchmark) has `Metric`s (what is measured, in
-which unit, which way is better, what physics allows) and `Samples` by candidate: every raw sample, round by round, and
-the errors.
-
-Invariant: samples are kept as they were measured, medians are never stored; a part that failed, was interrupted or was
-left out is in the document with its `status` and `why`, so nothing is missing silently. Documents of a newer format are
-refused. Failure behaviour: what is no such document is a `UsageError` that names the file and the field.
+A `Run` has the machine, the command line and its `Part`s. A part (one benchmark) has `Metric`s (what is measured, its unit, which
+direction is better, the physical limit) and the `Samples` of each candidate: all raw samples, and the errors.
+Invariant: samples are stored as they were measured, medians are never stored. A part that failed, was interrupted or was left out
+is in the document with its `status` and `why`. Documents of a newer format are refused.
+Failure behaviour: a file that is no such document is a `UsageError` that names the file and the field.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `limit` is what the hardware allows (`limit_why` says how it was found: measured in the same run, or a data sheet),
     `goal` what we want of it. `axes` places the metric in a sweep (`{"operation": "get", "size": 262144, "concurrency":
-    4}`), so that a report can draw metrics of equal `quantity` as one curve. `group` is what a title leaves out because its
-    neighbour in a table says it ("first save"); whatever stands alone says both.
+    4}`), so that a report can draw metrics of equal `quantity` as one curve. `group` is the part of the title that its
+    neighbour in a table already shows ("first save"); a chart shows both.
     """
 
     title: str
@@ -93,7 +91,7 @@ class Run(msgspec.Struct, omit_defaults=True):
 
 
 def shown(words: Iterable[str]) -> list[str]:
-    """A command line for others to read: of folders of this machine only the last part is kept."""
+    """A command line without the folders of this machine: only the last part of each path is kept."""
     found = []
     for word in words:
         name, equals, path = word.partition("=") if word.startswith("-") or "=/" in word else ("", "", word)
@@ -117,7 +115,7 @@ def encode(run: Run) -> str:
 
 
 def prepare(path: Path) -> None:
-    """Find out that nothing can be written to `path` before the measuring rather than behind it."""
+    """Check before the measurement that `path` can be written."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder", hint="name a file for the results")
     if is_special(path):

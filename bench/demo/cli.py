@@ -1,4 +1,4 @@
-"""`headrace demo`: runs the journey with a progress display and tells in one screen what happened.
+"""`headrace demo`: runs the demo with a progress display, then prints a summary.
 
 Invariant: exit code 0 means that the proof held and the loss fell; anything else is not 0.
 Failure behaviour: `DemoError` of the part that failed; nothing is left running.

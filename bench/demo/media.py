@@ -1,8 +1,8 @@
-"""The clips that the demo trains on: real ones when there are some, else made on the spot.
+"""The clips that the demo trains on: real ones if there are any, otherwise generated ones.
 
-Invariant: made clips are a pure function of their number, are real files of several containers and codecs, and move, so
-that there is something to learn.
-Failure behaviour: a folder given by hand that holds no file is a `UsageError`.
+Invariant: generated clips are a pure function of their number. They are real files of several containers and codecs, and they
+move, so that the model can learn.
+Failure behaviour: a `--media` folder without files is a `UsageError`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def find_clips(given: Path | None, scratch: Path) -> tuple[list[Path], str]:
             raise UsageError(f"{given} is not a folder with clips", hint="give --media a folder of video files")
         return [given], f"clips of {given}"
     if REAL_CLIPS.is_dir():
-        return [REAL_CLIPS], "real clips beside the checkout"
+        return [REAL_CLIPS], "real clips next to the checkout"
     made = scratch / "clips"
     made.mkdir(parents=True, exist_ok=True)
     for number in range(12):

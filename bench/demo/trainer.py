@@ -1,9 +1,9 @@
-"""The demo's trainer: one process (or one rank) that knows nothing of being killed; it only saves and restores.
+"""The demo's trainer: one process, or one rank, that saves and restores and does not know that it will be killed.
 
 Purpose: show that an ordinary loop needs five lines of Headrace, and report what happens as JSON lines on standard output.
 Invariant: the line of a step is written whole, after the step and before the next one, so the lines of a killed trainer are
-true for every step it finished. Losses are written as hexadecimal floats: equal text means equal bits.
-Failure behaviour: errors end the process with their message and exit code; it never retries what the library gave up.
+correct for every step that it finished. Losses are written as hexadecimal floats: equal text means equal bits.
+Failure behaviour: errors end the process with their message and exit code; it retries nothing that the library has given up.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def staging(gpu: bool) -> PartResult:
     part.metric("rate", "GB/s", "GB/s", "higher")
     part.metric("register", "cudaHostRegister of the memfd, s/GiB", "s/GiB")
     part.metric("stall", "stall of save, s/GiB", "s/GiB", goal=0.16)
-    part.metric("share", "stall beside the fastest copy of the same bytes", "%", "higher", goal=50)
+    part.metric("share", "stall compared with the fastest copy of the same bytes", "%", "higher", goal=50)
     size = (1 << 30) if gpu else (64 << 20)
     part.settings = {"bytes": size, "device": "cuda" if gpu else "cpu"}
     source = torch.full((size,), 7, dtype=torch.uint8, device="cuda" if gpu else "cpu")

@@ -1,8 +1,7 @@
-"""What only a card can show to be right, each a check that can fail; and what DALI makes of the streams that it is not given.
+"""What only a GPU can show to be right: each check can fail.
 
-Checks that need a package that is not here are a note. What DALI does with what `headrace.loaders.decode.nvdec` keeps
-from it is told, and
-fails nothing: where it is right, the rule is stricter than it need be.
+A check that needs an absent package is a note. How DALI decodes the streams that `headrace.loaders.decode.nvdec` keeps from it is
+reported and fails nothing: if DALI decodes them right, the rule is stricter than it needs to be.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def saves(device: str, size: int = 64 * _MIB) -> None:
                 found = {"w": torch.zeros_like(weight), "b": torch.zeros_like(buffer)}
                 _slow(device, 20)
                 for tensor in found.values():
-                    tensor.fill_(-2)  # the device comes to that when the restore has begun, and must before it writes
+                    tensor.fill_(-2)  # queued on the device before the restore, which must wait for it
                 checkpointer.restore(found, step=step, strict=False)
                 for key, tensor in found.items():
                     _expect(bool((tensor == step).all()), f"{mode}: {key!r} is not what it was at step {step}")

@@ -1,8 +1,8 @@
-"""The loader into the device beside a real training step: batches a second, and how long the device idles for data.
+"""The loader feeds the device during a real training step: batches a second, and how long the device waits for data.
 
-How: the step alone on a batch that stays on the device is what the device needs; the loop with the loader takes what it
-takes; idle is the share of the loop that is neither. The step is repeated until it takes `_STEP_SECONDS` on a GPU, as one of a
-real video model on eight clips does at least. With a GPU the loader decodes and copies behind the step (side stream).
+The step alone, on a batch that stays on the device, is what the device needs. Idle is the share of the loop with the loader that
+exceeds it. On a GPU the step is repeated until it takes `_STEP_SECONDS`, as a step of a real video model on eight clips does.
+On a GPU the loader decodes and copies during the step, on another stream.
 """
 
 from __future__ import annotations

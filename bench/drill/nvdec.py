@@ -35,7 +35,7 @@ _FRAMES = 48
 _CLIPS = {"DALI, GPU": 32, "DALI, CPU": 4, "PyAV": 8}
 """Clips at once."""
 _THREADS = (1, 2, 8)
-"""Of a pipeline, beside those that the loader uses."""
+"""Threads of a pipeline, in addition to those that the loader uses."""
 _MOST_OFF, _OFTEN = 2, 2e-3
 """How far the GPU may be off, and the share of values that may be off by more than one."""
 _SECONDS = 3.0
@@ -44,7 +44,7 @@ _SECONDS = 3.0
 
 def run(gpu: bool) -> PartResult:
     """All codecs at 360p, and at 1080p with a GPU."""
-    part = PartResult("nvdec", "Decoding: NVDEC beside the CPU", against="PyAV")
+    part = PartResult("nvdec", "Decoding: NVDEC compared with the CPU", against="PyAV")
     sizes = ((640, 360), (1920, 1080)) if gpu else ((640, 360),)
     part.settings = {"frames": _FRAMES, "clips_at_once": _CLIPS, "sizes": [f"{w}x{h}" for w, h in sizes]}
     with tempfile.TemporaryDirectory(prefix="mrb-") as scratch:

@@ -1,9 +1,8 @@
-"""What a part leaves: one part of a results document, as plain data.
+"""The result of a part of the drill: one part of a results document, as plain data.
 
-Invariant: the same fields as `headrace.bench.core.results.Part`, made without importing it, so that a part can fail
-before anything is
-installed. Where `path` is set, the file there has every figure as soon as it is known, as "interrupted" until `finish`: a part
-that hangs or dies keeps what it had. Failure behaviour: none.
+Invariant: the same fields as `headrace.bench.core.results.Part`, without importing it, so that a part can fail before any package
+is installed. If `path` is set, the file has every figure as soon as it is known, as "interrupted" until `finish`: a part that
+hangs or dies keeps its figures. Failure behaviour: none.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class PartResult:
     seconds: float = 0.0
 
     def metric(self, name: str, title: str, unit: str, better: str = "lower", **more: Any) -> None:
-        """Say what `name` is; `more` as in `Metric`: goal, limit, limit_why."""
+        """Declare a metric; `more` as in `Metric`: goal, limit, limit_why."""
         self.metrics[name] = {"title": title, "unit": unit, "better": better, **more}
 
     def add(self, candidate: str, metric: str, *values: float) -> None:
@@ -50,7 +49,7 @@ class PartResult:
         self._write()
 
     def finish(self) -> None:
-        """All that there is to measure was measured, or is in the errors."""
+        """Mark the part as done: every figure was measured or is among the errors."""
         self.status = "done"
         self._write()
 
@@ -78,7 +77,7 @@ def rates(action: Callable[[], float], seconds: float, least: int = 3) -> list[f
 
 
 def timed(action: Callable[[], object], repeat: int = 5, sync: Callable[[], object] = lambda: None) -> list[float]:
-    """Seconds of each of `repeat` runs, after one that does not count; `sync` ends what runs behind the program's back."""
+    """Seconds of each of `repeat` runs, after one that does not count; `sync` waits for work in the background."""
     action()
     sync()
     found = []

@@ -1,10 +1,10 @@
-"""Wheels for a machine without a network: fetched, made smaller, split into pieces, carried, put together again and installed.
+"""Wheels for a machine without a network: fetched, made smaller, split into pieces, copied, joined and installed.
 
-Standard library only, as it runs before anything is installed. What most parts need comes first, so that the first piece is of
-use by itself: whatever wheels are whole, with the pieces that have arrived, can be put together.
-Invariant: a wheel is used only when its SHA-256 is the one of the manifest; pieces are at most `PIECE_BYTES`. File names
-come from the manifest and are checked: no folder, nothing but wheels. Failure behaviour: `DrillError` that names the file
-and what to do.
+Standard library only, as it runs before anything is installed. The packages that most parts need come first, so the first piece
+is useful alone: every wheel whose pieces have arrived can be joined.
+Invariant: a wheel is used only if its SHA-256 is the one of the manifest. Pieces are at most `PIECE_BYTES`. File names come from
+the manifest and are checked: no folders, only wheels and pieces.
+Failure behaviour: `DrillError` names the file and the next step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEEDED = (
     *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
     "nvidia-dali-cuda130",
 )
-"""What Headrace imports on a GPU machine beside torch, which is there, in the order in which it is carried: what states, clips
+"""What Headrace imports on a GPU machine in addition to torch, in the order in which it is copied: what states, clips
 and tests need, and DALI, with what any of these depends on before it. Stores on a network are not drilled."""
 _UNUSED = re.compile(r"nvidia_(libnvcomp|nvimgcodec|nvjpeg|nvjpeg2k|nvtiff)[_-]")
 """What DALI opens only for pictures and packed arrays."""
@@ -40,7 +40,7 @@ _GLIBC = (17, 24, 26, 27, 28, 31, 34, 35)
 
 
 class DrillError(Exception):
-    """Something that the one who runs the drill must put right; says what."""
+    """The drill cannot go on; the message says what to do."""
 
 
 def fetch(folder: Path, constraints: Path, python: str = "3.12", needed: Sequence[str] = NEEDED) -> list[Path]:

@@ -1,8 +1,8 @@
-"""How each client does each operation, on a bucket or on a directory.
+"""How each client does each operation of `headrace bench store`, on a bucket or on a directory.
 
-Invariant: every client moves the same objects; a read that returns another number of bytes raises. Operations that a
-client does not have are missing from its `Operations`, and show as a dash. The clients reuse buffers where their
-interface allows it. Failure behaviour: a client whose package is missing raises `ImportError`, which names it.
+Invariant: every client moves the same objects; a read that returns another number of bytes raises. A client that lacks an
+operation lacks its key in `Operations`, which is shown as a dash. Clients reuse buffers where their interface allows it.
+Failure behaviour: a client whose package is missing raises `ImportError`, which names the package.
 """
 
 from __future__ import annotations

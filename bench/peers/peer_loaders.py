@@ -255,3 +255,24 @@ def _collate_mosaic(decode: Callable[[bytes], torch.Tensor], samples: list[Mappi
 
 if __name__ == "__main__":
     _write_mds(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+
+
+def write_litdata(read: Callable[[Any], Any], inputs: list[Any], target: Path, chunk_bytes: str) -> None:
+    """Write `read(input)` of all inputs into litdata's chunks in `target`, by one process.
+
+    litdata's temporary files go to a scratch folder: by default litdata empties the folders `data` and `chunks` of the
+    system's temporary folder.
+    """
+    library: Any = importlib.import_module("litdata")
+    with tempfile.TemporaryDirectory(prefix="headrace-litdata-", dir=target.parent) as scratch:
+        folders = {
+            "DATA_OPTIMIZER_CACHE_FOLDER": f"{scratch}/chunks",
+            "DATA_OPTIMIZER_DATA_CACHE_FOLDER": f"{scratch}/data",
+        }
+        before = dict(os.environ)
+        os.environ.update(folders)
+        try:
+            library.optimize(read, inputs=inputs, output_dir=str(target), chunk_bytes=chunk_bytes, num_workers=1)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)

@@ -1,8 +1,8 @@
-"""The report: one self-contained HTML file about one or several runs.
+"""The report of `headrace bench report`: one self-contained HTML file about one or several runs.
 
-Invariant: no script, no network, no dependency; whatever came from a results file is escaped; readable in light and dark
+Invariant: no script, no network, no dependency. Everything from a results file is escaped. The page is readable in light and dark
 and from 400 pixels up. A part that failed, was interrupted or was left out is shown as such, before everything else.
-Failure behaviour: none; what has no samples shows as a dash.
+Failure behaviour: none; a metric without samples is a dash.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _limits(part: Part) -> str:
         for name, metric, median, share, why in found
     )
     head = "<tr><th></th><th></th><th>median</th><th>of the limit</th><th>the limit</th></tr>"
-    return f'<h3>Beside the physical limit</h3><div class="wide"><table>{head}{rows}</table></div>'
+    return f'<h3>Compared with the physical limit</h3><div class="wide"><table>{head}{rows}</table></div>'
 
 
 def _table(part: Part) -> str:

@@ -1,11 +1,10 @@
-"""`headrace bench all`, which is `make bench`: a short version of every benchmark, one after the other, and the report.
+"""`headrace bench all`, which is `make bench`: a short version of every benchmark, and one report of all.
 
-Purpose: five minutes on two cores that show everything, and all that failed. Each benchmark is a process of its own, small
-enough for the seconds that it was seen to need on two cores; it may take longer as long as the later ones can have theirs. At the
-end of its time it is interrupted, and what it had measured stays.
-Invariant: every benchmark that was asked for is in `OUT/bench.json` and in `OUT/report.html`, which are written anew
-after each, with what became of it: done, failed, interrupted or skipped. Failure behaviour: exit code 1 when one is not
-done, 130 after Ctrl-C.
+It takes about five minutes on two cores. Each benchmark is a process of its own, with the time that it needed on two cores. It
+may take longer while the later ones still have enough time. At the end of its time it is interrupted, and keeps its results.
+Invariant: every requested benchmark is in `OUT/bench.json` and in `OUT/report.html` with its outcome: done, failed, interrupted
+or skipped. Both files are rewritten after each benchmark.
+Failure behaviour: exit code 1 if a benchmark is not done, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from headrace.dataio.core.errors import HeadraceError, UsageError, translate_os_
 
 BY_USER = "interrupted by the user"
 GRACE_SECONDS = 20.0
-"""What a benchmark gets to write its results after it was interrupted."""
+"""The time that an interrupted benchmark has to write its results."""
 
 
 @dataclass(frozen=True)
 class Short:
-    """A benchmark, its options for a short run, and the seconds it needs. `name` tells apart two runs of one benchmark."""
+    """A benchmark, its options for a short run, and the seconds it needs. `name` distinguishes two runs of one benchmark."""
 
     name: str
     command: tuple[str, ...]
@@ -111,13 +110,13 @@ def run(plan: Sequence[Short], folder: Path, seconds: float, document: Run) -> l
 
 
 def allowance(need: float, left: float, later: float) -> float:
-    """Seconds for one of which `need` are needed, when `left` are left and others need `later`: all that they do not; where
-    there is not enough for all, its share."""
+    """Seconds for a benchmark that needs `need`, when `left` are left and the later ones need `later`: all that the later ones
+    do not need or, if there is too little for all, its share."""
     return max(left - later, left * need / (need + later) if need + later else 0.0)
 
 
 def _one(short: Short, folder: Path, seconds: float) -> tuple[Part, bool]:
-    """What became of it, and whether the user interrupted."""
+    """Run one benchmark: its part of the results, and whether the user interrupted it."""
     path, log, scratch = folder / f"{short.name}.json", folder / f"{short.name}.log", folder / "scratch"
     path.unlink(missing_ok=True)
     scratch.mkdir(exist_ok=True)
@@ -144,7 +143,7 @@ def _one(short: Short, folder: Path, seconds: float) -> tuple[Part, bool]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt it, as Ctrl-C does; kill what is still there later."""
+    """Interrupt the process, as Ctrl-C does, and kill it if it goes on."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(GRACE_SECONDS)

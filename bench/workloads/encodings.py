@@ -1,9 +1,9 @@
-"""`headrace bench encodings`: what checkpoints' encodings make of the bytes of a state in training.
+"""`headrace bench encodings`: bytes of a training state, by checkpoint encoding.
 
-How: a small transformer trains with bf16 weights, fp32 masters and AdamW's moments. Its tensors, joined by kind, are encoded by
-every codec that fits them, one chunk at a time, as a save does; its weights also as differences from those of some steps before.
-Invariant: sizes are of what would be stored, and every encoding is decoded again and compared. The training is seeded, so another
-round gives the same sizes; the seconds differ. Failure behaviour: an encoding that does not come back as it was is an error.
+A small transformer trains with bf16 weights, fp32 masters and AdamW's moments. Its tensors, joined by kind, are encoded by every
+codec that fits them, one chunk at a time, as a save does. The weights are also encoded as differences from earlier steps.
+Invariant: sizes are those that would be stored, and every encoding is decoded and compared. The training is seeded, so every
+round gives the same sizes; the seconds differ. Failure behaviour: an encoding that does not decode to its input is an error.
 """
 
 from __future__ import annotations

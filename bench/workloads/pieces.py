@@ -1,10 +1,10 @@
-"""`headrace bench pieces`: what single steps cost, of which the pages speak: one clip, one probe, one digest.
+"""`headrace bench pieces`: the cost of single steps that the pages mention: one clip, one probe, one digest.
 
-Purpose: a figure that belongs to no larger benchmark has a command nevertheless. Each candidate prepares its input, repeats one
-step on one thread for `SECONDS` after a warm-up, and gives processor and wall time for each piece.
-Invariant: what stands side by side works on the same input: colours on one video, clips of one video decoded apart and together,
-decoders on one video, digests and reads of equal length. Failure behaviour: a candidate that fails, or
-needs a package that is not there, is named; the others go on.
+Each candidate prepares its input, repeats one step on one thread for `SECONDS` after a warm-up, and reports CPU and wall time of
+each piece.
+Invariant: candidates that are compared have the same input: colours and decoders one video, clips decoded together and apart
+one video, digests and reads the same length.
+Failure behaviour: a candidate that fails, or lacks a package, is named; the others go on.
 """
 
 from __future__ import annotations

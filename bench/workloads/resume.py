@@ -302,9 +302,9 @@ def _convert(peer: str, folder: Path, python: str) -> None:
 
 
 def _to_litdata(folder: Path) -> None:
-    from headrace.bench.core import litdata
+    from headrace.bench.peers.peer_loaders import write_litdata
 
-    litdata.optimize(_Read(str(folder / "ds")), list(range(_count(folder))), folder / LITDATA, "1MB")
+    write_litdata(_Read(str(folder / "ds")), list(range(_count(folder))), folder / LITDATA, "1MB")
 
 
 def _to_mosaic(folder: Path) -> None:

@@ -1,11 +1,12 @@
-"""`headrace bench sidecar`: the figures of the node's daemon, in one run, with medians and spread.
+"""`headrace bench sidecar`: throughput, latency, CPU and memory of the node's daemon, with medians and spread.
 
-How: every round runs every measurement once, so that drift of the machine hits all alike. The dataset is synthetic: random
-bytes in the shape of short clips (video, sound and text side by side), on local disk; ranks and daemon are real processes, and a
-rank copies every byte of its batches. What is compared (with and without the daemon, mapped and plain) alternates. A first
-epoch begins with as much memory at hand as it will fill: on a virtual machine that gives free memory back to its host, a page
-that was not used for some seconds costs several times as much as one that was.
-Invariant: prints no figure that was not measured in this run. Failure behaviour: a rank or daemon that fails ends the benchmark.
+Every round runs every measurement once, so drift of the machine affects all alike. The dataset is synthetic: random bytes in
+the shape of short clips (video, sound and text), on local disk. Ranks and daemon are real processes, and a rank copies every
+byte of its batches. Compared measurements (with and without the daemon, mapped and plain) alternate.
+A first epoch begins with as much free memory as it will fill (`Memory`): a virtual machine that returns free memory to its host
+takes several times longer for a page that it has not used for some seconds.
+Invariant: only figures that were measured in this run are printed. Failure behaviour: a rank or daemon that fails ends the
+benchmark.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def measure(scratch: Path, caches: Path, shape: Shape, rounds: int, found: Found
 
 
 def deliver(folder: Path, url: str, shape: Shape, ranks: int, found: Found) -> None:
-    """Raw delivery of a first epoch and of two later ones, by a daemon with room for all."""
+    """Deliver a first epoch and two later ones through a daemon whose cache holds the dataset."""
     with daemon(folder, cache_bytes="4GiB") as running:
         for name, epoch, epochs in (("first", 0, 1), ("later", 1, 2)):
             memory = Memory(folder, 0 if epoch else shape.total_bytes)
@@ -163,7 +164,7 @@ def from_s3(folder: Path, root: Path, shape: Shape, ranks: int, found: Found) ->
 
 
 def quiet(running: DaemonProcess, url: str, shape: Shape, found: Found) -> None:
-    """What one process sees of a daemon that has nothing else to do, and what that daemon costs."""
+    """Latency and cost of a daemon that serves one process."""
     key, ranges = shape.read(0)
     found["mmap"].append(mapped_ratio(running, url, shape))
     with running.connect() as sidecar:
@@ -186,7 +187,7 @@ def cold(folder: Path, root: Path, found: Found) -> None:
         jobs = [Job("s3://bucket/ds", None, LIMITED, rank, 4) for rank in range(4)]
         without, _ = run_ranks(jobs, limited.environ)
     with server(root, RATE) as limited, daemon(folder / "cold", limited.environ, cache_bytes="1GiB") as running:
-        # a node's daemon has read from its stores before
+        # warm up: a real daemon has already read from its stores
         run_ranks([Job("s3://bucket/other", str(running.socket), Shape(shards=1, per_shard=1))], limited.environ)
         jobs = [Job("s3://bucket/ds", str(running.socket), LIMITED, rank, 4) for rank in range(4)]
         through, _ = run_ranks(jobs, limited.environ)
@@ -212,7 +213,7 @@ def open_p50(sidecar: Sidecar, url: str, key: str, wanted: tuple[int, int]) -> f
 
 
 def bare_p50() -> float:
-    """The same for a hundred bytes to a thread that sends them back: what the machine and the interpreter take at least."""
+    """Microseconds of a round trip of a hundred bytes to a thread of this process: the floor."""
     ours, theirs = socket.socketpair()
 
     def echo() -> None:
@@ -234,9 +235,11 @@ def bare_p50() -> float:
 
 
 def mapped_ratio(running: DaemonProcess, url: str, shape: Shape) -> float:
-    """Bytes a second of samples through the sidecar's cache, over those through plain mappings of the same files of the cache
-    (two copies of one file differ by more than what is looked for, as their pages lie elsewhere); all of the dataset, or the
-    processor's own caches would be what is measured."""
+    """Bytes a second through the sidecar's cache, divided by those through plain mappings of the same files of the cache.
+
+    A mapping of another copy would differ by more than the overhead, as its pages are elsewhere in memory. The whole dataset
+    is read, so that the processor's caches do not serve it.
+    """
     staging = memoryview(bytearray(shape.sample_bytes))
     reads = [shape.read(sample) for sample in range(shape.samples)]
     with (

@@ -4,8 +4,8 @@
 
 JSON is a `Job`. The process waits for a line on standard input and prints one JSON object.
 
-Invariant: what a loader does but for decoding and digests: announcements eight batches ahead, one read a sample. Every byte is
-touched by the copy. Failure behaviour: any error ends the process with a traceback.
+Invariant: a rank does what a loader does, except decoding and digests: it announces eight batches ahead and reads each
+sample once. The copy touches every byte. Failure behaviour: any error ends the process with a traceback.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Job:
 def run(job: Job) -> dict[str, float]:
     """Read it all; figures by name."""
     staging = memoryview(bytearray(job.batch * job.shape.sample_bytes))
-    staging[::4096] = bytes(len(staging[::4096]))  # or the first batch would pay for its pages
+    staging[::4096] = bytes(len(staging[::4096]))  # touch the pages before the first batch
     began, cpu = time.perf_counter(), time.process_time()
     store = open_store(job.url)
     reader = open_reader(store, job.sidecar)

@@ -1,12 +1,12 @@
-"""One client, measured in a process of its own: every cell of the sweep, closed loop.
+"""Measure one client in a process of its own: every cell of the sweep, closed loop.
 
-`python -m headrace.bench.workloads.store_worker JSON` (an `Order`) prints one JSON object: throughput, latency percentiles
-and CPU seconds of every cell, the histograms, and the errors.
-Invariant: a cell runs `width` threads, each with one request at a time, until the cell's seconds are over or its bytes
-are moved, but at least two requests a thread; a latency is the time of the call alone. Requests begin only when all
-threads are there and have made one request that does not count. The whole process stays within its seconds and bytes:
-cells beyond them are reported as left out. Failure behaviour: a request that fails is counted and its message kept; a
-cell of which all requests fail has no figures.
+`python -m headrace.bench.workloads.store_worker JSON` (an `Order`) prints one JSON object: throughput, latency percentiles and
+CPU seconds of every cell, the histograms, and the errors.
+A cell runs `width` threads, each with one request at a time, until the cell's seconds are over or its bytes are moved; each
+thread makes at least two requests. Requests begin when all threads have started and made one request that does not count.
+Invariant: a latency is the time of the call alone. The whole process keeps its limits of seconds and bytes; cells beyond them
+are reported as left out.
+Failure behaviour: a failed request is counted and its message kept; a cell in which all requests fail has no figures.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from headrace.bench.core import litdata
 from headrace.bench.workloads import audio, images
 
 FPS = 25
@@ -192,9 +191,11 @@ def _picture(kind: Kind, number: int, index: int) -> np.ndarray:
 
 def to_litdata(kind: AnyKind, folder: Path) -> None:
     """The files' bytes in litdata's chunks."""
+    from headrace.bench.peers.peer_loaders import write_litdata
+
     paths = sorted(str(path) for path in (folder / "clips").iterdir())
     with whole(folder / "litdata") as made:
-        litdata.optimize(_read, paths, made, f"{kind.shard_bytes >> 20}MB")
+        write_litdata(_read, paths, made, f"{kind.shard_bytes >> 20}MB")
 
 
 def _read(path: str) -> dict[str, Any]:

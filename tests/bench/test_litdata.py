@@ -14,13 +14,13 @@ pytest.importorskip("litdata")
 PROGRAM = """
 import sys
 from pathlib import Path
-from headrace.bench.core import litdata
+from headrace.bench.peers.peer_loaders import write_litdata
 
 def read(number):
     return {"bytes": bytes([number]) * 1000}
 
 if __name__ == "__main__":
-    litdata.optimize(read, list(range(5)), Path(sys.argv[1]) / "made", "1MB")
+    write_litdata(read, list(range(5)), Path(sys.argv[1]) / "made", "1MB")
 """
 
 
