@@ -1,7 +1,9 @@
-"""`headrace ckpt`: list, check, name and remove the steps of a checkpoint repository.
+"""`headrace ckpt`: list, check, show, tag and remove the steps of a checkpoint repository.
 
-Invariant: runs without torch. Listing and checking change nothing, but that complete attempts are finished, as by any reader.
-Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error.
+Invariant: runs without torch. `ls`, `check` and `show` change nothing, except that they finish complete attempts as
+every reader does. `retain` and `gc` print a plan and change nothing without `--apply`.
+Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error. A collection that stops is
+finished by the next.
 """
 
 from __future__ import annotations

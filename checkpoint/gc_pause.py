@@ -1,9 +1,9 @@
-"""The garbage collector, held off while a save or a restore is planned.
+"""Pauses Python's garbage collector while a save or a restore is planned.
 
-Planning makes tens of thousands of small values within milliseconds and drops them together. Counted as they come, they bring on
-looks through the trainer's whole heap, which is large with torch alone, in the very moment in which it waits for us.
-Invariant: what is planned goes by reference counts; inside of `gc_paused` there is planning and the small reads for it only; the
-collector is on afterwards if it was before, whichever of several threads ends last.
+Planning creates tens of thousands of small objects within milliseconds and drops them together. They would trigger
+collections of the trainer's whole heap while the trainer waits.
+Invariant: inside `gc_paused` there is only planning and small reads for it; its objects are freed by reference
+counts. When the last of several threads leaves, the collector is on again if it was on before.
 Failure behaviour: none.
 """
 

@@ -1,9 +1,11 @@
-"""What `save` returns: a save on its way.
+"""`Handle`, which `save` returns, and `Saves`, the saves in flight of one checkpointer.
 
-Invariant: a handle goes once from staging to staged, and once from there to committed or failed; `result` returns only what
-was committed. All methods may be called from any thread, any number of times.
-Failure behaviour: `result` raises the save's error, each time; a wait that reaches its limit raises `DeadlineError` and
-changes nothing; in a forked child a wait for a save of its parent raises `UsageError` at once.
+Invariant: a handle goes once from staging to staged, and once from there to committed or failed. `result` returns
+only committed saves. All methods of a handle may be called from any thread, any number of times. A step is saved once
+in a timeline, and the error of a save is raised once if the caller did not ask for it.
+Failure behaviour: `result` raises the save's error every time. A wait that times out raises `DeadlineError` and
+changes nothing. In a forked child, waiting for a save of the parent raises `UsageError` at once. `Saves` raises
+`ConflictError` for a step that is saved already.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""What the steps of one trainer descend from, and what they lean on.
+"""Which timeline a trainer saves in, and which steps its saves reference.
 
-A trainer that starts has no timeline yet. Its first save opens one, or joins that of another writer of its process; so does the
-first save after a restore, if that has to begin a branch: `headrace.checkpoint.repository.writers` has the rules. A restore alone
-changes nothing. The first save leans on the step before it, or on a step of another run that the trainer started from. From its
-first commit on the trainer leans on its own last step. The first writer sees that the store holds a repository.
-Invariant: what was restored is held by a lease until a step of this trainer's own is committed, and so is the step that a
-timeline begins at, so no collection removes what the timeline is to begin with, or what the first save is to lean on.
-Failure behaviour: `ConflictError` when another trainer took the run over, when the parent was removed meanwhile, or when the
-step is not the latest any more although it was restored as that while the store was away. A step of another run that was
-removed is not leaned on, which costs space only.
+A trainer that starts has no timeline. Its first save opens one or joins that of another writer in the process; so
+does the first save after a restore that begins a branch (`headrace.checkpoint.repository.writers` has the rules). A
+restore alone changes nothing. The first save references the step before it, or a step of another run that the trainer
+started from; later saves reference the trainer's own last step.
+Invariant: a lease protects the restored step, and the step at which a timeline begins, until this trainer has
+committed a step of its own. A timeline is opened only while that lease lives and after the step was seen, so no
+collection removes its start.
+Failure behaviour: `ConflictError` when another trainer took over the run, when the parent step was removed, or when a
+step that was restored as the latest while the store was unreachable is not the latest. A removed step of another run
+is not referenced, which only costs space. Where the process may not write, nothing is leased. A process that dies
+leaves a lease, which expires.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""Which other ranks still live.
+"""Detects killed ranks and lost nodes, so that the other ranks can abort a save instead of waiting for a manifest.
 
-Purpose: a rank that is killed while it stores its part cannot say so, and the others would wait for its manifest until their time
-is over. Ranks of one node see each other's processes, so those of its node say it in its place. The nodes form a ring, in which
-the ranks of each hold a lifeline to those of the next, and say it of them when a whole node is gone.
-Invariant: a rank is gone only if its very process is: one that has ended and was not yet waited for too, but not another process
-with its number. Of ranks on other nodes that nobody here holds nothing is said. A node counts as silent, with all its ranks, only
-when its kernel does not answer: not when a process of it has ended, whose part a daemon there may still be storing.
-Failure behaviour: what cannot be seen lives.
+- Ranks on one node look at each other's processes in `/proc`.
+- Nodes form a ring: each rank keeps a TCP connection (`PeerConnection`) to a rank of the next node (its `PeerProbe`).
+  No data is sent. The kernel resets the connections of a process that ends; a lost node answers nothing.
+
+Invariant: a rank counts as ended only if its very process has ended (a zombie counts, another process with the same
+number does not). `ENDED` and `SILENT` are reported only for a rank that was connected before, and only after a second
+connection was refused or not answered. A node counts as silent only when its kernel does not answer; while a process
+there has merely ended, the node's daemon may still be storing its part. A probe listens at the address from which
+this node reaches the job's master, and never reads or accepts.
+Failure behaviour: a rank that cannot be observed, for example behind a firewall, counts as alive.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""One save, from a state to its commit: agreed on by the ranks, copied, and carried in a thread.
+"""One save, from a state to its commit: the ranks agree, each copies its state, and a thread commits it.
 
-Invariant: `start` returns after one copy of the state in memory, or with the copy on its way where it is lazy. A rank that fails
-once the ranks have agreed seals the attempt as aborted, so that no other waits for it longer than it takes to look again.
-Failure behaviour: errors before the copy is made are raised by `start`; later ones are logged and kept by the handle.
+Invariant: `start` returns after one copy of the state in memory, or with the copy in progress if staging is lazy. A
+rank that fails after the ranks have agreed aborts the attempt, so the other ranks stop waiting at their next look.
+Failure behaviour: `start` raises errors that occur before the copy is made; later errors are logged and kept by the
+handle.
 """
 
 from __future__ import annotations

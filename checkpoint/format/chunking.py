@@ -1,11 +1,18 @@
-"""Where tensors are cut into chunks, and the digest of a chunk.
+"""How tensors are cut into chunks, and where each tensor lies in the staging arena.
 
-Invariant: the cuts of a tensor shard lie on the grid of the *global* tensor, and how fine that is depends on the global
-tensor alone, so that the same weights give the same chunks under another sharding. A shard that is one run of the tensor's
-row-major bytes (sharded in the first dimension, or whole) lies on the grid of those bytes; one that is cut in an inner
-dimension is stored in bands of that dimension (`headrace.checkpoint.format.chunking`), each of which has a grid of its own.
-The pieces of a shard are in order, without gaps or overlaps. Small tensors share the chunks of one common stream.
-Failure behaviour: none; these are pure functions of their arguments.
+- A chunk is at most 4 MiB. Chunk boundaries lie on a grid of the *global* tensor, so the same weights give the same
+  chunks under another sharding.
+- A shard that is one run of the tensor's row-major bytes uses the grid of those bytes.
+- A shard that is cut in an inner dimension (columns) is stored in bands of that dimension. Each band has its own
+  grid. The width of a band depends only on the global shape and the dimension, so every rank that holds a whole band
+  makes the same chunks of it.
+- Small tensors share the chunks of one common stream, which comes first in the arena.
+
+Invariant: the pieces of a shard are in order, without gaps or overlaps. The same list of tensors always gives the
+same layout. Large tensors start on 4 KiB boundaries, so packs are written from the arena without a copy. A tensor has
+at most `2 * _MOST` bands.
+Failure behaviour: `nbytes` raises `CorruptionError` for impossible sizes. Everything else is a pure function that
+does not fail.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The repository's small JSON documents: repo, timeline, lease, fate, COMMIT, gc record.
+"""The repository's small JSON documents: repo, timeline, lease, decision (the object `fate`), COMMIT, and records in `gc/`.
 
-Invariant: every document carries a version, the writer's nonce, and as its last entry its own digest
-(`headrace.dataio.core.json`; older
-ones have none), and holds no secret. A reader refuses a version it does not know before it looks at anything else; unknown
-fields are ignored, so that a minor addition stays readable.
-Failure behaviour: `UnsupportedError` for a newer version, `CorruptionError` naming the object for anything unreadable.
+Invariant: every document carries a version, a nonce and, as its last entry, its own digest
+(`headrace.dataio.core.json`; documents of older versions have none). No document holds a secret. A reader checks the
+version first. It ignores unknown fields, so a minor addition stays readable.
+Failure behaviour: `UnsupportedError` for a newer version; `CorruptionError` naming the object for an unreadable
+document.
 """
 
 from __future__ import annotations

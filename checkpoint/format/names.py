@@ -1,8 +1,11 @@
-"""The names of the repository's objects: the only place that knows them.
+"""Object keys of the repository, and the ids of attempts. No other module builds or parses a key.
 
-Invariant: building a key and taking it apart are inverse; numbers are padded so that listing order is numeric order.
-Failure behaviour: a run name or step that cannot be part of a key is a `UsageError`; a key that is not the repository's
-is None when taken apart, never an error, so that strangers' objects do no harm.
+An attempt id is a ULID: 26 characters that sort by the time they were drawn (48 bits of milliseconds, 80 random
+bits).
+Invariant: building and parsing a key are inverse. Numbers are zero-padded, so listing order is numeric order. Two ids
+never collide in practice, so an id names one attempt of one save.
+Failure behaviour: `UsageError` for a run name, a step or an id that cannot be part of a key. Parsing an unknown key
+returns None, so other objects in the same directory or bucket do no harm.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Packs: many chunks in one object of up to 256 MiB of payload.
+"""Packs: objects that hold many chunks, up to 256 MiB of payload.
 
-Layout: chunks, each starting on a 4 KiB boundary, then the footer table (msgpack), then a trailer of 64 bytes: magic,
-version, the footer's place, and the BLAKE3 digest of the footer together with the trailer's own first half.
-Invariant: a pack is written once, as a stream straight from the memory of its chunks, and never changed.
-Failure behaviour: `read_table` raises `CorruptionError` naming the pack for any pack whose footer, trailer or length is
-not what was written; payload bytes are checked by whoever reads them, chunk by chunk.
+Layout: the chunks, each on a 4 KiB boundary; then the footer table (msgpack); then a trailer of 64 bytes with magic,
+version, the footer's place, and the BLAKE3 digest of footer and trailer.
+Invariant: a pack is written once, as a stream from the memory of its chunks, and never changed.
+Failure behaviour: `read_table` raises `CorruptionError` naming the pack when footer, trailer or length are not as
+written. Readers check the payload chunk by chunk.
 """
 
 from __future__ import annotations

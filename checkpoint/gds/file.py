@@ -1,9 +1,12 @@
-"""A file whose ranges are read into and written from tensors, by cuFile where that was allowed.
+"""Files whose ranges are read into and written from GPU memory by cuFile, and a probe that tests whether cuFile works.
 
-`Direct` is where the machine is spoken to: which tensors lie in device memory, and what opens a file for them. `CUFILE` is the
-real one; tests put host memory and an ordinary file in its place, and everything above is the same.
-Invariant: the bytes are the same whichever way they go.
-Failure behaviour: `TransientError` for a transfer that failed or was cut short; `UsageError` for a tensor that is not contiguous.
+`Direct` stands for the machine: which tensors lie in device memory, and what opens a file for them. `CUFILE` is the
+real one; tests replace it with host memory and an ordinary file. `probe` writes and reads back a small file and
+compares every byte, so "available" means that cuFile worked here, now, in this file system. cuFile's compatibility
+mode, which copies through host memory, counts and is reported.
+Invariant: the bytes are the same whichever path they take.
+Failure behaviour: `TransientError` for a transfer that failed or was cut short; `UsageError` for a tensor that is not
+contiguous. `probe` never raises for a missing capability; its verdict gives the reason in one line.
 
 Source: NVIDIA's cuFile API, by torch's binding `torch.cuda.gds`.
 """

@@ -1,12 +1,12 @@
-"""Raw chunks from packs into tensors in device memory.
+"""Restores raw chunks from packs into GPU memory by cuFile.
 
-A chunk is read by cuFile into a buffer of the device, copied from there to the host, hashed, and only then copied on to
-the tensors, by the device. Host tensors that share the chunk get theirs from the host copy.
-Invariant: as in `headrace.checkpoint.restoring.chunk_reader`: only bytes whose digest is right reach a caller's memory.
-At most `_THREADS` chunks are in flight. A tensor is filled so only if all of its chunks are raw ones at offsets that
-cuFile likes; all others go through host memory as ever.
-Failure behaviour: a chunk that is not what it should be, or a transfer that fails, is read again by the store, with all
-that it does about copies; then `CorruptionError` as in `restore`.
+cuFile reads a chunk into a device buffer. The chunk is copied to the host, hashed, and only then copied to the
+tensors by the device. Host tensors that share the chunk are filled from the host copy. `GdsStore` wraps the directory
+store; only raw chunks take this path.
+Invariant: only bytes with the right digest reach a caller's memory. At most `_THREADS` chunks are in flight. A tensor
+takes this path only if all of its chunks are raw and aligned; others go through host memory.
+Failure behaviour: a wrong chunk or a failed transfer is read again by the store, with its other copies; then
+`CorruptionError`. `direct_for` never raises: where cuFile cannot be used it returns None and logs the reason once.
 """
 
 from __future__ import annotations

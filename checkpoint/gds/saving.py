@@ -1,12 +1,11 @@
-"""A save's chunks from device memory into packs.
+"""Saves chunks from GPU memory into packs by cuFile.
 
-`DeviceSlices` is the state in slices (`headrace.checkpoint.saving.slices`) with a second ring in device memory, slot
-for slot: a slice is
-gathered there by the device, and copied once to the host, where it is hashed. When its chunk is stored raw, the pack's writer
-finds the slot again by the address of the bytes that it is given, and writes the device's.
-Invariant: the bytes in a device slot are those of its host slot for as long as the carrier holds any view of it. Only whole
-blocks of 4 KiB at such offsets go by cuFile; the end of a chunk, footers, and all else are written from the host.
-Failure behaviour: as `SlicedState`; `TransientError` for a transfer that failed, which fails the save and nothing else.
+`DeviceSlices` is a `SlicedState` with a second ring in device memory. The device gathers a slice there and copies it
+once to the host, where it is hashed. When its chunk is stored raw, the pack writer finds the device slot by the
+address of the host bytes and writes that.
+Invariant: the bytes in a device slot equal those of its host slot while the worker holds a view. Only whole blocks of
+4 KiB at aligned offsets go by cuFile; everything else is written from the host.
+Failure behaviour: as `SlicedState`; a failed transfer raises `TransientError` and fails the save.
 """
 
 from __future__ import annotations

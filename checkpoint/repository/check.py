@@ -1,10 +1,11 @@
-"""Checks a repository: every step's manifests, every pack they need, and every chunk's bytes.
+"""Reports about a repository: `check` reads everything, `survey` lists steps, `look` shows one step.
 
-Invariant: what the report calls sound was read and compared with its digest (with `data=False`: only documents, manifests
-and pack tables were). Damage is traced to the steps and tensors that it hits. Complete attempts without COMMIT are
-finished on the way; nothing else is changed. A step that a collection removes meanwhile is not damaged.
-Failure behaviour: damage is in the report, never raised; passing trouble and refused access raise, since then nothing is
-known about the repository.
+Invariant: a step that the report calls sound was read and compared with its digests; with `data=False`, only
+documents, manifests and pack tables were. Damage is traced to the steps and tensors that it affects. Complete
+attempts without COMMIT are finished on the way; nothing else is changed. A step that a collection removes meanwhile
+does not count as damaged.
+Failure behaviour: `check` and `survey` put damage into the report. `look` raises `NotFoundError` or
+`CorruptionError`. Transient errors and refused access are raised.
 """
 
 from __future__ import annotations

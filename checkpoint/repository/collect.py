@@ -1,20 +1,22 @@
-"""The collection: removes condemned steps and what dead attempts left, beside savers, readers, taggers and other collectors.
+"""Garbage collection: removes steps that the policy lets go and leftovers of dead attempts, while savers and readers run.
 
-Order (`docs/design/0012-retention.md`; the tests take it apart at every store operation):
+Order (`docs/design/0012-retention.md`; the tests stop it at every store operation):
 
-0. COMMIT of every attempt that is complete and has none;
-1. `gc/<id>` with the condemned steps, so that whoever comes now does not lean on them, read them or give them a name; one that
-   another collection has settled before its time was read is written once more;
-2. leases are read: first every attempt without a fate whose lease is over is fenced with the fate "abort"; steps that a live
-   lease leans on are spared; *then* the policy is applied again, and what it keeps by now is spared: a tag or a new timeline
-   may have come since it was applied first;
-3. the COMMITs of the condemned become tombstones, which nobody can undo;
-4. the repository is looked at again, and what no live attempt needs is deleted;
-5. `gc/<id>` is deleted, and records of dead collectors whose steps are all tombstones by now, or that are a day old.
+0. Write COMMIT for every complete attempt that has none.
+1. Write `gc/<id>` with the steps to delete. From then on no process references, reads or tags them. A record that
+   another collection deletes too early is written once more.
+2. Read leases. Abort every attempt without a decision whose lease is over. Spare the steps that a live lease
+   references. Then apply the policy again, and spare what it keeps now: a tag or a timeline may have been added
+   meanwhile.
+3. Replace the COMMITs of the remaining steps by tombstones, which is final.
+4. Look at the repository again, and delete what no live attempt needs.
+5. Delete `gc/<id>`, and records of dead collectors whose steps are all tombstones or that are a day old.
 
-Invariant: at no point is a pack missing that a committed step needs, whoever dies or sleeps wherever; and what a policy keeps
-when a step becomes a tombstone is not that step.
-Failure behaviour: an error or a crash leaves a record in `gc/`; its steps are finished by the next collection.
+`Retention` runs this in a thread of the trainer after each commit. Its errors are logged; the steps stay until the
+next commit.
+Invariant: a pack that a committed step needs is never missing, wherever a process stops or sleeps. A step that the
+policy keeps at the time of the tombstone does not become one.
+Failure behaviour: an error or a crash leaves a record in `gc/`; the next collection finishes its steps.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""How an attempt becomes a step: the fate, then COMMIT, each written once by whoever gets there first.
+"""The commit protocol: how an attempt becomes a step. First the decision, then COMMIT; each object is written once.
 
-Invariant: COMMIT names an attempt only if the fate of that attempt is "commit"; a fate "commit" is written only when every
-rank's manifest is there and sound, no newer timeline has been opened, and the writer's lease is alive. From the fate on
-the step is complete: anyone may write COMMIT, and doing so twice changes nothing.
-Failure behaviour: `ConflictError` says who won or took over; `TransientError` when the lease ran out or a collector
-aborted; `DeadlineError` names the ranks that did not come. All of these leave the step absent, or complete.
+Invariant: COMMIT names an attempt only if that attempt's decision is "commit". A decision "commit" is written only
+when every rank's manifest is stored and sound, no newer timeline is open, and the writer's lease is alive. Once the
+decision is written the step is complete: any process may write COMMIT, and writing it twice changes nothing.
+Failure behaviour: `ConflictError` names the winner or the new owner; `TransientError` when the lease ran out or a
+collector aborted the attempt; `DeadlineError` names the missing ranks. Each of these leaves the step absent or
+complete.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""Reading chunks out of packs: coalesced ranges, bounded memory, every chunk checked, a bad one fetched once more, and then from
-every other copy that the store knows of.
+"""Reads a committed step: its manifests, and chunks out of packs.
 
-A chunk that is stored as a difference takes its base, which is read by itself, checked in the same way.
-A chunk that is stored raw may be read straight to where it belongs (`Room`), and is checked there: no copy.
-Invariant: what is handed out are the bytes with the chunk's digest. Memory in flight is at most `workers` batches of
-`BATCH_BYTES`, and a batch is one call to the store.
-Failure behaviour: a chunk that is wrong in every copy, or whose pack is missing or too short, is handed out
-as None; the caller knows what the chunk was for and says so. Passing trouble raises as it is.
+- `open_step` reads the manifests that the step's decision names, and compares each with its digest there.
+- `fetch` reads chunks in coalesced ranges with bounded memory, and checks every chunk. A bad chunk is fetched once
+  more, then from every other copy that the store knows. A raw chunk may be read straight to its destination (`room`),
+  without a copy.
+- A chunk that is stored as a difference also needs its base, which is read and checked in the same way.
+
+Invariant: a returned manifest is the one that was sealed, and a chunk that is handed out matches its digest. At most
+`workers` batches of `BATCH_BYTES` are in memory; a batch is one call to the store.
+Failure behaviour: `CorruptionError` for a manifest that is missing or damaged in every copy. A chunk that is wrong in
+every copy is handed out as None, and the caller reports what needed it. Transient errors of the store pass through.
 """
 
 from __future__ import annotations

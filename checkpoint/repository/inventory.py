@@ -1,13 +1,11 @@
-"""One look at the whole repository: attempts with their fates, COMMITs, leases, records of collectors, packs.
+"""Reads the whole repository for a collection: attempts and decisions, COMMITs, leases, records of collectors, packs.
 
-Order of looking: tombstones first, then attempts and their fates, then packs. A step becomes a tombstone only when nobody can
-come to lean on it any more, so whoever does is seen when attempts are listed *after* tombstones were read; and a pack whose
-attempt has no fate here is left alone. None of these is a snapshot: what changes while it is listed may be seen or not, what was
-there before is seen. A lease that was seen before and is not listed is asked for by name, since a directory may lose sight of
-a name while it is replaced (tmpfs with thousands of entries does).
-Invariant: documents that never change (fates, tombstones, manifests' pack names) are read once for each `Reader`, and forgotten
-with the objects that they are about.
-Failure behaviour: errors of the store, and `CorruptionError` for a document that cannot be read: nothing is collected then.
+Order: tombstones first, then attempts and decisions, then packs. A step becomes a tombstone only when no process can
+start to reference it, so an attempt that does is seen when attempts are listed *after* tombstones. The listings are
+not snapshots: a change during a listing may be missed, anything older is seen. A lease that was seen before and is
+not listed is looked up by name, because tmpfs may miss a name that is being replaced.
+Invariant: documents that never change are read once per `Reader`, and forgotten together with their objects.
+Failure behaviour: errors of the store; `CorruptionError` for an unreadable document. Nothing is collected then.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Leases: how an attempt or a reader says "I am alive and lean on these steps".
+"""Leases: a saver or a reader states that it is alive, and which steps it references.
 
-Invariant: a lease is renewed at a third of its life. Its holder trusts it only until one life after the *start* of the last
-renewal that succeeded, by its own monotonic clock, so the holder stops trusting it before anyone else does; who cannot
-renew in time stops before the fate. Clocks of machines must agree to well within a third of a life.
-Failure behaviour: a renewal that fails is tried again until the lease is over; then `require_alive` raises
-`TransientError`. Releasing never raises: a lease left behind runs out by itself.
+Invariant: a lease is renewed at a third of its life. The holder trusts it until one life after the *start* of the
+last successful renewal, by its own monotonic clock, so it stops before any other process does. A holder that cannot
+renew in time stops before the decision. The clocks of machines must agree to well within a third of a life.
+Failure behaviour: a failed renewal is retried until the lease is over; then `require_alive` raises `TransientError`.
+`release` never raises: a lease that is left behind expires.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""Which steps of a run a policy keeps.
+"""Retention policy and collection plan: which steps a policy keeps, and which objects a collection removes. Pure decisions.
 
-Invariant: the newest step of the branch is always kept, and so is every step that a tag of the policy's patterns names. Steps
-that the branch left behind are seen by no reader, so they go unless a tag names them, but not before the branch has come as
-far: a trainer that started anew by mistake, or died before its first save, takes nothing with it.
-Failure behaviour: `UsageError` for a policy that makes no sense.
+Invariant, policy: the newest step of the branch and every step with a matching tag stay. Steps of abandoned branches
+go unless a tag names them, but only once the current branch has come as far. A trainer that started by mistake
+deletes nothing.
+Invariant, plan: an attempt is dead only if its decision is "abort", or if the step's COMMIT names another attempt. An
+attempt without a decision is kept whole, and so is every pack that a manifest of a live attempt names. Packs without
+lease, manifest and decision go when they are a week old. The decisions of a removed step go with the last of its
+packs, its tombstone a week later.
+Failure behaviour: `UsageError` for an impossible policy; nothing else fails.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Reading a repository: which steps exist, and which one is the latest.
+"""Lists the steps of a repository and finds one: by number, by tag, or the latest.
 
-Invariant: a step exists when, and only when, its COMMIT names an attempt; a tombstone is not a step. Looking is also
-helping: an attempt whose fate is "commit" is finished before anything is said about its step.
-Failure behaviour: `UnsupportedError` for a repository of a newer format and for a checkpoint of DCP's own files,
-`MissingStepError` saying what is there instead, `CorruptionError` for anything unreadable. A reader that may not write says so
-once and then sees only what is committed already.
+Invariant: a step exists when its COMMIT names an attempt; a tombstone is not a step. A reader that finds an attempt
+whose decision is "commit" writes its COMMIT before it answers.
+Failure behaviour: `UnsupportedError` for a newer format and for a checkpoint in DCP's own files; `MissingStepError`
+says what is there instead; `CorruptionError` for unreadable documents. A reader without write access logs that once
+and sees only committed steps.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Tags as they lie in the repository, and the steps that they name. Giving them is `headrace.checkpoint.repository.tags`.
+"""The records of tags in the repository, and the steps that they name. `headrace.checkpoint.repository.tags` writes them.
 
     tags/<name>.json                the first record of a tag, number 0
-    tags/_<name>.<number>.json      those of its moves and its removal, version 2
+    tags/_<name>.<number>.json      records of its moves and its removal, version 2
 
-Invariant: a record is written if absent and never changed. A tag is what its newest record says, so a request for an older one
-that is applied late moves nothing. A record names one attempt of one run, in whichever timeline it lies. Of one whose step was
-removed before its writer was sure of it, the record before counts.
-Failure behaviour: `NotFoundError` for a tag that is not there, or whose step was removed; `UsageError` for a tag of another run.
+Invariant: a record is written if absent and never changed. The newest record of a tag counts, so a late request for
+an older one moves nothing. A record names one attempt of one run, in any timeline. If its step was removed before the
+move was confirmed, the previous record counts.
+Failure behaviour: `NotFoundError` for a tag that does not exist or whose step was removed; `UsageError` for a tag of
+another run.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Tags: names that people give to steps, such as `best` or `release-1`.
+"""Sets, moves and removes tags: names for steps, such as `best` or `release-1`.
 
-Invariant: a tag names one committed attempt; the protocol never depends on one. A policy keeps the steps that tags name: a step
-whose tag was given is not removed by one that was at work meanwhile. The process that gives a tag holds a lease on the step,
-looks whether it is condemned, and writes the record while the lease lives; a collection reads leases, then tags. Only then are
-older records deleted: until a move is sure, the step that the tag had is kept as well.
-Failure behaviour: `ConflictError` for a name that is taken, unless it is to be moved; `NotFoundError` for a step or a tag that is
-not there, or a step that is being removed; `TransientError` when the lease ran out on the way.
+Invariant: a tag names one committed attempt. A policy keeps tagged steps, also one that was tagged during a
+collection: the process that sets a tag holds a lease on the step, checks that no collector is about to remove it, and
+writes the record while the lease is alive. A collection reads leases first, then tags. Older records are deleted
+last: until a move is confirmed, the previous step is kept as well.
+Failure behaviour: `ConflictError` for a name that is taken (unless `move`); `NotFoundError` for a missing step or
+tag, or a step that is being removed; `TransientError` when the lease ran out.
 """
 
 from __future__ import annotations

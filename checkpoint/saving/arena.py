@@ -1,11 +1,11 @@
-"""One staging arena, allocated once and reused.
+"""The staging arena: one memfd, allocated once and reused, which the daemon can map too.
 
-The arena is a memfd, so that the daemon can map it too; its size is sealed, its pages are touched once at allocation (by
-`warm_up` behind the trainer's back, where that is called), and it is registered with CUDA where CUDA is, for copies at
-full speed. It is laid out anew only when the tensors change.
-Invariant: the arena has one owner at a time: the save that staged into it, until its carrier needs it no more. An arena
-whose carrier was lost is given up, never reused, since someone may still be reading it.
-Failure behaviour: `DeadlineError` when the previous save does not let go in time; `CapacityError` when there is no memory.
+Its size is sealed and its pages are touched once, at allocation (`warm_up` does both in the background). With CUDA it
+is registered for copies at full speed. The layout changes only when the tensors change.
+Invariant: the arena has one owner at a time: the save that staged into it, until its worker no longer needs it. An
+arena whose worker was lost is dropped, never reused, because that worker may still be reading it.
+Failure behaviour: `DeadlineError` when the previous save does not release the arena in time; `CapacityError` without
+memory.
 """
 
 from __future__ import annotations

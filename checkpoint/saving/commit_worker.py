@@ -1,13 +1,13 @@
-"""From a staged arena and its put plan to a committed step; in a thread of the trainer or in a process of the daemon.
+"""Commits a staged arena by its put plan: in a thread of the trainer, or as a program that the daemon starts.
 
-Order, each step durable before the next: lease → (base read) → packs → rank manifest → fate → COMMIT → lease deleted.
-Invariant: the arena is only read, and not at all after `Released`. Two carriers of one plan may run at once, and requests of a
-dead one may still be applied: packs have names that one process alone uses, and of the manifests the first one stands.
-Whatever happens, the step is afterwards absent, or complete, or committed; the previous steps are untouched.
-Failure behaviour: errors of `headrace.dataio.core.errors`; what was uploaded before one is garbage that no step refers to. As a
-program (`python -m headrace.checkpoint.saving.commit_worker --arena-fd N --plan-fd M`) it reports events as lines of JSON on
-standard output and
-ends with the error's exit code; it goes on when nobody reads them any more.
+Order, each step durable before the next: lease → (base read) → packs → rank manifest → decision → COMMIT → lease
+deleted.
+Invariant: the arena is only read, and never after `Released`. Two workers of one plan may run at once, and late
+requests of a dead one may still be applied: each process names its packs by its own digits, and the first manifest
+counts. Afterwards the step is absent, complete or committed; earlier steps are unchanged.
+Failure behaviour: errors of `headrace.dataio.core.errors`; packs that were uploaded before one are garbage. As a
+program (`python -m headrace.checkpoint.saving.commit_worker --arena-fd N --plan-fd M`) it prints events as lines of
+JSON and ends with the error's exit code. It continues when its output is closed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Which codec each tensor gets: what makes the save durable sooner, by measurement.
+"""Chooses a codec for each tensor by measurement, so that the save becomes durable sooner.
 
-For every tensor with something new to store, three short runs of its first new chunk are compressed by each candidate, which
-gives a size and a time. The upload is measured while it goes on: bytes that the store took over the time in which it was
-waited for. Storing a raw byte takes 1/upload seconds; storing it compressed takes the longer of (time to compress it, over the
-threads that do so) and (size over upload), since they overlap. The shortest wins, raw unless another is clearly shorter.
-With "delta" a difference from the chunk's base (`headrace.checkpoint.saving.dedup`) is a candidate too; the time to
-read that base
-counts as time to compress.
-Invariant: while the upload's speed is not known everything is raw, so that compression makes no save slower than none by
-more than the samples take.
+For every tensor with new chunks, three short runs of its first new chunk are compressed by each candidate. The speed
+of the upload is measured while it runs: bytes over the time that the store was waited for. Storing a raw byte takes
+1/upload seconds. Storing it compressed takes the longer of the time to compress it (over the threads) and
+size/upload, since both overlap. The shortest wins; raw wins unless another is clearly shorter. With "delta", a
+difference from the base chunk is one more candidate, and reading the base counts as time.
+Invariant: until the upload's speed is known everything is stored raw, so a save takes no longer than without
+compression, except for the samples.
 Failure behaviour: none.
 """
 

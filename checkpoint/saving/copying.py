@@ -1,11 +1,16 @@
-"""One state being copied into the arena: now, or behind what the trainer does next.
+"""Copies one state into the arena: at once (eager), or during the next forward and backward pass (lazy).
 
-Threads copy runs of main memory piece by piece, fewer of them while the trainer goes on; copies from a CUDA device are queued on
-a stream of their own, behind what the device is doing already. Whoever waits for the copy helps with it.
-Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began: tensors in `late` were not
-written meanwhile, which torch's version counters show; the others were copied before the constructor returned.
-Failure behaviour: `wait` raises `UsageError` naming a tensor that was written while it was being copied, and any error of
-the copy itself, to everyone who waits. When an error is raised, also by the constructor, nobody writes into the arena any more.
+A training step reads parameters in its forward and backward pass. It writes them, and the optimizer's own tensors,
+only in `optimizer.step()`. So lazy staging copies those tensors late, and `OptimizerGate` makes the optimizer wait,
+before its step, for the rest of the copy. Everything else (buffers, generators, counters, loader state) is copied
+before `save` returns. Threads copy main memory piece by piece; copies from a CUDA device run on their own stream. A
+caller that waits for the copy helps with it.
+Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began. A tensor is late only
+if its memory is that of a parameter or a state tensor of an optimizer in the saved state, or of a frozen parameter.
+Torch's version counters show whether it was written meanwhile.
+Failure behaviour: `wait` raises `UsageError` naming a tensor that was written during the copy, and any error of the
+copy, to every caller. After an error nothing writes into the arena. An error of the copy fails the save, never the
+optimizer.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Which chunks are stored already: the tables of the base step's manifests, and nothing else.
+"""Deduplication: which chunks are stored already, and which can be stored as differences from those of a base step.
 
-Invariant: a chunk is left out of the new packs only if the base is committed, not condemned by a collector, and named in
-the lease that was written *before* that was checked; so no collector can remove what the new step leans on. And no pack of a
-removed step is leaned on for less than a quarter of its bytes: packs are never rewritten, so such a one would stay for the sake
-of a little; its chunks are written anew instead. So what a step keeps of removed ones is at most four times what it needs.
-Of a base whose ranks divided the work as those of the save do, a rank reads its own manifest alone: it holds what the rank wrote
-then, and of a thousand ranks each would read a thousand. What only another rank had then is written anew, and so is its part of a
-removed step's pack that many ranks share.
-Failure behaviour: a base that is gone, condemned or damaged is not used, which costs space and nothing else; it is logged.
+Only the manifests of the base steps are looked at. A rank reads its own manifest of the base alone if the ranks
+divided the work in the same way; otherwise it reads all.
+Invariant: a chunk is left out only if the base is committed, no collector is about to remove it, and the lease named
+it *before* that was checked. A pack of a removed step is referenced only for at least a quarter of its bytes, so a
+step keeps at most four times the bytes it needs. The base of a difference can be read alone, and its pack is named in
+the new manifest, which protects it.
+Failure behaviour: a base that is missing, pending deletion or damaged is not used. That costs space only, and is
+logged.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Who carries a staged save: the node's sidecar where one answers and may, else this process.
+"""Runs a staged save: in the node's sidecar if one answers and accepts it, otherwise in this process.
 
-Invariant: whatever becomes of the carrier, a save is reported as failed only after the repository itself was asked; and an
-arena that a lost carrier may still be reading is not handed out again. Two carriers of one save do no harm: their packs
-have names of their own, and the first manifest stands.
-Failure behaviour: a sidecar that is absent or refuses means in-process, said once; errors of the save itself go on up.
+Invariant: a save is reported as failed only after the repository was asked. An arena that a lost worker may still be
+reading is not used again. Two workers of one save do no harm: their packs have different names, and the first
+manifest counts.
+Failure behaviour: without a sidecar, or when it refuses, this process saves, and logs that once. Errors of the save
+are raised.
 """
 
 from __future__ import annotations

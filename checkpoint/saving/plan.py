@@ -1,8 +1,10 @@
-"""The put plan: everything that turns the bytes of an arena into a committed step, without the process that staged them.
+"""What the saver and the commit worker exchange: the put plan, and the worker's events.
 
-Invariant: a plan holds no secret and no tensor bytes; with the arena it is complete: whoever has both can commit the
-step, and nobody can with less. The tensors of a plan lie inside the arena and do not overlap.
-Failure behaviour: `decode` raises `UnsupportedError` for a newer version and `UsageError` for a plan that is not sound.
+Invariant: a plan holds no secret and no tensor bytes; together with the arena it is enough to commit the step. The
+tensors of a plan lie inside the arena and do not overlap. After `Released` the worker never touches the arena again.
+At most one of `Done` and `Failed` ends the events.
+Failure behaviour: `decode` raises `UnsupportedError` for a newer version and `UsageError` for an invalid plan.
+`as_error` rebuilds an error of the same class from its code, and a plain `HeadraceError` from an unknown code.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a carrier writes down for the one that takes over from it, should it be killed.
+"""A log of what a commit worker has done, for the next worker if this one is killed.
 
-A file of records: a length, msgpack, and the XXH3-64 of that. They say which uploads were begun, which packs are complete and
-what is in them, and at last the manifest.
-Invariants: a record is written after what it says is true. The manifest is synced before the arena is given back, or, where the
-file cannot be written (`safe` is then false), in the store, so that from then on the arena is not needed. A carrier names its
-packs by digits of its own: a request of an earlier carrier may still be applied, and must not meet a pack of this one. Nothing
-here is trusted: packs are looked up again, chunks are found by their digest.
-Failure behaviour: reading ends at the first record that is torn; what was written behind it is cut off and done again. A disk
-that is full or fails costs a warning: the save goes on, and a carrier that takes over finds what was written until then.
+The file holds records: a length, the XXH3-64 of the payload, and msgpack. They say which uploads were begun, which
+packs are complete and what they hold, and at last the manifest.
+Invariants: a record is written after it is true. The manifest is synced before the arena is released; if the file
+cannot be written (`safe` is False), it is in the store before that. Each worker names its packs by its own digits, so
+a late request of an earlier worker never overwrites a pack of this one. The log is not trusted: packs are looked up
+again, chunks are found by their digest.
+Failure behaviour: reading ends at the first torn record; the rest is cut off and done again. A full or failing disk
+is logged, and the save continues.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""A state that is larger than the memory for it: copied one chunk at a time into a ring, as fast as the carrier takes them away.
+"""Stages a state that is larger than its memory: one chunk at a time through a ring, as fast as the worker consumes them.
 
-The ring is the arena cut into slots of one chunk. A feeder thread fills free slots in the order of the arena's pieces; the
-carrier asks for the pieces in that order (a few at once, from several threads), and a slot is free again when the carrier has
-let go of every view of it, which the views themselves tell (a finalizer on their owner).
-Invariant: never more than the arena's bytes are held. `SlicedState` looks like the whole arena to the carrier: its bytes at
-a place are the piece's that lies there. The state must not change before `wait` has returned.
-Failure behaviour: a carrier that ends, however it does, calls `cancel`, after which nobody waits and nobody writes into the
-arena. What was not copied by then is an error to whoever waits; what was is a copy like any other. An error of the feeder is
-raised to the carrier and to whoever waits. A limit below `LEAST_BYTES` is a `UsageError`, since the carrier holds a few chunks
-at once.
+The ring is the arena cut into slots of one chunk. A feeder thread fills free slots in the order of the pieces. The
+worker asks for the pieces in that order, from several threads. A slot is free again when the worker has dropped every
+view of it (a finalizer reports that).
+Invariant: at most the arena's bytes are held. `SlicedState` looks like the whole arena to the worker. The state must
+not change before `wait` has returned.
+Failure behaviour: a worker that ends calls `cancel`; then nothing waits and nothing writes into the arena. A piece
+that was not copied by then raises an error. Errors of the feeder are raised to the worker and to every waiter. A
+limit below `LEAST_BYTES` is a `UsageError`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The bytes of a staged arena into packs: hashed, known ones left out, new ones compressed where that pays; and their manifest.
+"""Turns a staged arena into packs: hashes pieces, leaves known chunks out, compresses new ones, and builds the manifest.
 
-Invariant: pieces are taken from the arena in order, each once; a chunk is stored once in an attempt, and what a base has
-already is referred to there. Memory ahead of the store is `_AHEAD` chunks. What was written to a pack is what was hashed: the
-pieces of a whole arena, which its trainer can still reach, are looked at again once the store has them.
-Failure behaviour: errors of the store; `CorruptionError` when the arena was changed meanwhile, before a manifest names the chunk.
-Packs that were complete before are known to the progress file, if there is one.
+Invariant: pieces are taken from the arena in order, each once. A chunk is stored once per attempt; a chunk of a base
+is referenced there. At most `_AHEAD` chunks are hashed ahead of the store. What is stored is what was hashed: the
+trainer can still reach the arena, so each piece is compared again once the store has it.
+Failure behaviour: errors of the store; `CorruptionError` if the arena was changed, before a manifest names the chunk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,16 @@
-"""What a checkpointer reads from the node's tier.
+"""Restores from the node's local tier, and commits steps that only the tier has.
 
-Purpose: `NodeTier.near(store)` is the store to read a step from; `NodeTier.find` says which step, also while the store is away.
-Invariants: the sidecar says where the tier is; without one, or without a tier, the store itself is read. What is restored while
-the store is away was committed, and is in the tier, the buddy's included, whole.
-Failure behaviour: a sidecar that does not answer means no tier.
+- `NodeTier.near(store)` is the store to read a step from; `NodeTier.find` finds the step, also while the store is
+  unreachable.
+- `send` and `finish` complete steps that were saved while the store was unreachable, or whose saver died, before a
+  restore.
+
+Invariants: the sidecar says where the tier is; without one, the store itself is read. A step that is restored while
+the store is unreachable was committed and is whole in the tiers, the buddy's included. The ordinary commit protocol
+decides about unfinished steps, under a lease that names the bases *before* they are checked. An attempt that can no
+longer be committed is marked as over; nothing is deleted here.
+Failure behaviour: a sidecar that does not answer means no tier. Errors of `send` and `finish` are logged; the next
+restore tries again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A save that is kept in the node's tier on its way to the store.
+"""Keeps a save in the node's local tier on its way to the store.
 
-Purpose: `Holding.store` is where a carrier writes; with a tier its packs lie there before they are in the store.
-Invariants: a record is written when the packs, the manifest and so the whole part of this rank are in the tier, and says
-"committed" only after COMMIT was seen. Without a tier, or after one has failed, everything is as if there were none.
-Failure behaviour: none of its own; a tier that cannot be written is done without.
+Purpose: a worker writes to `Holding.store`; with a tier, packs are in the tier before they are in the store.
+Invariants: a record is written when this rank's packs and manifest are in the tier. It says "committed" only after
+COMMIT was seen. Without a tier, or after the tier has failed, a save behaves as if there were none.
+Failure behaviour: a tier that cannot be written is ignored from then on, and that is logged.
 """
 
 from __future__ import annotations
