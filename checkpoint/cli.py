@@ -111,8 +111,8 @@ def _print_problems(report: check.Report) -> None:
 _MOST_LINES = 50
 _HELP = {
     "show": "one step: its ranks, tensors and bytes, and how they are encoded",
-    "retain": "let old steps go: prints a plan, and carries it out with --apply",
-    "gc": "delete what no step needs: prints a plan, and carries it out with --apply",
+    "retain": "remove old steps: prints a plan; --apply executes it",
+    "gc": "delete what no step needs: prints a plan; --apply executes it",
     "tag": "give a step a name, which also keeps it",
     "untag": "forget a name",
     "tags": "list names and their steps",
@@ -130,7 +130,9 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
         "--keep-tags", action="append", metavar="PATTERN", help="keep steps with such a tag (default: any tag)"
     )
     for name in ("retain", "gc"):
-        made[name].add_argument("--apply", action="store_true", help="do it")
+        made[name].add_argument(
+            "--apply", action="store_true", help="change the repository; without it only the plan is printed"
+        )
     made["show"].add_argument("--tensors", action="store_true", help="every tensor as well")
     for name in ("tag", "untag"):
         made[name].add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
@@ -140,7 +142,7 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
 
 
 def run(store: Store, options: argparse.Namespace) -> int:
-    """Carry out one of them."""
+    """Run one of them."""
     return COMMANDS[options.action](store, options)
 
 
@@ -183,9 +185,7 @@ def _print_plan(plan: Plan, *, applied: bool) -> None:
     for step in plan.tombstones:
         print(f"{step.run}  timeline {step.timeline}  step {step.step}: {done}removed")
     for step in plan.spared:
-        print(
-            f"{step.run}  timeline {step.timeline}  step {step.step}: stays, somebody leans on it or the policy keeps it by now"
-        )
+        print(f"{step.run}  timeline {step.timeline}  step {step.step}: stays (in use, or kept by the policy now)")
     for attempt in plan.aborted:
         print(f"attempt {attempt}: {done}aborted, its lease is over")
     for key, size in plan.objects[:_MOST_LINES]:
@@ -194,7 +194,7 @@ def _print_plan(plan: Plan, *, applied: bool) -> None:
         print(f"and {len(plan.objects) - _MOST_LINES} objects more")
     print(f"{format_bytes(plan.bytes_freed)} {done}freed, {format_bytes(plan.kept_bytes)} of packs stay")
     if not applied and not plan.empty:
-        print("nothing was changed; --apply does it")
+        print("nothing was changed; --apply executes the plan")
 
 
 def _tag(store: Store, options: argparse.Namespace) -> int:

@@ -74,7 +74,7 @@ class Name(Protocol):
 
 
 class Handle:
-    """One save. `stall` in seconds; `carrier` says who carries it: "process", or "sidecar" once it has taken over; `diverged` as
+    """One save. `stall` in seconds; `carrier`: "process", or "sidecar" once it has taken over; `diverged` as
     in `SaveResult`."""
 
     def __init__(self, step: int, attempt: str) -> None:
@@ -115,7 +115,7 @@ class Handle:
             copy.wait(timeout)
 
     def staged(self, timeout: float | None = None) -> None:
-        """Return once the state may change again, and the save no longer needs this process if a sidecar carries it.
+        """Return once the state may change again, and the save no longer needs this process if a sidecar commits it.
 
         After the hand-over killing this process does not stop the save (with `carrier` "sidecar").
         """
@@ -126,7 +126,7 @@ class Handle:
             raise self._late("staged", timeout)
 
     def result(self, timeout: float | None = None) -> SaveResult:
-        """Return once committed, or raise why not. `ConflictError` says who won or who took over."""
+        """Return once committed, or raise why not. `ConflictError` names the winner or the new owner of the run."""
         self._require_own()
         if not self._done.wait(timeout):
             raise self._late("committed", timeout)
@@ -165,7 +165,7 @@ class Handle:
         self._done.set()
 
     def _require_own(self) -> None:
-        """A forked child would wait for ever: the thread that carries the save is its parent's."""
+        """A forked child would wait for ever: the thread of the save belongs to its parent."""
         if os.getpid() != self._pid and not self.done:
             raise UsageError(
                 f"step {self.step} is saved by process {self._pid}; a forked child hears nothing of it",
@@ -194,7 +194,7 @@ _IN_FLIGHT = 2
 class Saves:
     """For one thread at a time. `raises`: whether any failure is raised by the next save, or only that of being replaced.
 
-    At the end of the program saves in flight are waited for, for `wait` seconds, also if nobody has the checkpointer any more. A
+    At the end of the program saves in flight are waited for, for `wait` seconds, even if the checkpointer was dropped. A
     forked child does not wait for those of its parent.
     """
 
@@ -244,7 +244,7 @@ class Saves:
         return self._handles.get(step) or self._committed.get(step)
 
     def settle(self) -> None:
-        """Forget saves that have ended and were heard of; the newest committed one is what the next save leans on."""
+        """Forget saves that have ended and were reported; the next save references the newest committed one."""
         for step, handle in list(self._handles.items()):
             if handle.done and (handle.error is None or handle.fetched):
                 del self._handles[step]
@@ -266,7 +266,7 @@ class Saves:
             )
 
     def wait_at_exit(self) -> None:
-        """The program ends, and nobody has closed the checkpointer."""
+        """The program ends, and the checkpointer was not closed."""
         if not self.all_done:
             _log.warning("the program ends without close(): waiting for the save in flight")
             self.wait_for_all(self._wait)
@@ -279,7 +279,7 @@ class Saves:
                 raise DeadlineError(f"step {handle.step} is still in flight after {timeout:g} s", hint="wait longer")
 
     def raise_failures(self) -> None:
-        """Failed saves that nobody asked about: raised when that is wanted, or when this trainer was replaced."""
+        """Raise errors of failed saves that the caller has not fetched, if configured so or if this trainer was replaced."""
         for handle in self._handles.values():
             if handle.done and handle.error is not None and not handle.fetched:
                 if self._raises or isinstance(handle.error, ConflictError):
@@ -288,7 +288,7 @@ class Saves:
                 self._unheard = handle
 
     def raise_unfetched(self) -> None:
-        """The error of a save that nobody has fetched, if there is one."""
+        """Raise the error of a save that the caller has not fetched, if there is one."""
         if self._unheard is not None:
             self._unheard.result()
         for handle in self._handles.values():

@@ -73,7 +73,7 @@ class Lineage:
         self._unsure: Base | None = None
 
     def prepare(self) -> None:
-        """Connect to the store and see that a repository is there: what the first `draw` does first, if nobody has done it."""
+        """Connect to the store and see that a repository is there: the first `draw` does it otherwise."""
         with self._preparing:
             if not self._prepared:
                 repository.ensure_repo(self._store)
@@ -121,7 +121,7 @@ class Lineage:
         return found
 
     def restored(self, run: str, found: Found, latest: bool) -> None:
-        """The trainer may go on from this step, or, of another run, lean on it: its next save tells."""
+        """The trainer's next save may continue from this step, or reference it if it is of another run."""
         base = found.base
         if run == self._run:
             self._restored = base
@@ -130,7 +130,7 @@ class Lineage:
             self._fork = msgspec.structs.replace(base, run=run)
 
     def committed(self, step: int, attempt: str) -> None:
-        """A step of the trainer's own: the newest is what the next one leans on, in whatever order they are heard of."""
+        """A step of the trainer's own: the next save references the newest, in whatever order commits are reported."""
         if self._base is None or (self._base.timeline, self._base.step) < (self.timeline, step):
             self._base = Base(self.timeline, step, attempt)
         self._fork = None
@@ -173,7 +173,7 @@ class ParentLease:
         self._held: tuple[LeaseKeeper, str, Base] | None = None
 
     def hold(self, run: str, base: Base) -> None:
-        """Let go of what was held, and hold this step. One that is held already must still be there."""
+        """Release the held step and hold this one. A step that is held already must still exist."""
         with self._lock:
             held = self._held
         if held is not None and held[1:] == (run, base) and held[0].alive():

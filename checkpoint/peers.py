@@ -39,7 +39,7 @@ _ANSWER_SECONDS = 10.0
 """For a second connection, after one has broken."""
 _UNREACHED = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 _COMING, _OPEN, _REFUSED, _RESET, _LOST, _BROKEN = "coming", "open", "refused", "reset", "lost", "broken"
-_doors: weakref.WeakSet[PeerProbe] = weakref.WeakSet()
+_probes: weakref.WeakSet[PeerProbe] = weakref.WeakSet()
 
 
 class PeerProbe:
@@ -56,10 +56,10 @@ class PeerProbe:
             self._socket.bind((host, 0))
             self._socket.listen(_QUEUE)
             self.address = _packed(host, self._socket.getsockname()[1])
-        _doors.add(self)
+        _probes.add(self)
 
     def close(self) -> None:
-        """Let go of whoever holds on."""
+        """Close the connections of the other ranks."""
         if self._socket is not None:
             self._socket.close()
 
@@ -79,8 +79,8 @@ class PeerConnection:
     ) -> None:
         self._address, self._keeping, self._answer, self._clock = address, (idle, interval, probes), answer, clock
         self._lock, self._state = threading.Lock(), LIVES
-        self._held, self._knocked = False, 0.0
-        self._socket = None if address == _NOWHERE else _knock(address, self._keeping)
+        self._held, self._reconnected = False, 0.0
+        self._socket = None if address == _NOWHERE else _connect(address, self._keeping)
 
     def state(self) -> str:
         """`LIVES`, `ENDED` (the process) or `SILENT` (its node); once it is one of the latter it stays that."""
@@ -97,29 +97,29 @@ class PeerConnection:
             self._socket = None
 
     def _look(self, line: socket.socket) -> str:
-        said = _peek(line)
-        if said == _OPEN:
-            self._held, self._knocked = True, 0.0
-        elif self._knocked:  # the line broke, and this is a second one
-            if said in (_REFUSED, _RESET):
+        state = _peek(line)
+        if state == _OPEN:
+            self._held, self._reconnected = True, 0.0
+        elif self._reconnected:  # the line broke, and this is a second one
+            if state in (_REFUSED, _RESET):
                 return ENDED
-            if said == _LOST or self._clock.monotonic() - self._knocked >= self._answer:
+            if state == _LOST or self._clock.monotonic() - self._reconnected >= self._answer:
                 return SILENT
         elif (
-            self._held or said == _RESET
-        ):  # a proxy between the nodes may have closed it: knock again before anything is said
+            self._held or state == _RESET
+        ):  # a proxy between the nodes may have closed it: connect again before reporting anything
             line.close()
-            self._socket, self._knocked = _knock(self._address, self._keeping), self._clock.monotonic()
+            self._socket, self._reconnected = _connect(self._address, self._keeping), self._clock.monotonic()
         return LIVES
 
 
 def wait_closed(address: bytes) -> None:
-    """Return when the door is closed, or its process has ended."""
+    """Return when the probe is closed, or its process has ended."""
     with contextlib.suppress(OSError), socket.create_connection(_unpacked(address)) as line:
         line.recv(1)
 
 
-def _knock(address: bytes, keeping: tuple[int, int, int]) -> socket.socket:
+def _connect(address: bytes, keeping: tuple[int, int, int]) -> socket.socket:
     """A connection that is being made."""
     host, port = _unpacked(address)
     line = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -175,31 +175,31 @@ def _unpacked(address: bytes) -> tuple[str, int]:
 
 
 def _in_child() -> None:
-    """A fork does not hold its parent's doors open: they are to close when that ends."""
-    for door in list(_doors):
-        door.close()
+    """A forked child closes its copies of the parent's probes, so that they close when the parent ends."""
+    for probe in list(_probes):
+        probe.close()
 
 
 os.register_at_fork(after_in_child=_in_child)
 
 
 _CARD = struct.Struct(f">8sQQ{ADDRESS_BYTES}s")
-"""Where process numbers mean the same, the process, when it was started, and its door."""
+"""Where process numbers mean the same, the process, when it was started, and its probe."""
 
 
 class Peers:
-    """`cards`: what every rank says of itself, by rank, as in `card`; `rank`: this one; `door`: this one's, closed with it."""
+    """`cards`: what every rank says of itself, by rank, as in `card`; `rank`: this one; `probe`: this rank's, closed with it."""
 
-    def __init__(self, cards: Sequence[bytes], rank: int = 0, door: PeerProbe | None = None) -> None:
+    def __init__(self, cards: Sequence[bytes], rank: int = 0, probe: PeerProbe | None = None) -> None:
         told = [_CARD.unpack(each) for each in cards]
-        here, self._door = _place(), door
+        here, self._probe = _place(), probe
         self._here = {r: (pid, started) for r, (place, pid, started, _) in enumerate(told) if place == here}
         places = [place for place, *_ in told]
         self._held = watched(places, rank)
         self._beside = {r for r, place in enumerate(places) if self._held is not None and place == places[self._held]}
         self._line = PeerConnection(told[self._held][3]) if self._held is not None else None
-        if self._held is None and door is not None:
-            door.close()  # one node: nobody will knock
+        if self._held is None and probe is not None:
+            probe.close()  # one node: no rank will connect
 
     def gone(self, ranks: Sequence[int]) -> str:
         """Which of `ranks` have ended, in words; "" for none."""
@@ -220,8 +220,8 @@ class Peers:
         return self._line is not None
 
     def close(self) -> None:
-        """Let go of the other ranks."""
-        for each in (self._line, self._door):
+        """Close the connections to the other ranks."""
+        for each in (self._line, self._probe):
             if each is not None:
                 each.close()
 
@@ -237,9 +237,9 @@ def watched(places: Sequence[bytes], rank: int) -> int | None:
     return theirs[places[:rank].count(places[rank]) % len(theirs)]
 
 
-def card(door: PeerProbe | None = None) -> bytes:
+def card(probe: PeerProbe | None = None) -> bytes:
     """What this process says of itself; always of the same size."""
-    return _CARD.pack(_place(), os.getpid(), _started(os.getpid()), door.address if door else bytes(ADDRESS_BYTES))
+    return _CARD.pack(_place(), os.getpid(), _started(os.getpid()), probe.address if probe else bytes(ADDRESS_BYTES))
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -96,8 +96,8 @@ class Saver:
     def start(
         self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object], name: Name | None = None
     ) -> Handle:
-        """Copy the state and begin to carry it. `check` is called first; what it raises on one rank fails all. `name` appears
-        when the step is committed."""
+        """Copy the state and start its commit in a thread. `check` is called first; an error on one rank fails all ranks.
+        `name` is published when the step is committed."""
         with span("save", step=step):
             return self._start_held(step, state, urgent, check, name)
 
@@ -150,7 +150,7 @@ class Saver:
             self._preparing.join(_ABORT_SECONDS)
 
     def close(self) -> None:
-        """Let go of memory and hooks."""
+        """Release memory and hooks."""
         if self._aborting is not None:
             self._aborting.join(_ABORT_SECONDS)
         if self._peers is not None:
@@ -161,7 +161,7 @@ class Saver:
     def _prepare(self) -> None:
         try:
             self._lineage.prepare()
-        except HeadraceError as error:  # the first save will say the same to somebody who listens
+        except HeadraceError as error:  # the first save raises it
             _log.warning("the store could not be looked at ahead of time: %s", error)
 
     def _taken(self, state: dict[str, Any]) -> FlatState:
@@ -186,8 +186,8 @@ class Saver:
         if ticket.timeline:
             self._lineage.drawn(ticket.timeline)
         if self._peers is None and self._ranks.world_size > 1:
-            door = PeerProbe()
-            self._peers = Peers(self._ranks.all(card(door)), self._ranks.rank, door)
+            probe = PeerProbe()
+            self._peers = Peers(self._ranks.all(card(probe)), self._ranks.rank, probe)
         return ticket, taken
 
     def _compare_replicas(self, step: int, prepared: PreparedSave) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ class Saver:
         specs, layout = prepared.specs, prepared.layout
         with contextlib.ExitStack() as always, contextlib.ExitStack() as undo:
             if staging is not self.staging:
-                always.callback(staging.close)  # its memory goes when its carrier lets go of it
+                always.callback(staging.close)  # its memory is freed when its worker releases it
             arena = staging.take(layout, self.wait)
             undo.callback(staging.give_back)
             with span("stage.d2h", step=step, bytes=layout.total):
@@ -339,7 +339,7 @@ class Saver:
         self._lineage.release()
         if self._retention is not None:
             self._retention.committed()
-        handle.set_result(saved)  # last: whoever hears of it may close the store, once retention is done
+        handle.set_result(saved)  # last: the caller may close the store as soon as it is set
 
     def _join(self, save: StagedSave, copying: Copying | SlicedState) -> None:
         try:
@@ -352,7 +352,7 @@ class Saver:
         self._log_failure(handle.step, error)
         if handle.carrier != "sidecar" or not isinstance(error, TransientError):  # else the daemon may go on with it
             self._abort(Attempt(put.run, put.timeline, put.step, put.attempt, put.world_size), error)
-        handle.set_error(error)  # last: whoever hears of it may close the store
+        handle.set_error(error)  # last: the caller may close the store as soon as it is set
 
     # when this rank has failed
 
@@ -381,7 +381,7 @@ class Saver:
 
 
 def _after(sliced: SlicedState, release: Callable[[], None]) -> Callable[[], None]:
-    """`release` of the arena, once nobody copies into it any more: the next save may have it from then on."""
+    """`release` of the arena, once nothing copies into it any more; the next save may then use it."""
 
     def ended() -> None:
         try:

@@ -28,7 +28,7 @@ FORMAT = f"headrace{FORMAT_SUFFIX}"
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """What all documents carry. `newest`: the version up to which this Headrace knows the kind."""
+    """Fields of all documents. `newest`: the newest version of this kind that this Headrace reads."""
 
     newest: ClassVar[int] = VERSION
     version: int = VERSION
@@ -43,7 +43,7 @@ class StepName(msgspec.Struct, frozen=True, order=True):
 
 
 class Base(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A committed attempt that another one leans on. `run`: the run that it is a step of, "" for the one that names it."""
+    """A committed attempt that another one references. `run`: its run; "" for the run of the document that names it."""
 
     timeline: int
     step: int
@@ -62,7 +62,7 @@ class Repo(Document, frozen=True, kw_only=True):
 
 
 class Who(msgspec.Struct, frozen=True):
-    """The process that wrote a document, for people."""
+    """The process that wrote a document, for error messages."""
 
     host: str
     pid: int
@@ -84,8 +84,8 @@ class Timeline(Document, frozen=True, kw_only=True):
 
 
 class Lease(Document, frozen=True, kw_only=True):
-    """`until` in seconds since the epoch, `life` in seconds. `bases` must not be collected while the lease lives. One that
-    leans on another run has version 2: a collector that would look for its bases in its own run refuses it."""
+    """`until` in seconds since the epoch, `life` in seconds. `bases` must not be collected while the lease lives. A
+    lease that references another run has version 2, so a collector that looks for bases in the lease's own run refuses it."""
 
     newest: ClassVar[int] = 2
     attempt: str
@@ -131,7 +131,7 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class PendingDelete(Document, frozen=True, kw_only=True):
-    """Steps that a collector is about to remove. `policy`: why; whoever removes them applies it again first. None: for good."""
+    """Steps that a collector is about to remove. `policy`: applied again before the removal; None: unconditional."""
 
     steps: tuple[StepOfRun, ...]
     policy: Policy | None = None

@@ -5,7 +5,7 @@ otherwise have a trainer's whole heap looked through, which takes longer than to
 
 Invariant: a manifest that `decode` returned is sound in itself: every tensor's spans add up to its bytes, every span lies
 in its chunk, every chunk in a pack, and no two chunks of a pack overlap. That the bytes are the ones that were written is
-shown by the manifest's BLAKE3 digest in the fate, which readers check first.
+shown by the manifest's BLAKE3 digest in the decision, which readers check first.
 Failure behaviour: `UnsupportedError` for a newer version; `CorruptionError` naming the manifest and the entry for
 everything else; sizes are bounded before anything is allocated.
 """
@@ -181,7 +181,7 @@ def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manif
     """The checked manifest that the object `key` holds; with a digest, first that it is the one that was written."""
     if expected_digest is not None and digest(data) != expected_digest:
         raise CorruptionError(
-            f"{key} is damaged: its digest is not the one in the fate", hint="run `headrace ckpt check`"
+            f"{key} is damaged: its digest is not the one in the decision", hint="run `headrace ckpt check`"
         )
     try:
         head = msgspec.msgpack.decode(data, type=_Head)
@@ -249,7 +249,9 @@ def _check_links(manifest: Manifest) -> None:
     for chunk, base in manifest.links:
         _require(0 <= chunk < len(chunks) and 0 <= base < len(chunks), f"a link from chunk {chunk} to {base}")
         kinds = chunks[chunk].codec in DELTAS and chunks[base].codec not in DELTAS
-        _require(kinds and chunks[chunk].raw == chunks[base].raw, f"chunk {chunk} cannot lean on chunk {base}")
+        _require(
+            kinds and chunks[chunk].raw == chunks[base].raw, f"chunk {chunk} cannot be a difference from chunk {base}"
+        )
         based.add(chunk)
     differences = {i for i, c in enumerate(chunks) if c.codec in DELTAS}
     _require(based == differences, "a chunk is a difference, and its base is not named")

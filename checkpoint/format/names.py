@@ -93,9 +93,9 @@ def pack(attempt_id: str, name: str) -> str:
     return f"{PACKS}{attempt_id}/{name}.pack"
 
 
-def pack_name(rank: int, carrier: str, number: int) -> str:
-    """`carrier`: 8 hexadecimal digits that each writing process draws, so that two never write the same pack."""
-    return f"{rank}-{carrier}-{number}"
+def pack_name(rank: int, worker: str, number: int) -> str:
+    """`worker`: 8 hexadecimal digits that each writing process draws, so that two processes never write the same pack."""
+    return f"{rank}-{worker}-{number}"
 
 
 def is_pack_name(name: str) -> bool:
@@ -110,7 +110,7 @@ def parse_pack_key(key: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class StepKey:
-    """A key under a step, taken apart. `kind` is commit, fate or manifest; `attempt` is empty for COMMIT."""
+    """A key under a step, taken apart. `kind` is commit, fate (a decision) or manifest; `attempt` is empty for COMMIT."""
 
     run: str
     timeline: int

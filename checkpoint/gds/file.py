@@ -146,7 +146,7 @@ class GpuFile:
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Let go of the file; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         self._file = None
         if self._fd >= 0:
             os.close(self._fd)

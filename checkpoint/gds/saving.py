@@ -36,7 +36,7 @@ Twin = Callable[[Buffer], torch.Tensor | None]
 
 
 class DeviceSlices(SlicedState):
-    """`tensors` in slices, from the memory that `direct` reaches; others are copied as ever."""
+    """`tensors` in slices, from the memory that `direct` reaches; others are copied through host memory."""
 
     def __init__(
         self, direct: Direct, arena: Arena, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], layout: Layout
@@ -59,7 +59,7 @@ class DeviceSlices(SlicedState):
         return self._ring[slot // CHUNK_BYTES][: len(view)] if slot in self._twins else None
 
     def store(self, inner: Store) -> SavingStore:
-        """The store as the carrier of these slices sees it."""
+        """The store that the worker of these slices writes to."""
         self.seen = SavingStore(inner, self._direct, self.twin)
         return self.seen
 

@@ -40,10 +40,10 @@ from headrace.dataio.core.limits import format_bytes
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
-_recorded = declare("gc.recorded", "the record of the condemned is there; nothing is removed")
+_recorded = declare("gc.recorded", "the record of the steps to delete is written; nothing is removed")
 _fenced = declare("gc.fenced", "dead attempts are fenced; nothing is removed")
-_one_tombstone = declare("gc.one-tombstone", "one condemned step is a tombstone, its objects are there")
-_tombstones = declare("gc.tombstones", "the condemned steps are tombstones, their objects are there")
+_one_tombstone = declare("gc.one-tombstone", "one step is a tombstone, its objects are still stored")
+_tombstones = declare("gc.tombstones", "the steps to delete are tombstones, their objects are still stored")
 _deleting = declare("gc.deleting", "some objects of removed steps are deleted")
 _deleted = declare("gc.deleted", "only the record is left")
 _TRIES = 10
@@ -54,7 +54,7 @@ _BURIAL_SECONDS = plans.RECORD_SECONDS / 24
 
 
 def to_delete(store: Store, run: str, keep: Keep, removed: Iterable[StepOfRun] = ()) -> set[StepOfRun]:
-    """The steps of the run that the policy lets go. `removed`: those that are known to be tombstones.
+    """The steps of the run that the policy removes. `removed`: those that are known to be tombstones.
 
     All steps are listed before the branch is looked at: one that is committed meanwhile then is in the branch at most, where
     it is the newest. The other way round it would look abandoned, and be removed.
@@ -91,7 +91,7 @@ def preview(store: Store, pending_deletes: Iterable[StepOfRun], clock: Clock = S
 def retain(
     store: Store, run: str, keep: Keep, clock: Clock = SYSTEM_CLOCK, reader: Reader | None = None
 ) -> Plan | None:
-    """Let the steps go that the policy does not keep; what was done, None when there is nothing to let go."""
+    """Remove the steps that the policy does not keep. Returns what was done, None when there is nothing to remove."""
     _require_repo(store)
     reader = reader or Reader(store)
     gone = to_delete(store, run, keep, reader.removed)
@@ -105,9 +105,9 @@ def collect(
     reader: Reader | None = None,
     keep: Keep | None = None,
 ) -> Plan:
-    """Remove the condemned steps and what dead attempts left; return what was done.
+    """Remove the given steps and leftovers of dead attempts; return what was done.
 
-    `keep`: why they are condemned; what it keeps by the time of the removal stays. Without it they go for good.
+    `keep`: the policy that selected them; a step that it keeps at the time of the removal stays. None: all are removed.
     """
     _require_repo(store)
     reader = reader or Reader(store)
@@ -130,7 +130,7 @@ def collect(
 
 
 def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clock) -> dict[str, PendingDelete]:
-    """What this collection records, by key: its own steps, and what earlier ones left, each under the policy that condemned
+    """What this collection records, by key: its own steps, and what earlier ones left, each under the policy that selected
     it."""
     by_policy: dict[Policy | None, set[StepOfRun]] = {keep.policy if keep is not None else None: own}
     for record in seen.records.values():
@@ -156,7 +156,7 @@ def _write(store: Store, records: dict[str, PendingDelete]) -> float:
 
 
 def _still_pending(store: Store, records: Iterable[PendingDelete], removed: Iterable[StepOfRun]) -> set[StepOfRun]:
-    """What is condemned for good, or would be condemned now as well."""
+    """Steps that are removed unconditionally, and those that the policy still selects."""
     found: set[StepOfRun] = set()
     for record in records:
         steps = set(record.steps)
@@ -207,8 +207,8 @@ def _delete(store: Store, keys: list[str]) -> None:
 
 
 def _settled_records(seen: Inventory, gone: tuple[StepOfRun, ...], now: float) -> list[str]:
-    """Records of other collectors whose steps are all removed: nobody needs the warning, and nothing they do matters. And of
-    collectors that are dead: what they condemned and this one spared is a step like any other again."""
+    """Records that are no longer needed: of collectors whose steps are all removed, and of dead collectors. A step that a
+    dead collector selected and this one spared is an ordinary step again."""
     buried = {*seen.tombstones, *gone}
     return [
         key
@@ -242,7 +242,7 @@ class Retention:
         self._thread: threading.Thread | None = None
 
     def committed(self) -> None:
-        """A step was committed: let others go, in a thread."""
+        """A step was committed: remove others, in a thread."""
         with self._lock:
             self._again = True
             if self._thread is None:

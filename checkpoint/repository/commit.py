@@ -36,14 +36,14 @@ from headrace.dataio.store.base import Store
 
 _POLL, _POLL_MAX = 0.02, 1.0
 _TURN_SECONDS = 2.0
-"""So long a rank that waited leaves the fate to the one that came last, and as much longer as its number says."""
+"""A rank that waited leaves the decision to the last rank for so long, multiplied by its own rank plus one."""
 _REASON_CHARACTERS = 500
 Gone = Callable[[Sequence[int]], str]
 """Which of these ranks can never come, in words; "" when none is known to be."""
 
-_before_decision = declare("ckpt.before-decision", "all manifests are checked; no fate: the step is invisible")
+_before_decision = declare("ckpt.before-decision", "all manifests are checked; no decision: the step is invisible")
 _decision_written = declare(
-    "ckpt.decision-written", "the fate is commit, COMMIT is absent: complete, anyone finishes it"
+    "ckpt.decision-written", "the decision is commit, COMMIT is absent: complete, any process finishes it"
 )
 _commit_written = declare("ckpt.commit-written", "COMMIT is there, the lease too: committed")
 
@@ -103,12 +103,12 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class WriteCommit:
-    """The fate is sealed: make the step visible."""
+    """The decision is written: make the step visible."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteDecision:
-    """All manifests are there: seal the fate."""
+    """All manifests are stored: write the decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +177,12 @@ def finish(
 ) -> Commit:
     """Take the attempt from "my manifest is written" to committed; wait at most `timeout` seconds for other ranks.
 
-    Whoever finds all manifests when it first looks, as the last rank does, checks them and seals the fate. The others leave that
-    to it, since each of them would read all manifests too, and take over, one after another, if it does not come to it.
+    A rank that finds all manifests at its first look (the last rank does) checks them and writes the decision. The other
+    ranks wait for it, because each of them would have to read all manifests. If no decision comes, they take over in turn.
 
-    When a rank that has not come is `gone`, the attempt is aborted, for all who wait.
+    When a missing rank is `gone`, the attempt is aborted, for every rank that waits.
 
-    A step that retention has let go by the time it is looked at, since newer ones came, was committed all the same.
+    A step that retention has removed meanwhile counts as committed.
     """
     deadline, pause, lost = clock.monotonic() + timeout, _POLL, ""
     waited, turn = False, None
@@ -223,7 +223,7 @@ def _sleep(clock: Clock, pause: float, until: float) -> float:
 
 
 def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
-    """Check every rank's manifest and seal the fate. Losing the race is fine: the fate is then another rank's."""
+    """Check every rank's manifest and write the decision. If another rank was faster, its decision counts."""
     digests = _sound_manifests(store, attempt)
     _before_decision()
     lease.require_alive()
@@ -233,7 +233,7 @@ def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
 
 
 def abort(store: Store, attempt: Attempt, reason: str) -> None:
-    """Seal the attempt as one that never becomes a step, unless its fate is sealed already."""
+    """Decide that the attempt never becomes a step, unless it is decided already."""
     document = Decision(attempt=attempt.id, outcome="abort", reason=reason[:_REASON_CHARACTERS])
     store.put_if_absent(attempt.decision_key, encode(document))
 
@@ -246,7 +246,7 @@ def abort_without(store: Store, attempt: Attempt, gone: Gone) -> None:
 
 
 def write_commit(store: Store, attempt: Attempt, clock: Clock = SYSTEM_CLOCK) -> None:
-    """Make the step visible; when somebody else did, what they wrote stands."""
+    """Make the step visible. If another process did so first, its COMMIT counts."""
     document = Commit(step=attempt.step, attempt=attempt.id, committed=clock.time())
     store.put_if_absent(attempt.commit_key, encode(document))
     _commit_written()
@@ -265,7 +265,7 @@ def find_commit(store: Store, key: str) -> Commit | None:
 
 
 def find_decision(store: Store, key: str) -> Decision | None:
-    """The attempt's fate, or None while it has none."""
+    """The attempt's decision, or None while it has none."""
     try:
         return read(store, key, Decision)
     except NotFoundError:
@@ -273,7 +273,7 @@ def find_decision(store: Store, key: str) -> Decision | None:
 
 
 def recognise(store: Store, attempt: Attempt) -> Commit | None:
-    """COMMIT of a step whose saver may be gone, after finishing it if its fate is sealed; None when it is not complete."""
+    """COMMIT of a step whose saver may have died, written now if the decision is "commit"; None when it is not complete."""
     commit = find_commit(store, attempt.commit_key)
     if commit is None:
         decision = find_decision(store, attempt.decision_key)

@@ -36,7 +36,7 @@ from headrace.dataio.store.base import Store
 _log = get_logger(__name__)
 BATCH_BYTES = 4 * CHUNK_BYTES
 THREADS = 4
-"""Where nothing else is said. More than hash at once: some wait for the store meanwhile."""
+"""The default. More threads than hash at once, because some wait for the store."""
 _COPIES = 4
 _GAP = 64 * KIB
 """Ranges closer than this are read as one: cheaper than another request."""
@@ -232,7 +232,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A committed step as its fate has it: the attempt, and the digests of its ranks' manifests."""
+    """A committed step as its decision describes it: the attempt, and the digests of its ranks' manifests."""
 
     run: str
     base: Base
@@ -245,7 +245,7 @@ class Sealed:
 
 
 def open_step(store: Store, run: str, base: Base) -> Step:
-    """The step's manifests, each checked against the digest in the fate, and all against each other."""
+    """The step's manifests, each checked against the digest in the decision, and all against each other."""
     found = sealed(store, run, base)
     return together(found, read(store, found, range(len(found.digests)), found.decode))
 
@@ -264,7 +264,7 @@ def manifests_like(
 
 
 def sealed(store: Store, run: str, base: Base) -> Sealed:
-    """What the step's fate says."""
+    """The step's decision."""
     where = Attempt(run, base.timeline, base.step, base.attempt, 0)
     decision = commit.find_decision(store, where.decision_key)
     if decision is None:
@@ -298,7 +298,7 @@ def together(found: Sealed, given: Sequence[Manifest]) -> Step:
 
 
 def _encoded(store: Store, found: Sealed, rank: int) -> bytes:
-    """The manifest with the digest of the fate, from whichever copy has it. The last copy is read twice: a byte may have changed
+    """The manifest with the decision's digest, from any copy that has it. The last copy is read twice: a byte may have changed
     on the way."""
     key = found.attempt.manifest_key(rank)
     while digest(data := _get(store, key)) != found.digests[rank]:

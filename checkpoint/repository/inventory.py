@@ -39,7 +39,7 @@ class SeenLease:
 
     @property
     def reads_only(self) -> bool:
-        """Whether it is a reader's: it leans on the very step it names, which no saver does."""
+        """Whether it is a reader's: a reader's lease references the step that it names, a saver's never does."""
         lease = self.lease
         at = StepOfRun(lease.run, lease.timeline, lease.step)
         return any(base.of(lease.run) == at for base in lease.bases)
@@ -55,7 +55,7 @@ class SeenRecord:
 
 @dataclass(slots=True)
 class SeenAttempt:
-    """One attempt: its step, the ranks whose manifest is there, its fate if it has one."""
+    """One attempt: its step, the ranks whose manifest is there, its decision if it has one."""
 
     step: StepOfRun
     attempt: str
@@ -63,7 +63,7 @@ class SeenAttempt:
     decision: Decision | None = None
 
     def manifest_keys(self) -> list[str]:
-        """Of a committed attempt all that its fate names, else those that were listed."""
+        """All manifests that the decision names, or else those that were listed."""
         s, known = self.step, len(self.decision.manifests) if self.decision else 0
         return [
             names.manifest(s.run, s.timeline, s.step, self.attempt, r) for r in sorted({*self.ranks, *range(known)})
@@ -122,7 +122,7 @@ class Reader:
 
     @property
     def removed(self) -> list[StepOfRun]:
-        """Steps that were tombstones when this reader looked last, and so are gone for good."""
+        """Steps that were tombstones when this reader looked last."""
         keys = map(names.parse_step_key, self._tombstones)
         return [StepOfRun(key.run, key.timeline, key.step) for key in keys if key is not None]
 
@@ -166,7 +166,7 @@ class Reader:
         return decided
 
     def _read_decisions(self, seen: Inventory, decided: list[SeenAttempt]) -> None:
-        for attempt in decided:  # one whose fate is gone by now was removed by another collector
+        for attempt in decided:  # an attempt without its decision was removed meanwhile by another collector
             del seen.attempts[attempt.attempt]
         kept = {}
         for attempt, decision in self._many(self._decision, decided):
@@ -232,5 +232,5 @@ class Reader:
 
 
 def born(attempt: str) -> float:
-    """When the attempt was drawn, in seconds since the epoch by the clock of whoever drew it; 0 for what is no attempt."""
+    """When the attempt was drawn, in seconds since the epoch by the clock of its process; 0 for an invalid id."""
     return int.from_bytes(names.id_to_bytes(attempt)[:6], "big") / 1000 if names.is_id(attempt) else 0.0

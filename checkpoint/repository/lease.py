@@ -78,7 +78,7 @@ class LeaseKeeper:
         self._stop = SimpleQueue[None]()  # an Event has a lock, under which the garbage collector may run
         name = f"headrace-lease-{attempt}"
         self._thread = threading.Thread(target=_keep, args=(weakref.ref(self), self._stop), name=name, daemon=True)
-        weakref.finalize(self, self._stop.put, None)  # whoever forgets a keeper lets its lease run out
+        weakref.finalize(self, self._stop.put, None)  # a keeper that is dropped lets its lease expire
 
     def __enter__(self) -> Self:
         self._write()
@@ -142,7 +142,7 @@ class LeaseKeeper:
 
 
 def _keep(held: weakref.ref[LeaseKeeper], stop: SimpleQueue[None]) -> None:
-    """Renew as long as somebody has the keeper; the thread alone does not hold it."""
+    """Renew while the keeper is referenced; the thread alone does not keep it alive."""
     while (keeper := held()) is not None:
         pause = keeper.pause()
         del keeper
@@ -156,5 +156,5 @@ def _keep(held: weakref.ref[LeaseKeeper], stop: SimpleQueue[None]) -> None:
 def lost(attempt: str) -> TransientError:
     """The error of an attempt that could not keep its lease."""
     return TransientError(
-        f"attempt {attempt} could not renew its lease in time and stopped before its fate", hint="save again"
+        f"attempt {attempt} could not renew its lease in time and stopped before its decision", hint="save again"
     )

@@ -55,7 +55,7 @@ class Keep:
 def steps_to_delete(
     keep: Keep, branch: Sequence[StepName], others: Iterable[StepName], tagged: Mapping[StepName, Iterable[str]]
 ) -> set[StepName]:
-    """The steps to let go. `branch`: what readers see, newest first; `others`: steps of abandoned timelines."""
+    """The steps to remove. `branch`: what readers see, newest first; `others`: steps of abandoned timelines."""
     if keep.last is None and keep.every is None:
         return set()
     newest = set(branch[: keep.last or 1])
@@ -69,16 +69,16 @@ ORPHAN_SECONDS = 7 * 24 * 3600.0
 MOST_STEPS = 10_000
 """Steps removed by one collection; the others are left to the next."""
 TOMBSTONE_SECONDS = 7 * 24 * 3600.0
-"""A tombstone keeps a saver from bringing the step back that sleeps between its fate and COMMIT, at most this long."""
+"""A saver that sleeps between decision and COMMIT could bring a removed step back; the tombstone prevents that."""
 RECORD_SECONDS = 24 * 3600.0
-"""Whoever wrote a record that is older removes nothing any more: a collector stops after a small part of this."""
+"""A collector whose record is older removes nothing any more: it stops after a small part of this time."""
 SLACK_SECONDS = 5.0
 """Stores date objects by the second; a lease is over only clearly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What goes. `tombstones`: steps removed; `spared`: condemned ones that a live lease leans on; `aborted`: attempts that are
+    """What goes. `tombstones`: steps removed; `spared`: selected steps that a live lease references; `aborted`: attempts that are
     fenced; `objects`: (key, bytes) deleted, packs and manifests and leases; `kept_bytes`: packs that stay."""
 
     tombstones: tuple[StepOfRun, ...] = ()
@@ -103,7 +103,7 @@ def is_over(held: SeenLease, now: float) -> bool:
 
 
 def to_fence(seen: Inventory, now: float) -> list[SeenAttempt]:
-    """Attempts without a fate whose lease is over, or gone."""
+    """Attempts without a decision whose lease is over or missing."""
     named = dict(seen.attempts)
     for attempt, (held, *_) in seen.leases.items():
         if attempt not in named and not held.reads_only:
@@ -122,7 +122,7 @@ def _is_alive(leases: Iterable[SeenLease], now: float) -> bool:
 
 
 def spared(seen: Inventory, pending_deletes: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
-    """PendingDelete steps that a living attempt or reader leans on.
+    """Steps to delete that a living attempt or reader references.
 
     An attempt lives as long as one of its leases does, and is not fenced then. So all that its leases name is spared: the holder
     of one that is over may renew it.
@@ -192,13 +192,13 @@ def _small(seen: Inventory, gone: set[str], now: float) -> list[tuple[str, int]]
 
 
 def _leases(seen: Inventory, now: float) -> list[str]:
-    """Leases of attempts with a fate, and of readers that are gone."""
+    """Leases of decided attempts, and expired leases of readers."""
     over = [(a, held) for a, leases in seen.leases.items() for held in leases if is_over(held, now)]
     return sorted(held.key for a, held in over if held.reads_only or (a in seen.attempts and seen.attempts[a].decision))
 
 
 def _decisions(seen: Inventory, gone: set[str]) -> list[str]:
-    """Fates under tombstones, which fence by themselves; while others need a pack of the attempt, its fate explains the pack."""
+    """Decisions under tombstones. A decision stays while other steps need a pack of its attempt, because it explains the pack."""
     return [
         a.decision_key
         for a in seen.attempts.values()
@@ -209,7 +209,7 @@ def _decisions(seen: Inventory, gone: set[str]) -> list[str]:
 
 
 def _tombstones(seen: Inventory, now: float) -> list[str]:
-    """Those that nothing lies under any more, and that are so old that nobody wakes who would write COMMIT in their place."""
+    """Tombstones without objects below them that are so old that no sleeping saver can still write COMMIT."""
     busy = {a.step for a in seen.attempts.values()}
     old = (step for step, written in seen.tombstones.items() if now - written > TOMBSTONE_SECONDS and step not in busy)
     return [names.commit(step.run, step.timeline, step.step) for step in sorted(old, key=order)]
@@ -242,7 +242,7 @@ def foresee(
 
 
 def to_remove(seen: Inventory, pending_deletes: Iterable[StepOfRun]) -> set[StepOfRun]:
-    """Of the condemned, also by earlier collections that did not end, those that are there; at most `MOST_STEPS`."""
+    """The steps to delete that exist, including those of earlier unfinished collections; at most `MOST_STEPS`."""
     there = [step for step in {*pending_deletes, *seen.pending_deletes()} if _is_step(seen, step)]
     return set(sorted(there, key=order)[:MOST_STEPS])
 

@@ -50,7 +50,7 @@ _repo_created = declare("ckpt.repo-created", "an empty repository")
 
 @dataclass(slots=True)
 class ListedStep:
-    """The objects of one step as listed. `ranks[attempt]`: whose manifests are there; `decided`: attempts with a fate."""
+    """The objects of one step as listed. `ranks[attempt]`: whose manifests are there; `decided`: attempts with a decision."""
 
     committed: bool = False
     ranks: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -319,20 +319,20 @@ def scan_one(store: Store, run: str, number: int, step: int) -> ListedStep | Non
 
 
 def require_there(store: Store, run: str, base: Base) -> None:
-    """Raise `NotFoundError` when the step is removed, or being removed. Whoever leans on it wrote a lease before asking."""
+    """Raise `NotFoundError` when the step is removed, or being removed. The caller wrote its lease before."""
     going = (run, base.timeline, base.step) in pending_deletes(store)
     if going or is_removed(store, run, base):
         raise removed(run, base.step)
 
 
 def is_removed(store: Store, run: str, base: Base) -> bool:
-    """Whether the step is gone for good."""
+    """Whether the step was removed."""
     found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
     return found is None or found.tombstone
 
 
 def removed(run: str, step: int) -> NotFoundError:
-    """The error of whoever comes for a step that retention removes."""
+    """The error of a reader that asks for a step that retention removes."""
     return NotFoundError(f"step {step} of run {run} is being removed by retention", hint="restore a later step")
 
 

@@ -85,7 +85,7 @@ def _delete_before(store: Store, name: str, number: int) -> None:
 
 
 def untag(store: Store, name: str, clock: Clock = SYSTEM_CLOCK) -> None:
-    """Forget the name; the step stays, until a policy lets it go."""
+    """Remove the name. The step stays until a policy removes it."""
     old = find(store, name)
     removal = msgspec.structs.replace(_tag(name, old.run, old.base, clock), removed=True)
     _delete_before(store, name, _write(store, removal, move=True))

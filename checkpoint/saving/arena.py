@@ -52,7 +52,7 @@ class Arena:
         self._pinned = _pin(self.tensor)  # afterwards: one thread would find and clear every page here
 
     def view(self) -> memoryview:
-        """All of it, to be read only: while it is carried nobody changes it."""
+        """All of it, read-only: nothing changes it while it is saved."""
         return memoryview(self._map).toreadonly()
 
     def _touch(self, crew: Crew) -> None:
@@ -63,7 +63,7 @@ class Arena:
             worker.result()
 
     def close(self) -> None:
-        """Give the memory back as soon as nobody holds a view of it any more."""
+        """Free the memory once the last view of it is dropped."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
         os.close(self.fd)
@@ -155,7 +155,7 @@ class Staging:
             self._drop_if_closed()
 
     def abandon(self) -> None:
-        """Somebody may still read the arena: let go of it and let the next save make another."""
+        """A lost worker may still read the arena: drop it, so that the next save allocates another."""
         with self._free:
             arena, self._arena, self._layout, self._owned = self._arena, None, None, False
             self._free.notify()
@@ -180,7 +180,7 @@ class Staging:
         try:
             with here:
                 self._fitting(layout)
-        except HeadraceError as error:  # the save that needs the arena will say the same to somebody who listens
+        except HeadraceError as error:  # the save that needs the arena raises it
             _log.warning("the staging arena could not be made ahead of time: %s", error)
         finally:
             self.give_back()

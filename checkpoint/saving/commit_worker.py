@@ -69,7 +69,7 @@ def commit_staged(
     """Commit the plan's step and return what happened; `store` when the caller has it open already; `shelf` is the node's
     tier.
 
-    With `progress` it goes on where an earlier carrier stopped, without an arena (None) when only the manifest was left to be
+    With `progress` it continues where an earlier worker stopped, without an arena (None) when only the manifest was left to be
     written. `gate` is asked before each piece that is sent, `gone` which ranks can never come, while they are waited for.
     """
     decoded = plans.decode(plan, len(arena) if arena is not None else _ANY_BYTES)
@@ -111,8 +111,8 @@ def _keep(
     book: ProgressFile,
     clock: Clock,
 ) -> None:
-    """The store is away: keep the step in the tier, whole, since no lease protects what it could lean on. Whoever carries it next
-    sends it from there."""
+    """The store is unreachable: keep the whole step in the tier, without bases, because no lease protects them. The next
+    worker sends it from there."""
     held.alone()
     stored = upload(arena, msgspec.structs.replace(plan, bases=()), emit, held.store, ProgressFile(None))
     manifest = manifest_of(plan, stored, clock)
@@ -151,7 +151,7 @@ def _commit(
         _arena_released()
         stands = store.put_if_absent(attempt.manifest_key(plan.rank), encoded)
         if not stands:
-            held.replaced()  # another carrier's will do
+            held.replaced()  # another worker's counts
         _manifest_written()
         if not book.safe:
             emit(Released())
@@ -167,7 +167,7 @@ def _commit(
 
 
 def _look_first(store: Store, attempt: Attempt) -> Commit | None:
-    """COMMIT, when an earlier carrier got so far; raises when the attempt cannot become the step any more."""
+    """COMMIT, if an earlier worker got so far; raises when the attempt cannot become the step any more."""
     view = commit.look(store, attempt, lease_alive=True)
     action = commit.decide(attempt, view)
     if isinstance(action, commit.Stop):
@@ -208,7 +208,7 @@ def _lost(plan: PutPlan) -> FinalError:
 def result_of(
     store: Store, attempt: Attempt, rank: int, found: Commit, mine: manifests.Manifest | None = None
 ) -> dict[str, object]:
-    """What is reported of a committed save: from the rank's manifest that stands, whoever wrote it.
+    """The report of a committed save, from the rank's manifest in the store.
 
     A policy may have let the step go by now, since newer ones were committed, or the store is away: then from `mine`.
     """
@@ -284,7 +284,7 @@ def _read_plan(fd: int) -> bytes:
 
 
 def _print(event: Event) -> None:
-    with contextlib.suppress(OSError):  # nobody reads, or the disk is full: the repository says what became of the save
+    with contextlib.suppress(OSError):  # the pipe is closed or the disk is full; the repository holds the outcome
         sys.stdout.write(to_json(event) + "\n")
         sys.stdout.flush()
 

@@ -102,7 +102,7 @@ class Copying:
         return self._sealed
 
     def join(self, timeout: float | None = None) -> None:
-        """Return once every byte is in the arena, or raise; for whoever carries it."""
+        """Return once every byte is in the arena, or raise. For the worker."""
         self._wait_for_host(timeout)
         for _, event in self._events:
             event.synchronize()
@@ -127,7 +127,7 @@ class Copying:
             self._seal()
 
     def cancel(self) -> None:
-        """Copy no more; when this returns nobody writes into the arena."""
+        """Stop copying. When this returns, nothing writes into the arena."""
         with self._idle:
             self._todo.clear()
             self._idle.notify_all()

@@ -27,7 +27,7 @@ from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.store.base import Store
 
 LEAST_SHARE = 4
-"""A pack of a removed step is leaned on for a share of at least one in so many of its bytes."""
+"""A pack of a removed step is referenced only for at least this fraction (1/n) of its bytes."""
 _log = get_logger(__name__)
 
 
@@ -41,7 +41,7 @@ class Stored:
     pack: PackName
     chunk: Chunk
     base: Stored | None = None
-    """What a difference leans on."""
+    """The base of a difference."""
 
     @property
     def whole(self) -> Stored:
@@ -56,7 +56,7 @@ class KnownChunks:
     chunks: dict[bytes, Stored] = field(default_factory=dict)
     bases: list[Base] = field(default_factory=list)
     own: dict[bytes, int] = field(default_factory=dict)
-    """Those that an earlier carrier of the same save stored, and their stored bytes: they count as written."""
+    """Chunks that an earlier worker of the same save stored, and their stored bytes: they count as written."""
     shards: dict[Shard, tuple[Stored, ...]] = field(default_factory=dict)
     """The chunks of the bases' shards, of those that are made of whole chunks."""
 
@@ -123,7 +123,7 @@ def is_little(needed: int, size: int) -> bool:
 def _size(store: Store, key: str) -> int:
     try:
         return store.stat(key).size
-    except NotFoundError:  # that is found out by whoever reads the step
+    except NotFoundError:  # a reader of the step reports that
         return 0
 
 
@@ -174,7 +174,7 @@ class DeltaBases:
                     self._add(known, span, stored.whole)
 
     def of(self, piece: int) -> Stored | None:
-        """What this piece may lean on."""
+        """The base that this piece may be stored against."""
         return self._of.get(piece)
 
     def read(self, piece: int) -> memoryview | None:
@@ -183,10 +183,13 @@ class DeltaBases:
         try:
             found = fetch.read_one(self._store, base.pack.key, base.chunk)
         except HeadraceError as error:
-            warn_once(_log, f"a chunk to lean on could not be read, what leans on it is stored whole: {error}")
+            warn_once(
+                _log,
+                f"a base chunk could not be read; chunks are stored whole instead of as differences from it: {error}",
+            )
             return None
         if found is None:
-            warn_once(_log, f"{base.pack.key} is damaged: what leans on it is stored whole")
+            warn_once(_log, f"{base.pack.key} is damaged: chunks are stored whole instead of as differences from it")
         return found
 
     def link(self, piece: int) -> codec.Link:

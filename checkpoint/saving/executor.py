@@ -30,13 +30,13 @@ from headrace.dataio.sidecar.client import SaveMeter, Sidecar, StagedJob
 from headrace.dataio.store.base import Store
 
 ROOM_SECONDS = 600.0
-"""How long a save waits for room in the daemon before this process carries it."""
+"""How long a save waits for room in the daemon before this process commits it. Seconds."""
 CARRY_SECONDS = 6 * 3600.0
 """The most that a daemon may take for one save before its client gives up waiting."""
 RETURN_SECONDS = 20.0
 """How long a daemon that is gone may take to come back before its client does without."""
 GRACE_SECONDS = 10.0
-"""How long the repository is watched for the commit of a save whose carrier was lost with the arena already given back."""
+"""How long the repository is watched for the commit of a save whose worker was lost after the arena was released."""
 ROUNDS = 5
 """How often one save is taken to a daemon that came back."""
 _POLL = 0.2
@@ -49,9 +49,9 @@ _log = get_logger(__name__)
 class StagedSave:
     """A staged save. `give_back` and `abandon` are the arena's; `handed_over` is told "sidecar" or "process".
 
-    `arena_fd` is -1 for a state that comes in slices, which only this process can carry; `through` is how it then sees the store.
+    `arena_fd` is -1 for a state in slices, which only this process can save; `through` is how it then sees the store.
     `gone` says which ranks have ended: asked when no daemon is there, which would store their parts without them. `silent` says
-    which have lost their whole node, daemons and all; None where nobody could know.
+    which are on a lost node; None where that cannot be known.
     """
 
     plan: PutPlan
@@ -67,7 +67,7 @@ class StagedSave:
 
 
 class SaveExecutor:
-    """Chooses the carrier for every save of one `Checkpointer`."""
+    """Runs every save of one `Checkpointer`, in the sidecar or in this process."""
 
     def __init__(
         self, store: Store, sidecar: str | os.PathLike[str] | None, meter: SaveMeter, clock: Clock = SYSTEM_CLOCK
@@ -77,7 +77,7 @@ class SaveExecutor:
         self._lock = threading.Lock()
 
     def commit_staged(self, save: StagedSave) -> dict[str, object]:
-        """Carry the save to its commit and return what happened; the arena is given back as soon as possible."""
+        """Commit the save and return what happened; the arena is released as soon as possible."""
         sidecar, staged = self._hand_over(save)
         save.handed_over("process" if staged is None else "sidecar")
         try:
@@ -88,14 +88,14 @@ class SaveExecutor:
             return self._look_again(save.plan, error)
 
     def close(self) -> None:
-        """End the connection to the sidecar; what it carries goes on."""
+        """Close the connection to the sidecar; its jobs continue."""
         with self._lock:
             if self._sidecar is not None:
                 self._sidecar.close()
             self._sidecar = None
 
-    def _hand_over(self, save: StagedSave) -> tuple[Sidecar | None, StagedJob | None]:
-        """(sidecar, its job); without a job this process carries, and with a sidecar then the sidecar perhaps too."""
+    def _hand_over(self, save: StagedSave) -> tuple[Sidecar | None, Staged | None]:
+        """(sidecar, its job). Without a job this process saves; if a sidecar is returned then, it may be saving as well."""
         if self._wanted is None:
             return None, None
         if save.arena_fd < 0:
@@ -127,7 +127,7 @@ class SaveExecutor:
             return self._sidecar
 
     def _here(self, save: StagedSave, *, shared: bool) -> dict[str, object]:
-        """In this process; `shared`: a sidecar may be reading the arena as well, and may carry the same attempt."""
+        """In this process; `shared`: a sidecar may be reading the arena as well, and may commit the same attempt."""
         release, done = (save.abandon if shared else save.give_back), False
 
         def emit(event: Event) -> None:
@@ -146,8 +146,8 @@ class SaveExecutor:
             if not done:
                 release()
 
-    def _there(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
-        """Wait for the daemon's job, also through restarts of the daemon; when none comes back, carry it here."""
+    def _there(self, save: StagedSave, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
+        """Wait for the daemon's job, also through restarts of the daemon; if it does not come back, save here."""
         with self._watching(save):
             return self._followed(save, sidecar, staged)
 
@@ -175,7 +175,7 @@ class SaveExecutor:
 
     @contextlib.contextmanager
     def _watching(self, save: StagedSave) -> Iterator[None]:
-        """Abort, for all who wait, when the node of a rank that has not come is lost, which no daemon says."""
+        """Abort the attempt when the node of a missing rank is lost, which no daemon reports."""
         if save.silent is None:
             yield
             return
@@ -192,7 +192,7 @@ class SaveExecutor:
         self, save: StagedSave, token: str, error: TransientError, released: bool
     ) -> tuple[Sidecar, StagedJob] | dict[str, object] | None:
         """After the connection broke: the job, followed again or staged again, or the result of one that goes on by itself.
-        None when there is neither; raises `error` when the arena is given back and nobody can say more."""
+        None when there is neither; raises `error` when the arena is released and nothing more can be known."""
         until = self._clock.monotonic() + (GRACE_SECONDS if released else RETURN_SECONDS)
         while True:
             if (result := self._committed(save.plan)) is not None:
@@ -249,7 +249,7 @@ class SaveExecutor:
 
 
 class _ArenaOwner:
-    """The arena of a save that somebody else carries: given back or abandoned once."""
+    """The arena of a save that a daemon commits: given back or abandoned, once."""
 
     def __init__(self, save: StagedSave) -> None:
         self._staged_save, self.given = save, False

@@ -155,7 +155,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The step was not committed by this carrier. `again`: the same plan may be carried to its commit later."""
+    """This worker did not commit the step. `again`: the same plan may be tried again."""
 
     code: str
     message: str
@@ -177,7 +177,7 @@ def failed(error: HeadraceError, *, again: bool = False) -> Failed:
 
 
 def as_error(code: str, message: str, hint: str) -> HeadraceError:
-    """The error that a carrier in another process reported."""
+    """The error that a worker in another process reported."""
     return _classes(HeadraceError).get(code, HeadraceError)(message, hint=hint)
 
 

@@ -80,7 +80,7 @@ class ProgressFile:
         self._stored: dict[str, Packed] = {}
         self._checked: set[str] = set()
         self.manifest: bytes | None = None
-        self._carrier = os.urandom(4).hex()
+        self._worker = os.urandom(4).hex()
         try:
             for record in self._read():
                 self._apply(record)
@@ -90,8 +90,8 @@ class ProgressFile:
     # packs
 
     def name(self, plan: PutPlan, number: int) -> PackName:
-        """The name of this carrier's pack with this number."""
-        return PackName(plan.attempt, names.pack_name(plan.rank, self._carrier, number))
+        """The name of this worker's pack with this number."""
+        return PackName(plan.attempt, names.pack_name(plan.rank, self._worker, number))
 
     def packing(self, pack: PackName, entry: Entry) -> None:
         """A chunk goes into this pack."""
@@ -105,7 +105,7 @@ class ProgressFile:
                 self._try(_sync)
 
     def stored(self, store: Store, plan: PutPlan) -> dict[PackName, tuple[Entry, ...]]:
-        """The complete packs of earlier carriers, looked up in the store."""
+        """The complete packs of earlier workers, looked up in the store."""
         found = {}
         for packed in self._packed.values():
             name = names.parse_pack_key(packed.key)
@@ -138,7 +138,7 @@ class ProgressFile:
             self._note_pack(key)
 
     def checked(self, key: str) -> None:
-        """This pack holds what its entries say: once it is stored, a carrier that takes over may rest on it."""
+        """This pack holds what its entries say: once it is stored, a later worker may use it."""
         self._checked.add(key)
         self._note_pack(key)
 
@@ -149,7 +149,7 @@ class ProgressFile:
             self._write(packed)
 
     def abandon(self, store: Store) -> None:
-        """Abort every upload that an earlier carrier left unfinished. Where that fails they stay, invisible."""
+        """Abort every upload that an earlier worker left unfinished. Uploads that cannot be aborted stay, invisible."""
         for key, upload in list(self.unfinished.items()):
             try:
                 store.abort_upload(key, upload)
@@ -177,7 +177,7 @@ class ProgressFile:
             self._do_without(error)
 
     def _do_without(self, error: OSError) -> None:
-        _log.warning("progress cannot be written down, a carrier that takes over will do it again: %s", error)
+        _log.warning("progress cannot be recorded; a worker that takes over will repeat it: %s", error)
         self._fd, self.safe = None, False
 
     def _apply(self, record: Record) -> None:
@@ -235,7 +235,7 @@ def add_stored(known: KnownChunks, packs: Mapping[PackName, tuple[Entry, ...]]) 
     for name, entries in packs.items():
         for entry in entries:
             if entry.codec in DELTAS:
-                continue  # what it leans on is not written down: it is stored once more
+                continue  # its base is not recorded: it is stored once more
             chunk = Chunk(entry.digest, 0, entry.offset, entry.stored, entry.raw, entry.codec)
             known.chunks[entry.digest] = Stored(name, chunk)
             known.own[entry.digest] = entry.stored

@@ -31,7 +31,7 @@ from headrace.dataio.core.errors import DeadlineError, TransientError, UsageErro
 from headrace.dataio.core.limits import MIB, format_bytes
 
 LEAST_BYTES = 64 * MIB
-"""16 chunks: what the carrier holds at once (8 hashed ahead, those being hashed, one being written), and room to copy."""
+"""16 chunks: what the worker holds at once (8 hashed ahead, those being hashed, one being written), and room to copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def check_limit(limit: int | None) -> int | None:
 
 
 class SlicedState:
-    """The state's bytes as the carrier sees them: `sliced[at : at + length]` waits for that piece and returns it.
+    """The state's bytes as the worker sees them: `sliced[at : at + length]` waits for that piece and returns it.
 
     `wait_seconds`: seconds that `wait` and `gate` held their callers.
     """
@@ -98,7 +98,7 @@ class SlicedState:
         return self._copied.is_set()
 
     def join(self, timeout: float | None = None) -> None:
-        """Nothing: the carrier starts while the copy goes on."""
+        """Does nothing: the worker starts while the copy goes on."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once the last slice is copied and the state may change."""
@@ -116,7 +116,7 @@ class SlicedState:
         self.wait()
 
     def cancel(self) -> None:
-        """The carrier is done or gives up: stop copying, let everyone go; a second time does nothing."""
+        """The worker is done or gives up: stop copying and wake every waiter. A second call does nothing."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()

@@ -135,7 +135,7 @@ class _ArenaCheck:
     """Whether the pieces that were sent are still what they were when they were hashed.
 
     A trainer that writes to the arena meanwhile would have a step committed that cannot be restored. Each piece is read once more
-    (XXH3-64) when the store must be done with it. A state in slices is not looked at: nobody else has its memory.
+    (XXH3-64) when the store must be done with it. A state in slices is not compared: no other process can reach its memory.
     """
 
     def __init__(self, arena: ArenaBytes, pool: Executor, step: int) -> None:
@@ -200,8 +200,8 @@ def _hashed(
     known: dedup.KnownChunks,
     choice: compression.CodecChooser,
 ) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None, int]]:
-    """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead; with what a
-    difference leans on, and what `_ArenaCheck` compares later."""
+    """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead; with the base of a
+    difference, and what `_ArenaCheck` compares later."""
 
     def work(numbered: tuple[int, chunking.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None, int]:
         number, piece = numbered

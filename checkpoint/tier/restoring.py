@@ -216,7 +216,7 @@ def _send(store: Store, shelf: LocalTier, record: Record, recall: FetchFromBuddy
     with _lease(store, record, manifest.bases) as lease:
         _require_bases(store, shelf, record, manifest.bases)
         for key in (pack.key for pack in manifest.packs if pack.attempt == record.attempt):
-            if not store.exists(key):  # those of the manifest, which may be another carrier's than the record
+            if not store.exists(key):  # those of the manifest, which another worker than the record's may have written
                 _require_here(shelf, record, key, recall)
                 store.put_multipart(key, _verified(shelf, record.source, key))
         lease.require_alive()
@@ -245,7 +245,7 @@ def _commit(store: Store, shelf: LocalTier, record: Record) -> bool:
 
 
 def _bases_of_all(store: Store, attempt: Attempt) -> tuple[Base, ...]:
-    """What any rank leans on: one that was kept while the store was away leans on nothing, another may."""
+    """The bases of all ranks. A rank that was kept while the store was unreachable has none."""
     keys = [attempt.manifest_key(rank) for rank in range(attempt.world_size)]
     found = (manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key) for key in keys)
     return tuple(dict.fromkeys(base for manifest in found for base in manifest.bases))
@@ -286,7 +286,7 @@ def _require_bases(store: Store, shelf: LocalTier, record: Record, bases: Sequen
         there = found is not None and found.attempt == base.attempt and not found.tombstone
         if not there or (at.run, at.timeline, at.step) in going:
             _over(shelf, record)
-            raise ConflictError(f"step {base.step}, which it leans on, was removed by retention")
+            raise ConflictError(f"step {base.step}, which it references, was removed by retention")
 
 
 def _lease(store: Store, record: Record, bases: Sequence[Base]) -> LeaseKeeper:

@@ -33,7 +33,7 @@ _log = get_logger(__name__)
 
 
 def keeps(key: str) -> bool:
-    """What a tier may hold: packs, manifests and fates. Their keys name an attempt, so they never change."""
+    """What a tier may hold: packs, manifests and decisions. Their keys name an attempt, so they never change."""
     if key.startswith(names.PACKS):
         return True
     parsed = names.parse_step_key(key)
@@ -64,7 +64,7 @@ class Holding:
         self._keeping.send = False
 
     def go_on(self, encoded: bytes | None) -> None:
-        """Where an earlier carrier of this save got as far as its manifest: send packs that only the tier has."""
+        """After an earlier worker of this save got as far as its manifest: send packs that only the tier has."""
         if encoded is None or self._keeping is None or self._shelf is None:
             return
         p = self._plan
@@ -88,7 +88,7 @@ class Holding:
         self._record, self.kept = record, self._clock.monotonic() - self._began
 
     def replaced(self) -> None:
-        """Another carrier's manifest stands."""
+        """Another worker's manifest counts."""
         if self._record is not None and self._shelf is not None:
             with contextlib.suppress(*TROUBLE):
                 self._shelf.drop(self._url, self._record.own[-1])
@@ -120,12 +120,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def shelf_of(options: argparse.Namespace) -> LocalTier | None:
-    """The tier that the flags name; None, said once, when it cannot be used."""
+    """The tier that the flags name; None, logged once, when it cannot be used."""
     return None if options.tier_dir is None else open_shelf(options.tier_dir, options.tier_bytes, options.tier_steps)
 
 
 def open_shelf(folder: Path, size: int, steps: int) -> LocalTier | None:
-    """The tier in this directory; None, said once, when it cannot be used."""
+    """The tier in this directory; None, logged once, when it cannot be used."""
     try:
         return LocalTier(folder, TierLimits(size, steps))
     except (OSError, HeadraceError) as error:
@@ -152,7 +152,7 @@ def record_of(url: str, manifest: Manifest, now: float) -> Record:
 
 
 def mark_committed(store: Store, shelf: LocalTier, record: Record, when: float) -> None:
-    """The store has the step: keep its fate as well, which names the digests of all manifests."""
+    """The store has the step: keep its decision as well, which names the digests of all manifests."""
     key = names.decision(record.run, record.timeline, record.step, record.attempt)
     shelf.keep(record.source, key, store.get(key))
     shelf.put_record(msgspec.structs.replace(record, committed=when))

@@ -455,7 +455,7 @@ class SlowManifest(Wrapped):
 def test_a_saver_that_could_not_renew_its_lease_stops_before_the_fate(store: Store) -> None:
     clock, number = ManualClock(), begin(store)
     made = make(store, tiny_state(1), step=1, number=number, lease_seconds=300.0)
-    with pytest.raises(TransientError, match="could not renew its lease in time and stopped before its fate"):
+    with pytest.raises(TransientError, match="could not renew its lease in time and stopped before its decision"):
         save(SlowManifest(store, clock), made, clock=clock)
     assert not store.exists(names.decision(RUN, number, 1, made.plan.attempt))
     assert latest(store) is None

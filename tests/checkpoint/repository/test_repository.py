@@ -227,7 +227,7 @@ def test_a_missing_a_cut_and_a_table_damaged_pack_are_told_apart(damaged: tuple[
         f"{pack.relative_to(root)} is damaged: the footer is not what was written"
     ]
     with open_store(root) as store:
-        assert load(store, first) == tiny_state(1)  # restoring leans on manifests only
+        assert load(store, first) == tiny_state(1)  # restoring needs manifests only
     pack.unlink()
     ((_, what, hits),) = problems(root)
     assert what == "it is missing"
