@@ -24,16 +24,28 @@ from headrace.checkpoint.lineage import Lineage
 from headrace.dataio.core.errors import ConflictError, DeadlineError, UsageError
 from headrace.dataio.core.log import get_logger, warn_once
 
+_log = get_logger(__name__)
+_IN_FLIGHT = 2
+"""Saves in flight at once: one that needs the arena, and one that only waits for its commit."""
+
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """A committed save. Bytes are this rank's: of state, written to packs, and not written because they were stored
-    already. `seconds` from the end of staging to COMMIT; `stall`: seconds that `save` held the caller; `carrier` is
-    "sidecar" or "process". `wait_seconds`: how long the trainer was held later, by what was still being copied (an optimizer's
-    step, `copied`, `staged`). `sliced`: the state was larger than the memory for staging it. `kept`:
-    seconds after which all of it was in the node's tier, None where there is none; what is only kept is not a result.
-    `encodings`: by codec, (raw, stored) bytes of what this rank wrote. `diverged`: tensors that should be the same on several
-    ranks and were not.
+    """A committed save, as seen by this rank.
+
+    Attributes:
+        run (str), timeline (int), step (int), attempt (str): Name of the committed attempt.
+        bytes_state (int): Bytes of state of this rank.
+        bytes_written (int): Bytes that this rank wrote to packs.
+        bytes_deduplicated (int): Bytes that were not written because they were stored already.
+        seconds (float): Seconds from the end of staging to COMMIT.
+        stall (float): Seconds for which `save` blocked the caller.
+        carrier (str): "sidecar" if the node's daemon committed the save, else "process".
+        wait_seconds (float): Seconds for which the trainer waited later for the copy (an optimizer's step, `copied`, `staged`).
+        sliced (bool): Whether the state was larger than the staging memory.
+        encodings (dict[str, tuple[int, int]]): Raw and stored bytes that this rank wrote, by codec.
+        kept (float | None): Seconds after which all of it was in the node's tier; None without a tier.
+        diverged (tuple[str, ...]): Names of tensors that should be equal on several ranks and were not.
     """
 
     run: str
@@ -54,7 +66,7 @@ class SaveResult:
 
 
 class Copy(Protocol):
-    """The state on its way into memory that does not change."""
+    """A state that is being copied into staging memory."""
 
     @property
     def wait_seconds(self) -> float: ...
@@ -62,10 +74,11 @@ class Copy(Protocol):
 
 
 class Name(Protocol):
-    """What a framework finds a step by. The saver calls `prepare` before anything of the attempt can be committed.
+    """A framework's own name for a step, for example a directory.
 
-    It does so after all that the ranks do together, as it may fail on one of them alone. Then it calls `publish`, before
-    retention removes older steps, or `withdraw` with the reason. An error of the first two fails the save.
+    The saver calls `prepare` before the attempt can be committed, and after all collective calls, because it may fail on one
+    rank alone. Later it calls `publish`, before retention removes older steps, or `withdraw` with the error. An error of
+    `prepare` or `publish` fails the save.
     """
 
     def prepare(self, attempt: Base) -> None: ...
@@ -91,24 +104,31 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether it is committed or failed."""
+        """Whether the save is committed or failed."""
         return self._done.is_set()
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None while it is on its way, and once committed. Looking is not fetching."""
+        """Why the save failed; None while it is in flight and after the commit. Reading it does not count as fetching it."""
         return self._error
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds that the trainer was held since `save` returned, by what was still being copied."""
+        """Seconds for which the trainer waited for the copy since `save` returned."""
         return copy.wait_seconds if (copy := self._copy) is not None else self._wait_seconds
 
     def copied(self, timeout: float | None = None) -> None:
         """Return once the state may change again.
 
-        It may as soon as `save` has returned, but with lazy staging, where a step of an optimizer in the state waits by
-        itself; a loop that changes the state in another way calls this first. Raises why the copy failed.
+        With eager staging that is the case when `save` returns. With lazy staging the step of an optimizer in the state waits
+        by itself; a loop that changes the state in another way calls this first.
+
+        Args:
+            timeout (float | None): Seconds to wait; None waits without limit.
+
+        Raises:
+            DeadlineError: The timeout passed; the copy continues.
+            HeadraceError: The copy failed.
         """
         self._require_own()
         if (copy := self._copy) is not None:
@@ -126,7 +146,19 @@ class Handle:
             raise self._late("staged", timeout)
 
     def result(self, timeout: float | None = None) -> SaveResult:
-        """Return once committed, or raise why not. `ConflictError` names the winner or the new owner of the run."""
+        """Wait for the commit.
+
+        Args:
+            timeout (float | None): Seconds to wait; None waits without limit.
+
+        Returns:
+            SaveResult: The committed save.
+
+        Raises:
+            ConflictError: Another attempt won, or another trainer took over the run.
+            DeadlineError: The timeout passed; the save continues.
+            HeadraceError: The save failed.
+        """
         self._require_own()
         if not self._done.wait(timeout):
             raise self._late("committed", timeout)
@@ -137,28 +169,31 @@ class Handle:
         return self._result
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it was committed or failed within `timeout` seconds; raises nothing but in a forked child."""
+        """Wait until the save is committed or failed; return whether that was within `timeout` seconds.
+
+        Raises `UsageError` in a forked child, and nothing else.
+        """
         self._require_own()
         return self._done.wait(timeout)
 
     def follow(self, copy: Copy) -> None:
-        """For the checkpointer: this is the copy to wait for."""
+        """For the saver: the copy to wait for."""
         self._copy = copy
 
     def set_staged(self, carrier: str) -> None:
-        """For the carrier: the hand-over is done."""
+        """For the saver: the save is handed over."""
         self.carrier = carrier
         self._staged.set()
 
     def set_result(self, result: SaveResult) -> None:
-        """For the carrier: committed."""
+        """For the saver: committed."""
         self._release()
         self._result = result
         self._staged.set()
         self._done.set()
 
     def set_error(self, error: BaseException) -> None:
-        """For the carrier: failed."""
+        """For the saver: failed."""
         self._release()
         self._error = error
         self._staged.set()
@@ -168,12 +203,12 @@ class Handle:
         """A forked child would wait for ever: the thread of the save belongs to its parent."""
         if os.getpid() != self._pid and not self.done:
             raise UsageError(
-                f"step {self.step} is saved by process {self._pid}; a forked child hears nothing of it",
+                f"step {self.step} is saved by process {self._pid}; a forked child cannot wait for it",
                 hint="wait for the save in the process that began it",
             )
 
     def _release(self) -> None:
-        """Of the copy, which holds the arena."""
+        """Drop the copy, which holds the arena."""
         self._wait_seconds, self._copy = self.wait_seconds, None
 
     def _late(self, what: str, timeout: float | None) -> DeadlineError:
@@ -184,11 +219,6 @@ class Handle:
             "failed" if self._error else "committed" if self.done else "staged" if self._staged.is_set() else "staging"
         )
         return f"Handle(step={self.step}, attempt={self.attempt!r}, {state})"
-
-
-_log = get_logger(__name__)
-_IN_FLIGHT = 2
-"""Saves on their way at once: one whose arena is still needed, one that only waits for its commit."""
 
 
 class Saves:
@@ -207,7 +237,7 @@ class Saves:
         self._unheard: Handle | None = None
 
     def add(self, handle: Handle) -> None:
-        """A save has begun."""
+        """Add a save that has started."""
         self._handles[handle.step] = handle
         if self._lineage.timeline > self._tried[0]:
             self._committed.clear()  # another timeline has begun: its steps are saved anew
@@ -218,7 +248,7 @@ class Saves:
         return all(handle.done for handle in self._handles.values())
 
     def require_new(self, step: int) -> None:
-        """That the step may be saved."""
+        """Raise `ConflictError` unless the step may be saved."""
         self.settle()
         if step in self._committed or step in self._handles:
             how = "is saved" if step in self._committed else "is being saved"
@@ -253,16 +283,16 @@ class Saves:
                     self._lineage.committed(step, handle.attempt)
 
     def start_over(self) -> None:
-        """A step was restored: what is saved from now on is saved anew."""
+        """A step was restored: steps may be saved again."""
         self._committed.clear()
 
     def wait_for_room(self, timeout: float) -> None:
-        """Until another save may begin."""
+        """Wait until another save may start."""
         running = [handle for handle in self._handles.values() if not handle.done]
         if len(running) >= _IN_FLIGHT and not running[0].wait(timeout):
             raise DeadlineError(
                 f"step {running[0].step} is not committed after {timeout:g} s",
-                hint="save less often, or look at the store",
+                hint="save less often, or check the speed of the store",
             )
 
     def wait_at_exit(self) -> None:
@@ -272,7 +302,7 @@ class Saves:
             self.wait_for_all(self._wait)
 
     def wait_for_all(self, timeout: float) -> None:
-        """Until all are committed or failed."""
+        """Wait until all saves are committed or failed."""
         deadline = time.monotonic() + timeout
         for handle in list(self._handles.values()):
             if not handle.wait(max(deadline - time.monotonic(), 0)):
@@ -297,7 +327,7 @@ class Saves:
 
 
 def warn_of_python(version: tuple[int, ...]) -> None:
-    """Say it where saves in flight cannot be waited for at the end: these Pythons start no thread from then on."""
+    """Warn on Python versions that cannot wait for saves in flight at exit, because they start no threads then."""
     if (3, 12) <= version < (3, 12, 3):
         warn_once(
             _log,

@@ -35,19 +35,19 @@ from headrace.dataio.store.base import Store
 Origin = str | tuple[str, int] | None
 """Another run, or a step of one."""
 _AWAY_BYTES = 400
-"""What fits into the message of rank 0."""
+"""Most bytes of the reason in rank 0's message."""
 _LOOKS = 5
-"""How often the latest step is looked for, when retention removes what was found."""
+"""How often the latest step is looked up again when retention removes the one that was found."""
 
 
 class Ticket(msgspec.Struct, array_like=True, frozen=True):
-    """What rank 0 decides for one save."""
+    """Rank 0's answer for one save: the attempt, its timeline and the bases to reference."""
 
     attempt: str
     timeline: int
     bases: tuple[Base, ...]
     away: str = ""
-    """Why there is no timeline yet: the store could not be reached, and nothing is saved."""
+    """Why there is no timeline: the store could not be reached, so nothing is saved."""
 
 
 class Lineage:
@@ -136,12 +136,12 @@ class Lineage:
         self._fork = None
 
     def release(self) -> None:
-        """Hold nothing any more."""
+        """Release all leases."""
         self._held.release()
         self._fork_held.release()
 
     def close(self) -> None:
-        """Hold nothing, and save no more."""
+        """Release all leases and leave the job's writers."""
         self.release()
         self._leave()
 
@@ -196,7 +196,7 @@ class ParentLease:
             self._held = lease, run, base
 
     def release(self) -> None:
-        """Hold nothing."""
+        """Release the lease."""
         with self._lock:
             held, self._held = self._held, None
         if held is not None:

@@ -43,8 +43,11 @@ _probes: weakref.WeakSet[PeerProbe] = weakref.WeakSet()
 
 
 class PeerProbe:
-    """What the other ranks hold on to. `address`: what they are told; zeros when it could not be opened. `host`: where, when it
-    is not to be where other nodes reach it."""
+    """A listening socket that other ranks connect to.
+
+    `address`: where they connect; zeros when the socket could not be opened. `host`: the address to listen at; None (default)
+    for the one at which other nodes reach this one.
+    """
 
     def __init__(self, host: str | None = None) -> None:
         self._socket: socket.socket | None = None
@@ -90,7 +93,7 @@ class PeerConnection:
             return self._state
 
     def close(self) -> None:
-        """Let go."""
+        """Close the connection."""
         with self._lock:
             if self._socket is not None:
                 self._socket.close()

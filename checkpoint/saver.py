@@ -99,31 +99,26 @@ class Saver:
         """Copy the state and start its commit in a thread. `check` is called first; an error on one rank fails all ranks.
         `name` is published when the step is committed."""
         with span("save", step=step):
-            return self._start_held(step, state, urgent, check, name)
-
-    def _start_held(
-        self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object], name: Name | None
-    ) -> Handle:
-        began = time.perf_counter()
-        ticket, taken = self._agree(step, state, check)
-        if not ticket.timeline:
-            return self._not_begun(step, ticket)
-        try:
-            handle, copying = self._start(step, ticket, state, taken, urgent, name)
-        except BaseException as error:
-            if name is not None:
-                name.withdraw(error)
-            self._abort_behind(self._attempt(step, ticket), error)
-            raise
-        self._saves.add(handle)
-        self._gates.watch(optimizers_in(state) if self._options.lazy else (), copying)
-        if not self._options.lazy:
-            self._gates.pass_all()  # a state in slices is copied as fast as it is written
-            copying.wait_seconds = 0.0  # that was part of the stall
-        handle.stall = time.perf_counter() - began
-        metrics.checkpoint_stall_seconds.observe(handle.stall)
-        self._meter.held(handle.stall)
-        return handle
+            began = time.perf_counter()
+            ticket, taken = self._agree(step, state, check)
+            if not ticket.timeline:
+                return self._not_begun(step, ticket)
+            try:
+                handle, copying = self._start(step, ticket, state, taken, urgent, name)
+            except BaseException as error:
+                if name is not None:
+                    name.withdraw(error)
+                self._abort_behind(self._attempt(step, ticket), error)
+                raise
+            self._saves.add(handle)
+            self._gates.watch(optimizers_in(state) if self._options.lazy else (), copying)
+            if not self._options.lazy:
+                self._gates.pass_all()  # a state in slices is copied as fast as it is written
+                copying.wait_seconds = 0.0  # that was part of the stall
+            handle.stall = time.perf_counter() - began
+            metrics.checkpoint_stall_seconds.observe(handle.stall)
+            self._meter.held(handle.stall)
+            return handle
 
     def _not_begun(self, step: int, ticket: Ticket) -> Handle:
         """The first save while the store is away: it fails as later ones do, at its handle, and nothing is copied."""
@@ -275,16 +270,11 @@ class Saver:
     ) -> Copying | SlicedState:
         if not staging.fits(layout):
             warn_once(_log, "the state is larger than staging_bytes: it is copied in slices, as fast as it is written")
-            return self._slices(arena, tensors, specs, layout)
+            if self._direct is None or not any(tensor.device.type == self._direct.device for tensor in tensors):
+                return SlicedState(arena, tensors, specs, layout)
+            return DeviceSlices(self._direct, arena, tensors, specs, layout)
         late = late_tensors(state, tensors) if self._options.lazy else frozenset()
         return Copying(staging.crew, arena, tensors, specs, layout, late)
-
-    def _slices(
-        self, arena: Arena, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], layout: Layout
-    ) -> SlicedState:
-        if self._direct is None or not any(tensor.device.type == self._direct.device for tensor in tensors):
-            return SlicedState(arena, tensors, specs, layout)
-        return DeviceSlices(self._direct, arena, tensors, specs, layout)
 
     def _staged_save(
         self,
@@ -316,7 +306,11 @@ class Saver:
     ) -> None:
         """From the copy to committed."""
         try:
-            self._join(save, copying)
+            try:
+                copying.join()
+            except BaseException:
+                save.give_back()
+                raise
             with span("commit", step=handle.step):
                 result = self._executor.commit_staged(save)
             if name is not None:
@@ -326,7 +320,7 @@ class Saver:
                 name.withdraw(error)
             self._failed(save.plan, handle, error)
             return
-        waits = {"stall": handle.stall, "waited": handle.wait_seconds, "sliced": isinstance(copying, SlicedState)}
+        waits = {"stall": handle.stall, "wait_seconds": handle.wait_seconds, "sliced": isinstance(copying, SlicedState)}
         saved = msgspec.convert(result | waits | {"carrier": handle.carrier, "diverged": handle.diverged}, SaveResult)
         metrics.checkpoint_saves.labels("committed").inc()
         metrics.checkpoint_waited_seconds.observe(saved.wait_seconds)
@@ -340,13 +334,6 @@ class Saver:
         if self._retention is not None:
             self._retention.committed()
         handle.set_result(saved)  # last: the caller may close the store as soon as it is set
-
-    def _join(self, save: StagedSave, copying: Copying | SlicedState) -> None:
-        try:
-            copying.join()
-        except BaseException:
-            save.give_back()
-            raise
 
     def _failed(self, put: plan.PutPlan, handle: Handle, error: BaseException) -> None:
         self._log_failure(handle.step, error)

@@ -52,7 +52,7 @@ def timelines(run: str) -> str:
 
 
 def timeline(run: str, number: int) -> str:
-    return f"{timelines(run)}{number:06d}.json"
+    return f"runs/{run}/timelines/{number:06d}.json"
 
 
 def timeline_steps(run: str, number: int) -> str:
@@ -60,15 +60,15 @@ def timeline_steps(run: str, number: int) -> str:
 
 
 def step(run: str, number: int, at: int) -> str:
-    return f"{timeline_steps(run, number)}{at:012d}/"
+    return f"runs/{run}/{number:06d}/{at:012d}/"
 
 
 def commit(run: str, number: int, at: int) -> str:
-    return f"{step(run, number, at)}COMMIT"
+    return f"runs/{run}/{number:06d}/{at:012d}/COMMIT"
 
 
 def attempt(run: str, number: int, at: int, attempt_id: str) -> str:
-    return f"{step(run, number, at)}{attempt_id}/"
+    return f"runs/{run}/{number:06d}/{at:012d}/{attempt_id}/"
 
 
 def manifest(run: str, number: int, at: int, attempt_id: str, rank: int) -> str:
@@ -154,7 +154,7 @@ def new_id(clock: Clock = SYSTEM_CLOCK) -> str:
 def id_from_bytes(raw: bytes) -> str:
     """The text of 16 bytes."""
     number = int.from_bytes(raw, "big")
-    return "".join(_DIGITS[number >> shift & 31] for shift in range(125, -1, -5))
+    return "".join([_DIGITS[number >> shift & 31] for shift in range(125, -1, -5)])
 
 
 def id_to_bytes(text: str) -> bytes:

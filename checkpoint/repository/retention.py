@@ -25,9 +25,20 @@ from headrace.dataio.store.base import ObjectInfo
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep the newest `last` steps, every step whose number is a multiple of `every`, and those with a tag.
+    """Which steps of a run to keep. A step stays if any rule matches; the newest step always stays.
 
-    `last` None keeps all of the branch. `tags`: patterns such as `release-*`; a step with a matching tag stays.
+    Args:
+        last (int | None): Keep the newest `last` steps. With both `last` and `every` None (default), all steps stay.
+        every (int | None): Keep steps whose number is a multiple of `every`. Default: None.
+        tags (tuple[str, ...]): Keep steps that have a tag matching one of these patterns, for example
+            `("release-*",)`. Default: `("*",)`, any tag.
+
+    Raises:
+        UsageError: `last` or `every` is not a whole number from 1, or `tags` is not a tuple.
+
+    Example:
+        >>> Keep(last=3, every=1000).policy.last
+        3
     """
 
     last: int | None = None

@@ -148,7 +148,7 @@ class Staging:
         return True
 
     def give_back(self) -> None:
-        """The arena may be written again."""
+        """Release the arena: the next save may write it."""
         with self._free:
             self._owned = False
             self._free.notify()

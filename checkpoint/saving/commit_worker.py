@@ -74,33 +74,20 @@ def commit_staged(
     """
     decoded = plans.decode(plan, len(arena) if arena is not None else _ANY_BYTES)
     book = progress or ProgressFile(None)
-    if store is not None:
-        return _commit_staged(arena, decoded, emit, store, shelf, book, gone, clock)
-    with open_location(decoded.location.to_location()) as opened:
-        sending = PausableUploads(opened, gate) if gate is not None else opened
-        return _commit_staged(arena, decoded, emit, RecordingStore(sending, book), shelf, book, gone, clock)
-
-
-def _commit_staged(
-    arena: ArenaBytes | None,
-    plan: PutPlan,
-    emit: Callable[[Event], None],
-    store: Store,
-    shelf: LocalTier | None,
-    book: ProgressFile,
-    gone: commit.Gone,
-    clock: Clock,
-) -> dict[str, object]:
-    with saving.holding(store, plan, shelf, clock) as held:
+    with contextlib.ExitStack() as opened:
+        if store is None:
+            inner: Store = opened.enter_context(open_location(decoded.location.to_location()))
+            store = RecordingStore(PausableUploads(inner, gate) if gate is not None else inner, book)
+        held = opened.enter_context(saving.holding(store, decoded, shelf, clock))
         try:
-            return _commit(arena, plan, emit, held, book, gone, clock) | {"kept": held.kept}
+            return _commit(arena, decoded, emit, held, book, gone, clock) | {"kept": held.kept}
         except TransientError as error:
             if held.can_keep_alone and arena is not None:
-                with contextlib.suppress(HeadraceError, OSError):  # then the store's error is all there is to say
-                    _keep(arena, plan, emit, held, book, clock)
+                with contextlib.suppress(HeadraceError, OSError):  # then the store's error is the one to report
+                    _keep(arena, decoded, emit, held, book, clock)
             if held.kept is None:
                 raise
-            raise saving.kept_alone(error, plan.step) from error
+            raise saving.kept_alone(error, decoded.step) from error
 
 
 def _keep(

@@ -64,9 +64,9 @@ def test_a_line_that_something_between_cut_is_made_again(monkeypatch: pytest.Mon
         line = PeerConnection(_packed("127.0.0.1", between.getsockname()[1]))
         _until(lambda: line.state() == LIVES and line._held)
         between.accept()[0].close()
-        _until(lambda: line.state() == LIVES and line._knocked > 0)
+        _until(lambda: line.state() == LIVES and line._reconnected > 0)
         second = between.accept()[0]
-        _until(lambda: line.state() == LIVES and line._knocked == 0)
+        _until(lambda: line.state() == LIVES and line._reconnected == 0)
         second.close()
     _until(lambda: line.state() == ENDED)
     line.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from headrace.checkpoint import Checkpointer, Keep
+from headrace.checkpoint.repository import retention
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.collect import Retention
 from headrace.dataio.store.open import open_store
@@ -57,3 +59,7 @@ def test_a_process_without_room_for_a_thread_keeps_its_old_steps_and_its_saves(
     save_two(tmp_path)
     assert caplog.text.count("can't start new thread") == 2
     assert steps_at(tmp_path) == [2, 1]
+
+
+def test_the_example_of_keep_runs() -> None:
+    assert doctest.testmod(retention).failed == 0
