@@ -94,7 +94,7 @@ class SaveExecutor:
                 self._sidecar.close()
             self._sidecar = None
 
-    def _hand_over(self, save: StagedSave) -> tuple[Sidecar | None, Staged | None]:
+    def _hand_over(self, save: StagedSave) -> tuple[Sidecar | None, StagedJob | None]:
         """(sidecar, its job). Without a job this process saves; if a sidecar is returned then, it may be saving as well."""
         if self._wanted is None:
             return None, None
@@ -146,7 +146,7 @@ class SaveExecutor:
             if not done:
                 release()
 
-    def _there(self, save: StagedSave, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
+    def _there(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
         """Wait for the daemon's job, also through restarts of the daemon; if it does not come back, save here."""
         with self._watching(save):
             return self._followed(save, sidecar, staged)
