@@ -34,17 +34,17 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.log import get_logger
 
 SAVED, NOT_SAVED = 99, 98
-"""Exit codes for a trainer that stops because it was asked to: the state is committed, or it is not and an older step will do."""
+"""Exit codes of a trainer that stops on request: the state is committed, or it is not and a restart uses an older step."""
 DEADLINE_SECONDS = 100.0
 REPORT_VARIABLE = "HEADRACE_PREEMPTION_REPORT"
 _VOTE_SECONDS = 10.0
-"""How much later than this one another rank may have come to wait for its save."""
+"""Extra seconds to wait for ranks that began to wait for their save later."""
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the last save. `seconds` from the signal; `why` when it is not committed."""
+    """The result of the last save. `seconds`: since the signal. `why`: the reason if it is not committed."""
 
     step: int
     committed: bool
@@ -54,14 +54,14 @@ class Outcome:
 
 
 class Saver(Protocol):
-    """What this room needs of a checkpointer."""
+    """What this module needs of a checkpointer."""
 
     def save(self, step: int, state: dict[str, Any], *, priority: str = "normal") -> Handle: ...
     def last_save_of(self, step: int) -> Handle | None: ...
 
 
 class Votes:
-    """One bit for each rank, and whether any rank had set it at its call before: the same answer on all."""
+    """An exchange of one bit per rank that never blocks: `any` returns, on all ranks alike, the result of the call before."""
 
     def __init__(self, world_size: int) -> None:
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
@@ -82,7 +82,7 @@ class Votes:
         return before
 
     def any_now(self, mine: bool, seconds: float) -> bool:
-        """Whether any rank says so in this very call, for which they wait for one another."""
+        """Whether any rank passes True in this call. The ranks wait for one another."""
         if self._group is None:
             return mine
         told = torch.tensor([int(mine)])
@@ -93,7 +93,7 @@ class Votes:
 
 
 class Preemption:
-    """See `Checkpointer.on_preemption`. `requested`: whether this process was asked to stop; `outcome`: what came of it."""
+    """The guard that `Checkpointer.on_preemption` returns. `outcome`: the result of the last save, once it is known."""
 
     def __init__(
         self,
@@ -119,18 +119,24 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Whether this process was asked to stop."""
+        """Whether this process has received a signal to stop."""
         return bool(self._asked)
 
     @property
     def exit_code(self) -> int:
-        """For `sys.exit`: 99 when the state is committed, 98 when it is not."""
+        """For `sys.exit`: 99 if the state is committed, 98 if not."""
         return SAVED if self.outcome is not None and self.outcome.committed else NOT_SAVED
 
     def reached(self, step: int) -> bool:
-        """Call between two steps, on all ranks: True when training should end, after the state of `step` was saved.
+        """Whether to stop training now. Call it between two steps, on all ranks. It saves the state first.
 
-        With several ranks the answer follows a signal by one call.
+        With several ranks the answer follows a signal one call later.
+
+        Args:
+            step (int): The step that was just completed.
+
+        Returns:
+            bool: True if training should end.
         """
         if self.outcome is not None and self._timer is None:
             return True
@@ -143,7 +149,7 @@ class Preemption:
         return True
 
     def close(self) -> None:
-        """Give the signals back to who had them."""
+        """Restore the previous signal handlers."""
         self._stop_timer()
         for number, previous in self._previous.items():
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
@@ -169,8 +175,10 @@ class Preemption:
             previous(number, frame)
 
     def _note_in_child(self, number: int, frame: FrameType | None) -> None:
-        """In a forked child, which cannot save: SIGTERM ends it, as its parent's `terminate()` expects; other signals are its
-        parent's to act on."""
+        """Handle a signal in a forked child, which cannot save.
+
+        SIGTERM ends the child, as its parent's `terminate()` expects. The parent handles other signals.
+        """
         previous = self._previous.get(signal.Signals(number))
         if callable(previous):
             previous(number, frame)
@@ -184,7 +192,7 @@ class Preemption:
             if not self._any_committed(handle is not None and handle.done):
                 handle = handle or self._saver.save(step, self._state(), priority="preemption")
                 handle.result(self._left)
-        except Exception as error:  # whatever it is, the loop ends and says so
+        except Exception as error:  # the loop ends in any case, and reports the error
             return Outcome(step, False, self._asked, time.monotonic() - self._since, str(error) or type(error).__name__)
         return Outcome(step, True, self._asked, time.monotonic() - self._since)
 
@@ -193,22 +201,22 @@ class Preemption:
         return max(self._deadline - (time.monotonic() - self._since), 0.0)
 
     def _earlier(self, step: int) -> Handle | None:
-        """The step's save that was begun before, once it is committed or time is over; None if it failed."""
+        """An earlier save of this step, after waiting for it; None if there is none or it failed."""
         if (handle := self._saver.last_save_of(step)) is not None:
             handle.wait(self._left)
         return self._saver.last_save_of(step)
 
     def _any_committed(self, mine: bool) -> bool:
-        """Whether any rank saw the step committed, which it then is for all."""
+        """Whether any rank saw the step committed; it is then committed for all."""
         try:
             return self._votes.any_now(mine, self._left + _VOTE_SECONDS)
-        except Exception:  # a rank that is gone changes nothing of a step that is there
+        except Exception:  # a lost rank does not change a committed step
             if not mine:
                 raise
             return True
 
     def _too_late(self) -> None:
-        if self.outcome is None:  # else a step ended just now, and what became of it is known
+        if self.outcome is None:  # otherwise a step ended just now, and its outcome is known
             self._finish(Outcome(-1, False, self._asked, self._deadline, "no step ended within the deadline"))
 
     def _stop_timer(self) -> None:

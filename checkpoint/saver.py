@@ -60,7 +60,7 @@ class Options:
     """As of `Checkpointer`."""
 
     compression: str
-    replicas: str
+    check_replicas: str
     lazy: bool
     wait: float
     staging_bytes: int | None
@@ -187,13 +187,13 @@ class Saver:
 
     def _compare_replicas(self, step: int, prepared: PreparedSave) -> tuple[str, ...]:
         """Names of replicas that differ between ranks, told where they do and on rank 0."""
-        if self._options.replicas == "trust" or self._ranks.world_size == 1:
+        if self._options.check_replicas == "off" or self._ranks.world_size == 1:
             return ()
         found = comparing.diverged(prepared, self._ranks, step)
         concerned = any(self._ranks.rank in (0, *each.ranks) for each in found)
         if concerned:
             metrics.checkpoint_replicas_diverged.inc(len(found))
-        if found and self._options.replicas == "error":
+        if found and self._options.check_replicas == "error":
             raise MismatchError(
                 f"step {step} is not saved: tensors of one name, which would be written once, differ between ranks: "
                 f"{', '.join(map(str, found[:8]))}",

@@ -34,7 +34,7 @@ from headrace.dataio.core.limits import MIB
 
 Bytes = npt.NDArray[np.uint8]
 Part = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and extent in each dimension."""
+"""A box: offset and size in each dimension."""
 
 
 def run_parts(shape: Sequence[int], start: int, stop: int) -> Iterator[Part]:
@@ -59,12 +59,12 @@ def run_parts(shape: Sequence[int], start: int, stop: int) -> Iterator[Part]:
 
 
 def overlaps(source: Box, target: Box, item_bytes: int, start: int, length: int) -> bool:
-    """Whether the `length` bytes from byte `start` of the shard `source` hold any of the shard `target`."""
+    """Whether `length` bytes from byte `start` of shard `source` hold any element of shard `target`."""
     return any(True for _ in _common(source, target, item_bytes, start, length))
 
 
 def offset_in(source: Box, target: Box, item_bytes: int, start: int, length: int) -> int | None:
-    """The byte of the shard `target` from which on it holds just the `length` bytes from byte `start` of the shard `source`.
+    """The byte offset in shard `target` at which `length` bytes from byte `start` of shard `source` lie contiguously.
 
     None when it does not hold all of them, or not as one run.
     """
@@ -80,7 +80,7 @@ def offset_in(source: Box, target: Box, item_bytes: int, start: int, length: int
 def copy_overlap(
     source: Box, target: Box, item_bytes: int, start: int, payload: memoryview, memory: memoryview | bytearray
 ) -> None:
-    """Put what `payload`, the bytes of `source` from byte `start` on, holds of `target` to its place in `memory`.
+    """Copy the part of `payload` that belongs to shard `target` into `memory`. `payload` is `source` from byte `start` on.
 
     `memory` is the whole of `target`, row-major.
     """
@@ -97,7 +97,7 @@ def copy_overlap(
 def overlap_blocks(
     source: Box, target: Box, item_bytes: int, start: int, length: int
 ) -> Iterator[tuple[int, tuple[int, ...], _Slices, _Slices]]:
-    """What a run of `source`'s bytes holds of `target`, as strided blocks.
+    """The overlap of a byte range of `source` with `target`, as strided blocks.
 
     Each: where in the run it begins, its extents (the bytes of an element last), and the part of it that goes to which part
     of the target's.
@@ -119,7 +119,7 @@ def _common(source: Box, target: Box, item_bytes: int, start: int, length: int) 
 def _walk(
     source: Box, target: Box, item_bytes: int, start: int, length: int
 ) -> Iterator[tuple[Part, tuple[_Slices, _Slices] | None]]:
-    """Every part of the run, with the slices that it has in common with the target: in itself, and in the target."""
+    """Every box of the byte range, with its overlap with the target: slices of the box, and slices of the target."""
     for at, extent in run_parts((*source.local, item_bytes), start, start + length):
         yield (at, extent), _cut((at, extent), source, target, item_bytes)
 
@@ -138,7 +138,10 @@ def _cut(part: Part, source: Box, target: Box, item_bytes: int) -> tuple[_Slices
 
 
 def coverage_error(boxes: Sequence[Box]) -> str | None:
-    """What is wrong with these shards of one tensor, or None. There is at least one box; all are of the same shape."""
+    """The first error in these shards of one tensor, as text, or None. At least one box; all of one global shape.
+
+    Boxes are sorted along one dimension after another, so a thousand shards need about a thousand comparisons.
+    """
     full = [box for box in boxes if 0 not in box.local]
     pair = _overlap(full, 0)
     if pair is not None:
@@ -163,11 +166,11 @@ def _overlap(boxes: Sequence[Box], dim: int) -> tuple[Box, Box] | None:
 
 
 Held = tuple[str, int, Sequence[int]]
-"""Name, bytes, and the ranks that hold these very bytes, ascending."""
+"""Name, size in bytes, and the ranks that hold these bytes, ascending."""
 
 
 def assign_writers(held: Iterable[Held]) -> dict[str, int]:
-    """The rank that writes each; every rank may leave out what it does not hold itself."""
+    """The rank that writes each tensor: by bytes, the largest first. A rank may leave out tensors that it does not hold."""
     groups: dict[tuple[int, ...], list[tuple[int, str]]] = defaultdict(list)
     for name, nbytes, ranks in held:
         groups[tuple(ranks)].append((-nbytes, name))
@@ -185,7 +188,7 @@ ROUND_BYTES = 32 * MIB
 
 @dataclass(frozen=True, slots=True)
 class SharedChunk:
-    """Chunk number `chunk` is read by `reader` and needed by `others` too."""
+    """Chunk number `chunk` is read by rank `reader`, and needed by the ranks `others` too."""
 
     chunk: int
     reader: int
@@ -193,14 +196,17 @@ class SharedChunk:
 
 
 def needs_bitmap(needed: Sequence[int], count: int) -> bytes:
-    """The numbers of the chunks that a rank needs, of `count`, as a bit map."""
+    """The chunks that a rank needs, of `count` chunks, as a bitmap."""
     flags = np.zeros(count, np.uint8)
     flags[list(needed)] = 1
     return np.packbits(flags).tobytes()
 
 
 def assign_readers(needs: Sequence[bytes], sizes: Sequence[int]) -> list[SharedChunk]:
-    """All chunks that more than one rank needs, in order. `needs`: every rank's bit map; `sizes`: bytes of every chunk."""
+    """All chunks that more than one rank needs, in order; the rank with the least to read so far reads the next.
+
+    `needs`: every rank's bitmap. `sizes`: bytes of every chunk.
+    """
     if not sizes:
         return []
     table: npt.NDArray[np.uint8] = np.stack([np.unpackbits(np.frombuffer(n, np.uint8))[: len(sizes)] for n in needs])
@@ -215,7 +221,7 @@ def assign_readers(needs: Sequence[bytes], sizes: Sequence[int]) -> list[SharedC
 
 
 def rounds(given: Sequence[SharedChunk], sizes: Sequence[int]) -> Iterator[list[SharedChunk]]:
-    """The chunks in turns."""
+    """The chunks in rounds of at most `ROUND_BYTES`, which bounds the memory."""
     turn: list[SharedChunk] = []
     held = 0
     for each in given:

@@ -26,12 +26,12 @@ from headrace.dataio.core.errors import CorruptionError, UnsupportedError, Usage
 
 Path = tuple[str | int, ...]
 _MANY = 20_000
-"""Of so many tensors each name is written once: as "many", with where to cut it for its path."""
+"""From so many tensors on, each name is written once, as "many", with the lengths of its path's parts."""
 
 
 @dataclass(slots=True)
 class Names:
-    """A step by DCP's names. `tensors`: the tensor's name in the manifests; `values`: others, as nodes of a tree."""
+    """A step by DCP's names. `tensors`: names in the manifests. `values`: other values, as nodes of a tree."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def is_dcp(document: object) -> bool:
 
 
 def names_of(step: Step, rank: int) -> Names:
-    """All names of a step as `rank` sees them."""
+    """The names of a step, as `rank` sees them."""
     own = rank if rank < len(step.manifests) else 0
     order = [step.manifests[own], *(m for m in step.manifests if m.rank != own)]
     found = Names()
@@ -120,7 +120,7 @@ def _of_dcp(document: Any) -> Names:
 
 
 def _of_state(document: object) -> Names:
-    """A state that a Checkpointer saved, flattened as DCP would flatten it."""
+    """A state that a Checkpointer saved, flattened in DCP's way."""
     refs: dict[int, tuple[str, torch.Tensor]] = {}
     flat, paths = flatten_state_dict(_opened(document, refs))
     found = Names(paths=dict(paths))

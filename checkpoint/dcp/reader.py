@@ -114,11 +114,11 @@ class RepositoryReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # a step alone does not name a repository: DCP cannot choose us by it
+        return False  # a step alone does not name a repository, so DCP cannot choose this reader by it
 
     # Not called "kwargs": DCP would then ask a rank that failed for metadata of its own, and leave the others waiting.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """What the step holds, as this rank sees it. The step is leased until `read_data` returns."""
+        """The step's contents as this rank sees them. The step is leased until `read_data` returns."""
         self._open.close()
         with contextlib.ExitStack() as stack:
             base = self._find(stack)
@@ -130,7 +130,7 @@ class RepositoryReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Only now DCP says which rank of its process group this is: `metadata` becomes that rank's, in place."""
+        """DCP names the rank in its process group only now: replace `metadata` by that rank's, in place."""
         rank = kwargs.get("rank")
         if rank is not None and self._given_rank is None and rank != self._rank:
             self._see(rank)
@@ -141,13 +141,13 @@ class RepositoryReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: every rank is told which step to load. Between two looks "latest" may be another one."""
+        """On the coordinator: tell every rank which step to load, because "latest" may have changed meanwhile."""
         if len(plans) == 1 and self._given_rank is None:
             self._see_alone()
         return [dataclasses.replace(plan, storage_data=self._base) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the planner asks for."""
+        """Read the requested tensors and values."""
         try:
             if isinstance(plan.storage_data, Base) and plan.storage_data != self._base:
                 self._go_over_to(plan.storage_data)
@@ -185,7 +185,7 @@ class RepositoryReader(StorageReader):
         self._saved = _all_tensors(self._opened_step, rank)
 
     def _see_alone(self) -> None:
-        """With `no_dist=True` DCP calls every process rank 0. Of a step that all ranks of the job saved, each sees its own."""
+        """With `no_dist=True` DCP calls every process rank 0: use the job's rank, if the step was saved by as many ranks."""
         job = Ranks.here(None, None)
         if job.rank == self._rank or len(self._opened_step.manifests) != job.world_size:
             return
@@ -195,7 +195,7 @@ class RepositoryReader(StorageReader):
             raise UsageError("ranks hold other tensors under the same names", hint="RepositoryReader(..., rank=)")
 
     def _go_over_to(self, base: Base) -> None:
-        """The coordinator found another step than this rank, which has planned with its own."""
+        """Switch to the coordinator's step, if it differs from the one that this rank has planned with."""
         planned = self._metadata().state_dict_metadata
         self._open.close()
         with contextlib.ExitStack() as stack:
@@ -219,7 +219,7 @@ class RepositoryReader(StorageReader):
         return found
 
     def _value(self, name: str) -> object:
-        """A value that is no tensor, with the tensors inside of it read."""
+        """A value other than a tensor. Tensors inside it are read."""
         plan, node = Fit(), self._names.values[name]
         inside = {n: (self._saved[n].dtype, self._saved[n].shape) for n in tensor_names(node) if n in self._saved}
         value = Builder(inside, plan).value(node, name)
@@ -245,14 +245,14 @@ class RepositoryReader(StorageReader):
 
 
 def _tensor_metadata(saved: Saved) -> TensorStorageMetadata:
-    """One chunk, the whole: which shards hold what is wanted is ours to find, and need not be planned."""
+    """One chunk, the whole tensor: the reader finds the shards itself, so DCP need not plan them."""
     size = torch.Size(saved.shape)
     chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
     return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, saved.dtype)), size, [chunk])
 
 
 def _all_tensors(step: Step, rank: int) -> dict[str, Saved]:
-    """As the rank sees the step, and what only other ranks have."""
+    """All tensors: as the rank sees the step, and those that only other ranks hold."""
     found: dict[str, Saved] = {}
     for manifest in step.manifests:
         for tensor in manifest.tensors:
@@ -262,7 +262,7 @@ def _all_tensors(step: Step, rank: int) -> dict[str, Saved]:
 
 
 def _pickled_here(value: object) -> io.BytesIO:
-    """What DCP's planner wants to hear: it unpickles the value that we have just decoded."""
+    """The decoded value as a pickle, because DCP's planner expects one."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

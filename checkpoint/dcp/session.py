@@ -43,13 +43,13 @@ _log = get_logger(__name__)
 _lock = threading.Lock()
 _writer, _handed_on = "", False
 _timelines: dict[tuple[str, str], int] = {}
-"""The timeline that this process saved in last."""
+"""The timeline of this process's last save."""
 _resumed: dict[tuple[str, str], tuple[Base, int]] = {}
-"""The step that the process goes on from, and the run's newest timeline when it was loaded."""
+"""The step that the process continues from, and the run's newest timeline when it was loaded."""
 
 
 class Ticket(msgspec.Struct, array_like=True, frozen=True):
-    """What the coordinator decides for one save."""
+    """The coordinator's decision for one save."""
 
     attempt: str
     timeline: int
@@ -57,7 +57,10 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
 
 
 def draw(store: Store, run: str, step: int, again: bool = False) -> Ticket:
-    """On the coordinator, once for each save. `again`: a step that this job has saved is saved once more, in a branch."""
+    """Draw the attempt of a save. Called on the coordinator, once for each save.
+
+    `again`: a step that this job has saved is saved again, in a branch.
+    """
     at = (store.location.url, run)
     with _lock:
         repository.ensure_repo(store)
@@ -76,14 +79,14 @@ def draw(store: Store, run: str, step: int, again: bool = False) -> Ticket:
 
 
 def resume(store: Store, run: str, base: Base) -> None:
-    """What the process saves from now on may go on from this step, which it has loaded."""
+    """Let later saves of this process continue from a step that it has loaded."""
     since = max(timeline.numbers(store, run), default=0)
     with _lock:
         _resumed[store.location.url, run] = base, since
 
 
 def export_session() -> Any:
-    """What a process that saves for this one must know: the argument of `adopt_session` there."""
+    """The state for a process that saves for this one: the argument of `adopt_session` there."""
     global _handed_on
     with _lock:
         _handed_on = True
@@ -91,7 +94,7 @@ def export_session() -> Any:
 
 
 def adopt_session(handed: Any) -> None:
-    """Save for the process that handed this on, as if it saved itself."""
+    """Save on behalf of the process that called `export_session`."""
     global _writer
     with _lock:
         _writer, known, timelines, resumed = handed
@@ -102,7 +105,7 @@ def adopt_session(handed: Any) -> None:
 
 
 def is_new_process() -> None:
-    """Forget everything: what was saved and resumed was another process's."""
+    """Forget everything: it belongs to the parent process."""
     global _writer, _handed_on, _lock
     _writer, _handed_on, _lock = "", False, threading.Lock()
     _timelines.clear()
@@ -121,7 +124,7 @@ os.register_at_fork(after_in_child=is_new_process)
 
 @dataclass(frozen=True, slots=True)
 class RankSave:
-    """Which step, as which attempt, and who of how many writes this. `wait`: seconds for the other ranks."""
+    """One rank's part of a save: step, attempt, rank and world size. `wait`: limit of the wait for other ranks, in seconds."""
 
     run: str
     step: int
@@ -140,7 +143,7 @@ def save_rank(
     tree: bytes,
     direct: Direct | None = None,
 ) -> None:
-    """Store the tensors; returns when the step is committed, by all ranks. `direct`: what it reaches goes by it."""
+    """Store the tensors; return once all ranks have committed the step. `direct`: moves the tensors that it can reach."""
     try:
         _commit_staged(store, share, tensors, list(specs), tree, direct)
     except BaseException as error:
@@ -149,10 +152,10 @@ def save_rank(
 
 
 def abort(store: Store, share: RankSave, error: BaseException) -> None:
-    """Let the ranks that wait for this one's manifest know that it will not come."""
+    """Abort the attempt, so that other ranks stop waiting for this rank's manifest."""
     attempt = Attempt(share.run, share.ticket.timeline, share.step, share.ticket.attempt, share.world_size)
     reason = f"rank {share.rank} failed: {error}"
-    with contextlib.suppress(Exception):  # the error that is on its way is the one to be seen
+    with contextlib.suppress(Exception):  # the first error is the one to raise
         commit.abort(store, attempt, reason)
 
 

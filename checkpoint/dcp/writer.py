@@ -44,19 +44,19 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 Key = tuple[str, tuple[int, ...]]
-"""Name and offset of a part of a tensor."""
+"""Name and offset of a shard."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Held:
-    """What a rank tells the coordinator: the parts that it holds, with their bytes."""
+    """A rank's message to the coordinator: the parts that it holds, with their sizes."""
 
     parts: tuple[tuple[Key, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Orders:
-    """What the coordinator tells a rank. `ticket` is a `Ticket`."""
+    """The coordinator's message to a rank. `ticket` is an encoded `Ticket`."""
 
     ticket: bytes
     rank: int
@@ -117,7 +117,7 @@ class RepositoryWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # a step alone does not name a repository: DCP cannot choose us by it
+        return False  # a step alone does not name a repository, so DCP cannot choose this writer by it
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -128,7 +128,7 @@ class RepositoryWriter(StorageWriter):
             raise UsageError("no step is given", hint="RepositoryWriter(url, run=..., step=...), or checkpoint_id=step")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Keep back what is this rank's own; say what it holds of the rest."""
+        """Set rank-local items aside, and list the shared parts that this rank holds."""
         if not plan.usable:
             raise _caching()
         self._paths = plan.planner_data
@@ -138,7 +138,7 @@ class RepositoryWriter(StorageWriter):
         return dataclasses.replace(plan, items=shared, storage_data=held)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: who writes what, as which attempt."""
+        """On the coordinator: assign parts to ranks and draw the attempt."""
         assert self._step is not None
         with self._store() as store:
             ticket = msgspec.msgpack.encode(session.draw(store, self._run, self._step, self._overwrite))
@@ -148,7 +148,7 @@ class RepositoryWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Carry this rank's share; returns when the step is committed, by all ranks."""
+        """Store this rank's part; return once all ranks have committed the step."""
         if getattr(planner, "_enable_plan_caching", False):
             raise _caching()
         orders: _Orders = plan.storage_data
@@ -165,7 +165,7 @@ class RepositoryWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing: the step was committed by the first rank that saw all manifests."""
+        """Does nothing: a rank committed the step in `write_data`, once all manifests were there."""
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self._url, Store):
@@ -215,7 +215,7 @@ def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
 
 
 def _spread(plans: list[SavePlan]) -> list[list[WriteItem]]:
-    """Every part to one of the ranks that hold it, by bytes; as the planner has it where a planner hides who holds what."""
+    """Assign every part to one of its holders, by bytes. If a planner hides the holders, keep the planner's assignment."""
     items = {_key(item): item for local in plans for item in local.items}
     holders: dict[Key, list[int]] = {}
     sizes: dict[Key, int] = {}
@@ -244,7 +244,7 @@ def _key(item: WriteItem) -> Key:
 
 
 def _nbytes(item: WriteItem) -> int:
-    """Of the part, not of the whole tensor."""
+    """Size of the part, not of the whole tensor."""
     data = item.tensor_data
     return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 

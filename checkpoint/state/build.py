@@ -26,7 +26,7 @@ Saved = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(slots=True)
 class Fit:
-    """What restoring will do, in this order: read `fresh`, run `checks` and `early`, read `in_place`, run `late`.
+    """The plan of a restore, in this order: read `fresh`, run `checks` and `early`, read `in_place`, run `late`.
 
     Objects that judge their own state (loaders) come early, so that their refusal leaves the modules untouched.
     `skipped`: paths that only one side has, where that was allowed. `in_place`: each with what was seen of it when it was fitted.
@@ -42,7 +42,7 @@ class Fit:
 
 
 class Builder:
-    """Makes saved values anew, with tensors that are to be read; equal references share one tensor."""
+    """Builds saved values, with new tensors that are read later. Equal references share one tensor."""
 
     def __init__(self, saved: Saved, plan: Fit) -> None:
         self._saved, self._plan = saved, plan
@@ -72,7 +72,7 @@ class Builder:
         return there
 
     def tensor(self, name: str, model: Any = None) -> Any:
-        """A tensor to be read, placed like `model` where that is given."""
+        """A new tensor, to be read later; placed like `model` if given."""
         if name not in self._made:
             dtype, shape = self.meta(name)
             if model is None:
@@ -87,7 +87,7 @@ class Builder:
             check_memory(self._bytes, "what the checkpoint holds and the state has no place for yet")
 
     def view(self, ref: ViewRef) -> Any:
-        """A view of bytes to be read."""
+        """A view of bytes that are read later."""
         dtype, shape = self.meta(ref.name)
         size = chunking.ITEM_BYTES.get(ref.dtype, 0)
         last = sum((n - 1) * step for n, step in zip(ref.shape, ref.stride, strict=False))
@@ -97,7 +97,7 @@ class Builder:
         return tensors.view_of(self.tensor(ref.name), ref.dtype, ref.shape, ref.stride, ref.offset)
 
     def assembled(self, node: PartsNode, path: str) -> Any:
-        """A tensor on parts that are to be read, and checked then before anything uses them; None for a wrapper."""
+        """A sparse tensor on parts that are read later, then checked before use. None for a wrapper subclass."""
         inner = {name: self.value(part, join(path, name)) for name, part in node.parts.items()}
         made = tensors.assemble(parts := Parts(node.kind, node.values, inner))
         if made is not None:
@@ -120,7 +120,7 @@ class Builder:
 
 
 def plain(node: object, path: str) -> object:
-    """A saved value without tensors; views and tensors without bytes stay the nodes that they are."""
+    """A saved value without tensors. Views and meta tensors stay nodes of the tree."""
     if not isinstance(node, ValueNode):
         return node
     plan = Fit()
@@ -131,11 +131,11 @@ def plain(node: object, path: str) -> object:
 
 
 def called(there: object) -> str:
-    """What a saved value is, in words."""
+    """A description of a saved value for error texts."""
     if isinstance(there, (TensorRef, ViewRef)):
         return "a tensor"
     if isinstance(there, MetaNode):
-        return "a tensor without bytes"
+        return "a meta tensor"
     if isinstance(there, PartsNode):
         return f"a tensor of kind {there.kind}"
     if isinstance(there, ValueNode):

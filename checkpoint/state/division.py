@@ -29,11 +29,11 @@ from headrace.dataio.core.errors import CapacityError, MismatchError
 from headrace.dataio.core.limits import MIB, format_bytes
 
 TABLE_BYTES = 64 * MIB
-"""The most that one rank's table may hold."""
+"""The largest table of one rank, in bytes."""
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor, or a part of one, that belongs to all ranks. `first`: the lowest rank that has it writes it."""
+    """A replicated tensor, or a shard. `first`: the lowest rank that holds it writes it."""
 
     name: str
     dtype: str
@@ -48,13 +48,12 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
 
 
 _Row = tuple[str, str, Box, bool, bool]
-"""Of a leaf: name, type, box, and whether it is replicated, and the first rank's."""
+"""Name, dtype and box of a leaf, whether it is replicated, and whether the first rank writes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """All of a state that the division of the work depends on. `table` is what the other ranks must know of it, `keys` what the
-    leaves are called there."""
+    """The part of a state that the assignment depends on. `table`: sent to the other ranks; `keys`: names of leaves there."""
 
     rows: tuple[_Row, ...]
     table: bytes
@@ -62,13 +61,13 @@ class Structure:
 
     @classmethod
     def of(cls, rows: tuple[_Row, ...]) -> Structure:
-        """`CapacityError` when there are too many for one table."""
+        """Raises `CapacityError` if the rows do not fit one table."""
         return cls(rows, _table(rows), tuple(_key(name, box) for name, _, box, _, _ in rows))
 
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """A state taken apart, on one rank."""
+    """A state on one rank, as tensors and a document."""
 
     tree: bytes
     leaves: list[Leaf]
@@ -81,7 +80,7 @@ class FlatState:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A tensor, or a part of one, of which several ranks (`holders`, ascending) have what should be the same bytes."""
+    """A tensor, or a shard, that several ranks hold (`holders`, ascending): their bytes should be equal."""
 
     key: str
     name: str
@@ -90,7 +89,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class WriteAssignment:
-    """Who writes what. `replicas` are the same list on all ranks; `digest` is that of all tables."""
+    """Which rank writes what. `replicas`: the same list on all ranks. `digest`: the digest of all tables."""
 
     owners: dict[str, int]
     replicas: tuple[Replica, ...]
@@ -99,7 +98,7 @@ class WriteAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank writes of a structure: numbers of leaves, each with the part of it, as `specs`, laid out as `layout`.
+    """What one rank writes: numbers of leaves, each with the part to write, described by `specs`, laid out as `layout`.
 
     `shared`: keys and numbers of what other ranks hold too.
     """
@@ -114,7 +113,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSave:
-    """What this rank writes: `tensors`, in the order of `specs`, to where `layout` says.
+    """What this rank writes: `tensors`, in the order of `specs`, at the offsets of `layout`.
 
     Shards that are cut in an inner dimension are there as their bands. `replicas`: the digest that all ranks must share.
     `replicated`: what several ranks hold, on whichever ranks; `shared`: those of them that are here, by key.
@@ -130,7 +129,7 @@ class PreparedSave:
 
 
 class Exchange(Protocol):
-    """What this room must know of the other ranks."""
+    """What this module needs of the ranks of the job."""
 
     @property
     def rank(self) -> int: ...
@@ -140,28 +139,27 @@ class Exchange(Protocol):
 
 
 def flatten_state(given: object, everywhere: Callable[[str], bool] = state.nowhere) -> FlatState:
-    """`given` as tensors and a document. Talks to nobody. `everywhere`: as for `flatten`."""
+    """`given` as tensors and a document. Exchanges nothing. `everywhere`: as for `flatten`."""
     flat = share(state.flatten(given, everywhere))
     return FlatState(tree.encode(flat.tree), flat.leaves)
 
 
 class SavePlanner:
-    """Prepares the saves of one trainer. What depends on the structure of the state alone is worked out once, for as long as
-    the next state's is equal to it, in all that the work is divided and laid out by."""
+    """Plans the saves of one trainer. A plan that depends only on the state's structure is reused until the structure changes."""
 
     def __init__(self) -> None:
         self._structure: Structure | None = None
         self._share: RankPlan | None = None
 
     def known(self, taken: FlatState) -> FlatState:
-        """With the structure, compared with the last one. Talks to nobody."""
+        """Add the structure, reusing that of the last save if equal. Exchanges nothing."""
         rows = taken.rows
         if self._structure is None or self._structure.rows != rows:
             self._structure = Structure.of(rows)
         return replace(taken, structure=self._structure)
 
     def prepare(self, taken: FlatState, ranks: Exchange) -> PreparedSave:
-        """This rank's share of what `known` returned; called by all ranks."""
+        """What this rank writes of a state that `known` returned. Called by all ranks."""
         structure, share = taken.structure or Structure.of(taken.rows), self._share
         division = assign_writes(tuple(ranks.gather(structure.table)))
         if share is None or share.structure is not structure or share.division is not division:
@@ -175,7 +173,7 @@ class SavePlanner:
 
 
 def expected(taken: FlatState, rank: int, world_size: int) -> Layout:
-    """Of what this rank will probably write, for making room in time: judged without asking the other ranks."""
+    """The layout of what this rank will probably write, to reserve memory early. Exchanges nothing."""
     everywhere = [leaf for leaf in taken.leaves if leaf.replicated and not leaf.local.sharded]
     sizes = (
         (x.name, chunking.nbytes(x.local.dtype, x.local.shape), (0,) if x.first else range(world_size))
@@ -199,7 +197,7 @@ def _rank_plan(structure: Structure, division: WriteAssignment, rank: int) -> Ra
 def _specs(
     rows: Sequence[_Row], mine: Sequence[int]
 ) -> tuple[tuple[tuple[int, tuple[slice, ...]], ...], tuple[TensorSpec, ...]]:
-    """What is stored of the leaves `mine`, and what each is: for a shard that is cut in an inner dimension, its bands."""
+    """The parts to store of the leaves `mine`, and their specs. A shard that is cut in an inner dimension is stored as bands."""
     parts: list[tuple[int, tuple[slice, ...]]] = []
     specs: list[TensorSpec] = []
     for number in mine:
@@ -212,7 +210,7 @@ def _specs(
 
 @functools.lru_cache(maxsize=2)
 def assign_writes(tables: tuple[bytes, ...]) -> WriteAssignment:
-    """The division that these tables lead to. The last ones are remembered: layouts rarely change."""
+    """The assignment for these tables. The last ones are cached, because layouts rarely change."""
     rows: dict[str, Row] = {}
     holders: dict[str, list[int]] = {}
     for rank, table in enumerate(tables):

@@ -20,7 +20,7 @@ from headrace.dataio.core.errors import UnsupportedError
 
 _MOST_BOXES = 16384
 _boxes: dict[tuple[object, ...], tuple[Box, bool]] = {}
-"""By shape, mesh, this rank's place in it, and placements. Several threads may write: each what any would."""
+"""Cache by shape, mesh, this rank's coordinate and placements. Threads may write concurrently: they write equal values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,14 @@ class LocalShard:
 
 
 def local_shard(tensor: DTensor, path: str) -> LocalShard:
-    """Where the local part of `tensor` lies. A rank outside of the tensor's mesh holds an empty part."""
+    """The local part of `tensor` and its box. A rank outside the tensor's mesh holds an empty part."""
     box, holds = _box(tensor, path)
     local: torch.Tensor = tensor._local_tensor.detach()
     return LocalShard(local if holds else local.new_empty(box.local), box)
 
 
 def _box(tensor: DTensor, path: str) -> tuple[Box, bool]:
-    """What the placement says, and whether this rank holds anything by it; that depends on nothing else of the tensor, and is
-    worked out once for all that are placed alike."""
+    """The box of this rank, and whether it holds any element; computed once for all DTensors with this placement."""
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     at = None if coordinate is None else tuple(coordinate)
@@ -61,7 +60,7 @@ def _box(tensor: DTensor, path: str) -> tuple[Box, bool]:
 
 
 def like(model: DTensor, dtype: torch.dtype) -> DTensor:
-    """A new DTensor with the shape and placement of `model` and elements of `dtype`, which are not set."""
+    """A new DTensor with the shape and placement of `model`, and uninitialised elements of `dtype`."""
     local = torch.empty_like(model._local_tensor, dtype=dtype, memory_format=torch.contiguous_format)
     return DTensor.from_local(
         local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
@@ -72,7 +71,7 @@ def _refuse(tensor: DTensor, path: str) -> None:
     placements = tensor.placements
     if any(placement.is_partial() for placement in placements):
         raise UnsupportedError(
-            f"{path}: the DTensor is a sum that was not formed yet ({placements})",
+            f"{path}: the DTensor is a partial sum ({placements})",
             hint="redistribute it to Shard or Replicate first",
         )
     for dim in range(tensor.ndim):

@@ -42,7 +42,7 @@ _SEQUENCES = ("namedtuple", "collections.deque")
 
 
 def fit(state: object, tree: object, saved: Saved, selection: Selection | None = None) -> Fit:
-    """Compare what is selected of `state` with a saved tree; `MismatchError` names everything that does not fit."""
+    """Compare the selected entries of `state` with a saved tree; `MismatchError` names every entry that does not fit."""
     if not isinstance(state, dict):
         raise UsageError(f"the state is a {type(state).__name__}", hint="give the dict that was saved")
     fitter = _Fitter(saved, selection or Selection())
@@ -73,7 +73,7 @@ class _Fitter:
         self.plan.problems.append(f"{path or 'the state'}: {what}")
 
     def value(self, here: Any, there: object, path: str) -> object:
-        """What the parent is to hold: `here` itself when it is changed in place or not restored."""
+        """The value for the parent to hold: `here` itself if it is changed in place or not restored."""
         if isinstance(here, dict) and isinstance(there, ValueNode) and isinstance(there.value, dict):
             there = there.value if self._holds(here) or not self._selection.everything else there  # a defaultdict
         if self._holds(here) or (isinstance(here, dict) and isinstance(there, dict) and not self._selection.everything):
@@ -103,7 +103,7 @@ class _Fitter:
         return here
 
     def _sequence_of(self, here: Any, there: ValueNode, path: str) -> object:
-        """Of a named tuple or deque."""
+        """Fit a named tuple or deque."""
         try:
             made = values.decode(there)  # its items are yet those of the tree
         except MismatchError as error:
@@ -189,7 +189,7 @@ class _Fitter:
                 self.plan.late.append(lambda: tensors.load_state(MODULE, module, loaded))
 
     def _optimizer(self, optimizer: Any, there: Any, path: str) -> object:
-        """The saved state with its tensors placed as the parameters that they belong to."""
+        """The saved state, with each tensor placed like its parameter."""
         here: Any = state_of(optimizer, path)
         try:
             sizes = [[len(group["params"]) for group in state["param_groups"]] for state in (here, there)]
@@ -262,7 +262,7 @@ class _Fitter:
                     self.plan.skipped.append(path)
 
     def _holds(self, value: object, depth: int = 0) -> bool:
-        """Whether a tensor or an object with a state is inside, so that it must be restored in place."""
+        """Whether the container holds a tensor or a stateful object, and so must be restored in place."""
         if depth > MAX_DEPTH:
             return False
         if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
@@ -289,7 +289,7 @@ MOST = 1000
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`strict`: an entry that only one side has is an error; else it is left as it is."""
+    """The entries to restore. `strict`: an entry that only one side has is an error; otherwise it is skipped."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -301,7 +301,7 @@ class Selection:
     def of(
         cls, include: str | Iterable[str] | None, exclude: str | Iterable[str], strict: bool, cast: bool
     ) -> Selection:
-        """From what a caller gives: one pattern or several."""
+        """From one pattern or several."""
         return cls(_patterns(include if include is not None else ()), _patterns(exclude), strict, cast)
 
     def takes(self, path: str) -> bool:
@@ -314,7 +314,7 @@ class Selection:
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """Patterns of `include` that no path that was asked about has matched."""
+        """Patterns of `include` that matched no path so far."""
         return tuple(pattern for pattern in self.include if pattern not in self._matched)
 
     @property

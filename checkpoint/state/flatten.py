@@ -40,7 +40,7 @@ from headrace.dataio.core.errors import UsageError
 
 
 class Leaf(msgspec.Struct, frozen=True, gc=False):
-    """One tensor of a state. `replicated`: it belongs to all ranks; `first`: and rank 0's is the one to save."""
+    """One tensor of a state. `replicated`: it belongs to all ranks. `first`: rank 0's is saved."""
 
     name: str
     local: LocalTensor
@@ -50,26 +50,26 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A state taken apart: the tree refers to the leaves by name."""
+    """A flattened state: the tree refers to the leaves by name."""
 
     tree: object
     leaves: list[Leaf]
 
 
 def is_stateful(value: object) -> bool:
-    """Whether the object saves and loads its own state."""
+    """Whether the object has `state_dict` and `load_state_dict`."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def nowhere(path: str) -> bool:
-    """No entry is said to be the same on all ranks."""
+    """The default of `everywhere`: no entry is replicated by its path."""
     return False
 
 
 def flatten(state: object, everywhere: Callable[[str], bool] = nowhere) -> Flat:
-    """Take `state`, a dict, apart. Tensors are referred to, not copied.
+    """Flatten `state`, a dict. Tensors are referenced, not copied.
 
     `everywhere`: whether the entry of this path is the same on all ranks although nothing else says so.
     """
@@ -135,7 +135,7 @@ class _Flattener:
         return PartsNode(parts.kind, parts.values, inner)
 
     def _add(self, leaf: Leaf) -> str:
-        """The name under which the tensor is saved: that of an earlier one which is the same view of the same memory."""
+        """The name under which the tensor is saved: that of an earlier leaf if it is the same view of the same memory."""
         if leaf.local.memory is not None:
             name = self._memory.setdefault((leaf.local.memory, leaf.local.box, leaf.replicated), leaf.name)
             if name != leaf.name:
@@ -145,7 +145,7 @@ class _Flattener:
 
 
 def state_of(value: Any, path: str) -> object:
-    """`value.state_dict()`, as a dict where it is a mapping of another kind."""
+    """`value.state_dict()`; another kind of mapping becomes a dict."""
     state = value.state_dict()
     if isinstance(state, Mapping):
         return _as_dict(state)
@@ -155,13 +155,13 @@ def state_of(value: Any, path: str) -> object:
 
 
 def _as_dict(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A state's outermost mapping: only what is inside of it comes back with its type."""
+    """A state's outermost mapping as a dict: only inner containers keep their type."""
     known: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
     return state if isinstance(state, dict) and type(state) in known else dict(state)
 
 
 _ALIGN = 16
-"""Bytes start at a multiple of the widest element."""
+"""Joined bytes start at a multiple of the widest element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class _Reach:
 
 
 def share(flat: Flat) -> Flat:
-    """`flat` with overlapping views joined."""
+    """`flat` with overlapping views joined into one tensor of bytes."""
     views: dict[str, ViewRef] = {}
     bases: dict[str, Leaf] = {}
     for group in _groups(flat.leaves):

@@ -29,13 +29,13 @@ from headrace.checkpoint.state.tensors import as_bits, memory_of
 BLOCKS, BLOCK_BYTES = 16, 1024
 POLICIES = ("off", "warn", "error")
 _SET = 4096
-"""Tensors whose hashes are hashed together, and exchanged together when those differ."""
+"""Tensors whose hashes are combined into one, and exchanged together if it differs."""
 _NAMED = 64
-"""Tensors that are named at most."""
+"""The most tensors that are named."""
 
 
 class Exchange(Protocol):
-    """What this room must know of the other ranks."""
+    """What this module needs of the ranks of the job."""
 
     @property
     def rank(self) -> int: ...
@@ -44,13 +44,13 @@ class Exchange(Protocol):
         ...
 
     def all(self, own: bytes) -> Sequence[bytes]:
-        """What every rank gave, by rank; the same number of bytes everywhere."""
+        """All-gather: every rank's bytes, by rank, of one length."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A tensor that is not the same on all ranks that hold it. `ranks`: those that differ from the most of them."""
+    """A tensor whose replicas differ. `ranks`: those that differ from the majority."""
 
     name: str
     ranks: tuple[int, ...]
@@ -83,7 +83,7 @@ def diverged(prepared: PreparedSave, ranks: Exchange, step: int) -> tuple[Diverg
 
 
 def sample(tensor: torch.Tensor, step: int) -> torch.Tensor:
-    """The bytes of a tensor that stand for it in this step: the same places wherever it lies and however it is strided."""
+    """The bytes to hash for this step: the same elements on any device and with any strides."""
     flat = as_bits(tensor.detach().resolve_conj().resolve_neg()).contiguous().view(-1)
     count, size = flat.numel(), flat.element_size()
     if count * size > BLOCKS * BLOCK_BYTES:
@@ -94,7 +94,7 @@ def sample(tensor: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _sets(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
-    """The tensors that the same ranks hold, in the same order on every rank, in sets of bounded size."""
+    """Tensors with the same holders, in sets of bounded size, in the same order on every rank."""
     groups: dict[tuple[int, ...], list[Replica]] = {}
     for replica in sorted(replicas, key=lambda r: (r.holders, r.key)):
         groups.setdefault(replica.holders, []).append(replica)
@@ -103,7 +103,7 @@ def _sets(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
 
 
 def _hashes(prepared: PreparedSave, step: int) -> dict[str, bytes]:
-    """Of what this rank holds. Samples on a device come to main memory in one copy."""
+    """Hashes of the replicas on this rank. The samples of a device are copied to main memory at once."""
     keys, samples = [], []
     for key, leaf in prepared.shared.items():
         keys.append(key)
@@ -127,7 +127,7 @@ def _is_mine(members: Sequence[Replica], hashes: dict[str, bytes]) -> bool:
 
 
 def _both_ways(value: bytes) -> bytes:
-    """The maxima of this are those of equal values only if the second half is still the inverse of the first."""
+    """A value and its inverse: after an all-reduce by maximum, they are still inverse only if all values were equal."""
     return value + _inverse(value)
 
 

@@ -24,14 +24,14 @@ from headrace.dataio.core.limits import MIB, format_bytes
 
 MAX_DEPTH = 64
 MAX_BYTES = 32 * MIB
-"""The most that a document may hold: half of a manifest."""
+"""The largest document: half of a manifest."""
 MAX_CONTAINERS = 8_000_000
-"""The most lists and dicts that a document may hold, which take far more memory than their bytes: a guess from above."""
+"""The most lists and dicts in a document: they take far more memory than their bytes. An upper estimate is checked."""
 _INT64 = 1 << 63
 _DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c"}
 _DICT_TYPES: dict[str, type[dict[Any, Any]]] = {"d": dict, "o": OrderedDict, "c": Counter}
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
-"""Types of values that a document holds as they are."""
+"""Types of values that a document holds unchanged."""
 _OLD_KEYS, _KEYS = (str, int), (str, int, type(None), bool, float, bytes, tuple)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -56,7 +56,7 @@ class ViewRef:
 
 @dataclass(frozen=True, slots=True)
 class MetaNode:
-    """Stands for a tensor without bytes."""
+    """Stands for a tensor on the meta device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class MetaNode:
 
 @dataclass(frozen=True, slots=True)
 class PartsNode:
-    """Stands for a tensor made of others. `kind` is coo, csr, csc, bsr, bsc, or wrapper: and a class; `values` are plain."""
+    """Stands for a composite tensor. `kind`: coo, csr, csc, bsr, bsc, or "wrapper:" and a class. `values` are plain."""
 
     kind: str
     values: object
@@ -96,7 +96,7 @@ def join(path: str, key: object) -> str:
 
 
 def encode(tree: object, *, newer: bool = False) -> bytes:
-    """msgpack of a tree of Python values and the nodes above. `newer`: only readers of manifests of version 4 know its form."""
+    """Encode a tree of Python values and nodes as msgpack. `newer`: mark it as readable from manifest version 4 on."""
     packer = _Packer()
     packed = packer.pack(tree, "", 0)
     document = NEWER_TREE + _encoder.encode(packed) if packer.newer or newer else _encoder.encode(packed)
@@ -137,7 +137,7 @@ def tensor_names(tree: object) -> Iterator[str]:
 
 
 def _containers(document: bytes) -> int:
-    """How many lists and dicts a document has at most: bytes of text and of numbers may look like the head of one."""
+    """An upper bound of the lists and dicts in a document: bytes of text or numbers may look like their headers."""
     if len(document) <= MAX_CONTAINERS:
         return 0
     data = np.frombuffer(document, np.uint8)
@@ -145,7 +145,7 @@ def _containers(document: bytes) -> int:
 
 
 class _Packer:
-    """`newer`: whether something was packed that readers of manifests up to version 3 do not know."""
+    """Packs a tree. `newer`: a packed value is unknown to readers of manifests up to version 3."""
 
     def __init__(self) -> None:
         self.newer = False
@@ -226,7 +226,7 @@ def _refused(value: object, path: str) -> UsageError:
     hint = "save tensors, numbers, text, bytes, lists, tuples, dicts, or an object with state_dict and load_state_dict"
     like = next((base.__name__ for base in (dict, list, tuple, str, int, float) if isinstance(value, base)), None)
     if isinstance(value, Enum):
-        hint = "define its class at the top of a module, where it is found by name again, or save its value"
+        hint = "define its class at module level, so that it is found by name, or save its value"
     elif like is not None:
         hint = f"it would come back as a plain {like}: save {like}(...) of it"
     return UsageError(f"{path or 'the state'}: a value of type {kind} cannot be saved", hint=hint)

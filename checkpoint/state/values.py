@@ -32,13 +32,13 @@ from headrace.checkpoint.state.tree import PLAIN, ValueNode
 from headrace.dataio.core.errors import CorruptionError, MismatchError, UnsupportedError
 
 _MAX_BITS = 14_284
-"""The most that an integer inside of such a value may have, as in Python's texts of numbers: larger ones take long to divide."""
+"""The largest integer in such a value, as Python limits number strings: larger ones take long to divide."""
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 _NUMPY_DTYPE = re.compile(r"[<>|](?:[biufc][0-9]{1,2}|[SU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
 
 
 def encode(value: Any) -> ValueNode | None:
-    """The value as a node, None when its type is not listed. What `value` of the node holds is yet to be taken."""
+    """The value as a node; None if its type is not listed. The caller encodes the node's `value` next."""
     kind = type(value)
     if kind in _HOLDERS:
         return _HOLDERS[kind](value)
@@ -61,13 +61,13 @@ def encode(value: Any) -> ValueNode | None:
 
 
 def decode(node: ValueNode) -> Any:
-    """The value of a node of which `value` was made already."""
+    """The value of a node whose `value` was decoded before."""
     if node.kind not in _MAKING:
         raise UnsupportedError(f"values of kind {node.kind!r:.60} are not known here", hint="install a newer Headrace")
     try:
         return _MAKING[node.kind](node.about, node.value)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
-        raise CorruptionError(f"a saved value of kind {node.kind} cannot be made again: {error!s:.200}") from None
+        raise CorruptionError(f"a saved value of kind {node.kind} cannot be decoded: {error!s:.200}") from None
 
 
 def _comes_back(node: ValueNode, value: Any) -> bool:
@@ -83,7 +83,7 @@ def _comes_back(node: ValueNode, value: Any) -> bool:
 
 
 def _exact(value: Any, *kinds: type) -> Any:
-    """The value, if it is of one of these types and none of their subclasses: nothing else is given to a constructor."""
+    """The value if it has exactly one of these types: no subclass is passed to a constructor."""
     if type(value) not in kinds:
         raise TypeError(f"a {type(value).__name__} instead of {' or '.join(kind.__name__ for kind in kinds)}")
     return value
@@ -111,7 +111,7 @@ def _name(kind: type) -> str:
 
 
 def _find(name: str) -> type | None:
-    """The class of this name, None when it is not loaded. Looks into namespaces only: asking for attributes could import."""
+    """The class of this name; None if it is not loaded. Reads namespaces only, because attribute access could import."""
     module, _, path = name.partition(":")
     found: object = sys.modules.get(module)
     for part in path.split("."):
