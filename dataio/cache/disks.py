@@ -39,8 +39,8 @@ _log = get_logger(__name__)
 
 
 class TierDirectory(msgspec.Struct, frozen=True):
-    """A directory for cache files, and how many bytes it may hold. With `keep`, files outlive the engine, and what an
-    earlier one left is adopted; then the directory must belong to this engine alone."""
+    """A directory for cache files and its maximum size in bytes. With `keep`, files outlive the engine and the next
+    engine adopts them; then the directory must belong to one engine."""
 
     path: Path
     budget: int
@@ -118,7 +118,7 @@ def digest(data: memoryview | bytes) -> int:
 
 
 class PersistentFile(BlockFile):
-    """A cache file with a name; `listing` is its map, open to be appended to. `digests` are those of the blocks that an
+    """A cache file with a name. `listing` is its map, open for appending; `digests` are those of the blocks that an
     earlier daemon listed."""
 
     __slots__ = ("_listing", "_path", "digests")

@@ -1,10 +1,10 @@
 """A process's connection to the sidecar: requests, answers, and the events of staged jobs.
 
 Purpose: one socket shared by all threads of the process. A background thread receives events; a thread that sends a
-request receives its answer itself. Invariants: every wait has a deadline. Received descriptors are closed unless a
-request waits for them. While a request or a job is pending, a silent daemon is asked for its status after
-`PING_SECONDS`; if it stays silent it hangs, and the connection is closed. A connection does not survive `fork`: the
-child opens its own.
+request receives its answer itself.
+Invariants: every wait has a deadline. Received descriptors are closed unless a request waits for them. While a request
+or a job is pending, a silent daemon is asked for its status after `PING_SECONDS`; if it stays silent it hangs, and the
+connection is closed. A connection does not survive `fork`: the child opens its own.
 Failure behaviour: when the connection breaks, every wait, now and later, raises `TransientError`. A staged job usually
 goes on, but this process cannot know, so it must not write to the job's arena again.
 """
@@ -473,7 +473,8 @@ def _send_all(sock: socket.socket, data: bytes, descriptors: Sequence[int], time
 SPIN_SECONDS = 100e-6
 _NEW = 1 / 8
 _MOST = 8
-"""A longer wait counts as this many times `seconds`: one slow answer ends the polling, and a few fast ones restart it."""
+"""A longer wait counts as this many times `seconds`: one slow answer ends the polling, and a few fast ones restart
+it."""
 
 
 class AdaptivePoll:

@@ -1,9 +1,10 @@
 """The daemon's clients: which may connect, what they send, and the state that the daemon keeps for each.
 
 Purpose: a thin shell around the sessions' state machines. Frames go in; instructions come out and go to the service
-that carries them out. Invariants: runs on the loop's thread and never blocks. A client's opens, held files and outbox
-are bounded, and everything it held is released when it disconnects. A client that does not read is disconnected when
-`OUTBOX_BYTES` wait for it. Descriptors that were received and not handed out are closed with the connection.
+that carries them out.
+Invariants: runs on the loop's thread and never blocks. A client's opens, held files and outbox are bounded, and
+everything it held is released when it disconnects. A client that does not read is disconnected when `OUTBOX_BYTES` wait
+for it. Descriptors that were received and not handed out are closed with the connection.
 Failure behaviour: a client that breaks a rule, or whose socket fails, loses its connection; other clients are not
 affected. When no descriptor is left for a new client, the daemon tries again a second later.
 """
@@ -54,7 +55,8 @@ _log = get_logger(__name__)
 
 
 class ConnectionManager:
-    """All connections. `most()` is their maximum number, `status()` the daemon's status; `came()` is called for each new one."""
+    """All connections. `most()` is their maximum number, `status()` the daemon's status; `came()` is called for each
+    new one."""
 
     def __init__(
         self,

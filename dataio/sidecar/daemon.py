@@ -1,8 +1,9 @@
 """The daemon: one process per node that owns the cache and the staged checkpoints, in one asyncio loop.
 
 Purpose: its life cycle, from the lock of the socket to the drain, and its status. Client requests are served by
-`connections`, `reads` and `staging`. Invariants: all state except the cache engine's belongs to the loop's thread. An
-idle daemon does not wake up (`Ticker`).
+`connections`, `reads` and `staging`.
+Invariants: all state except the cache engine's belongs to the loop's thread. An idle daemon does not wake up
+(`Ticker`).
 Failure behaviour: SIGTERM and SIGINT drain the daemon. It accepts no new clients or jobs, answers opens with
 `bypassed`, and finishes staged checkpoints within `drain_seconds`. Then `serve` returns True, or False when jobs were
 still running; those go on without the daemon.

@@ -1,10 +1,10 @@
 """Statistics of the node's training jobs and of its staged checkpoints. Sans-I/O.
 
 Purpose: goodput, data wait and save stall of each job over the last minute, and over the last ten minutes for the
-charts; and the progress of every staged checkpoint. Invariants: totals only grow, even if reports are lost, repeated or
-reordered. A process counts once, however many loaders and checkpointers it has. Jobs, processes, sources and history
-are bounded (docs/design/0003). At most `KEPT_SAVES` ended saves are remembered; a save in flight is remembered until it
-ends.
+charts; and the progress of every staged checkpoint.
+Invariants: totals only grow, even if reports are lost, repeated or reordered. A process counts once, however many
+loaders and checkpointers it has. Jobs, processes, sources and history are bounded (docs/design/0003). At most
+`KEPT_SAVES` ended saves are remembered; a save in flight is remembered until it ends.
 Failure behaviour: above a bound a job is counted as "other", and a process or source is not counted. A result without
 run or step is a save without a committed step.
 """
@@ -245,7 +245,8 @@ class JobStats:
         return found
 
     def _rename(self, process: _Process, run: str) -> None:
-        """A run's name replaces that of its process group. The group's history moves along if no other process is in it."""
+        """A run's name replaces that of its process group. The group's history moves along if no other process is in
+        it."""
         old, new = process.job, self._name(run)
         if old == new:
             return
@@ -341,7 +342,8 @@ class SaveStats:
         phase: Callable[[], str] = lambda: "running",
         trouble: Callable[[], str] = lambda: "",
     ) -> Callable[[m.JobEvent], None]:
-        """Add a save; returns the listener for its events. `phase` returns its job's state, `trouble` why it is tried again."""
+        """Add a save; returns the listener for its events. `phase` returns its job's state, `trouble` why it is tried
+        again."""
         name = "".join(c for c in about if c.isprintable())
         self._saves[token] = save = _Save(name, self._clock(), phase=phase, trouble=trouble)
         return lambda event: self._heard(save, event)

@@ -40,7 +40,8 @@ def group_of(process: int) -> str:
 
 
 class LoaderMeter:
-    """Measures one loader. The iterating thread calls `asked` when it requests a batch and `got` when it has one or fails."""
+    """Measures one loader. The iterating thread calls `asked` when it requests a batch and `got` when it has one or
+    fails."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock

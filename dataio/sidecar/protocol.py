@@ -127,7 +127,8 @@ class AskStatus(Message, frozen=True, tag="status?"):
 
 
 class Report(Message, frozen=True, tag="report"):
-    """Totals of one loader or checkpointer since it began (docs/design/0003), so a lost report does no harm. Not answered."""
+    """Totals of one loader or checkpointer since it began (docs/design/0003), so a lost report does no harm. Not
+    answered."""
 
     source: Id
     group: Name

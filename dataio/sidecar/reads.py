@@ -157,7 +157,8 @@ class ReadService:
             self._await(waiting, future)
 
     def _await(self, waiting: _Waiting, future: Future[Lease | None]) -> None:
-        """Answer when the cache has the bytes. Results are delivered together: waking the loop costs as much as an answer."""
+        """Answer when the cache has the bytes. Results are delivered together: waking the loop costs as much as an
+        answer."""
 
         def arrived(future: Future[Lease | None]) -> None:
             with self._arriving:

@@ -187,16 +187,16 @@ class Session:
     # results
 
     def opened(self, request: int, lease: Holdable | None, grown: Grown = ()) -> list[Instruction]:
-        """The ranges of this open are in the cache; with None, the cache has no room for them. `grown`: files of `told` of which
-        more is present now."""
+        """The ranges of this open are in the cache; with None, the cache has no room for them. `grown`: files of `told`
+        of which more is present now."""
         if request not in self._opens:
             return []
         have = self._opens.pop(request)
         return [Send(m.Bypassed(request))] if lease is None else self._there(request, have, lease, grown)
 
     def at_once(self, request: m.Open) -> bool:
-        """Whether an open without descriptors may be answered by `opened_at_once`. If not, `received` handles it and reports any
-        error."""
+        """Whether an open without descriptors may be answered by `opened_at_once`. If not, `received` handles it and
+        reports any error."""
         return self.state == "ready" and request.id not in self._opens and len(self._opens) < OPENS
 
     def opened_at_once(self, request: m.Open, lease: Holdable, grown: Grown = ()) -> list[Instruction]:

@@ -1,8 +1,8 @@
 """Checkpoints that clients hand over: staged, followed, shown on the status page, fetched from a buddy.
 
-Purpose: connects the sessions' state machines with the jobs. Invariants: runs on the loop's thread. Jobs belong to the
-daemon: when a client disconnects, only the jobs that were not yet acknowledged to it are withdrawn. A job's trace span
-is recorded once, when the job ends.
+Purpose: connects the sessions' state machines with the jobs.
+Invariants: runs on the loop's thread. Jobs belong to the daemon: when a client disconnects, only the jobs that were not
+yet acknowledged to it are withdrawn. A job's trace span is recorded once, when the job ends.
 Failure behaviour: a plan that is refused is answered with the error.
 """
 

@@ -38,7 +38,8 @@ _Point = tuple[float, int, Totals]
 
 
 class StatusView(Collector):
-    """Between `start` and `close` it collects log messages and serves the metrics. `figures()` returns those of the cache."""
+    """Between `start` and `close` it collects log messages and serves the metrics. `figures()` returns those of the
+    cache."""
 
     def __init__(self, figures: Callable[[], Figures], clock: Callable[[], float] = time.monotonic) -> None:
         self._figures, self._clock = figures, clock

@@ -1,5 +1,5 @@
-"""The daemon's read-only HTTP endpoint on loopback: /livez, /readyz, /metrics, /status.json, /history.json and a page at
-/.
+"""The daemon's read-only HTTP endpoint on loopback: /livez, /readyz, /metrics, /status.json, /history.json and a page
+at /.
 
 Invariants: only GET and HEAD of these paths are answered, nothing is changed by them, and nothing but loopback is
 listened on. A request whose Host is not this machine's own name is refused, so a page from elsewhere cannot read this

@@ -1,10 +1,11 @@
 """systemd's protocols: socket activation, readiness and the watchdog.
 
 Purpose: with a listening socket made by the service manager, clients that connect while the daemon starts or restarts
-wait in the kernel's queue. Invariants: descriptors are taken only when `$LISTEN_PID` is this process; if there are
-several, the one that `$LISTEN_FDNAMES` calls `sidecar` is used. The daemon calls `listen` again, so clients see its pid
-and not the manager's. Messages are sent only to `$NOTIFY_SOCKET`. The daemon's loop sends the watchdog's message at
-half the interval of `$WATCHDOG_USEC`, so a hung loop is restarted.
+wait in the kernel's queue.
+Invariants: descriptors are taken only when `$LISTEN_PID` is this process; if there are several, the one that
+`$LISTEN_FDNAMES` calls `sidecar` is used. The daemon calls `listen` again, so clients see its pid and not the
+manager's. Messages are sent only to `$NOTIFY_SOCKET`. The daemon's loop sends the watchdog's message at half the
+interval of `$WATCHDOG_USEC`, so a hung loop is restarted.
 Failure behaviour: `UsageError` for a descriptor that is not a listening Unix stream socket with a path. A notification
 that cannot be delivered is dropped.
 """

@@ -1,7 +1,12 @@
 """Decides what the node cache fetches, keeps and drops. Sans-I/O: events go in by method calls, instructions come out.
 
-`core` is the whole: `CachePlan`. `pinned` places and evicts block files, `ring` the files of single reads, `flights`
-says what is fetched for whom, `tiers` keeps the books, `files` is one file, `streams` what loaders announced.
+- `core`: `CachePlan`, which combines the others
+- `pinned`: places and evicts block files
+- `ring`: files of single reads, and `ScatteredReads`
+- `in_flight`: running fetches, and the requests and streams that they are for
+- `files`: files, tiers and their byte counts
+- `streams`: the announcements of the loaders
+- `events`: the values that go in and out
 """
 
 from headrace.dataio.cache.plan.core import CachePlan

@@ -1,20 +1,19 @@
 """The plan: bytes of immutable objects under the budgets of one or more tiers.
 
-Purpose: reads of announced stores are kept in whole blocks where there is room (`pinned`), and pass through files of
-their own where there is none, or where blocks are not worth it (`ring`, `apart`). A block that nobody announced is
-evicted when it is the least recently used.
+Purpose: reads of announced stores are kept in whole blocks if there is room (`pinned`). Otherwise, or if whole blocks
+are not worthwhile, they pass through files of their own (`ring`). Blocks of stores that no stream announced are evicted
+least recently used first.
 
-A file is only ever *dropped* (forgotten and unlinked), never punched: whoever still holds a descriptor or mapping of it
-keeps every byte it had. Such a file stays on the books until its last holder lets go. Everything in the cache has a
-copy in a store; staged checkpoints are not in it.
+A file is only *dropped* (forgotten and unlinked), never punched, so holders of a descriptor or mapping keep every byte.
+A dropped file stays accounted for until its last holder closes it. Everything in the cache has a copy in a store;
+staged checkpoints are not in it.
 
-Invariants: the bytes on the books (present, in flight, adopted, and dropped but still held) never pass the budget; a
+Invariants: the bytes accounted for (present, in flight, adopted, and dropped but still held) never pass the budget; a
 block of a live file is fetched by one instruction however many tickets want it; every ticket gets exactly one of
 `Ready`, `Bypass` and `Failed`, at once or when its last part's fetch ends; a file with a fetch in flight is not
 evicted.
-Failure behaviour: what finds no room is told to `Bypass` the cache (read the store directly), so nothing ever waits for
-room; prefetching alone waits (back-pressure). A failed fetch fails the tickets that wait for it and leaves the block
-absent.
+Failure behaviour: a request without room gets `Bypass` (read the store directly), so requests never wait for room; only
+prefetching waits (back-pressure). A failed fetch fails the tickets that wait for it and leaves the block absent.
 """
 
 from __future__ import annotations
@@ -41,13 +40,14 @@ class CachePlan:
         max_files: int = 4096,
         prefetch_parts: int = 4,
     ) -> None:
-        """`budgets` in bytes: of each tier, the fast one first."""
+        """`budgets`: bytes of each tier, fastest first."""
         self.block_bytes, self.prefetch_parts = block_bytes, prefetch_parts
-        """Prefetches in flight at once: fewer than the engine has threads, so that a fetch somebody waits for gets one."""
+        """Maximum number of prefetches in flight: less than the threads, so a fetch that a request waits for gets
+        one."""
         self.prefetch_batch = 1
-        """So many prefetches start at once, as soon as there is room for them all."""
+        """Prefetches start in batches of this size, when there is room for the whole batch."""
         self.prefetch_bytes = prefetch_parts * block_bytes
-        """Bytes that prefetches may have in flight; the engine sets it to what the store's bandwidth and latency ask for."""
+        """Maximum bytes of prefetches in flight; the engine derives it from the store's bandwidth and latency."""
         self._tiers = Tiers([budgets] if isinstance(budgets, int) else budgets, block_bytes, max_files)
         self._streams = Streams()
         self._ring = Ring(self._tiers, self._streams)
@@ -58,8 +58,8 @@ class CachePlan:
     # events
 
     def request(self, ticket: int, obj: ObjectId, ranges: Ranges, stream: int = 0) -> list[Instruction]:
-        """`ticket` (never used before) wants these ranges of `obj` in one file; `stream` is who asks, if it
-        announces."""
+        """A request, with the new number `ticket`, needs these ranges of `obj` in one file. `stream`: the announcing
+        stream, if any."""
         out: list[Instruction] = []
         self._streams.read(stream, obj, ranges)
         self._scattered_reads.read(obj, ranges)
@@ -67,7 +67,7 @@ class CachePlan:
         return out
 
     def take(self, obj: ObjectId, ranges: Ranges) -> int | None:
-        """A block file of `obj` with all of `ranges` present: held once more, as by `Ready`. The quick way for most
+        """A block file of `obj` with all of `ranges` present: held once more, as by `Ready`. The fast path of most
         reads."""
         for tier in self._tiers.all:
             file = tier.linked.get(obj)
@@ -82,7 +82,7 @@ class CachePlan:
         out: list[Instruction] = []
         for file_id, block in parts:
             file = self._tiers.files.get(file_id)
-            if file is not None and block in file.in_flight:  # else it was lost meanwhile
+            if file is not None and block in file.in_flight:  # else the file was lost meanwhile
                 self._arrived(file, block, out)
         return [*out, *self._prefetch()] if parts else out
 
@@ -107,7 +107,7 @@ class CachePlan:
         return [*out, *self._prefetch()]
 
     def lost(self, file_id: int) -> list[Instruction]:
-        """The file cannot be created or written: those who wait for it bypass, and it is dropped."""
+        """The file cannot be created or written: its waiting requests bypass the cache, and it is dropped."""
         file = self._tiers.files.get(file_id)
         if file is None or not self._tiers.live(file):
             return []
@@ -117,20 +117,20 @@ class CachePlan:
         return [*out, *(Bypass(ticket) for ticket in waiting), *self._prefetch()]
 
     def released(self, *file_ids: int) -> list[Instruction]:
-        """One hold on each, that a `Ready` had given out, ended."""
+        """One hold on each file, given out by a `Ready`, ended."""
         for file_id in file_ids:
             self._tiers.release(self._tiers.files[file_id])
         return self._prefetch()
 
     def touch(self, file_id: int) -> None:
-        """A holder read from the file without asking."""
+        """A holder read from the file without a request."""
         file = self._tiers.files.get(file_id)
         if file is not None and not file.ring and self._tiers.live(file):
             self._tiers.used_lately(file)
 
     def announce(self, stream: int, source: str, wants: Sequence[Want]) -> list[Instruction]:
-        """`stream` reads `source` to an order, and these come next, soonest first; replaces what it announced before. A
-        read may be named several times."""
+        """`stream` will read these ranges of `source` next, soonest first. Replaces its last announcement; may name a
+        read several times."""
         out: list[Instruction] = []
         self._streams.announce(stream, source, wants)
         self._pinned.announced(source)
@@ -138,12 +138,12 @@ class CachePlan:
         return [*out, *self._prefetch()]
 
     def reads_in_order(self, stream: int, source: str) -> list[Instruction]:
-        """`stream` is about to announce what it reads of `source`; known at once, since its first read may be as
-        quick."""
+        """`stream` is about to announce reads of `source`. Registered at once, since its first read may arrive
+        earlier."""
         return [] if self._streams.reads(stream, source) else self.announce(stream, source, [])
 
     def withdraw(self, stream: int) -> list[Instruction]:
-        """The stream is over: nothing is prefetched for it any more, and its store's blocks may be evicted."""
+        """The stream has ended: prefetching for it stops, and its store's blocks may be evicted."""
         out: list[Instruction] = []
         self._streams.withdraw(stream)
         self._pinned.withdrawn()
@@ -151,7 +151,7 @@ class CachePlan:
         return [*out, *self._prefetch()]
 
     def adopt(self, obj: ObjectId, blocks: Iterable[int], tier: int = 0) -> int | None:
-        """An earlier daemon left these blocks of `obj` in the tier. Returns the file's number, or None when there is no
+        """Adopt blocks of `obj` that an earlier daemon left in the tier; returns the file's number, or None without
         room."""
         place, blocks = self._tiers.all[tier], set(blocks)
         cost = sum(min(self.block_bytes, obj.size - block * self.block_bytes) for block in blocks)
@@ -165,8 +165,8 @@ class CachePlan:
         return file.id
 
     def resize(self, budgets: int | Sequence[int]) -> list[Instruction]:
-        """Other budgets. What is held or in flight above a smaller one goes as soon as it can; until then nothing
-        comes."""
+        """Set new budgets. Files above a smaller one are dropped as soon as they can be; until then nothing is
+        admitted."""
         out: list[Instruction] = []
         for tier, budget in zip(self._tiers.all, [budgets] if isinstance(budgets, int) else budgets, strict=True):
             tier.budget = budget
@@ -178,19 +178,18 @@ class CachePlan:
         return [*out, *self._prefetch()]
 
     def set_open(self, tier: int, *, open: bool) -> None:
-        """Whether the tier's disk can be written: else what is present is still served, and nothing new comes into
-        it."""
+        """Set whether the tier's disk can be written. If not, present blocks are served and no new ones admitted."""
         self._tiers.all[tier].open = open
 
     def set_prefetch_limits(self, parts: int, size: int, together: int) -> None:
-        """How many prefetches may be in flight, bytes of them, and how many start at once."""
+        """Set the maximum number of prefetches in flight, their bytes, and the batch size."""
         self.prefetch_parts, self.prefetch_bytes, self.prefetch_batch = parts, size, together
 
     # questions
 
     @property
     def used(self) -> int:
-        """Bytes on the books."""
+        """Bytes accounted for."""
         return self._tiers.used
 
     @property
@@ -204,11 +203,11 @@ class CachePlan:
 
     @property
     def ring_bytes(self) -> int:
-        """What the ring may hold."""
+        """Maximum bytes of the ring."""
         return sum(self._ring.room(tier) for tier in self._tiers.all)
 
     def tier_of(self, file_id: int) -> int | None:
-        """The file's tier; None when the file is forgotten."""
+        """The file's tier; None if the file is gone."""
         file = self._tiers.files.get(file_id)
         return file.tier if file is not None else None
 
@@ -219,8 +218,8 @@ class CachePlan:
     def grown(
         self, told: Mapping[int, Sequence[tuple[int, int]]], files: int, runs: int
     ) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Of files with the very lists that `runs` gave: up to `files` of those of which more is present, in few
-        runs."""
+        """Up to `files` files of which more is present than `told` says, in at most `runs` runs. `told` has the very
+        lists that `runs` returned."""
         out: list[tuple[int, list[tuple[int, int]]]] = []
         for id, before in told.items():
             file = self._tiers.files.get(id)
@@ -234,7 +233,7 @@ class CachePlan:
         return self._tiers.files[file_id].object
 
     def is_awaited(self, file_id: int, block: int) -> bool:
-        """Whether somebody waits for this fetch now."""
+        """Whether a request waits for this fetch now."""
         file = self._tiers.files.get(file_id)
         return file is not None and bool(file.in_flight.get(block))
 
@@ -274,7 +273,7 @@ class CachePlan:
         file = self._find(obj, ranges)
         parts = self._scattered(obj, ranges, out, stream) if file is None else {}
         missing = {(other.id, part): other for part, other in parts.items() if part not in other.present}
-        if missing:  # and then it is looked at again
+        if missing:  # the request is placed again when they have arrived
             self._in_flight.wait(number, Ticket(None, missing, obj, ranges, stream))
             return
         if parts:
@@ -296,8 +295,8 @@ class CachePlan:
         self._ring.sweep(obj, out)
 
     def _scattered(self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int) -> dict[int, CacheFile]:
-        """The files of several tiers that have, or from now on get, the blocks of `ranges`; nothing when it is one, or
-        none has room. So a block is in one tier, and a read over an edge is copied together instead of being kept
+        """The files of several tiers that hold, or now fetch, the blocks of `ranges`; empty if one tier holds all, or
+        none has room. So a block is in one tier, and a read that spans tiers is copied together instead of being stored
         twice."""
         parts = self._pinned.spread(obj, ranges) if self._streams.uses(obj.source) else {}
         lacking = blocks_of(ranges, self.block_bytes) - parts.keys()
@@ -315,7 +314,7 @@ class CachePlan:
         return parts
 
     def _find(self, obj: ObjectId, ranges: Ranges) -> CacheFile | None:
-        """The file that has or gets `ranges` already."""
+        """The file that holds or is fetching `ranges`."""
         file = self._pinned.find(obj, ranges) or self._ring.find(obj, ranges)
         if file is not None and not file.ring:
             self._tiers.used_lately(file)
@@ -324,7 +323,7 @@ class CachePlan:
     def _place(
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, asked: bool
     ) -> CacheFile | None:
-        """A file that gets `ranges`, or has them already; None when there is no room in any tier."""
+        """A file that holds `ranges` or will; None without room in any tier."""
         uses = self._streams.uses(obj.source)
         file, scattered = self._find(obj, ranges), uses and self._scattered_reads.takes(obj, ranges)
         if file is None and not scattered:
@@ -338,7 +337,7 @@ class CachePlan:
         return file
 
     def _keep(self, obj: ObjectId, block: int, out: list[Instruction], stream: int) -> None:
-        """Fetch all of a block for later, if there is room."""
+        """Fetch a whole block for later reads, if there is room."""
         ranges = ((block * self.block_bytes, 1),)
         file = None if self._pinned.find(obj, ranges) else self._pinned.admit(obj, ranges, out)
         if file is not None and block not in file.in_flight:
@@ -358,8 +357,7 @@ class CachePlan:
         out.append(Ready(ticket, file.id, file.ring))
 
     def _prefetch(self) -> list[Instruction]:
-        """Start announced fetches, the one due first before the others, while there is room in the air and in the
-        cache."""
+        """Start announced fetches, soonest due first, within the limits in flight and while there is room."""
         out: list[Instruction] = []
         flights = self._in_flight
         if flights.prefetch_parts > self.prefetch_parts - self.prefetch_batch:
@@ -372,11 +370,11 @@ class CachePlan:
         return out
 
     def _prefetch_for(self, stream: int, want: Want, out: list[Instruction]) -> bool:
-        """Start what `want` needs; False when it must wait for room."""
+        """Start the fetches that `want` needs; False if it must wait for room."""
         first_new = self._tiers.next_file
         file = self._find(want.object, want.ranges)
         if file is not None and not file.ring and not file.adopted:
-            return True  # all of it is there, or on its way
+            return True  # all present or in flight
         if file is None:
             flying = set(self._flying(want.object))
             if self._scattered(want.object, want.ranges, out, stream):
@@ -384,7 +382,7 @@ class CachePlan:
                     self._in_flight.mark_prefetch(self._tiers.files[id], number, stream)
                 return True
             file = self._place(want.object, want.ranges, out, stream, due=want.due, asked=False)
-        if file is None:  # one that will never fit is left out
+        if file is None:  # a read that will never fit is skipped
             return sum(length for _, length in want.ranges) > self._ring_for_prefetch
         if not file.ring:
             started = (file.needs(want.ranges) or set()) - file.present - file.in_flight.keys()

@@ -1,4 +1,4 @@
-"""What goes into the cache plan and what comes out of it: plain values, all immutable.
+"""The input and output values of the cache plan, all immutable.
 
 Ranges are (offset, length) in bytes of the object; they lie inside it.
 """
@@ -42,11 +42,11 @@ class Create(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring bytes [offset, offset + length) of the object into the file; answer with `fetched`, `failed` or `lost`.
+    """Fetch bytes [offset, offset + length) of the object into the file; answer with `fetched`, `failed` or `lost`.
 
-    `block` numbers the part of the file. `copies` are (file, offset, length) that other files of the cache hold already.
+    `block` numbers the part of the file. `copies` are (file, offset, length) that other cache files already hold.
     `adopted`: an earlier daemon left the block; it counts as fetched if its digest is right, and is fetched otherwise.
-    `stream`: who it is for, 0 for one that does not announce.
+    `stream`: the stream that it is for, 0 for none.
     """
 
     file: int
@@ -59,7 +59,7 @@ class Fetch:
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """Unlink the file and forget it; holders keep it. `once`: nobody was told to keep its mapping."""
+    """Unlink the file and forget it; holders keep it. `once`: no client keeps its mapping."""
 
     file: int
     once: bool = False

@@ -35,8 +35,8 @@ class ByteCounts:
 
 @dataclass(slots=True)
 class Awaited:
-    """How often a stream will still read a range of a ring file: `named` times by its newest announcement, `making`
-    times by earlier ones: a loader names a read no more as soon as its batch is in the making."""
+    """How often a stream will still read a range of a ring file: `announced` times by its newest announcement,
+    `in_progress` times by earlier ones (a loader stops announcing a read when it begins the batch)."""
 
     in_progress: int = 0
     announced: int = 0
@@ -54,8 +54,8 @@ class Awaited:
 
 @dataclass(slots=True, eq=False)
 class Readers:
-    """What one stream still wants of a ring file; `number` is its announcement that last named it, `due` when it is
-    next read."""
+    """The ranges of a ring file that one stream will still read. `number`: its announcement that last named the file;
+    `due`: the next read."""
 
     number: int = 0
     due: float = 0.0
@@ -63,13 +63,14 @@ class Readers:
 
     @property
     def next_use(self) -> float:
-        """When it is needed next: now, for a batch that is in the making."""
+        """When it is needed next; now, for a batch in progress."""
         return 0.0 if any(wanted.in_progress for wanted in self.ranges.values()) else self.due
 
 
 @dataclass(slots=True, eq=False)
 class CacheFile:
-    """One file. `in_flight` maps a part to the tickets that wait for it, `prefetched_for` to the stream it is prefetched for."""
+    """One file. `in_flight` maps a part to the tickets that wait for it, `prefetched_for` to the stream it is
+    prefetched for."""
 
     id: int
     object: ObjectId
@@ -83,9 +84,9 @@ class CacheFile:
     adopted: set[int] = field(default_factory=set)
     checking: set[int] = field(default_factory=set)
     awaited: dict[int, Readers] = field(default_factory=dict)
-    """Of a ring file: who will still read it."""
+    """The streams that will still read a ring file."""
     reused: bool = False
-    """Of a ring file: it is read more than once within what is announced, and stays in between."""
+    """A ring file that is announced more than once, and kept between its reads."""
     holds: int = 0
     bytes: int = 0
     stale: bool = False
@@ -108,7 +109,7 @@ class CacheFile:
         return sum(self.part(number)[1] for number in numbers)
 
     def needs(self, ranges: Ranges) -> set[int] | None:
-        """The parts that hold `ranges`; None when the file has no place for them all."""
+        """The parts that hold `ranges`; None if the file does not cover them."""
         if self.parts is None:
             return blocks_of(ranges, self.block_bytes)
         wanted: set[int] = set()
@@ -125,7 +126,7 @@ class CacheFile:
 
     @property
     def next_use(self) -> float:
-        """Of a ring file: when somebody reads it next; infinity when nobody does."""
+        """When a ring file is read next; infinity for never."""
         return min((readers.next_use for readers in self.awaited.values()), default=float("inf"))
 
     @property
@@ -134,7 +135,7 @@ class CacheFile:
         return len(self.present) + len(self.in_flight) == len(self.parts or ())
 
     def present_within(self, offset: int, length: int) -> list[tuple[int, int]]:
-        """What of [offset, offset + length) is present, as (offset, length)."""
+        """The present parts of [offset, offset + length), as (offset, length)."""
         numbers = self.present if self.ring else blocks_of(((offset, length),), self.block_bytes) & self.present
         out: list[tuple[int, int]] = []
         for number in numbers:
@@ -145,7 +146,7 @@ class CacheFile:
         return out
 
     def arrived(self, number: int) -> None:
-        """The part is present. Who has the list of runs keeps it as it was."""
+        """The part is present now. Lists of runs that were returned before are not changed."""
         if number in self.present:
             return
         self.present.add(number)
@@ -207,7 +208,7 @@ class Tier:
     ring: ByteCounts = field(default_factory=ByteCounts)
     linked: OrderedDict[ObjectId, CacheFile] = field(default_factory=OrderedDict)
     bytes_of: dict[str, int] = field(default_factory=dict)
-    """Of block files, by source."""
+    """Bytes of block files, by source."""
     stale_bytes: int = 0
 
     @property
@@ -220,7 +221,7 @@ class Tier:
 
 
 class Tiers:
-    """All files by number, by object and by tier."""
+    """All files, by number, object and tier."""
 
     def __init__(self, budgets: Sequence[int], block_bytes: int, max_files: int) -> None:
         self.all = [Tier(number, budget) for number, budget in enumerate(budgets)]
@@ -335,7 +336,7 @@ class Tiers:
         del self.files[file.id]
 
     def _supersede(self, obj: ObjectId, out: list[Instruction]) -> None:
-        """An older version of the object is of no use any more."""
+        """Drop older versions of the object."""
         older = self.versions.get((obj.source, obj.key), obj)
         for file in list(self.blocks(older)) if older != obj else ():
             if not file.in_flight:

@@ -1,7 +1,7 @@
-"""What is being fetched, for which tickets and for which streams.
+"""Fetches in flight, and the tickets and streams that they are for.
 
-Invariants: a part of a file is fetched by one instruction however many tickets want it; what other files of the cache
-have is copied from there. Bytes that are prefetched are counted for their stream until they land.
+Invariants: a part of a file is fetched by one instruction, however many tickets need it. Bytes that other cache files
+hold are copied from there. Prefetched bytes count for their stream until they arrive.
 Failure behaviour: a part whose fetch failed is absent again, or, where an earlier daemon left it, unchecked again.
 """
 
@@ -17,8 +17,8 @@ from headrace.dataio.cache.plan.streams import Streams
 
 @dataclass(slots=True)
 class Ticket:
-    """One request that waits for parts of files. `file` has all that it wants; without one they lie in several tiers,
-    and the request is looked at again when all are there."""
+    """A request that waits for parts of files. `file` will hold all of them; without it they are in several tiers, and
+    the request is placed again when all have arrived."""
 
     file: CacheFile | None
     missing: dict[tuple[int, int], CacheFile]
@@ -61,7 +61,7 @@ class InFlight:
         self._streams.charge(stream, cost)
 
     def fetched(self, file: CacheFile, number: int) -> list[int]:
-        """The part is there; returns the tickets that have all they want now."""
+        """The part has arrived; returns the tickets that are complete now."""
         waiting = self._landed(file, number)
         file.arrived(number)
         for ticket in waiting:
@@ -69,7 +69,7 @@ class InFlight:
         return [ticket for ticket in waiting if not self.tickets[ticket].missing]
 
     def failed(self, file: CacheFile, number: int) -> list[int]:
-        """Its bytes did not come; returns the tickets that wait for them, which are forgotten."""
+        """The fetch failed; removes and returns the tickets that wait for it."""
         checking = number in file.checking
         waiting = self._landed(file, number)
         if checking:
@@ -81,7 +81,7 @@ class InFlight:
         return waiting
 
     def lost(self, file: CacheFile) -> list[int]:
-        """Nothing more will come into the file; returns the tickets that waited for some of it."""
+        """The file cannot be written; removes and returns the tickets that wait for parts of it."""
         waiting = sorted({ticket for tickets in file.in_flight.values() for ticket in tickets})
         for number in list(file.in_flight):
             checking = number in file.checking
@@ -93,7 +93,7 @@ class InFlight:
         return waiting
 
     def _copies(self, file: CacheFile, offset: int, length: int) -> tuple[tuple[int, int, int], ...]:
-        """What other files have of a part: sorted and disjoint."""
+        """The byte ranges of a part that other files hold, sorted and disjoint."""
         others = [*self._tiers.blocks(file.object), *(self._tiers.rings.get(file.object, ()) if file.ring else ())]
         found = sorted(
             (at, size, other.id)

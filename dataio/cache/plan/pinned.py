@@ -1,12 +1,12 @@
-"""Where blocks stay: which tier takes an object's blocks, and what must go for them.
+"""Block files: which tier takes an object's blocks, and which files are evicted for them.
 
-Purpose: blocks of a store that a loader announced come first into the fastest tier that has room, and are not evicted
-while it is read. Where every sample is read once an epoch no policy hits more often than that: the hit rate is the
-share that is kept. What nobody announces is evicted least recently used first, by whole file, from the slowest tier
-before the others.
-Invariants: a file with a fetch in flight is not evicted; what has been dropped and is still held counts as used, but as
-good as gone when victims are chosen, or one stubborn holder would empty the cache.
-Failure behaviour: None where there is no room; nothing waits.
+Purpose: blocks of a store that a loader announced go into the fastest tier with room, and are not evicted while the
+loader reads the store. If every sample is read once an epoch no policy has a higher hit rate: it is the share of the
+data that is kept. Blocks of other stores are evicted least recently used first, by whole file, from the slowest tier
+first.
+Invariants: a file with a fetch in flight is not evicted. A dropped file that is still held counts as used, but as gone
+when victims are chosen; otherwise one holder that keeps files open could empty the cache.
+Failure behaviour: None without room; nothing waits.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ class Pinned:
 
     def __init__(self, tiers: Tiers, ring: Ring, streams: Streams) -> None:
         self._tiers, self._ring, self._streams = tiers, ring, streams
-        self._ordered: set[str] = set()  # sources that were announced and have blocks here
+        self._ordered: set[str] = set()  # announced sources with blocks here
 
     def announced(self, source: str) -> None:
         self._ordered.add(source)
 
     def withdrawn(self) -> None:
-        """Forget the sources that nobody reads any more, and of which nothing is left."""
+        """Forget the sources that no stream reads and that have no blocks left."""
         self._ordered = {s for s in self._ordered if self._tiers.source_bytes(s) or self._streams.uses(s)}
 
     def find(self, obj: ObjectId, ranges: Ranges) -> CacheFile | None:
         """A file of the object that needs no more room for `ranges`."""
         needed = blocks_of(ranges, self._tiers.block_bytes)
-        for file in self._tiers.blocks(
-            obj
-        ):  # no unions of sets: this is done for every read that is announced, again and again
+        for file in self._tiers.blocks(obj):  # no set unions: this runs for every announced read
             lacking = needed - file.present
             if lacking and self._tiers.all[file.tier].open:
                 lacking -= file.adopted
@@ -45,8 +43,7 @@ class Pinned:
         return None
 
     def spread(self, obj: ObjectId, ranges: Ranges) -> dict[int, CacheFile]:
-        """Which tier's file has each block of `ranges` that any has or gets; nothing where the object lies in one
-        tier."""
+        """The file that holds or fetches each block of `ranges`; empty if the object is in one tier."""
         files = list(self._tiers.blocks(obj))
         if len(self._tiers.all) < 2 or not files:
             return {}
@@ -67,11 +64,11 @@ class Pinned:
         return self._first(tiers[::-1], obj, ranges, out, evict=True)
 
     def limit(self, tier: Tier) -> int:
-        """What the tier may hold of blocks."""
+        """Maximum bytes of blocks in the tier."""
         return tier.budget - self._ring.room(tier)
 
     def slack(self, tier: Tier) -> int:
-        """Evict this much ahead, so that holders have time to let go before the room is needed."""
+        """Bytes to evict in advance, so holders have time to close files before the room is needed."""
         return tier.budget // 16
 
     def _first(
@@ -82,13 +79,13 @@ class Pinned:
             if file is not None:
                 return file
             if tier.pinned.dropped and not self._crowded(tier, 0, new_file=False):
-                evict = False  # there is room as soon as holders let go: the next tier need not be emptied for it
+                evict = False  # room appears as holders close files: do not evict from the next tier for it
         return None
 
     def _into(
         self, tier: Tier, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, evict: bool
     ) -> CacheFile | None:
-        """Evicts others first, then, where nobody announced the store, the object's own old file."""
+        """Evicts other files first, then the object's own old file if no stream announced the store."""
         file = tier.linked.get(obj)
         blank = file or CacheFile(0, obj, tier.number, tier.pinned, self._tiers.block_bytes)
         wanted = blank.needs(ranges) or set()
@@ -113,7 +110,7 @@ class Pinned:
         return tier.pinned.used + cost <= self.limit(tier) and tier.used + cost <= tier.budget
 
     def _make_room(self, tier: Tier, need: int, keep: ObjectId, out: list[Instruction]) -> None:
-        """Evict until `need` bytes fit with some slack, if that much may go."""
+        """Evict until `need` bytes fit with some slack, if enough may be evicted."""
         new_file = keep not in tier.linked
         if not self._crowded(tier, need, new_file) or not self._evictable(tier, keep.source):
             return
@@ -131,12 +128,12 @@ class Pinned:
         return not file.in_flight and (file.stale or not self._protected(file.object.source, new))
 
     def _protected(self, source: str, new: str) -> bool:
-        """Whether blocks of `source` stay when something of the store `new` comes: while a loader announces it, and,
-        when it has stopped (its trainer starts again, as a rule), against reads of the store itself."""
+        """Whether blocks of `source` are protected from reads of the store `new`: while a loader announces `source`,
+        and afterwards from reads of the same store, since the trainer usually restarts."""
         return self._streams.uses(source) or (source == new and source in self._ordered)
 
     def _evictable(self, tier: Tier, new: str) -> bool:
-        """Whether anything may be evicted: or every read of a full cache would look through all its files."""
+        """Whether anything may be evicted; saves each read of a full cache a search through all files."""
         return bool(tier.stale_bytes) or any(
             total for source, total in tier.bytes_of.items() if not self._protected(source, new)
         )

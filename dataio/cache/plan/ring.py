@@ -15,8 +15,8 @@ advance.
 Invariants: reads that are named once have `base` bytes. Reads that are named again use the ring's `reserve` in
 addition, which grows in steps of a sixteenth of the budget to less than half of it, at the cost of blocks.
 `ScatteredReads` counts at most `KNOWN` blocks and `STORES` stores, and forgets the oldest first. Sans-I/O.
-Failure behaviour: None when there is no room. An unread file is given up when room is short and the last `MISSED_ANNOUNCEMENTS`
-announcements of its stream did not name it.
+Failure behaviour: None when there is no room. An unread file is given up when room is short and the last
+`MISSED_ANNOUNCEMENTS` announcements of its stream did not name it.
 
 Belady: "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5 (2), 1966.
 """
@@ -36,7 +36,7 @@ BLOCKS = 4
 STEPS = 16
 """The reserve grows by this part of its tier's budget."""
 MISSED_ANNOUNCEMENTS = 4
-"""A read that so many announcements no longer named, and that was not read, will not be."""
+"""An unread file that this many announcements did not name is given up."""
 
 
 class Ring:
@@ -47,21 +47,21 @@ class Ring:
         self._reused: dict[int, CacheFile] = {}
         self.reserve = 0
 
-    # how much
+    # sizes
 
     @property
     def tier(self) -> Tier | None:
-        """Where it is: in the fastest tier whose disk is well."""
+        """The ring's tier: the fastest whose disk works."""
         return next(iter(self._tiers.open), None)
 
     def base(self, tier: Tier) -> int:
-        """What reads that come once may have of the tier."""
+        """Bytes of the tier for reads that are announced once."""
         if not self._streams or tier is not self.tier:
             return 0
         return min(tier.budget // 2, max(self._tiers.budget // SHARE, BLOCKS * self._tiers.block_bytes))
 
     def room(self, tier: Tier) -> int:
-        """What the ring may have of the tier."""
+        """Maximum bytes of the ring in the tier."""
         base = self.base(tier)
         return base + min(self.reserve, tier.budget // 2 - base) if base else 0
 
@@ -79,7 +79,7 @@ class Ring:
     def open(
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, due: float, asked: bool
     ) -> CacheFile | None:
-        """A new file for this read, which is due then. Prefetching leaves a quarter to reads that are `asked` for
+        """A new file for this read, due at `due`. Prefetches leave a quarter of the ring to reads that are `asked` for
         now."""
         tier = self.tier
         parts = extents_of(ranges, self._tiers.block_bytes)
@@ -99,9 +99,8 @@ class Ring:
         return tier.ring.used - reused + cost > limit
 
     def _make_room(self, tier: Tier, cost: int, limit: int, due: float, out: list[Instruction]) -> None:
-        """Drop reads that were announced, and then neither announced again nor read; then those that come again, but
-        later than this one; and, where there are more blocks than there may be since somebody announces, some of
-        these."""
+        """Make room, in this order: drop files that are neither announced any more nor read; drop reused files whose
+        next read is later than this one; drop blocks above their limit."""
         if self._over(tier, cost, limit):
             for file in list(self._tiers.ring_files.values()):
                 if not file.in_flight and all(self._given_up(stream, r.number) for stream, r in file.awaited.items()):
@@ -126,10 +125,10 @@ class Ring:
         now = self._streams.announced(stream)
         return not now or now - number >= MISSED_ANNOUNCEMENTS
 
-    # who awaits what
+    # which streams wait for which files
 
     def announced(self, stream: int, out: list[Instruction]) -> None:
-        """The stream has announced anew: see which files it names, how often, and which no more."""
+        """The stream has a new announcement: count how often it names each file."""
         number = self._streams.announced(stream)
         if not self._tiers.ring_files:
             return
@@ -151,8 +150,8 @@ class Ring:
             self._keep(file)
 
     def asked(self, file: CacheFile, stream: int, ranges: Ranges) -> None:
-        """The file is made for a read that the stream asks for now. Named once, that may be this read, by an
-        announcement that the next one is about to replace; named more often, it comes again, and stays."""
+        """The file was made for a read that the stream requests now. If the announcement names it once, that may be
+        this read; if it names it more often, the file is kept for the next one."""
         if self._streams.times(stream, file.object, ranges) > 1:
             self.fetching(file, stream, ranges, self._streams.due(stream, file.object, ranges))
 
@@ -170,7 +169,7 @@ class Ring:
                 del file.awaited[stream]
 
     def withdrawn(self, stream: int, out: list[Instruction]) -> None:
-        """The stream is over."""
+        """The stream has ended."""
         for file in list(self._tiers.ring_files.values()):
             if file.awaited.pop(stream, None) is not None and self._tiers.live(file):
                 self.sweep(file.object, out)
@@ -178,7 +177,7 @@ class Ring:
             self.reserve = 0
 
     def sweep(self, obj: ObjectId, out: list[Instruction]) -> None:
-        """Drop this object's files that nobody awaits, and those with a hole, which serve nobody."""
+        """Drop this object's files that no stream waits for, and incomplete ones, which are useless."""
         for file in list(self._tiers.rings.get(obj, ())):
             if not file.in_flight and (not file.awaited or not file.whole):
                 self._tiers.drop(file, out)
@@ -201,7 +200,7 @@ class Ring:
             self._shrink_blocks(tier, out)
 
     def _keep(self, file: CacheFile) -> None:
-        """It comes again: it counts for the reserve, which grows where it must."""
+        """The file is read again: it counts for the reserve, which grows if necessary."""
         file.reused = True
         self._reused[file.id] = file
         step = max(1, self._tiers.all[file.tier].budget // STEPS)
@@ -209,7 +208,7 @@ class Ring:
 
 
 def _renew(readers: Readers, due: float) -> None:
-    """What was named until now is in the making, unless it is named again."""
+    """Reads that were announced until now count as in progress, unless they are announced again."""
     readers.due = due
     for entry in readers.ranges.values():
         entry.in_progress, entry.announced = entry.in_progress + entry.announced, 0
@@ -220,7 +219,7 @@ KNOWN, STORES = 1 << 14, 1 << 10
 
 
 class ScatteredReads:
-    """What is known of the reads of all stores."""
+    """Decides, for each store, whether reads skip their blocks."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -228,21 +227,21 @@ class ScatteredReads:
         self._counted: OrderedDict[tuple[ObjectId, int], int] = OrderedDict()
 
     def read(self, obj: ObjectId, ranges: Ranges) -> None:
-        """Somebody reads this now: all of it belongs to one sample."""
+        """Observe a read; its ranges belong to one sample."""
         if obj.source not in self._with_holes and self._has_hole(ranges):
             self._with_holes[obj.source] = None
             if len(self._with_holes) > STORES:
                 self._with_holes.popitem(last=False)
 
     def takes(self, obj: ObjectId, ranges: Ranges) -> bool:
-        """Whether these ranges had better come without the rest of their blocks."""
+        """Whether these ranges should be fetched without the rest of their blocks."""
         if obj.source not in self._with_holes:
             return False
         size = len(blocks_of(ranges, self._block_bytes)) * self._block_bytes
         return 2 * sum(length for _, length in ranges) <= size
 
     def took(self, obj: ObjectId, ranges: Ranges) -> Iterator[int]:
-        """They go so; the blocks that are worth keeping now."""
+        """Count ranges that were fetched without their blocks; yields the blocks that are worth keeping now."""
         for offset, length in ranges:
             for block in blocks_of(((offset, length),), self._block_bytes):
                 first = block * self._block_bytes

@@ -1,10 +1,10 @@
-"""What the loaders of the node announced: whose read is prefetched next, and which stores are in use.
+"""Announcements of the node's loaders: which read is prefetched next, and which stores are in use.
 
-Invariants: the read that is due first is next; a stream that has more than its fair share of the bytes in flight waits
+Invariants: the read that is due first is next. A stream with more than its fair share of the bytes in flight waits
 while another has something to fetch, so no job starves another. Reads of one stream keep their order. An announcement
-that goes on where the last one was (the same `Want` objects, without some of the first and with more at the end) costs
-what is new in it, and leaves what announcing all of it anew would leave. Sans-I/O, bounded: a stream has at most the
-wants of one announcement.
+that continues the last one (the same `Want` objects, without some of the first and with more at the end) costs only its
+new part, and has the same result as announcing all of it anew. Sans-I/O, bounded: a stream has at most the wants of one
+announcement.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Read = tuple[ObjectId, Ranges]
 
 @dataclass(eq=False)
 class Stream:
-    """One loader. `in_flight_bytes` counts bytes that are being prefetched for it, `number` its announcements; `named` is the
-    newest, and `placed` what of it was looked at already: an announcement repeats most of the last one."""
+    """One loader. `in_flight_bytes` counts bytes that are being prefetched for it, `number` its announcements; `named`
+    is the newest, and `placed` what of it was looked at already: an announcement repeats most of the last one."""
 
     source: str
     wants: deque[Want] = field(default_factory=deque)
@@ -32,9 +32,9 @@ class Stream:
     named: Sequence[Want] = ()
     placed: set[Read] = field(default_factory=set)
     times: Counter[Read] = field(default_factory=Counter)
-    """How often the newest announcement names a read."""
+    """How often the newest announcement names each read."""
     reread: set[Read] = field(default_factory=set)
-    """Reads that were looked at, and then read: one that is named still, or again, is looked at again."""
+    """Reads that were placed and then read; one that is still or again announced is placed again."""
 
     @cached_property
     def due(self) -> dict[Read, float]:
@@ -63,7 +63,7 @@ class Stream:
         self.wants = deque(want for want, read in zip(wants, reads, strict=True) if read not in self.placed)
 
     def _go_on(self, gone: int, wants: Sequence[Want]) -> None:
-        """The first `gone` of the wants are named no more, and others come after the rest."""
+        """Drop the first `gone` wants, and append the new ones."""
         more, twice = wants[len(self.named) - gone :], len(self.times) < len(self.named)
         reads = [(want.object, want.ranges) for want in more]
         self.times.update(reads)
@@ -96,7 +96,7 @@ class Streams:
         return len(self._streams)
 
     def uses(self, source: str) -> bool:
-        """Whether somebody reads this store to an announced order."""
+        """Whether a stream announces reads of this store."""
         return source in self._sources
 
     def reads(self, number: int, source: str) -> bool:
@@ -124,7 +124,7 @@ class Streams:
         return self._streams[number].named
 
     def read(self, number: int, obj: ObjectId, ranges: Ranges) -> None:
-        """The stream reads this now: when it is named once more, it is looked at once more."""
+        """The stream reads this now; if it is announced again, it is placed again."""
         stream = self._streams.get(number)
         if stream is not None:
             stream.read((obj, ranges))
@@ -140,7 +140,7 @@ class Streams:
         return stream.due.get((obj, ranges), float("inf")) if stream is not None else float("inf")
 
     def withdraw(self, number: int) -> None:
-        """The stream is over."""
+        """The stream has ended."""
         stream = self._streams.pop(number, None)
         if stream is None:
             return
@@ -172,12 +172,13 @@ class Streams:
             self._streams[number].in_flight_bytes += cost
 
     def waiting(self) -> int:
-        """Wants not looked at yet."""
+        """Number of wants that are not placed yet."""
         return sum(len(stream.wants) for stream in self._streams.values())
 
 
 def continued(old: Sequence[Want], new: Sequence[Want]) -> int | None:
-    """How many of the first of `old` are missing in `new`, which then goes on with the very same others; else None."""
+    """How many items at the start of `old` are missing in `new`, if `new` continues with the same objects; else
+    None."""
     if not old or not new:
         return None
     gone = next((place for place, want in enumerate(old) if want is new[0]), None)

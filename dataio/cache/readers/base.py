@@ -20,11 +20,11 @@ from headrace.dataio.core import limits
 from headrace.dataio.store.base import Store
 
 GAP_BYTES = 4096
-"""Bytes between two members (a tar header) that are read along, rather than asking once more."""
+"""Maximum gap between two ranges (a tar header) that are read with one request."""
 LARGE = 1 << 16
-"""From so many bytes on, copying takes longer than letting other threads go on."""
+"""Copies of at least this size release the interpreter's lock."""
 Read = tuple[str, Sequence[tuple[int, memoryview]]]
-"""An object's key, and (offset, buffer) for what is wanted of it."""
+"""An object's key, and an (offset, buffer) for each range to read."""
 
 
 class ShardReader(Protocol):
@@ -42,48 +42,51 @@ class ShardReader(Protocol):
         ...
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Fill the pieces of every (key, pieces), as `read_into` does, and yield after each. They are some tens: all
-        may be prepared before the first is read."""
+        """Fill the pieces of every (key, pieces), as `read_into` does, and yield after each. For some tens of reads:
+        all may be prepared before the first is read."""
         ...
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
-        """Say which (key, offset, length) will be read next, soonest first; a hint that costs nothing to ignore."""
+        """Name the (key, offset, length) that will be read next, soonest first. A hint that a reader may ignore."""
         ...
 
     def close(self) -> None: ...
 
 
 def one_by_one(reader: ShardReader, reads: Sequence[Read]) -> Iterator[None]:
-    """`read_each` of a reader that knows nothing better."""
+    """The simplest `read_each`: one `read_into` after the other."""
     for key, pieces in reads:
         reader.read_into(key, pieces)
         yield
 
 
 def copy_into(reader: ShardReader, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
-    """`read_into` of a reader that has the bytes in memory anyhow."""
+    """The `read_into` of a reader whose bytes are in memory."""
     views = reader.read(key, [(offset, len(buffer)) for offset, buffer in pieces])
     for (_, buffer), view in zip(pieces, views, strict=True):
         if len(view) < LARGE:
             buffer[:] = view
-        else:  # other threads go on meanwhile
+        else:  # releases the interpreter's lock
             np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(view, np.uint8))
 
 
 REUSED_BYTES = 64 * limits.MIB
-"""What a thread needs more than this for is not kept for its next read."""
+"""A larger block is not kept for the next read."""
 _GRAIN = 1 << 16
 
 
 class ThreadBuffer(threading.local):
-    """This thread's memory for reads, lent to one at a time."""
+    """A thread's memory for reads, reused for each. New memory would cost a page fault for every 4 KiB.
+
+    Memory that was handed out is not reused while anything refers to it; the next read then gets new memory.
+    """
 
     def __init__(self) -> None:
         self._block = np.empty(0, np.uint8)
         self._lent: weakref.ref[np.ndarray] | None = None
 
     def allocate(self, size: int) -> memoryview:
-        """`size` writable bytes, which nothing else refers to for as long as anything refers to them."""
+        """`size` writable bytes. They are not reused while anything refers to them."""
         if size > REUSED_BYTES:
             return np.empty(size, np.uint8).data
         if size > len(self._block) or (self._lent is not None and self._lent() is not None):
@@ -102,7 +105,8 @@ class ThreadBuffer(threading.local):
 
 
 def open_local_reader(store: Store) -> ShardReader:
-    """A reader of `store` for this process alone. Each of the two is imported where it is needed."""
+    """A reader of `store` without the sidecar: local files are read directly; other objects through a cache in this
+    process."""
     if not _has_files(store):
         from headrace.dataio.cache.readers.bypass import BypassReader
 
@@ -119,7 +123,7 @@ def _cached(store: Store) -> ShardReader:
 
 
 def _has_files(store: Store) -> bool:
-    """Whether some of its objects may be files: it is a directory, or one is mounted in it."""
+    """Whether some objects may be local files: the store is a directory, or one is mounted in it."""
     location = store.location
     mounted = location.options.get("mounts")
     urls = (

@@ -1,12 +1,12 @@
-"""What is wanted first, straight from the store, before the cache behind it is even made.
+"""Reads the first batch directly from the store, bypassing the cache.
 
-Purpose: a cache fetches blocks, which pays off over an epoch; whoever waits for the first batch of small samples would
-wait for blocks that hold mostly other samples.
-Invariants: the bytes are the same. Only what the first announcement names is fetched so, side by side, in `PARALLEL`
-requests and `MAX_BYTES` at most, and only where that is less than half of what blocks would be; from the second
-announcement on everything goes through the `other` reader, which is made then, or when anything else is read. What came
-by itself and is large enough for a request more is not read once more with its block: that reader's store has it.
-Failure behaviour: what could not be fetched so is asked of the other reader, whose errors pass through.
+Purpose: a cache fetches whole blocks, which pays off over an epoch. But the first batch of small samples would wait for
+blocks that hold mostly other samples.
+Invariants: the bytes are the same. Only ranges of the first announcement are fetched this way, with `PARALLEL`
+concurrent requests and at most `MAX_BYTES`, and only if that is less than half of their blocks. From the second
+announcement on, all reads use the fallback reader, which is made then or at the first other read. Ranges that were
+fetched directly and are large enough are not fetched again with their blocks: `PartlyFetchedStore` supplies them.
+Failure behaviour: a range that could not be fetched is read through the fallback reader, whose errors pass through.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from headrace.dataio.store.wrappers import Wrapper
 
 PARALLEL = 8
 MAX_BYTES = 4 * limits.CACHE_BLOCK_BYTES
-"""These bytes are in memory until their blocks are read, or the reader is closed."""
+"""Kept in memory until their blocks are read or the reader is closed."""
 MIN_PART_BYTES = 128 << 10
-"""To leave out less than this in the middle of a block costs more than it saves: one request more."""
+"""Skipping a smaller part of a block costs more than it saves: one more request."""
 WAIT_SECONDS = 300.0
 
 Range = tuple[str, int, int]
@@ -36,8 +36,7 @@ _Pending = dict[str, list[tuple[int, int, "Future[memoryview]"]]]
 
 
 def is_worthwhile(upcoming: Sequence[Range], block: int = limits.CACHE_BLOCK_BYTES) -> bool:
-    """Whether these ranges come sooner by themselves than the blocks that hold them: they are few, and little of those.
-    Pure."""
+    """Whether these ranges arrive sooner than their blocks: they are few, and a small part of the blocks. Pure."""
     if not upcoming or any(length <= 0 for _, _, length in upcoming):
         return False
     blocks = {
@@ -50,15 +49,15 @@ def is_worthwhile(upcoming: Sequence[Range], block: int = limits.CACHE_BLOCK_BYT
 
 
 class PartlyFetchedStore(Wrapper):
-    """`inner`, where some bytes are in memory already: reading a block by pieces asks for the others, and then forgets
-    them."""
+    """`inner` with some bytes in memory already: reading a block by pieces requests only the others, then drops those
+    in memory."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self._lock, self._parts = threading.Lock(), dict[str, list[tuple[int, memoryview]]]()
 
     def add(self, key: str, offset: int, part: memoryview) -> None:
-        """The object has this there."""
+        """Add bytes of an object that are in memory."""
         if len(part) >= MIN_PART_BYTES:
             with self._lock:
                 self._parts.setdefault(key, []).append((offset, part))
@@ -85,8 +84,8 @@ class PartlyFetchedStore(Wrapper):
         self.inner.get_pieces(key, offset, buffer, take)
 
     def _take(self, key: str, first: int, end: int) -> list[tuple[int, memoryview]]:
-        """What is there of [first, end): sorted and disjoint. Of what lies over an edge the rest stays for the next
-        block."""
+        """Remove and return the parts of [first, end), sorted and disjoint. The rest of a part that crosses an edge
+        stays."""
         if key not in self._parts:
             return []
         found, left, at = list[tuple[int, memoryview]](), list[tuple[int, memoryview]](), first
@@ -106,12 +105,12 @@ class PartlyFetchedStore(Wrapper):
 
 
 class _AgainError(Exception):
-    """A store began a read anew: whoever takes pieces is then given all of them from the first one."""
+    """The store restarted a read: all pieces are delivered again from the first one."""
 
 
 class BypassReader:
-    """A `ShardReader` of `store`, which is the one that `make` gives but for the beginning. Closing it closes that
-    one."""
+    """A `ShardReader` of `store` that reads the first batch directly, and the rest through the reader that `make`
+    returns. Closing it closes that reader."""
 
     def __init__(self, store: Store, make: Callable[[Store], ShardReader]) -> None:
         self._store, self._make = PartlyFetchedStore(store), make
@@ -122,7 +121,7 @@ class BypassReader:
 
     def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""
-        views = [self._there(key, offset, length) for offset, length in ranges] if key in self._pending else [None]
+        views = [self._fetched(key, offset, length) for offset, length in ranges] if key in self._pending else [None]
         there = [view for view in views if view is not None]
         return there if len(there) == len(ranges) else self._fallback().read(key, ranges)
 
@@ -140,7 +139,7 @@ class BypassReader:
         return self._fallback().read_each(reads)
 
     def announce(self, upcoming: Sequence[Range]) -> None:
-        """Fetch what is read first; have the other reader prefetch what comes later."""
+        """Fetch the first announcement directly; pass later ones to the fallback reader."""
         first, self._begun = not self._begun, True
         if first and self._other is None and is_worthwhile(upcoming):
             self._fetch(upcoming)
@@ -167,8 +166,8 @@ class BypassReader:
         self._store.get_ranges_into(key, [(offset, buffer)])
         return buffer.toreadonly()
 
-    def _there(self, key: str, offset: int, length: int) -> memoryview | None:
-        """A range of what was fetched, once it is there."""
+    def _fetched(self, key: str, offset: int, length: int) -> memoryview | None:
+        """A range that was fetched directly, once it has arrived; None if it was not."""
         for first, end, future in self._pending.get(key, ()):
             if first <= offset and offset + length <= end:
                 with contextlib.suppress(HeadraceError, TimeoutError, CancelledError):
@@ -176,7 +175,7 @@ class BypassReader:
         return None
 
     def _release(self) -> None:
-        """What is not there by now is not waited for; what is, its blocks are put together of."""
+        """Cancel direct fetches that have not arrived; the others become parts of their blocks."""
         pool, self._pool = self._pool, None
         coming, self._pending = self._pending, {}
         if pool is not None:

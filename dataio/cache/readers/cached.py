@@ -1,8 +1,8 @@
 """Reads shards through a cache engine inside this process.
 
-Invariant: a view stays valid and unchanged for as long as it is referenced, whatever the cache evicts meanwhile.
-Failure behaviour: what the cache has no room for, or its disk fails to give, is read from the store into memory; the
-store's errors pass through; a wait that reaches `WAIT_SECONDS` raises `DeadlineError`.
+Invariant: a view stays valid and unchanged while it is referenced, whatever the cache evicts meanwhile.
+Failure behaviour: ranges without room in the cache, or that its disk fails to read, are read from the store into
+memory. The store's errors pass through. A wait of `WAIT_SECONDS` raises `DeadlineError`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace.dataio.store.base import Store
 
 WAIT_SECONDS = 300.0
 MAPPED_FILES = 64
-"""Mappings kept for the next read; those that are in use live on by themselves."""
+"""Mappings kept for the next read; mappings in use exist independently."""
 PRIVATE_BUDGET = 1 * limits.GIB
 PRIVATE_THREADS = 4
 PRIVATE_FILES = 128
@@ -36,7 +36,7 @@ Ranges = Sequence[tuple[int, int]]
 
 
 class Mappings:
-    """The mappings last used, by file. Safe to share between threads."""
+    """The most recently used mappings by file. Safe to share between threads."""
 
     def __init__(self, limit: int = MAPPED_FILES) -> None:
         self._limit, self._lock = limit, threading.Lock()
@@ -50,7 +50,7 @@ class Mappings:
             return mapped
 
     def add(self, file: int, mapped: MappedFile) -> MappedFile:
-        """Keep `mapped`, or the one that another thread was first to add."""
+        """Keep `mapped`, or the mapping that another thread added first."""
         with self._lock:
             mapped = self._maps.setdefault(file, mapped)
             gone = self._maps.popitem(last=False) if len(self._maps) > self._limit else None
@@ -89,24 +89,26 @@ class CachedReader:
         return one_by_one(self, reads)
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
-        """Prefetch what will be read next."""
+        """Prefetch the ranges that will be read next."""
         self._engine.announce(id(self), self._store, upcoming)
 
     def close(self) -> None:
-        """Let go of all mappings; views stay valid."""
+        """Close all mappings; views stay valid."""
         self._unsubscribe()
         self._engine.withdraw(id(self))
         self._maps.clear()
 
     def _leased(self, key: str, ranges: Ranges) -> Lease | None:
-        """A file that has them; None when they are to be read from the store."""
+        """A lease on a file that holds the ranges; None: read the store directly."""
         return self._engine.open_present(self._store, key, ranges, id(self)) or self._wait(key, ranges)
 
     def _wait(self, key: str, ranges: Ranges) -> Lease | None:
         try:
             return self._engine.open(self._store, key, ranges, id(self)).result(WAIT_SECONDS)
         except TimeoutError:
-            raise DeadlineError(f"{key}: no bytes after {WAIT_SECONDS:.0f} s", hint="is the store reachable?") from None
+            raise DeadlineError(
+                f"{key}: the store sent no bytes for {WAIT_SECONDS:.0f} s", hint="check that the store is reachable"
+            ) from None
 
     def _mapped(self, lease: Lease) -> MappedFile | None:
         if not lease.size:
@@ -122,11 +124,10 @@ class CachedReader:
 
 
 class PrivateReader(CachedReader):
-    """A `CachedReader` with an engine of its own, for a process without a sidecar whose shards are no files of this
-    machine. Nothing of it outlives the process.
+    """A `CachedReader` with its own engine, for a process without a sidecar whose shards are not local files. The cache
+    does not outlive the process.
 
-    Up to `COPIED_BYTES` are copied out of the cache's file: what is mapped counts as this process's memory, which would
-    then grow with everything it has read.
+    Reads of up to `COPIED_BYTES` are copied out of the cache file, because mapped pages count as this process's memory.
     """
 
     def __init__(self, store: Store, *, budget: int = PRIVATE_BUDGET) -> None:
@@ -150,7 +151,7 @@ class PrivateReader(CachedReader):
         """Fill every (offset, buffer) from the object `key`."""
         lease = self._leased(key, [(offset, len(buffer)) for offset, buffer in pieces])
         if lease is not None:
-            with contextlib.suppress(OSError):  # the cache's disk fails: the store has the bytes too
+            with contextlib.suppress(OSError):  # the cache's disk failed; the store has the bytes
                 for offset, buffer in pieces:
                     fill(lease.descriptor, offset, buffer)
                 return
@@ -162,7 +163,7 @@ class PrivateReader(CachedReader):
 
 
 def stream(store: Store, key: str, ranges: Ranges) -> list[memoryview]:
-    """The ranges straight from the store, into memory."""
+    """Read ranges directly from the store into memory."""
     buffers = [memoryview(bytearray(length)) for _, length in ranges]
     store.get_ranges_into(
         key, [(offset, buffer) for (offset, _), buffer in zip(ranges, buffers, strict=True) if buffer]

@@ -1,13 +1,13 @@
-"""Reads shards that are files of this machine, without a cache: the kernel has one.
+"""Reads shards that are local files directly, without a cache.
 
-Purpose: what a process reads of a local file stays in the page cache; a cache of our own in the same process would copy
-it once more, and show it through mappings that count as this process's memory. So exactly the wanted bytes are read,
-straight into the memory where they are wanted, and what was announced is named to the kernel.
-Invariants: every read is a `preadv` and never a mapping, so that a file that becomes shorter is an error and no SIGBUS.
-A thread's memory is used again when nothing refers to what it held; a view stays valid and unchanged for as long as it
-is referenced. At most `ADVISED_BYTES` of an announcement are named to the kernel.
-Failure behaviour: what cannot be read whole (truncated, a bad disk) is asked of the store, whose errors pass through;
-objects that are no files of this machine are read by the `other` reader, which is made when the first one comes.
+Purpose: the kernel's page cache already holds local files. A second cache in this process would copy them again,
+through mappings that count as this process's memory. So exactly the requested bytes are read into the caller's memory,
+and announced ranges are passed to the kernel as read-ahead hints.
+Invariants: every read is a `preadv` and never a mapping, so a truncated file is an error and not a SIGBUS. A view stays
+valid and unchanged while it is referenced; a thread's memory is reused afterwards. At most `ADVISED_BYTES` of an
+announcement are passed to the kernel.
+Failure behaviour: a read that the file cannot serve (truncated, bad disk) goes to the store, whose errors pass through.
+Objects that are not local files are read by the fallback reader, which is made on first use.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from headrace.dataio.store.direct_io import mostly_cached
 
 ADVISED_BYTES = 256 * limits.MIB
 PIECES = 512
-"""The most that one system call fills."""
+"""Maximum number of buffers per system call."""
 SURE = 16
-"""So many announced ranges in the page cache, one after the other, and only every `SURE`-th is looked at."""
+"""After this many consecutive announced ranges in the page cache, only every `SURE`-th is checked."""
 _TOLD_BYTES = 64 * limits.MIB
-_GAP = memoryview(bytearray(GAP_BYTES))  # whatever lies between members, from any thread
+_GAP = memoryview(bytearray(GAP_BYTES))  # receives the bytes between members; shared by all threads
 _READ = metrics.store_bytes.labels("posix", "read")
 
 Pieces = Sequence[tuple[int, memoryview]]
@@ -41,17 +41,17 @@ Run = tuple[int, int, list[memoryview]]
 
 
 class DirectReader:
-    """A `ShardReader` of `store`'s files; what is none is left to `other`. Closing it closes that, and not the
-    store."""
+    """A `ShardReader` of `store`'s local files; other objects go to the reader that `other` makes. Closing it closes
+    that reader, and not the store."""
 
     def __init__(self, store: Store, other: Callable[[], ShardReader], clock: Clock = SYSTEM_CLOCK) -> None:
         self._store, self._make, self._files = store, other, FdCache(clock)
         self._lock, self._making = threading.Lock(), threading.Lock()
         self._other: ShardReader | None = None
         self._memory = ThreadBuffer()
-        self._announced: Range | None = None  # the last of all that were looked at
-        self._cached = 0  # announced ranges that were looked at, one after the other, and were there already
-        self._passing = 0  # so many of the next ones are not looked at
+        self._announced: Range | None = None  # the last range that was checked
+        self._cached = 0  # consecutive announced ranges that were in the page cache
+        self._passing = 0  # number of next ranges that are not checked
         self._read = 0
 
     def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
@@ -72,8 +72,8 @@ class DirectReader:
             self._count(self._fill(key, descriptor, _runs(pieces), pieces))
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Fill the pieces of every (key, pieces), and yield after each. Where all of them lie is found out before the
-        first is read: between what it copies, the processor then has little else to do, and keeps its caches for it."""
+        """Fill the pieces of every (key, pieces), and yield after each. All files and offsets are resolved before the
+        first read, so that the copies run without other work in between and keep the processor's caches."""
         prepared, failed = list[tuple[Descriptor | None, Sequence[Run], str, Pieces]](), None
         opened = dict[str, Descriptor | None]()
         for key, pieces in reads:
@@ -98,8 +98,7 @@ class DirectReader:
             raise failed
 
     def announce(self, upcoming: Sequence[Range]) -> None:
-        """Have the kernel read what it has not read yet. Lists that go on where the last one was cost what is new in
-        them."""
+        """Ask the kernel to read ahead. A list that continues the last one costs only its new part."""
         at = _behind(upcoming, self._announced)
         while at < len(upcoming):
             passed = min(self._passing, len(upcoming) - at)
@@ -112,7 +111,7 @@ class DirectReader:
             self._other.announce([one for one in upcoming if one[0] in elsewhere])
 
     def close(self) -> None:
-        """Let go of all descriptors; views stay valid."""
+        """Close all descriptors; views stay valid."""
         self._files.clear()
         with self._lock:
             other, self._other = self._other, None
@@ -124,7 +123,7 @@ class DirectReader:
     # files
 
     def _opened(self, key: str) -> Descriptor | None:
-        """The object's file; None where it is none of this machine."""
+        """The object's descriptor; None if it is not a local file."""
         return self._files.get(self._store, key)
 
     def _fallback(self) -> ShardReader:
@@ -136,7 +135,7 @@ class DirectReader:
     # bytes
 
     def _fill(self, key: str, descriptor: Descriptor, runs: Sequence[Run], pieces: Pieces) -> int:
-        """Read all of them; how many bytes came from the file."""
+        """Fill all pieces; returns the bytes read from the file."""
         size, fd = 0, descriptor.fileno()
         try:
             for start, length, buffers in runs:
@@ -152,7 +151,7 @@ class DirectReader:
         return size
 
     def _count(self, size: int) -> None:
-        """Tell the metrics, now and then."""
+        """Count bytes, and pass them to the metrics in batches."""
         with self._lock:
             self._read += size
             told, self._read = (self._read, 0) if self._read >= _TOLD_BYTES else (0, self._read)
@@ -160,10 +159,9 @@ class DirectReader:
             _READ.inc(told)
 
     def _look(self, upcoming: Sequence[Range], at: int) -> bool:
-        """Name a range to the kernel, unless it has it; False when that has to wait, since enough before it was
-        named."""
+        """Ask the kernel to read a range ahead if it is not cached; False if enough is read ahead already."""
         key, offset, length = upcoming[at]
-        with contextlib.suppress(HeadraceError):  # a hint that cannot be followed; the read that comes will say why
+        with contextlib.suppress(HeadraceError):  # a hint: the read reports the error
             descriptor = self._opened(key)
             if descriptor is not None and not mostly_cached(descriptor.fileno(), offset, length):
                 self._cached = 0
@@ -176,7 +174,7 @@ class DirectReader:
         return True
 
     def _is_here(self, key: str) -> bool:
-        """Whether it is a file of this machine, or one that nobody can open."""
+        """Whether it is a local file, or an object that cannot be opened."""
         with contextlib.suppress(HeadraceError):
             return self._opened(key) is not None
         return True
@@ -186,7 +184,7 @@ _OFFSET = itemgetter(0)
 
 
 def _behind(upcoming: Sequence[Range], last: Range | None) -> int:
-    """Where in the list begins what comes behind the `last` range of another one."""
+    """The index after the `last` range of the previous list; 0 if it is not in this one."""
     for number in range(len(upcoming) - 1, -1, -1):
         if upcoming[number] == last:
             return number + 1
@@ -194,8 +192,8 @@ def _behind(upcoming: Sequence[Range], last: Range | None) -> int:
 
 
 def _runs(pieces: Pieces) -> list[Run]:
-    """From where on how much to read, and what is filled by it: neighbours together, with what lies between them, in
-    whatever order they are wanted."""
+    """Group pieces into (start, length, buffers) reads: neighbours are read together with the gaps between them, in any
+    order of the pieces."""
     runs: list[Run] = []  # plainly: `list[Run]()` asks a generic alias each time, and thousands a second pass here
     buffers: list[memoryview] = []
     start, at, end = 0, 0, -GAP_BYTES - 1

@@ -1,9 +1,9 @@
 """All staged checkpoints of one daemon: taken, carried, followed, found again.
 
 Purpose: takes jobs into the `book` and hands them to the `runner`. Once a job is taken it runs to its end, whatever
-becomes of the client, of its worker, or of this daemon; events go to whoever listens. Invariants: `answer` hears of a
-job only when it is journaled and its arena is kept; some finished jobs are remembered, so that a client that reconnects
-can ask. All state belongs to one thread; files and the keeper to one other.
+becomes of the client, of its worker, or of this daemon; events go to whoever listens.
+Invariants: `answer` hears of a job only when it is journaled and its arena is kept; some finished jobs are remembered,
+so that a client that reconnects can ask. All state belongs to one thread; files and the keeper to one other.
 Failure behaviour: a descriptor of the wrong kind, an unknown command, a full queue or an arena without room refuses the
 job and closes both descriptors. What becomes of a job whose worker fails is the runner's.
 """

@@ -1,9 +1,10 @@
 """The daemon's staged checkpoints: one `Job` each, and the `JobTable` that accepting and running share.
 
 Purpose: the jobs that are not over, the last `KEPT` that are, their places in the schedule, their journal entries, and
-the arenas that are kept for them. Invariants: a job is in one of the two tables or in none; a job that was removed has
-no place in the schedule. `arena` and `plan` are descriptors that the job owns, -1 for none. Everything belongs to one
-thread, except `files`: the thread that uses the journal and the keeper.
+the arenas that are kept for them.
+Invariants: a job is in one of the two tables or in none; a job that was removed has no place in the schedule. `arena`
+and `plan` are descriptors that the job owns, -1 for none. Everything belongs to one thread, except `files`: the thread
+that uses the journal and the keeper.
 Failure behaviour: files of a job that cannot be removed are left to the next daemon, which finds that the job is over.
 """
 

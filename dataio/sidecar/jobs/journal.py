@@ -2,9 +2,9 @@
 
 For each job, by its token: `.plan`, the put plan as it came; `.job`, the entry; `.events` and `.log`, what its worker
 says; `.progress`, what the worker keeps for its successor. An entry is 8 bytes of magic, a length, msgpack, and the
-XXH3-64 of all before. Invariants: an entry is there only if its plan is, and both are on the disk before `record`
-returns; a worker lives exactly as long as its `.events` file is locked, whatever became of its number. Nothing in here
-is secret.
+XXH3-64 of all before.
+Invariants: an entry is there only if its plan is, and both are on the disk before `record` returns; a worker lives
+exactly as long as its `.events` file is locked, whatever became of its number. Nothing in here is secret.
 Failure behaviour: an entry that is torn, foreign, too new or too large is named in the log and set aside in `refused/`,
 of which `REFUSED` are kept; what belongs to no entry is removed. `CorruptionError` for a plan that is not what was
 recorded.

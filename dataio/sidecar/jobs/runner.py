@@ -1,8 +1,8 @@
 """Carrying what was taken: workers are started, followed, replaced and tried again until every job is over.
 
-Purpose: does what the schedule allows next, and says what a worker's events and its end mean for its job. Invariants: a
-job has at most one worker; a journaled job gets another one until it has an outcome. Everything but the following of a
-worker's output happens on the thread that `call` and `later` run things on.
+Purpose: does what the schedule allows next, and says what a worker's events and its end mean for its job.
+Invariants: a job has at most one worker; a journaled job gets another one until it has an outcome. Everything but the
+following of a worker's output happens on the thread that `call` and `later` run things on.
 Failure behaviour: a worker that is killed is replaced `TRIES` times in all; one that ends by itself without "done" or
 "failed" has failed, with its last lines on standard error as the reason. One that says it may succeed later is tried
 again as the retry schedule allows, unless somebody waits for the outcome, who is told. A line that is no event is

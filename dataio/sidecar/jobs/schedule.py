@@ -8,11 +8,11 @@ A job is in one of these states:
 - *committing*: its manifest is written; it waits for other ranks and needs no slot
 - *retrying*: it waits for the store to come back, and is queued again afterwards
 
-Urgent jobs have slots, a queue and a budget of their own, as large as those of the others. Invariants: the arenas that
-are held never exceed the budget of their class. Within a class jobs are served in order of arrival, so small ones do
-not starve a large one. At most `running` jobs run and `queued` wait; committing jobs need a slot only beyond
-`COMMITTING`. The pauses of `RetrySchedule` grow to `max_pause`, with jitter, so the nodes of a cluster do not return to
-a store all at once; the last try begins at most `limit` seconds after the first failure.
+Urgent jobs have slots, a queue and a budget of their own, as large as those of the others.
+Invariants: the arenas that are held never exceed the budget of their class. Within a class jobs are served in order of
+arrival, so small ones do not starve a large one. At most `running` jobs run and `queued` wait; committing jobs need a
+slot only beyond `COMMITTING`. The pauses of `RetrySchedule` grow to `max_pause`, with jitter, so the nodes of a cluster
+do not return to a store all at once; the last try begins at most `limit` seconds after the first failure.
 Failure behaviour: `CapacityError` for an arena larger than the budget, for a full queue, and for a job that would have
 to wait and may not.
 """

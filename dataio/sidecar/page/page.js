@@ -64,7 +64,7 @@ function chart(title, lines, show, top) {
     const seen = points.length ? (pick === null ? points[points.length - 1] : nearest()) : null;
     if (pick !== null && seen) drawing.append(el("line", { class: "at", x1: x(seen), x2: x(seen), y1: 0, y2: 100 }));
     lines.forEach((line, i) => { values[i].textContent = ` ${show(seen ? seen[line.field] : null)}`; });
-    peak.textContent = points.length ? `top of the chart: ${show(highest)}` : "no data yet";
+    peak.textContent = points.length ? `maximum: ${show(highest)}` : "no data yet";
     at.textContent = pick !== null && seen ? `${span(seen.age)} ago` : "now";
     drawing.setAttribute("aria-label", `${title}: ${lines.map((line, i) => `${line.name}${values[i].textContent}`).join(", ")}`);
   }
@@ -130,7 +130,7 @@ function jobCard(name) {
       ["From cache", rate(job.cache_bytes_per_second)],
       ["From the store", rate(job.store_bytes_per_second)],
       ["Cache hits", percent(job.hit_ratio)],
-      ["Queue", number(turn.waiting), turn.connections ? `waiting, ${bytes(turn.bytes_in_flight)} on the way` : "waiting"],
+      ["Queue", number(turn.waiting), turn.connections ? `waiting, ${bytes(turn.bytes_in_flight)} in flight` : "waiting"],
       ["Last committed", known(job.last_step) ? `step ${job.last_step}` : none, known(job.last_step) ? `${span(job.last_commit_age_seconds)} ago` : ""],
     ].map(([term, value, small]) => el("div", {}, el("dt", {}, term), el("dd", {}, `${value} `, el("small", {}, small || "")))));
   }
@@ -148,9 +148,9 @@ byId("cache").append(el("div", { class: "card" }, cacheNote, el("div", { class: 
 function cacheTier(tier, i, cache) {
   const bar = el("i", { class: "compute" });
   bar.style.width = `${Math.min(100, 100 * tier.used_bytes / (tier.budget_bytes || 1))}%`;
-  const hits = known(tier.hit_bytes) ? `, ${bytes(tier.hit_bytes)} hits${cache.asked_bytes ? ` (${percent(tier.hit_bytes / cache.asked_bytes)} of what was asked for)` : ""}` : "";
+  const hits = known(tier.hit_bytes) ? `, ${bytes(tier.hit_bytes)} hits${cache.asked_bytes ? ` (${percent(tier.hit_bytes / cache.asked_bytes)} of requested bytes)` : ""}` : "";
   return el("div", { class: "save" }, el("div", { class: "top" },
-    el("b", {}, `Tier ${i}, ${tier.medium || "directory"}`), el("span", { class: tier.paused ? "warn" : "" }, tier.paused ? "cannot be written" : tier.directory)),
+    el("b", {}, `Tier ${i}, ${tier.medium || "directory"}`), el("span", { class: tier.paused ? "warn" : "" }, tier.paused ? "not writable" : tier.directory)),
     el("div", { class: "split" }, bar), el("div", { class: "quiet" }, `${bytes(tier.used_bytes)} of ${bytes(tier.budget_bytes)}${hits}`));
 }
 
@@ -159,15 +159,15 @@ function showCache(status) {
   cacheBar.style.width = `${Math.min(100, 100 * (cache.used_bytes || 0) / (cache.budget_bytes || 1))}%`;
   cacheTiers.replaceChildren(...((cache.tiers || []).length > 1 ? cache.tiers : []).map((tier, i) => cacheTier(tier, i, cache)));
   cacheNote.hidden = !cache.paused;
-  cacheNote.textContent = cache.paused ? "Its disk cannot be written: new data is read from the store directly." : "";
+  cacheNote.textContent = cache.paused ? "The disk is not writable: new data is read from the store directly." : "";
   cacheFacts.replaceChildren(...[
-    ["Holds", bytes(cache.used_bytes), `of ${bytes(cache.budget_bytes)}`],
+    ["Used", bytes(cache.used_bytes), `of ${bytes(cache.budget_bytes)}`],
     ["Files", number(cache.files)],
     ["From cache", rate(rates.cache_bytes_per_second)],
     ["Fetched", rate(rates.fetched_bytes_per_second)],
     ["Cache hits", percent(rates.hit_ratio)],
     ["Queue", number(cache.waiting), "waiting"],
-    ["On the way", bytes(cache.in_flight_bytes)],
+    ["In flight", bytes(cache.in_flight_bytes)],
   ].map(([term, value, small]) => el("div", {}, el("dt", {}, term), el("dd", {}, `${value} `, el("small", {}, small || "")))));
 }
 
@@ -185,7 +185,7 @@ function showSaves(saves) {
       el("div", { class: "quiet" }, when), save.error ? el("div", { class: "failed" }, save.error) : null);
   });
   byId("saves").replaceChildren(lines.length ? el("div", { class: "card" }, ...lines)
-    : el("p", { class: "empty" }, "No checkpoint was handed to this sidecar yet."));
+    : el("p", { class: "empty" }, "No checkpoint has been staged yet."));
 }
 
 // ---- the last steps, kept on the node and on its buddy
@@ -206,14 +206,14 @@ function showTier(tier) {
   bar.style.width = `${Math.min(100, 100 * tier.used_bytes / (tier.budget_bytes || 1))}%`;
   const steps = tier.kept.slice(0, 6).map((step) => el("div", { class: "save" }, el("div", { class: "top" },
     el("b", {}, `${step.run}, step ${step.step}`),
-    el("span", { class: step.committed ? "" : "warn" }, step.committed ? "committed" : onBuddy(step) ? "here and on the buddy" : "only here yet")),
+    el("span", { class: step.committed ? "" : "warn" }, step.committed ? "committed" : onBuddy(step) ? "on this node and the buddy" : "only on this node")),
     el("div", { class: "quiet" }, `kept ${span(step.age_seconds)} ago, ${step.ranks} of ${step.world_size} ranks${step.guest ? ", for a buddy" : copies(step)}`)));
-  const facts = [["Holds", bytes(tier.used_bytes), `of ${bytes(tier.budget_bytes)}`]];
+  const facts = [["Used", bytes(tier.used_bytes), `of ${bytes(tier.budget_bytes)}`]];
   if (tier.medium) facts.push(["In", tier.medium]);
   const buddy = tier.buddy, guests = tier.guests;
-  if (buddy) facts.push(["Buddy", buddy.trouble ? "no copies" : "takes copies"], ["To be copied", number(buddy.waiting)]);
+  if (buddy) facts.push(["Buddy", buddy.trouble ? "no copies" : "takes copies"], ["Waiting to be copied", number(buddy.waiting)]);
   for (const copy of buddy ? buddy.copies.slice(0, 4) : []) facts.push([`Copy of ${copy.run}`, `step ${copy.step}`, `${span(copy.age_seconds)} old`]);
-  if (guests) facts.push(["Guests", number(guests.peers), `connected, ${bytes(guests.received_bytes)} taken in`]);
+  if (guests) facts.push(["Guests", number(guests.peers), `connected, ${bytes(guests.received_bytes)} received`]);
   const trouble = [tier.trouble, buddy ? buddy.trouble : ""].filter(Boolean).map((text) => el("p", { class: "warn" }, text));
   byId("tier").replaceChildren(el("h2", {}, "Kept on this node"), el("div", { class: "card" }, ...trouble,
     el("div", { class: "split" }, bar), el("dl", {}, ...facts.map(([term, value, small]) =>
@@ -222,7 +222,7 @@ function showTier(tier) {
 
 function showErrors(errors) {
   byId("errors").hidden = !errors.length;
-  byId("errors").replaceChildren(el("h2", {}, "Trouble lately"), el("ul", {}, ...errors.slice(0, 6).map((error) =>
+  byId("errors").replaceChildren(el("h2", {}, "Recent warnings"), el("ul", {}, ...errors.slice(0, 6).map((error) =>
     el("li", {}, error.text, el("span", { class: "quiet" }, ` – ${span(error.age_seconds)} ago${error.times > 1 ? `, ${error.times} times` : ""}`)))));
 }
 

@@ -1,9 +1,10 @@
 """Fetching from the buddy what a trainer on this node misses, and what it will miss next.
 
 Purpose: a restore asks for one object after the other; the record that names the first one names them all, so they come
-by several connections while the trainer reads. Invariants: an object is fetched once, however many ask for it; one that
-somebody waits for goes first. At most `CONNECTIONS` objects are on their way, each in pieces of `protocol.PIECE` bytes,
-so that is all the memory; at most `AHEAD` wait.
+by several connections while the trainer reads.
+Invariants: an object is fetched once, however many ask for it; one that somebody waits for goes first. At most
+`CONNECTIONS` objects are on their way, each in pieces of `protocol.PIECE` bytes, so that is all the memory; at most
+`AHEAD` wait.
 Failure behaviour: a buddy that cannot be reached, or breaks off, is not asked again for `AWAY_SECONDS`; who waited
 hears False and reads elsewhere. No room in the tier ends that object alone.
 """

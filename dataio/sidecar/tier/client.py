@@ -1,9 +1,9 @@
 """Connections to the buddy, and the thread that sends copies of this node's steps to it, newest first.
 
-Purpose: losing this node loses nothing that was kept here. Invariants: the buddy's certificate is checked before any
-message is sent. A fetched object is stored only if its digest matches. A record is sent after all objects that it names
-and this node has; only then does the step count as copied. Guests' steps are not forwarded. One connection, one thread,
-at the configured rate.
+Purpose: losing this node loses nothing that was kept here.
+Invariants: the buddy's certificate is checked before any message is sent. A fetched object is stored only if its digest
+matches. A record is sent after all objects that it names and this node has; only then does the step count as copied.
+Guests' steps are not forwarded. One connection, one thread, at the configured rate.
 Failure behaviour: `BuddyError` says why the buddy cannot be reached or refuses a request; a broken connection is not
 reused. A buddy that is away or full is logged once per change, shown in the status, and tried again after 1 to
 `MAX_PAUSE` seconds; saves go on.

@@ -1,11 +1,11 @@
 """Taking copies in, and giving them back: the daemon as somebody's buddy.
 
-Purpose: a guest's objects and records lie in this node's tier, within its budget and by its rules. Invariants: an
-object becomes one only when all announced bytes came and their digest is right; what came before a broken connection is
-kept for `PARTIAL_SECONDS`, so that the rest alone is sent again. At most `CONNECTIONS` peers at once, each in a thread
-of its own; a peer costs at most its time limits, and nobody else notices. A connection gets a thread when it has sent
-something: of up to `SILENT` that have not, the oldest makes room for the next. Where `STRANGERS` have threads, the
-address that has the most of them loses one to an address that has fewer.
+Purpose: a guest's objects and records lie in this node's tier, within its budget and by its rules.
+Invariants: an object becomes one only when all announced bytes came and their digest is right; what came before a
+broken connection is kept for `PARTIAL_SECONDS`, so that the rest alone is sent again. At most `CONNECTIONS` peers at
+once, each in a thread of its own; a peer costs at most its time limits, and nobody else notices. A connection gets a
+thread when it has sent something: of up to `SILENT` that have not, the oldest makes room for the next. Where
+`STRANGERS` have threads, the address that has the most of them loses one to an address that has fewer.
 Failure behaviour: a peer that is refused or breaks the protocol is counted by reason and hung up on; no room is said as
 "capacity", and the connection goes on.
 """

@@ -1,8 +1,8 @@
 """The daemon's tier: opened, kept tidy, shown; and its buddies, in both directions.
 
-Purpose: one object for the daemon to start, ask and close. Invariants: nothing here runs on the daemon's loop but
-`status`, `commands` and `start`; `recall` may block, on a thread of the caller's. A daemon without `tier_dir` has none
-of this.
+Purpose: one object for the daemon to start, ask and close.
+Invariants: nothing here runs on the daemon's loop but `status`, `commands` and `start`; `recall` may block, on a thread
+of the caller's. A daemon without `tier_dir` has none of this.
 Failure behaviour: a tier that cannot be opened stops the daemon's start (it was asked for by name); one that goes away
 later is said once and shown, and workers do without it.
 """

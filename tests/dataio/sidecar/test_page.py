@@ -111,7 +111,7 @@ def test_an_idle_daemon_has_a_page_too(daemon: RunningDaemon, tmp_path: Path) ->
         browser.wait_until("document.body?.className === 'live'")
         text = browser.evaluate("document.body.innerText")
         assert "No trainer has reported" in text
-        assert "No checkpoint was handed to this sidecar yet" in text
+        assert "No checkpoint has been staged yet" in text
         assert "NaN" not in text
         if SHOTS:
             browser.screenshot(Path(SHOTS) / "page-idle.png")

@@ -128,7 +128,14 @@ def test_the_page_shows_the_tier_at_both_widths_in_both_schemes(shown: Shown, tm
             browser.wait_until("document.body?.className === 'live' && !document.getElementById('tier').hidden")
             browser.wait_until("document.getElementById('tier').innerText.includes('onerror')")
             text = browser.evaluate("document.getElementById('tier').innerText")
-            for wanted in ("step 4", "only here yet", "committed", "no copies", "Connection refused", "0 of 1 copied"):
+            for wanted in (
+                "step 4",
+                "only on this node",
+                "committed",
+                "no copies",
+                "Connection refused",
+                "0 of 1 copied",
+            ):
                 assert wanted.lower() in text.lower()
             cache = browser.evaluate("document.getElementById('cache').innerText")
             for wanted in ("Tier 0", "Tier 1", "of 2 MiB", "hits"):
