@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from headrace.dataio.core.imports import exports
 
 if TYPE_CHECKING:
+    from headrace.loaders.audio.spec import AudioSpec, LogMel, Window
     from headrace.loaders.audio_loader import AudioLoader
     from headrace.loaders.clip import Clip
     from headrace.loaders.file_loader import FileLoader
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from headrace.loaders.sampling.mixture import Mixture
     from headrace.loaders.sampling.order import Order
     from headrace.loaders.sampling.packing import Packing
-    from headrace.loaders.sound.features import LogMel
-    from headrace.loaders.sound.spec import AudioSpec
-    from headrace.loaders.sound.window import Window
     from headrace.loaders.video_loader import VideoLoader
 
 __all__ = [
@@ -49,19 +47,19 @@ __all__ = [
 
 _HOME = {
     "AudioLoader": "headrace.loaders.audio_loader",
-    "AudioSpec": "headrace.loaders.sound.spec",
+    "AudioSpec": "headrace.loaders.audio.spec",
     "Bucket": "headrace.loaders.sampling.buckets",
     "Buckets": "headrace.loaders.sampling.buckets",
     "Clip": "headrace.loaders.clip",
     "Durations": "headrace.loaders.sampling.buckets",
     "FileLoader": "headrace.loaders.file_loader",
-    "LogMel": "headrace.loaders.sound.features",
+    "LogMel": "headrace.loaders.audio.spec",
     "Mixture": "headrace.loaders.sampling.mixture",
     "Order": "headrace.loaders.sampling.order",
     "Packing": "headrace.loaders.sampling.packing",
     "QuarantineList": "headrace.loaders.quarantine.shared_list",
     "VideoLoader": "headrace.loaders.video_loader",
-    "Window": "headrace.loaders.sound.window",
+    "Window": "headrace.loaders.audio.spec",
 }
 
 

@@ -16,20 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders.audio.spec import AudioSpec, Features, Window, counts
 from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.decode.dali import GPU_BATCH
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
+from headrace.loaders.processors.audio import PieceWork, WindowWork, lengths
+from headrace.loaders.processors.wrappers import by_stream
 from headrace.loaders.sampling.buckets import Durations
 from headrace.loaders.sampling.packing import Pack, Packed, PackedStream, Packing
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import Bucketing, Stream, column, samples_with
-from headrace.loaders.sound.spec import AudioSpec, Features
-from headrace.loaders.sound.window import Window, counts
 from headrace.loaders.validation import check_type
-from headrace.loaders.works.pieces import PieceWork, lengths
-from headrace.loaders.works.sources import by_stream
-from headrace.loaders.works.windows import WindowWork
 
 if TYPE_CHECKING:
     from headrace.loaders.sampling.mixture import Mixture

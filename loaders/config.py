@@ -30,18 +30,17 @@ from headrace.loaders.batch.batch import AXES, Output
 from headrace.loaders.batch.sample_builder import OnError
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import DEFAULT_MEMORY, BadSampleOptions, DeliveryOptions
+from headrace.loaders.processors.wrappers import Transform, check_columns, known_columns, sourced, wrapped
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import Bucketing, DatasetLike, Find, OrderPlan, Sampling, make_plan, open_datasets
 from headrace.loaders.validation import check_choice, check_count, check_type, checked
-from headrace.loaders.works.added import Transform, check_columns, known_columns, wrapped
-from headrace.loaders.works.sources import sourced
 
 if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
-    from headrace.loaders.decode.isolated import IsolatedDecoder
+    from headrace.loaders.audio.spec import AudioSpec
+    from headrace.loaders.decode.subprocess_decoder import IsolatedDecoder
     from headrace.loaders.quarantine.shared_list import QuarantineList
     from headrace.loaders.sampling.mixture import Mixture
     from headrace.loaders.sampling.packing import Pack
-    from headrace.loaders.sound.spec import AudioSpec
 
 MAX_THREADS, DEFAULT_MOST_THREADS = 256, 16
 MAX_PREFETCH = 64
@@ -214,7 +213,7 @@ class LoaderConfig:
         """A decoder with a process for each thread, if `decode_in_subprocess`."""
         if self.decode_in_subprocess is False:
             return None
-        from headrace.loaders.decode.isolated import SECONDS, IsolatedDecoder
+        from headrace.loaders.decode.subprocess_decoder import SECONDS, IsolatedDecoder
 
         limit = SECONDS if self.decode_in_subprocess is True else float(self.decode_in_subprocess)
         return IsolatedDecoder(num_threads, limit)
@@ -253,7 +252,7 @@ class LoaderConfig:
     ) -> Processor:
         """`processor` with spectrograms, columns, the transform and the names of sources added, as they are wanted."""
         if spec is not None:
-            from headrace.loaders.works.mels import mels
+            from headrace.loaders.processors.wrappers import mels
 
             processor = mels(processor, spec, device)
         return sourced(wrapped(processor, self.columns, self.transform), names)

@@ -22,8 +22,8 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
+from headrace.loaders.processors.files import BYTES, SIZES, FileWork
 from headrace.loaders.sampling.permutation import I64
-from headrace.loaders.works.files import BYTES, SIZES, FileWork
 
 if TYPE_CHECKING:
     from headrace.loaders.sampling.mixture import Mixture

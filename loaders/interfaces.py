@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # so that the order of samples needs no torch
     import torch
 
     from headrace.dataio.shards.dataset import Dataset
-    from headrace.loaders.partial.file import Media
-    from headrace.loaders.partial.needed import Runs
+    from headrace.loaders.fetch.byte_ranges import Runs
+    from headrace.loaders.fetch.partial_file import Media
     from headrace.loaders.quarantine.records import SkippedSample
 
 DAMAGE = (CorruptionError, UnsupportedError, CapacityError)

@@ -37,9 +37,9 @@ from headrace.loaders.batch.executor import BatchExecutor, GroupSlots
 from headrace.loaders.batch.memory import BufferPool, MemoryBudget
 from headrace.loaders.batch.prefetcher import Prefetcher, batches_from
 from headrace.loaders.batch.sample_builder import OnError, SampleBuilder
+from headrace.loaders.fetch.partial_file import HELD_BYTES
 from headrace.loaders.fetch.sample_reader import SampleReader
 from headrace.loaders.interfaces import Processor
-from headrace.loaders.partial.heads import HELD_BYTES
 from headrace.loaders.quarantine import records
 from headrace.loaders.quarantine.quarantine import Quarantine, skips_allowed
 from headrace.loaders.quarantine.records import SkippedSample

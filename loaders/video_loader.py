@@ -26,23 +26,22 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.loaders.clip import Clip, counts
 from headrace.loaders.config import LoaderConfig, configured_by
-from headrace.loaders.decode.choose import AutoDecoder, Backend, explain
-from headrace.loaders.decode.contract import Color
+from headrace.loaders.decode.base import Color
 from headrace.loaders.decode.dali import GPU_BATCH
+from headrace.loaders.decode.registry import AutoDecoder, Backend, explain
+from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
-from headrace.loaders.partial import needed
+from headrace.loaders.processors.video import ClipWork, Cut, Look, together
+from headrace.loaders.processors.wrappers import by_stream
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import Bucketing, Stream, column, samples_with
 from headrace.loaders.validation import check_choice, check_count, check_type, checked
-from headrace.loaders.works.clips import ClipWork, Look, together
-from headrace.loaders.works.cut import Cut
-from headrace.loaders.works.sources import by_stream
 
 if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
+    from headrace.loaders.audio.spec import AudioSpec
     from headrace.loaders.sampling.buckets import Buckets
     from headrace.loaders.sampling.mixture import Mixture
-    from headrace.loaders.sound.spec import AudioSpec
 
 MAX_SIDE = 16_384
 
@@ -193,14 +192,14 @@ class VideoLoader(Loader):
         if one.video is None:
             return told
         inside = self._look.audio is not None and one.audio is not None and one.audio.ext == one.video.ext
-        return f"{told}\n{needed.explain(one, self._look.clip, sound=inside)}"
+        return f"{told}\n{byte_ranges.explain(one, self._look.clip, sound=inside)}"
 
 
 def _audio_spec(audio: bool | AudioSpec) -> AudioSpec | None:
     """The sound that is wanted, if any."""
     if audio is False or audio is None:
         return None
-    from headrace.loaders.sound.spec import AudioSpec
+    from headrace.loaders.audio.spec import AudioSpec
 
     check_type("audio", audio, (bool, AudioSpec), "True, or AudioSpec(...)")
     return AudioSpec() if audio is True else audio

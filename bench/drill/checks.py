@@ -1,6 +1,6 @@
 """What only a GPU can show to be right: each check can fail.
 
-A check that needs an absent package is a note. How DALI decodes the streams that `headrace.loaders.decode.nvdec` keeps from it is
+A check that needs an absent package is a note. How DALI decodes the streams that `headrace.loaders.decode.dali` keeps from it is
 reported and fails nothing: if DALI decodes them right, the rule is stricter than it needs to be.
 """
 
@@ -169,11 +169,11 @@ def dali_sees_the_cards_that_torch_sees(part: PartResult, name: str) -> None:
     """And the driver's library for video is here."""
     import torch
 
-    from headrace.loaders.decode import nvdec
+    from headrace.loaders.decode import dali
     from headrace.loaders.decode.dali import gpu_count
 
     _expect(gpu_count() == torch.cuda.device_count(), f"DALI sees {gpu_count()}, torch {torch.cuda.device_count()}")
-    _expect(nvdec.missing() is None, str(nvdec.missing()))
+    _expect(dali.nvdec_missing() is None, str(dali.nvdec_missing()))
 
 
 def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
@@ -222,14 +222,14 @@ def what_dali_makes_of_what_it_is_not_given(part: PartResult, name: str) -> None
 
 @contextmanager
 def _unguarded() -> Iterator[None]:
-    from headrace.loaders.decode import nvdec
+    from headrace.loaders.decode import dali
 
-    check = nvdec.check
-    nvdec.check = lambda *_: None
+    check = dali.check_nvdec
+    dali.check_nvdec = lambda *_: None
     try:
         yield
     finally:
-        nvdec.check = check
+        dali.check_nvdec = check
 
 
 _DECODING = ("av", "simplejpeg", "nvidia.dali")

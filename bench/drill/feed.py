@@ -55,7 +55,7 @@ def run(gpu: bool) -> PartResult:
 
 def _decoders(gpu: bool) -> tuple[str, ...]:
     """What decodes: on a GPU both ways, so that what NVDEC spares the processors is seen."""
-    from headrace.loaders.decode.choose import decodes_on
+    from headrace.loaders.decode.registry import decodes_on
 
     return ("auto", "pyav") if gpu and decodes_on(0) else ("pyav",)
 

@@ -2,7 +2,7 @@
 
 The clips are made here (libx264, libx265, libvpx-vp9, libsvtav1). The loader's own decoders decode them from the same bytes.
 The difference is over all frames of a clip. Rates are those of several threads at once, as in the loader; their frames are
-compared with those of one thread alone. A stream that `headrace.loaders.decode.nvdec` does not give to the GPU is a note.
+compared with those of one thread alone. A stream that `headrace.loaders.decode.dali` does not give to the GPU is a note.
 
 `Dmon` samples the utilisation of the card ten times a second by NVML (`nvmlDeviceGetDecoderUtilization`,
 `nvmlDeviceGetUtilizationRates`), or once a second by `nvidia-smi dmon`. It only reads. Without either there are no samples.
@@ -81,7 +81,7 @@ def make(path: Path, encoder: str, width: int, height: int, options: dict[str, s
 def request_for(path: Path) -> Any:
     from headrace.dataio.shards.media.probe import probe
     from headrace.loaders.clip import Wanted
-    from headrace.loaders.decode.contract import Request
+    from headrace.loaders.decode.base import Request
 
     info: Any = probe(path).video
     wanted = Wanted("index", tuple(range(min(_FRAMES, info.frames))), info.key_frames[0])

@@ -134,7 +134,7 @@ def _kept(bands: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _headrace_audio(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
     from headrace.loaders import AudioLoader, LogMel, Window
-    from headrace.loaders.sound.spec import Features
+    from headrace.loaders.audio.spec import Features
 
     options: dict[str, Any] = {"sidecar": None, "drop_last": False, "num_threads": THREADS, "sample_rate": RATE}
     window = Window(kind.window, per_sample=kind.per_file)
@@ -161,11 +161,11 @@ def _bare_audio(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
     """The decoder alone."""
     from headrace.dataio.shards.contract import Sample
     from headrace.loaders.interfaces import SampleRef
-    from headrace.loaders.sound.decode import decode_audio
-    from headrace.loaders.sound.features import LogMel
-    from headrace.loaders.sound.mel import log_mel
-    from headrace.loaders.sound.spec import AudioSpec
-    from headrace.loaders.sound.window import Window, begin
+    from headrace.loaders.audio.decode import decode_audio
+    from headrace.loaders.audio.spec import LogMel
+    from headrace.loaders.audio.mel import log_mel
+    from headrace.loaders.audio.spec import AudioSpec
+    from headrace.loaders.audio.spec import Window, begin
 
     spec, window = AudioSpec(RATE, seconds=kind.window), Window(kind.window, per_sample=kind.per_file)
 

@@ -119,7 +119,7 @@ def _bare_video(place: Place, kind: Kind, *, color: Any = "bt601") -> Iterator[t
     """The decoder alone."""
     from headrace.dataio.shards.contract import Sample
     from headrace.loaders.clip import Clip, choose
-    from headrace.loaders.decode.contract import Decoded, Request
+    from headrace.loaders.decode.base import Decoded, Request
     from headrace.loaders.decode.geometry import Fit
     from headrace.loaders.decode.pyav import PyAVDecoder
 

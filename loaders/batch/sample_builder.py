@@ -23,6 +23,7 @@ from headrace.dataio.core.tracing import span
 from headrace.dataio.shards.contract import Files
 from headrace.loaders.batch.memory import MemoryBudget
 from headrace.loaders.cancellation import check_cancelled
+from headrace.loaders.fetch.byte_ranges import together
 from headrace.loaders.fetch.sample_reader import Range, SampleReader, spans
 from headrace.loaders.interfaces import (
     DAMAGE,
@@ -35,7 +36,6 @@ from headrace.loaders.interfaces import (
     Processor,
     SampleRef,
 )
-from headrace.loaders.partial.needed import together
 from headrace.loaders.quarantine.quarantine import Quarantine
 from headrace.loaders.quarantine.records import SkippedSample
 

@@ -1,20 +1,20 @@
-"""Frames to RGB, by FFmpeg's filter graphs.
+"""Frames to RGB by FFmpeg's filter graphs, and the canvases that collect the frames of a clip.
 
-Purpose: the one place that says how colours are converted, and the cheapest way that gives those bits.
-
-Invariants: "bt601" and "tagged" give the bits of swscale's `bilinear+full_chroma_int+accurate_rnd` to rgb24, which is
-DALI's conversion. For the usual planar formats with even sides they are got by way of planes (gbrp), which swscale computes
-with vector instructions: the arithmetic is the same but for a rounding of chroma between rows, and with two chroma rows in
-proportions of 1 to 3 there is nothing to round. Other frames go the straight way. Parts of such frames are the same bits as in
-the whole, `MARGIN` pixels away from the part's edges. "fast" takes the quickest
-conversion, or scales in the same pass.
-Failure behaviour: libav's errors; the graph is then made anew.
+Purpose: this module defines how colours are converted, in the cheapest way that gives the defined bits. Each frame is
+converted, scaled and cropped while it is in the CPU's cache; a clip of full-size frames exists only on request.
+Invariants: "bt601" and "tagged" give the bits of swscale's `bilinear+full_chroma_int+accurate_rnd` to rgb24, which is DALI's
+conversion. For the usual planar formats with even sides the conversion goes through planes (gbrp), which swscale computes with
+vector instructions: only the rounding of chroma between rows could differ, and at chroma weights of 1 and 3 there is nothing
+to round. Other frames are converted directly. A part of such a frame has the bits of the whole frame, except within `MARGIN`
+pixels of the part's edges. "fast" uses the quickest conversion, or scales in the same pass. A canvas gets `draw` calls for
+frames 0, 1, … in order (or `paint` with pixels); `again` repeats the previous frame. `clip` is complete after the last call.
+Failure behaviour: libav's errors; a graph that failed is built anew.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -23,7 +23,8 @@ from av.filter import Graph
 from av.filter.context import FilterContext
 from av.video.frame import VideoFrame
 
-from headrace.loaders.decode.contract import Color
+from headrace.loaders.decode.base import Color, Request
+from headrace.loaders.decode.geometry import Fit, axes
 
 U8 = npt.NDArray[np.uint8]
 Chain = tuple[tuple[str, str], ...]
@@ -126,3 +127,75 @@ def planes(frame: VideoFrame, samples: int = 1) -> list[U8]:
     every: Any = frame.planes
     height, width = frame.height, frame.width * samples
     return [np.frombuffer(one, np.uint8).reshape(-1, one.line_size)[:height, :width] for one in every]
+
+
+class Canvas(Protocol):
+    """For one clip and one thread."""
+
+    def draw(self, number: int, frame: VideoFrame) -> None: ...
+
+    def again(self, number: int) -> None: ...
+
+
+class Paintable(Canvas, Protocol):
+    """Also for pixels: uint8 (H, W, 3)."""
+
+    def paint(self, number: int, pixels: U8) -> None: ...
+
+
+def sheet(request: Request, fit: Fit) -> U8:
+    """Memory for the fitted clip: the request's room where it has one."""
+    shape = (len(request.wanted.values), 3, *fit.size)
+    room = None if request.room is None else request.room(shape)
+    return np.empty(shape, np.uint8) if room is None else room
+
+
+class Whole:
+    """`clip`: uint8 (T, H, W, 3), frames as they are."""
+
+    def __init__(self, request: Request, converter: Converter) -> None:
+        self._color, self._convert = request.color, converter
+        self.clip: U8 = np.empty((len(request.wanted.values), request.info.height, request.info.width, 3), np.uint8)
+
+    def draw(self, number: int, frame: VideoFrame) -> None:
+        picture = self._convert(frame, rgb(frame, self._color))
+        self.clip[number] = planes(picture, samples=3)[0].reshape(frame.height, frame.width, 3)
+
+    def paint(self, number: int, pixels: U8) -> None:
+        self.clip[number] = pixels
+
+    def again(self, number: int) -> None:
+        self.clip[number] = self.clip[number - 1]
+
+
+class Quick:
+    """`clip`: uint8 (T, 3, h, w), fitted by `fit` in the pass that converts the colours."""
+
+    def __init__(self, request: Request, fit: Fit, converter: Converter) -> None:
+        self._fit, self._convert = fit, converter
+        self._down, self._across = axes(request.info.height, request.info.width, fit)
+        self._ways: dict[str, tuple[Chain, int, int]] = {}
+        self.clip = sheet(request, fit)
+
+    def draw(self, number: int, frame: VideoFrame) -> None:
+        if frame.format.name not in self._ways:
+            self._ways[frame.format.name] = self._way(frame)
+        chain, y, x = self._ways[frame.format.name]
+        green, blue, red = planes(self._convert(frame, chain))
+        for channel, plane in enumerate((red, green, blue)):
+            kept = plane[y : y + self._down.kept, x : x + self._across.kept]
+            self.clip[number, channel] = kept[:, ::-1] if self._fit.mirror else kept
+
+    def _way(self, frame: VideoFrame) -> tuple[Chain, int, int]:
+        """The chain for frames like this one, and where in what it gives the clip begins: row and column."""
+        down, across = self._down, self._across
+        if is_usual(frame):
+            (top, rows, y, height), (left, columns, x, width) = down.window(), across.window()
+        else:
+            top, rows, y, height = 0, down.source, 0, down.scaled
+            left, columns, x, width = 0, across.source, 0, across.scaled
+        part = Part(top, top + rows, left, left + columns)
+        return scaled(frame, part, height, width), down.first - y, across.first - x
+
+    def again(self, number: int) -> None:
+        self.clip[number] = self.clip[number - 1]

@@ -1,22 +1,30 @@
-"""Decoding with NVIDIA DALI: H.264, HEVC, VP9 and AV1 on a GPU; VP8, VP9 and MJPEG on the CPU for who asks for it.
+"""Decoding with NVIDIA DALI: H.264, HEVC, VP9 and AV1 on a GPU (NVDEC); VP8, VP9 and MJPEG on the CPU on request.
 
-Purpose: the fast path, under the same contract as PyAV's.
-Invariants: DALI never sees a whole file, only the packets that `trim` selected and checked, so it cannot run dry in the
-middle and pad with zeros. Every request carries a number through the graph, which must come out beside its frames. After
-any error the pipeline is thrown away (building one takes milliseconds) and the requests are run again one by one in new
-ones, so that the culprit is named and the others are decoded.
-Failure behaviour: as the contract says. `UnsupportedError` at construction where DALI is not installed, or no GPU is there.
+Purpose: the fast path, under the same contract as PyAV's, for the streams that DALI decodes correctly. DALI expects one
+decoded picture per packet, identifies frames by stamps of whole milliseconds, and converts pixels in blocks of two by two.
+For other streams it would return neighbouring frames or misplaced pixels without an error, so they are refused.
+Invariants: DALI never gets a whole file, only packets that `trim` selected and checked, so it cannot run out of data and pad
+with zeros. Every request carries a number through the graph, and the same number must come out with its frames. After an
+error the pipeline is discarded (building one takes milliseconds), and each request of the batch runs again in a new one: the
+bad request is identified, and the others are decoded. The checks are pure; `nvdec_missing` looks for the driver's library
+once. DALI keeps input buffers by reference (`no_copy`), so they live here until the outputs are copied.
+Failure behaviour: that of `headrace.loaders.decode.base`. `UnsupportedError` at construction where DALI is not installed or
+the GPU is missing. `check_nvdec` raises `UnsupportedError` with the reason, also for packets it cannot parse.
 
-DALI keeps buffers by reference (`no_copy`); they live here until the outputs were copied.
+Sources: DALI's `FramesDecoderBase`, `FramesDecoderGpu` and `VideoColorSpaceConversion`; the specifications of AV1 (5.3,
+5.9.2), HEVC (8.1.3: pictures that lead an IRAP picture) and VP9 (6.2, annex B); NVIDIA's Video Codec SDK, "NVDEC
+capabilities".
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,9 +32,11 @@ import torch
 
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.loaders.decode import nvdec, resize
-from headrace.loaders.decode.contract import Decoded, Request
-from headrace.loaders.decode.trim import mux, open_window
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.media import bitstream
+from headrace.loaders.decode import resize
+from headrace.loaders.decode.base import Decoded, Request
+from headrace.loaders.decode.trim import Window, mux, open_window
 
 GPU_BATCH = 16
 """Clips that one run of the GPU pipeline decodes together."""
@@ -75,7 +85,7 @@ class DaliDecoder:
             raise UnsupportedError("DALI is not installed", hint="pip install nvidia-dali-cuda130 (Linux only)")
         if device_id is not None and device_id >= gpu_count():
             raise UnsupportedError(f"DALI sees no GPU number {device_id}", hint="use device='cpu'")
-        if device_id is not None and (why := nvdec.missing()) is not None:
+        if device_id is not None and (why := nvdec_missing()) is not None:
             raise UnsupportedError(f"the GPU cannot decode video: {why}", hint="use decoder='pyav'")
         self.name = "dali_cpu" if device_id is None else "dali_gpu"
         self._device_id, self._threads = device_id, 1 if device_id is None else threads
@@ -114,7 +124,7 @@ class DaliDecoder:
                 if not window.stamped or len(window.packets) != len(window.times):
                     raise UnsupportedError("some packets show no frame, and DALI counts packets")
                 if self._device_id is not None:
-                    nvdec.check(window, request.info.codec)
+                    check_nvdec(window, request.info.codec)
                 picks = window.picks
                 # for a frame that is asked for again DALI would go back to the key frame
                 return (mux(window), tuple(dict.fromkeys(picks))), (picks, window.pts)
@@ -200,3 +210,128 @@ def _first_line(error: Exception) -> str:
     text = str(error).split("Stacktrace")[0].split("C++ context")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:300]
+
+
+NVDEC_CODECS = frozenset(["h264", "hevc", "vp9", "av1"])
+NVDEC_FORMATS = frozenset(["yuv420p"])
+LEAST_SIDE = 144
+"""HEVC's; the other codecs' are less, and such pictures cost a processor nothing."""
+_MOST_SIDE = {"h264": 4096}
+_MOST = 8192
+_LIBRARY = "libnvcuvid.so.1"
+_LEAP = 11
+"""Frames from one that is wanted to the next, more than which make DALI look for a key frame between them."""
+_PROGRESSIVE = 1
+"""libav's `AV_FIELD_PROGRESSIVE`; 0 is unknown, all others are kinds of interlacing."""
+_FRAME_HEADER = 3
+"""The kind of AV1's units that can name a picture which was decoded before."""
+
+
+@functools.cache
+def nvdec_missing() -> str | None:
+    """Why no video can be decoded on a GPU here, or None: containers are often given CUDA and not the video driver."""
+    try:
+        ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        return f"{error} (a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility,video)"
+    return None
+
+
+def nvdec_supports(info: VideoInfo) -> bool:
+    """Whether streams of this kind and size are decoded, as far as the index tells."""
+    sides = info.width, info.height
+    return (
+        info.codec in NVDEC_CODECS
+        and info.pixel_format in NVDEC_FORMATS
+        and info.ext != "avi"
+        # of VP9 and AV1, whose format says nothing of it, DALI takes from the driver whether the range is the full one
+        and (info.color is None or info.color.range != "pc")
+        and not any(side % 2 for side in sides)
+        and min(sides) >= LEAST_SIDE
+        and max(sides) <= _MOST_SIDE.get(info.codec, _MOST)
+    )
+
+
+def check_nvdec(window: Window, codec: str) -> None:
+    """Refuse packets that DALI would make something else of."""
+    if getattr(window.stream.codec_context, "field_order", 0) > _PROGRESSIVE:
+        raise UnsupportedError("the stream is interlaced, and its fields may be pictures of their own")
+    units = bitstream.length_size(codec, window.stream.codec_context.extradata)
+    if codec == "h264" and not bitstream.is_refresh(memoryview(window.packets[0]), units):
+        raise UnsupportedError("the clip starts at a picture that is not an instantaneous refresh")
+    base = window.stream.time_base
+    if base is None or any((after - before) * base * 1000 < 1 for before, after in pairwise(window.times)):
+        raise UnsupportedError("frames follow each other within a millisecond")
+    if codec == "hevc" and _leaps(window.picks) and _is_open(window):
+        raise UnsupportedError(
+            "DALI would leap to a key frame behind which pictures are shown that need those before it"
+        )
+    if codec in _REPEATS and any(_REPEATS[codec](bytes(packet)) for packet in window.packets):
+        raise UnsupportedError("some packets show a picture that was decoded before, and DALI counts those it decodes")
+
+
+def _leaps(picks: Sequence[int]) -> bool:
+    """Whether DALI does not decode all frames on its way from one to the next, but goes on at a key frame, if there is one."""
+    return any(pick - before > _LEAP for before, pick in pairwise((-1, *picks)))
+
+
+def _is_open(window: Window) -> bool:
+    """Whether pictures that come behind a key frame, not the first, are shown before it. A decoder that begins at it may drop
+    them, and DALI, which counts packets, would give later pictures the stamps of those."""
+    key: int | None = None
+    for packet in window.packets[1:]:
+        if packet.pts is not None and key is not None and packet.pts < key:
+            return True
+        key = packet.pts if packet.is_keyframe else key
+    return False
+
+
+def _vp9_repeats(packet: bytes) -> bool:
+    """Whether one of the packet's frames is the number of an older one. Of profile 0, the only one of 8-bit 4:2:0."""
+    return any(not frame or bool(frame[0] & 0x08) for frame in _vp9_frames(packet))
+
+
+def _vp9_frames(packet: bytes) -> Iterator[bytes]:
+    """The frames of a superframe, or the packet itself."""
+    marker = packet[-1]
+    bytes_each, count = ((marker >> 3) & 3) + 1, (marker & 7) + 1
+    index = packet[-(2 + bytes_each * count) :]
+    if marker & 0xE0 != 0xC0 or index[0] != marker:
+        yield packet
+        return
+    at = 0
+    for number in range(count):
+        size = int.from_bytes(index[1 + number * bytes_each :][:bytes_each], "little")
+        yield packet[at : at + size]
+        at += size
+
+
+def _av1_repeats(packet: bytes) -> bool:
+    """Whether one of the packet's frame headers names an older picture; whole frames cannot."""
+    return any(kind == _FRAME_HEADER and (not unit or bool(unit[0] & 0x80)) for kind, unit in _av1_units(packet))
+
+
+def _av1_units(packet: bytes) -> Iterator[tuple[int, bytes]]:
+    """Kinds and payloads; one that is cut short gives what there is."""
+    at = 0
+    while at < len(packet):
+        head = packet[at]
+        at += 2 if head & 4 else 1
+        size = len(packet) - at
+        if head & 2:
+            size, at = _leb128(packet, at)
+        yield (head >> 3) & 0xF, packet[at : at + size]
+        at += size
+
+
+def _leb128(data: bytes, at: int) -> tuple[int, int]:
+    """The number that begins at `at`, and where it ends; it has eight bytes at most."""
+    value = 0
+    for place, byte in enumerate(data[at : at + 8]):
+        value |= (byte & 0x7F) << (7 * place)
+        if not byte & 0x80:
+            return value, at + place + 1
+    raise UnsupportedError("a unit of the AV1 stream has no length")
+
+
+_REPEATS = {"vp9": _vp9_repeats, "av1": _av1_repeats}

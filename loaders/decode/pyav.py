@@ -1,9 +1,14 @@
-"""Decoding with FFmpeg through PyAV: every codec, on the CPU, with DALI's pixels.
+"""Decoding with FFmpeg through PyAV: every codec, on the CPU, with the same pixels as DALI. JPEG by libjpeg-turbo.
 
-Purpose: the back-end that is always there. JPEGs it leaves to libjpeg-turbo.
-Invariants: a decoded frame is told by its time stamp, or by counting where stamps say nothing; each wanted frame must come
-out, undamaged and in order. Nothing is decoded that neither is wanted nor has others referring to it, as far as packets tell.
-Failure behaviour: as the contract says. One codec context a clip and one thread each: clips are what runs in parallel.
+Purpose: the decoder that is always available. libjpeg-turbo decodes a JPEG in a third of the time of decoding its planes and
+converting them, and gives the pixels of Pillow, OpenCV and torchvision. Clips of one video that start at the same key frame
+are decoded once and drawn on all of their canvases.
+Invariants: a frame is identified by its time stamp, or by its number where stamps are unusable. Each requested frame must
+come out, undamaged and in order. As far as packets tell, a frame is decoded only if it is requested or if others refer to it.
+Clips decoded together are bit-identical to clips decoded alone. A JPEG is decoded whole and strictly, always as JFIF's
+full-range BT.601: warnings of libjpeg count as errors, and no more pixels are decoded than the index lists.
+Failure behaviour: that of `headrace.loaders.decode.base`. A clip uses one codec context with one thread; clips run in
+parallel. If decoding several clips together fails, each is decoded alone. PyAV judges a JPEG that libjpeg-turbo refuses.
 """
 
 from __future__ import annotations
@@ -11,23 +16,24 @@ from __future__ import annotations
 import contextlib
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
+import msgspec
+import simplejpeg
 from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
+from headrace.dataio.shards.contract import VideoInfo
 from headrace.dataio.shards.media import bitstream, images
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.loaders.cancellation import check_cancelled
-from headrace.loaders.decode import jpeg
-from headrace.loaders.decode.canvas import Canvas, Paintable, Quick, Whole
-from headrace.loaders.decode.contract import Decoded, Request
-from headrace.loaders.decode.convert import U8, Converter
-from headrace.loaders.decode.together import Several, grouped, union
+from headrace.loaders.clip import Wanted
+from headrace.loaders.decode.base import Decoded, Request
+from headrace.loaders.decode.convert import U8, Canvas, Converter, Paintable, Quick, Whole
 from headrace.loaders.decode.trim import NoStartError, Window, open_window, tells_all
 
 _WITH_MESSAGES = frozenset(["h264", "hevc"])
@@ -99,7 +105,7 @@ def _canvas(request: Request, converter: Converter) -> Any:
         return Whole(request, converter)
     if is_quick(request):
         return Quick(request, fit, converter)
-    from headrace.loaders.decode.fitted import Fitted
+    from headrace.loaders.decode.resize import Fitted
 
     return Fitted(request, fit, converter)
 
@@ -113,7 +119,7 @@ def _made(canvas: Any, pts: tuple[int, ...]) -> Decoded:
 def is_quick(request: Request) -> bool:
     """Whether scaling and converting are one."""
     fit = request.fit
-    return fit is not None and fit.antialias and request.color == "fast" and not jpeg.is_jpeg(request.info)
+    return fit is not None and fit.antialias and request.color == "fast" and not is_jpeg(request.info)
 
 
 def clip_of(request: Request, converter: Converter | None = None) -> Clip:
@@ -134,7 +140,7 @@ def _drawn(request: Request, begin: Callable[[], Surface]) -> tuple[Surface, tup
 
 def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...]]:
     """A picture, as often as the clip has frames."""
-    pixels = jpeg.decode(request) if jpeg.is_jpeg(request.info) else None
+    pixels = decode_jpeg(request) if is_jpeg(request.info) else None
     if pixels is None:
         frame = images.decode(request.data[:])
         _check(frame, request)
@@ -277,3 +283,85 @@ def _check(frame: VideoFrame, request: Request) -> None:
         raise CorruptionError(
             f"a frame of {frame.width}x{frame.height} in a video of {request.info.width}x{request.info.height}"
         )
+
+
+def beginning(ext: str, wanted: Wanted) -> Hashable:
+    """Equal for clips of one file whose decoding begins at the same packet; `None` for what is not decoded from a key frame."""
+    return None if ext in IMAGE_EXTENSIONS else (ext, wanted.by, wanted.key)
+
+
+def grouped(requests: Sequence[Request]) -> list[list[int]]:
+    """The numbers of the requests that are decoded together, each number once; requests of one file share its `data`."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, request in enumerate(requests):
+        begins = beginning(request.info.ext, request.wanted)
+        groups.setdefault((number,) if begins is None else (id(request.data), begins), []).append(number)
+    return list(groups.values())
+
+
+def union(requests: Sequence[Request]) -> Request:
+    """One request for every frame that any of these wants, each once."""
+    values = sorted({value for request in requests for value in request.wanted.values})
+    return replace(requests[0], wanted=replace(requests[0].wanted, values=tuple(values)))
+
+
+class _Drawing(msgspec.Struct):
+    """One clip's canvas: which of the union's values it wants, in order, and how many of its frames are there."""
+
+    canvas: Canvas
+    wants: list[int]
+    filled: int = 0
+    seen: VideoFrame | None = None
+
+    def draw(self, number: int, frame: VideoFrame) -> None:
+        while self.filled < len(self.wants) and self.wants[self.filled] == number:
+            if self.seen is frame:
+                self.canvas.again(self.filled)
+            else:
+                self.canvas.draw(self.filled, frame)
+            self.filled, self.seen = self.filled + 1, frame
+
+
+class Several:
+    """A `Canvas` for the union, over those of its requests."""
+
+    def __init__(self, whole: Request, requests: Sequence[Request], canvases: Sequence[Canvas]) -> None:
+        values = whole.wanted.values
+        self._drawings = [
+            _Drawing(canvas, [bisect_left(values, value) for value in request.wanted.values])
+            for request, canvas in zip(requests, canvases, strict=True)
+        ]
+        self._last: VideoFrame | None = None
+
+    def draw(self, number: int, frame: VideoFrame) -> None:
+        self._last = frame
+        for drawing in self._drawings:
+            drawing.draw(number, frame)
+
+    def again(self, number: int) -> None:
+        assert self._last is not None
+        self.draw(number, self._last)
+
+    def pts(self, stamps: Sequence[int]) -> list[tuple[int, ...]]:
+        """The time stamps of each clip's frames, from those of the union's."""
+        return [tuple(stamps[want] for want in drawing.wants) for drawing in self._drawings]
+
+
+_CHANNELS = frozenset(["YCbCr", "RGB", "Gray"])
+
+
+def is_jpeg(info: VideoInfo) -> bool:
+    """Whether the index lists a JPEG, and not a video of such pictures."""
+    return info.codec == "mjpeg" and info.ext in IMAGE_EXTENSIONS
+
+
+def decode_jpeg(request: Request) -> Any:
+    """uint8 (H, W, 3), as large as the index says; None where PyAV has to look at it."""
+    data = request.data[:]
+    try:
+        height, width, channels, _ = simplejpeg.decode_jpeg_header(data)
+        if (height, width) != (request.info.height, request.info.width) or channels not in _CHANNELS:
+            return None
+        return simplejpeg.decode_jpeg(data)
+    except ValueError:
+        return None

@@ -39,9 +39,9 @@ from headrace.dataio.shards.media.bitstream import is_shown
 from headrace.dataio.shards.media.container import check_complete
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
-from headrace.loaders.decode.contract import MAX_CLIP_BYTES, Request
-from headrace.loaders.decode.excerpt import Excerpt, excerpt, pays
-from headrace.loaders.partial.file import Media
+from headrace.loaders.decode.base import MAX_CLIP_BYTES, Request
+from headrace.loaders.decode.mp4 import Excerpt, excerpt, pays
+from headrace.loaders.fetch.partial_file import Media
 
 _EXPANDED = 4
 _CUT_OFF, _BLOCK = 2, 128

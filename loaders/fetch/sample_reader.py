@@ -25,11 +25,10 @@ from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.contract import Files, Member, Sample
 from headrace.dataio.store.base import Store
 from headrace.loaders.cancellation import check_cancelled
+from headrace.loaders.fetch import byte_ranges
+from headrace.loaders.fetch.byte_ranges import Runs
+from headrace.loaders.fetch.partial_file import HELD_BYTES, Heads, Media, PartialFile
 from headrace.loaders.interfaces import Needs
-from headrace.loaders.partial import needed
-from headrace.loaders.partial.file import Media, PartialFile
-from headrace.loaders.partial.heads import HELD_BYTES, Heads
-from headrace.loaders.partial.needed import Runs
 
 _log = get_logger(__name__)
 
@@ -181,7 +180,7 @@ class SampleReader:
                 found.append((sample.shard, member.offset, member.length))
             else:
                 missing = self._heads.others(sample.shard, member, runs)
-                found += [(sample.shard, offset, length) for offset, length in needed.ranges(member, missing)]
+                found += [(sample.shard, offset, length) for offset, length in byte_ranges.ranges(member, missing)]
         return found
 
     def announce(self, upcoming: Sequence[Range]) -> None:

@@ -19,8 +19,8 @@ from headrace.bench.workloads import audio, video
 from headrace.bench.workloads.loader_worker import measure
 from headrace.bench.workloads.source import Place
 from headrace.dataio import Dataset
-from headrace.loaders.sound.decode import decode_audio
-from headrace.loaders.sound.spec import AudioSpec
+from headrace.loaders.audio.decode import decode_audio
+from headrace.loaders.audio.spec import AudioSpec
 
 SHORT = replace(audio.KINDS["sound"], name="tiny", shortest=2, longest=4, window=1)
 LONG = replace(audio.KINDS["recordings"], name="tiny", shortest=62, longest=70, window=2, per_file=2, stretch=6)

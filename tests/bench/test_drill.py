@@ -30,8 +30,8 @@ from headrace.bench.drill import machine as gpu_tests
 from headrace.bench.drill.result import PartResult
 from headrace.bench.drill.wheels import DrillError
 from headrace.dataio.core.errors import HeadraceError
-from headrace.loaders.decode import nvdec as decode_nvdec
-from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode import dali as decode_nvdec
+from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 
 DRILL = Path(gpu_drill.__file__)

@@ -14,7 +14,7 @@ from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.shards.contract import VideoInfo
 from headrace.dataio.shards.media.probe import probe
 from headrace.loaders.clip import Clip, Wanted, choose
-from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from tests.loaders import plain
 

@@ -16,8 +16,8 @@ from headrace.loaders.batch.executor import BatchExecutor
 from headrace.loaders.batch.sample_builder import PlannedBatch, PlannedRead
 from headrace.loaders.cancellation import Cancelled, cancelled_by, check_cancelled
 from headrace.loaders.clip import Wanted
-from headrace.loaders.decode.canvas import Whole
-from headrace.loaders.decode.contract import Request
+from headrace.loaders.decode.base import Request
+from headrace.loaders.decode.convert import Whole
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.interfaces import ProcessedSample, SampleLayout, SampleRef
 

@@ -26,8 +26,8 @@ from headrace.loaders.batch.sample_builder import PlannedRead, SampleBuilder
 from headrace.loaders.cancellation import Cancelled, cancelled_by
 from headrace.loaders.fetch.sample_reader import SampleReader, StoreReader
 from headrace.loaders.interfaces import FetchedSample, SampleRef
+from headrace.loaders.processors.files import FileWork
 from headrace.loaders.quarantine.quarantine import Quarantine
-from headrace.loaders.works.files import FileWork
 
 SAMPLES, SHARD = 40, 9
 Make = Callable[..., FileLoader]

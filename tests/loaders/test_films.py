@@ -20,10 +20,9 @@ from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioLoader, AudioSpec, Clip, Mixture, VideoLoader, Window
 from headrace.loaders import loader as loader_module
-from headrace.loaders.decode import excerpt, isolated, trim
-from headrace.loaders.partial import needed
-from headrace.loaders.partial.file import PartialFile
-from headrace.loaders.partial.heads import HELD_BYTES
+from headrace.loaders.decode import mp4, subprocess_decoder, trim
+from headrace.loaders.fetch import byte_ranges
+from headrace.loaders.fetch.partial_file import HELD_BYTES, PartialFile
 from headrace.loaders.quarantine.records import SkippedSample
 from tests.loaders import long, made, plain
 
@@ -66,7 +65,7 @@ def alike(some: Any, others: Any) -> bool:
 def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Until this is undone, files are read whole, as those of datasets without pieces are."""
     with monkeypatch.context() as context:
-        context.setattr(needed, "member_of", lambda sample, ext: None)
+        context.setattr(byte_ranges, "member_of", lambda sample, ext: None)
         yield context
 
 
@@ -74,7 +73,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def expected(films: Path) -> Any:
     """The clips of whole files."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(needed, "member_of", lambda sample, ext: None)
+        patch.setattr(byte_ranges, "member_of", lambda sample, ext: None)
         return clips(films / "ds")
 
 
@@ -91,7 +90,7 @@ def test_clips_of_excerpts_are_those_of_whole_files_and_read_no_more(
     before, real, taken = read(), trim.excerpt, list[bool]()
     in_order = clips(films / "ds", **once)
     plainly = read() - before
-    monkeypatch.setattr(excerpt, "FEW", 0)
+    monkeypatch.setattr(mp4, "FEW", 0)
     monkeypatch.setattr(trim, "excerpt", lambda *asked: (made := real(*asked), taken.append(made is not None))[0])
     before = read()
     assert alike(clips(films / "ds", **once), in_order)
@@ -121,10 +120,10 @@ def test_clips_are_those_of_plain_decoding(films: Path) -> None:
         loader.close()
 
 
-@pytest.mark.parametrize("few", [0, excerpt.FEW])
+@pytest.mark.parametrize("few", [0, mp4.FEW])
 @pytest.mark.parametrize("name", ["front-mp4", "back-mp4", "film-mkv"])
 def test_what_a_clip_reads_was_foreseen(films: Path, name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(excerpt, "FEW", few)
+    monkeypatch.setattr(mp4, "FEW", few)
     missed, foreseen = list[int](), list[int]()
     fetch_on, foresee = PartialFile._fetch_on, PartialFile.foresee
     monkeypatch.setattr(PartialFile, "_fetch_on", lambda self, number: (missed.append(number), fetch_on(self, number)))
@@ -153,7 +152,7 @@ def test_wrong_hints_change_nothing(
         return [_misled(sample, at, head) for sample in samples(self, numbers)]
 
     monkeypatch.setattr(Dataset, "samples", misled)
-    monkeypatch.setattr(needed, "reads_part_of_video", lambda *_, **__: True)
+    monkeypatch.setattr(byte_ranges, "reads_part_of_video", lambda *_, **__: True)
     assert alike(clips(films / "ds"), expected)
 
 
@@ -171,8 +170,8 @@ def test_processes_that_may_crash_get_what_they_ask_for(
 ) -> None:
     assert alike(clips(films / "ds", decode_in_subprocess=60.0), expected)
     whole, nothing = list[int](), ((0, 1),)
-    monkeypatch.setattr(isolated, "_ASKED", 2)
-    monkeypatch.setattr(needed, "runs", lambda member, spans: nothing)
+    monkeypatch.setattr(subprocess_decoder, "_ASKED", 2)
+    monkeypatch.setattr(byte_ranges, "runs", lambda member, spans: nothing)
     get = PartialFile.__getitem__
     monkeypatch.setattr(PartialFile, "__getitem__", lambda self, where: (whole.append(1), get(self, where))[1])
     assert alike(clips(films / "ds", decode_in_subprocess=60.0), expected)

@@ -18,7 +18,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioLoader, AudioSpec, Clip, LogMel, Mixture, VideoLoader, Window
 from headrace.loaders.decode.resize import fit
 from headrace.loaders.interfaces import SampleRef
-from headrace.loaders.works.cut import Cut
+from headrace.loaders.processors.video import Cut
 from tests.loaders import made
 
 NAMES = ("h264.mp4", "h264-late.mkv", "h264-vfr.mkv", "vp8.webm", "mpeg4.mp4", "mjpeg.mkv")
@@ -256,7 +256,7 @@ def test_log_mel_windows_are_those_of_the_waveform(clips: Dataset) -> None:
     what = LogMel(bands=20)
     options: dict[str, Any] = {"window": 0.5, "seed": 4, "sidecar": None, "num_threads": 2}
     with AudioLoader(clips, 2, **options) as waves, AudioLoader(clips, 2, features=what, **options) as mels:
-        from headrace.loaders.sound.mel import log_mel
+        from headrace.loaders.audio.mel import log_mel
 
         for wave, mel in zip(waves, mels, strict=True):
             assert wave["key"] == mel["key"]

@@ -11,7 +11,7 @@ import pytest
 from headrace.dataio import index, pack
 from headrace.dataio.core import log
 from headrace.loaders import Clip, VideoLoader
-from headrace.loaders.works import clips
+from headrace.loaders.processors import video
 from tests.loaders import made
 
 
@@ -78,12 +78,12 @@ def test_samples_with_the_same_side_files_are_looked_through_once(
     for number in range(4):
         (tmp_path / "files" / f"{number}.mp4").write_bytes(film)
         (tmp_path / "files" / f"{number}.txt").write_text("words")
-    looked, real = list[str](), clips.other_videos
-    monkeypatch.setattr(clips, "other_videos", lambda names, used: looked.append(used) or real(names, used))
+    looked, real = list[str](), video.other_videos
+    monkeypatch.setattr(video, "other_videos", lambda names, used: looked.append(used) or real(names, used))
     with pack([tmp_path / "files"], tmp_path / "packed", workers=1) as packed:
         assert [len(sample.members) for sample in map(packed.sample, range(4))] == [2] * 4
-        for most in (clips._MOST_SEEN, 0):
-            monkeypatch.setattr(clips, "_MOST_SEEN", most)
+        for most in (video._MOST_SEEN, 0):
+            monkeypatch.setattr(video, "_MOST_SEEN", most)
             looked.clear()
             with VideoLoader(packed, 1, clip=Clip(2), evaluate=True, num_threads=1, sidecar=None) as loader:
                 assert len(list(loader)) == 4

@@ -121,13 +121,13 @@ _NOT_NEEDED = """
 dateutil duckdb fsspec numpy.ma nvidia.dali nvtx pyarrow.compute pyarrow.fs pyarrow.parquet
 headrace.dataio.cache.engine headrace.dataio.cache.readers.cached headrace.dataio.shards.changes headrace.dataio.shards.report
 headrace.dataio.sidecar.connection headrace.dataio.sidecar.protocol headrace.dataio.sidecar.reader
-headrace.dataio.store.s3 headrace.dataio.store.fsspec headrace.loaders.audio_loader headrace.loaders.decode.isolated
-headrace.loaders.decode.worker headrace.loaders.file_loader headrace.loaders.sampling.force headrace.loaders.sampling.buckets
+headrace.dataio.store.s3 headrace.dataio.store.fsspec headrace.loaders.audio_loader headrace.loaders.decode.subprocess_decoder
+headrace.loaders.decode.subprocess_worker headrace.loaders.file_loader headrace.loaders.sampling.force
+headrace.loaders.sampling.buckets
 headrace.loaders.sampling.interleave headrace.loaders.sampling.mixed_buckets headrace.loaders.sampling.mixture
 headrace.loaders.sampling.packing headrace.loaders.sampling.quality headrace.loaders.quarantine.shared_list
-headrace.loaders.sound.decode
-headrace.loaders.sound.features headrace.loaders.sound.mel headrace.loaders.sound.spec headrace.loaders.sound.window
-headrace.loaders.works.mels headrace.loaders.works.pieces headrace.loaders.works.windows
+headrace.loaders.audio.decode headrace.loaders.audio.frames headrace.loaders.audio.mel headrace.loaders.audio.spec
+headrace.loaders.processors.audio
 """
 
 

@@ -30,7 +30,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioSpec, Clip, VideoLoader
 from headrace.loaders import loader as loader_module
 from headrace.loaders.clip import choose
-from headrace.loaders.decode.contract import Request
+from headrace.loaders.decode.base import Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.resize import fit
 from headrace.loaders.fetch.sample_reader import StoreReader

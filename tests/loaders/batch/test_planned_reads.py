@@ -11,7 +11,7 @@ import pytest
 from headrace.dataio import pack
 from headrace.loaders import AudioLoader, Window
 from headrace.loaders.interfaces import SampleRef
-from headrace.loaders.works.windows import WindowWork
+from headrace.loaders.processors.audio import WindowWork
 
 RATE = 8_000
 

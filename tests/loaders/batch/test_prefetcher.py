@@ -19,8 +19,8 @@ from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, PLANNED_AT_ONCE
 from headrace.loaders.batch.sample_builder import SampleBuilder
 from headrace.loaders.fetch.sample_reader import Range
 from headrace.loaders.interfaces import FileTarget, ProcessedSample, SampleRef
+from headrace.loaders.processors.files import FileWork
 from headrace.loaders.quarantine.quarantine import Quarantine
-from headrace.loaders.works.files import FileWork
 
 Batches = Iterator[Sequence[SampleRef]]
 AT_MOST = ANNOUNCED_BATCHES + PLANNED_AT_ONCE

@@ -7,15 +7,15 @@ import os
 import sys
 import time
 
-from headrace.loaders.decode import worker
+from headrace.loaders.decode import subprocess_worker
 
 CRASH, HANG = 13, 14
-_real = worker.answer
+_real = subprocess_worker.answer
 
 
-def answer(task: worker.Task) -> worker.Answer:
+def answer(task: subprocess_worker.Task) -> subprocess_worker.Answer:
     """As the worker's, but for the doomed."""
-    first = task.wanted.values[0] if isinstance(task, worker.See) and task.info.codec == "h264" else None
+    first = task.wanted.values[0] if isinstance(task, subprocess_worker.See) and task.info.codec == "h264" else None
     if first == CRASH:
         _mark("crash")
         ctypes.string_at(0)  # reads address 0: SIGSEGV
@@ -32,5 +32,5 @@ def _mark(what: str) -> None:
 
 
 if __name__ == "__main__":
-    worker.answer = answer
-    sys.exit(worker.main())
+    subprocess_worker.answer = answer
+    sys.exit(subprocess_worker.main())

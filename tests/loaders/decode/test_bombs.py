@@ -16,7 +16,7 @@ from headrace.dataio.shards.contract import KeyFrame, VideoInfo
 from headrace.dataio.shards.media.probe import probe
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode import pyav, trim
-from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from tests.attacks import media as bombs
 from tests.attacks import peak

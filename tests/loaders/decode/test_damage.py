@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.shards.contract import KeyFrame, VideoInfo
 from headrace.loaders.clip import Wanted
-from headrace.loaders.decode.choose import AutoDecoder
-from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.decode.registry import AutoDecoder
 from tests.loaders import made
 
 CUTS = 24

@@ -20,13 +20,12 @@ from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.contract import KeyFrame, VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode import convert, pyav, resize
-from headrace.loaders.decode.canvas import Quick, Whole
-from headrace.loaders.decode.contract import Color, Decoded, Request
-from headrace.loaders.decode.convert import Converter, Part
-from headrace.loaders.decode.fitted import Fitted
+from headrace.loaders.decode.base import Color, Decoded, Request
+from headrace.loaders.decode.convert import Converter, Part, Quick, Whole
 from headrace.loaders.decode.geometry import Axis, Fit, axes
-from headrace.loaders.decode.isolated import IsolatedDecoder
 from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.decode.resize import Fitted
+from headrace.loaders.decode.subprocess_decoder import IsolatedDecoder
 from headrace.loaders.decode.trim import Window, open_window
 from tests.loaders import plain
 

@@ -15,12 +15,12 @@ import pytest
 from headrace.dataio.core.errors import CapacityError, HeadraceError
 from headrace.dataio.shards.contract import VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
-from headrace.loaders.decode import nvdec
-from headrace.loaders.decode.choose import AutoDecoder, Backend
-from headrace.loaders.decode.choose import choose as choose_decoder
-from headrace.loaders.decode.contract import Decoded, Decoder, Request
+from headrace.loaders.decode import dali
+from headrace.loaders.decode.base import Decoded, Decoder, Request
 from headrace.loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
 from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.decode.registry import AutoDecoder, Backend
+from headrace.loaders.decode.registry import choose as choose_decoder
 
 VIDEOS = [
     "action_xvid.avi",
@@ -249,7 +249,7 @@ def test_a_clip_of_impossible_size_is_refused_before_anything_is_allocated(media
     assert isinstance(result, CapacityError)
 
 
-needs_gpu = pytest.mark.skipif(not (gpu_count() and nvdec.missing() is None), reason="DALI decodes on no GPU here")
+needs_gpu = pytest.mark.skipif(not (gpu_count() and dali.missing() is None), reason="DALI decodes on no GPU here")
 
 
 def _within_two(gpu: Decoded, cpu: Decoded) -> None:

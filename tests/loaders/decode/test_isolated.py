@@ -18,12 +18,12 @@ from headrace.dataio.shards.contract import AudioInfo, VideoInfo
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.workers.process import run_module
 from headrace.loaders import AudioSpec, Clip, VideoLoader
+from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.clip import Wanted, choose
 from headrace.loaders.config import LoaderConfig
-from headrace.loaders.decode.contract import Decoded, Request
-from headrace.loaders.decode.isolated import IsolatedDecoder
+from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
-from headrace.loaders.sound.decode import decode_audio
+from headrace.loaders.decode.subprocess_decoder import IsolatedDecoder
 from tests.loaders import made
 from tests.loaders.decode import doomed_worker
 

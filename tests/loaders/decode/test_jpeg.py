@@ -15,12 +15,12 @@ from PIL import Image
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.shards.media import images
 from headrace.loaders.clip import Clip, choose
-from headrace.loaders.decode import jpeg
-from headrace.loaders.decode.contract import Color, Decoded, Request
+from headrace.loaders.decode import pyav
+from headrace.loaders.decode.base import Color, Decoded, Request
 from headrace.loaders.decode.geometry import Fit
-from headrace.loaders.decode.isolated import IsolatedDecoder
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.resize import fit
+from headrace.loaders.decode.subprocess_decoder import IsolatedDecoder
 from tests.support.pictures import pattern
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def test_pixels_are_those_of_pillow_whatever_colours_are_asked_for(
     kind: str, size: tuple[int, int], color: Color
 ) -> None:
     data = encoded("RGB", *size, **KINDS[kind])
-    assert jpeg.decode(asked(data)) is not None
+    assert pyav.decode_jpeg(asked(data)) is not None
     assert (made(asked(data, color=color))[0] == shown(data)).all()
 
 
@@ -72,7 +72,7 @@ def test_a_grey_one_is_grey() -> None:
 
 def test_one_of_four_channels_is_left_to_pyav() -> None:
     request = asked(encoded("CMYK"))
-    assert jpeg.decode(request) is None
+    assert pyav.decode_jpeg(request) is None
     assert np.abs(made(request)[0].astype(int) - pattern(70, 46)).max() < 40
 
 
@@ -122,6 +122,6 @@ def test_damage_gives_an_error_or_a_picture_of_the_right_size(at: float, wrong: 
 def test_one_that_is_larger_than_the_index_says_is_not_decoded() -> None:
     request = asked(encoded())
     swollen = replace(request, data=memoryview(encoded("RGB", 700, 460)))
-    assert jpeg.decode(swollen) is None
+    assert pyav.decode_jpeg(swollen) is None
     (one,) = PyAVDecoder().decode([swollen])
     assert isinstance(one, CorruptionError)

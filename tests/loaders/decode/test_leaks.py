@@ -10,12 +10,12 @@ from fractions import Fraction
 import pytest
 
 from headrace.dataio.shards.media.probe import probe
+from headrace.loaders.audio.decode import decode_audio
+from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.clip import Clip, choose
-from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.decode.pyav import PyAVDecoder
-from headrace.loaders.sound.decode import decode_audio
-from headrace.loaders.sound.spec import AudioSpec
 from tests.loaders import made
 
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")

@@ -21,11 +21,11 @@ from msgspec.structs import replace
 from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
 from headrace.dataio.shards.contract import VideoInfo
 from headrace.loaders.clip import Wanted
-from headrace.loaders.decode import choose, dali, nvdec, resize
-from headrace.loaders.decode.choose import AutoDecoder
-from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode import dali, registry, resize
+from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.dali import DaliDecoder, dali_installed
 from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.decode.registry import AutoDecoder
 from headrace.loaders.decode.trim import open_window
 
 InfoOf = Callable[[bytes, str], VideoInfo]
@@ -40,7 +40,7 @@ def why_not(asked: Request) -> str:
     """What is said of the clip's packets; nothing where DALI gets them."""
     with open_window(asked) as window:
         try:
-            nvdec.check(window, asked.info.codec)
+            dali.check_nvdec(window, asked.info.codec)
         except UnsupportedError as error:
             return str(error)
     return ""
@@ -63,29 +63,29 @@ def test_av1_that_shows_a_picture_once_more_is_not_decoded_on_the_gpu(media: Pat
 
 def test_av1_packets_are_read_unit_by_unit() -> None:
     delimiter, header, shows, frame = b"\x12\x00", b"\x1a\x02\x00\x00", b"\x1a\x01\xa0", b"\x32\x03\x80\x00\x00"
-    assert not nvdec._av1_repeats(delimiter + frame)
-    assert not nvdec._av1_repeats(delimiter + header + frame)
-    assert nvdec._av1_repeats(delimiter + frame + shows)
-    assert nvdec._av1_repeats(b"\x1e\x08\x01\xa0"), "with an extension"
-    assert nvdec._av1_repeats(b"\x18\xa0"), "without a length"
-    assert nvdec._av1_repeats(b"\x1a\x00"), "an empty header"
+    assert not dali._av1_repeats(delimiter + frame)
+    assert not dali._av1_repeats(delimiter + header + frame)
+    assert dali._av1_repeats(delimiter + frame + shows)
+    assert dali._av1_repeats(b"\x1e\x08\x01\xa0"), "with an extension"
+    assert dali._av1_repeats(b"\x18\xa0"), "without a length"
+    assert dali._av1_repeats(b"\x1a\x00"), "an empty header"
     with pytest.raises(UnsupportedError, match="no length"):
-        nvdec._av1_repeats(b"\x1a" + b"\xff" * 9)
+        dali._av1_repeats(b"\x1a" + b"\xff" * 9)
 
 
 def test_vp9_packets_are_read_frame_by_frame() -> None:
     shown, repeated = b"\x82\x49\x83\x42", b"\x88"
-    assert not nvdec._vp9_repeats(shown)
-    assert nvdec._vp9_repeats(repeated)
+    assert not dali._vp9_repeats(shown)
+    assert dali._vp9_repeats(repeated)
 
     def superframe(*frames: bytes) -> bytes:
         marker = bytes([0xC0 | (len(frames) - 1)])
         return b"".join(frames) + marker + b"".join(bytes([len(frame)]) for frame in frames) + marker
 
-    assert not nvdec._vp9_repeats(superframe(shown, shown))
-    assert nvdec._vp9_repeats(superframe(shown, repeated))
-    assert nvdec._vp9_repeats(superframe(shown, b"")), "a frame of nothing"
-    assert not nvdec._vp9_repeats(shown + b"\xc1"), "only its last byte is that of a superframe"
+    assert not dali._vp9_repeats(superframe(shown, shown))
+    assert dali._vp9_repeats(superframe(shown, repeated))
+    assert dali._vp9_repeats(superframe(shown, b"")), "a frame of nothing"
+    assert not dali._vp9_repeats(shown + b"\xc1"), "only its last byte is that of a superframe"
 
 
 def test_interlaced_video_is_not_decoded_on_the_gpu(media: Path, reencode: Any, info_of: InfoOf) -> None:
@@ -102,7 +102,7 @@ def test_frames_within_one_millisecond_are_not_decoded_on_the_gpu(media: Path, i
     with open_window(asked) as window:
         close = replace(window, times=[time // 100 for time in window.times])
         with pytest.raises(UnsupportedError, match="within a millisecond"):
-            nvdec.check(close, "vp9")
+            dali.check_nvdec(close, "vp9")
 
 
 def test_what_begins_at_a_point_of_recovery_is_not_decoded_on_the_gpu(
@@ -119,7 +119,7 @@ def test_what_begins_at_a_point_of_recovery_is_not_decoded_on_the_gpu(
 def test_pictures_that_the_cards_decoders_are_not_made_for_are_decoded_on_the_cpu(media: Path, info_of: InfoOf) -> None:
     data = (media / "arm_wrestling.mp4").read_bytes()
     plain = info_of(data, "mp4")
-    assert choose.choose(plain, gpu=True) == "dali_gpu"
+    assert registry.choose(plain, gpu=True) == "dali_gpu"
     for codec, width, height in (
         ("hevc", 128, 128),
         ("h264", 641, 480),
@@ -127,11 +127,11 @@ def test_pictures_that_the_cards_decoders_are_not_made_for_are_decoded_on_the_cp
         ("h264", 4098, 2160),
         ("av1", 144, 8194),
     ):
-        assert choose.choose(replace(plain, codec=codec, width=width, height=height), gpu=True) == "pyav"
+        assert registry.choose(replace(plain, codec=codec, width=width, height=height), gpu=True) == "pyav"
     for codec, width, height in (("hevc", 144, 8192), ("h264", 4096, 4096), ("vp9", 4098, 2160)):
-        assert choose.choose(replace(plain, codec=codec, width=width, height=height), gpu=True) == "dali_gpu"
-    assert choose.choose(replace(plain, pixel_format="yuv420p10le"), gpu=True) == "pyav"
-    assert choose.choose(replace(plain, ext="avi"), gpu=True) == "pyav"
+        assert registry.choose(replace(plain, codec=codec, width=width, height=height), gpu=True) == "dali_gpu"
+    assert registry.choose(replace(plain, pixel_format="yuv420p10le"), gpu=True) == "pyav"
+    assert registry.choose(replace(plain, ext="avi"), gpu=True) == "pyav"
 
 
 def test_pictures_of_full_range_are_decoded_on_the_gpu_only_where_their_format_says_so(
@@ -140,11 +140,13 @@ def test_pictures_of_full_range_are_decoded_on_the_gpu_only_where_their_format_s
     data = (media / "testsrc2_vp9.webm").read_bytes()
     plain = info_of(data, "webm")
     assert plain.color is not None
-    assert choose.choose(plain, gpu=True) == "dali_gpu"
+    assert registry.choose(plain, gpu=True) == "dali_gpu"
     for color in (None, replace(plain.color, range="unknown")):
-        assert choose.choose(replace(plain, color=color), gpu=True) == "dali_gpu"
+        assert registry.choose(replace(plain, color=color), gpu=True) == "dali_gpu"
     full = replace(plain, color=replace(plain.color, range="pc"))
-    assert choose.choose(full, gpu=True) == "pyav", "whether the driver's parser tells of VP9's range is not documented"
+    assert registry.choose(full, gpu=True) == "pyav", (
+        "whether the driver's parser tells of VP9's range is not documented"
+    )
 
 
 @pytest.mark.parametrize(("bframes", "picks", "refused"), [
@@ -219,12 +221,12 @@ def test_a_clip_that_the_gpu_has_no_memory_to_scale_is_refused_by_itself(
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU that DALI sees, in a container that was not given the driver's library for video."""
-    monkeypatch.setattr(nvdec, "_LIBRARY", "libnvcuvid.so.of-nobody")
-    for module in ("choose", "dali"):
+    monkeypatch.setattr(dali, "_LIBRARY", "libnvcuvid.so.of-nobody")
+    for module in ("registry", "dali"):
         monkeypatch.setattr(f"headrace.loaders.decode.{module}.gpu_count", lambda: 1)
-    nvdec.missing.cache_clear()
+    dali.nvdec_missing.cache_clear()
     yield
-    nvdec.missing.cache_clear()
+    dali.nvdec_missing.cache_clear()
 
 
 @needs_dali

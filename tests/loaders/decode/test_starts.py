@@ -18,7 +18,7 @@ from headrace.dataio.shards.contract import KeyFrame
 from headrace.dataio.shards.media import bitstream
 from headrace.loaders.clip import Clip, choose
 from headrace.loaders.decode import trim
-from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.base import Decoded, Request
 from tests.loaders import made
 from tests.loaders.film import Film
 

@@ -19,10 +19,10 @@ from headrace.dataio.shards.media.probe import probe
 from headrace.loaders import Clip, VideoLoader
 from headrace.loaders.clip import choose
 from headrace.loaders.decode import pyav
-from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.decode.pyav import PyAVDecoder
-from headrace.loaders.works import clips
+from headrace.loaders.processors import video
 from tests.loaders import made
 
 NAMES = ("h264.mp4", "h264-vfr.mkv", "h265.mp4", "vp9.webm", "mpeg4.avi")
@@ -120,21 +120,21 @@ def test_light_clips_of_a_batch_are_decoded_in_a_go_up_to_a_bound_unless_more_is
 ) -> None:
     (tmp_path / "clips").mkdir()
     sides = {"heavy": 256, "light": 160}
-    monkeypatch.setattr(clips, "LIGHT", 1 << 17)
-    assert 2 * 256**2 > clips.LIGHT // 2 >= 2 * 160**2 > clips.LIGHT // 3
+    monkeypatch.setattr(video, "LIGHT", 1 << 17)
+    assert 2 * 256**2 > video.LIGHT // 2 >= 2 * 160**2 > video.LIGHT // 3
     for name, side in sides.items():
         data = made.make(made.Made(f"{name}.mkv", "libx264", "matroska", frames=4, width=side, height=side))
         for number in range(3):
             (tmp_path / "clips" / f"{name}{number}.mkv").write_bytes(data)
     pack([tmp_path / "clips"], tmp_path / "ds", workers=1).close()
     done = list[list[int]]()
-    do = clips.ClipWork.process
+    do = video.ClipWork.process
 
-    def watched(self: clips.ClipWork, loaded: Any) -> Any:
+    def watched(self: video.ClipWork, loaded: Any) -> Any:
         done.append([one.ref.sample.video.width for one in loaded])
         return do(self, loaded)
 
-    monkeypatch.setattr(clips.ClipWork, "process", watched)
+    monkeypatch.setattr(video.ClipWork, "process", watched)
     how: dict[str, Any] = {"transform": lambda tensors, _: tensors} if transformed else {}
     with VideoLoader(
         tmp_path / "ds", 6, clip=Clip(2), size=(24, 24), evaluate=True, num_threads=1, prefetch_batches=1, **how

@@ -9,11 +9,11 @@ import pytest
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.shards.media.probe import probe
+from headrace.loaders.audio.decode import decode_audio
+from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.clip import Wanted
-from headrace.loaders.decode.choose import AutoDecoder
-from headrace.loaders.decode.contract import Decoded, Request
-from headrace.loaders.sound.decode import decode_audio
-from headrace.loaders.sound.spec import AudioSpec
+from headrace.loaders.decode.base import Decoded, Request
+from headrace.loaders.decode.registry import AutoDecoder
 from tests.loaders import made
 
 CUTS = 24

@@ -18,11 +18,11 @@ from headrace.dataio import pack
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioLoader, AudioSpec, Durations, LogMel, Mixture, Packing, Window
+from headrace.loaders.audio.mel import log_mel
+from headrace.loaders.processors.audio import lengths as lengths_at
 from headrace.loaders.sampling.packing import pack as packed_by
 from headrace.loaders.sampling.permutation import key_of
 from headrace.loaders.sampling.plan import _PACK
-from headrace.loaders.sound.mel import log_mel
-from headrace.loaders.works.pieces import lengths as lengths_at
 
 RATE = 8_000
 LENGTHS = [0.1, 0.45, 0.3, 0.8, 0.2, 1.7, 0.5, 0.25, 0.6, 0.35, 0.15, 0.9]

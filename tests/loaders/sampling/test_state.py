@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import MismatchError, UsageError
 from headrace.loaders import Clip, Order
+from headrace.loaders.audio.spec import Window
 from headrace.loaders.sampling.buckets import Bucketed
 from headrace.loaders.sampling.mixed_buckets import MixedBuckets
 from headrace.loaders.sampling.mixture import Mixed
 from headrace.loaders.sampling.schedule import Evaluation, Plain, Population
 from headrace.loaders.sampling.state import MAX_COUNT, Fingerprint, Identity, Position, dump, load
-from headrace.loaders.sound.window import Window
 
 DIGEST = "0123456789abcdef" * 4
 ORDER = Order.of(10**9, 4096, sample_bytes=300_000, seed=123456)

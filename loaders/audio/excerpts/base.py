@@ -1,0 +1,108 @@
+"""What the excerpt makers share: the `Excerpt` itself, a search for the byte to begin at, and in-memory files.
+
+Purpose: containers differ in how a time is found in them. FFmpeg always decodes a small file in the end.
+Invariants: decoding an excerpt gives the samples of decoding the recording, except for the first few, which only warm up the
+decoder. Stamps of the excerpt are `shift` smaller than the recording's. Before an excerpt is used, its maker compares what it
+reads in the file with the packets that the index marked (`around`). The search (`before`) returns a position at or before the
+wanted sample; the number of reads hardly depends on the file's length.
+Failure behaviour: a maker returns None for a file with an unusual structure, and libav then reads that file itself. The
+search falls back to its lower bound. `OSError` where no memory is left for a `memfd`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from operator import attrgetter
+
+import msgspec
+
+from headrace.dataio.core import limits
+from headrace.dataio.shards.contract import AudioInfo, SoundMark
+
+
+class Excerpt(msgspec.Struct, frozen=True):
+    """A file: `parts` one after the other, for libav's `demuxer`, maybe with options. `shift` and `until`, behind which is no
+    sound if it is known, are seconds of the recording's time line. `whole` from its beginning: nothing sounds before zero."""
+
+    parts: Sequence[Bytes]
+    demuxer: str
+    shift: Fraction = Fraction(0)
+    until: Fraction | None = None
+    whole: bool = False
+
+
+_pts = attrgetter("pts")
+
+
+def mark_before(marks: Sequence[SoundMark], pts: int) -> SoundMark | None:
+    """The last marked packet that begins at this stamp or before it."""
+    number = bisect_right(marks, pts, key=_pts)
+    return marks[number - 1] if number else None
+
+
+def around(info: AudioInfo, low: Fraction, high: Fraction) -> Sequence[SoundMark]:
+    """The marked packets from the last one before `low` to the first one behind `high`, in seconds of the file's own time line.
+    It is one packet at least, if any are marked."""
+    if info.time_base is None:
+        return ()
+    first = bisect_right(info.marks, low / info.time_base, key=_pts)
+    end = bisect_right(info.marks, high / info.time_base, key=_pts)
+    return info.marks[max(0, first - 1) : end + 1]
+
+
+Bytes = bytes | memoryview
+_AT_ONCE = 1024
+"""Parts that Linux takes in a call."""
+
+
+@contextlib.contextmanager
+def nameless(parts: Sequence[Bytes]) -> Iterator[int]:
+    """The descriptor of a file that holds `parts`, one after the other; it is at its beginning."""
+    descriptor = os.memfd_create("sound", os.MFD_CLOEXEC)
+    try:
+        at = 0
+        for first in range(
+            0, len(parts), _AT_ONCE
+        ):  # few calls: after each one a thread waits for the interpreter's lock
+            some = parts[first : first + _AT_ONCE]
+            end = at + sum(map(len, some))
+            if os.pwritev(descriptor, some, at) != end - at:
+                raise OSError(errno.ENOSPC, f"no room in memory for {end} bytes")
+            at = end
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+Mark = tuple[int, int]
+"""A byte at which decoding may begin, and the samples before it."""
+Find = Callable[[int], Mark | None]
+"""The first mark behind a byte, if there is one not far behind."""
+
+NEAR = 64 * limits.KIB
+"""Bytes before what is wanted from which on marks are looked at one by one."""
+_GUESSES, _STEPS = 6, 40
+
+
+def before(find: Find, low: Mark, high: Mark, wanted: int, near: int = NEAR) -> Mark:
+    """The last mark, from `low` to `high`, with no more than `wanted` samples before it."""
+    for step in range(_STEPS):
+        ahead = (high[0] - low[0]) * (wanted - low[1]) // max(1, high[1] - low[1])  # by its share
+        if min(ahead, high[0] - low[0]) <= near:
+            break
+        at = low[0] + ahead - near // 2 if step < _GUESSES else (low[0] + high[0]) // 2
+        found = find(at)
+        if found is None or found[0] >= high[0]:
+            high = (at, high[1])
+        elif found[1] <= wanted:
+            low = found
+        else:
+            high = (at, found[1])
+    while (found := find(low[0])) is not None and found[1] <= wanted:
+        low = found
+    return low

@@ -1,0 +1,118 @@
+"""Choose the excerpt maker for a file, then decode, cut and resample the excerpt in one call to FFmpeg.
+
+Purpose: packets hold a few milliseconds of audio. Threads that release and take the GIL for every packet wait for each other:
+two threads are hardly faster than one. FFmpeg's filters do everything in one call: `amovie` opens, demuxes and decodes,
+`atrim` cuts by stamps, and the result arrives in one frame.
+Invariants: the samples are bit-identical to those of `headrace.loaders.audio.frames` and `headrace.loaders.audio.resample`.
+Silence precedes and follows the recording, and is added before resampling. An excerpt begins early enough for its codec to
+settle. A file is cut only where the index marks some of its packets and the maker finds them there; WAV needs no marks,
+since its header tells everything.
+Failure behaviour: None where libav has to read the file itself: no maker, a decoding error, or too few samples. The caller
+then finds the cause. `CorruptionError` for a truncated MP4. Decoding uses one thread: FFmpeg's frame threads can request
+buffers from a decoder that is being freed.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any, BinaryIO, cast
+
+import av.error
+import numpy as np
+from av.filter import Graph
+
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.dataio.shards.media.container import check_complete
+from headrace.loaders.audio.excerpts import flac, mp3, mp4, ogg, wav
+from headrace.loaders.audio.excerpts.base import Excerpt, nameless
+from headrace.loaders.audio.frames import F32
+from headrace.loaders.audio.resample import AT_ONCE, resampled, resampled_frame
+from headrace.loaders.audio.spec import LAYOUTS, AudioSpec
+from headrace.loaders.decode.trim import ViewFile
+from headrace.loaders.fetch.partial_file import Media
+
+WARM_UP = Fraction(23, 50)
+"""Seconds decoded before what is wanted: codecs need some sound before what they say is right (Opus and MP3 a few packets)."""
+SETTLING = frozenset(["aac", "ac3", "eac3", "mp1", "mp2", "mp3", "opus", "vorbis"])
+"""Codecs that are right after so much; those that are not, and have a memory, are decoded from the file's beginning."""
+_IN_MP4 = SETTLING | {"alac", "flac"}
+
+
+def excerpt_of(data: Media, info: AudioInfo, start: Fraction, end: Fraction) -> Excerpt | None:
+    """What `start` to `end`, seconds of the file's own time line, are decoded from."""
+    if info.ext in wav.EXTENSIONS:
+        return wav.excerpt(data, info, start, end)
+    if not info.marks:
+        return None
+    if info.ext in flac.EXTENSIONS:
+        return flac.excerpt(data, info, start, end)
+    if info.ext in mp4.EXTENSIONS and info.codec in _IN_MP4:
+        check_complete(cast(BinaryIO, ViewFile(data)), len(data))
+        return mp4.excerpt(data, info, start - WARM_UP, end)
+    if info.ext in ogg.EXTENSIONS:
+        return ogg.excerpt(data, info, start - WARM_UP, end)
+    if info.ext in mp3.EXTENSIONS:
+        return mp3.excerpt(data, info, start, end)
+    return None
+
+
+_MORE = 1 << 12
+"""Samples that may be more than there should be, which is found out so."""
+
+
+def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: AudioSpec) -> tuple[F32, int] | None:
+    """`count` samples from the recording's `first` on, as counted by its stamps, as `spec` wants them: (channels, about count
+    times the ratio of rates), and how many of `count` are sound."""
+    rate = info.sample_rate
+    begin = first - round(excerpt.shift * rate)
+    silent = max(0, -begin) if excerpt.whole else 0
+    left = count if excerpt.until is None else min(count, int(excerpt.until * rate) - first)
+    sounding = left - silent
+    if sounding <= 0:
+        return None
+    filters = [f"aformat=sample_rates={rate}", f"atrim=start_pts={begin + silent}:end_pts={begin + left}"]
+    if part := sounding < count:
+        filters += ["aformat=sample_fmts=fltp"]
+    else:
+        filters += _chosen(info.channels, spec)
+        if rate == spec.sample_rate:
+            filters += [f"asetnsamples=nb_out_samples={AT_ONCE}:pad=0"]
+            filters += [f"aformat=sample_fmts=fltp:channel_layouts={LAYOUTS[spec.channels]}"]
+    filters += [f"asetnsamples=nb_out_samples={sounding + _MORE}:pad=0"]
+    try:
+        with nameless(excerpt.parts) as descriptor:
+            source = f"amovie=filename=/proc/self/fd/{descriptor}:format_name={excerpt.demuxer}"
+            frame = _pulled([source, *filters, "abuffersink"])
+    except (av.error.FFmpegError, OSError):
+        return None
+    late = frame.pts is None or abs(frame.pts * frame.time_base * rate - begin - silent) > 1
+    if late or frame.samples != sounding:  # there is a gap, or an overlap, or it broke off
+        return None
+    if not part:
+        return _samples(frame) if rate == spec.sample_rate else resampled_frame(frame, spec), left
+    canvas = np.zeros((len(frame.layout.channels), count), np.float32)
+    canvas[:, silent:left] = _samples(frame)
+    return resampled(canvas, rate, frame.layout.name, spec), left
+
+
+def _samples(frame: Any) -> F32:
+    """(channels, samples), of one channel in the frame's own memory."""
+    planes = [np.frombuffer(plane, np.float32, frame.samples) for plane in frame.planes]
+    return planes[0][None] if len(planes) == 1 else np.stack(planes)
+
+
+def _chosen(channels: int, spec: AudioSpec) -> list[str]:
+    """The first channels as they are, where they are wanted so."""
+    if spec.policy == "mix":
+        return []
+    chosen = [f"c{number}=c{min(number, channels - 1)}" for number in range(spec.channels)]
+    return ["pan=" + "|".join([LAYOUTS[spec.channels], *chosen])]
+
+
+def _pulled(filters: list[str]) -> Any:
+    """The first frame that comes out."""
+    graph = Graph()
+    graph.threads = 1
+    chain = [graph.add(*one.partition("=")[::2]) for one in filters]
+    graph.link_nodes(*chain).configure()
+    return chain[-1].pull()

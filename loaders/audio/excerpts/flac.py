@@ -1,0 +1,224 @@
+"""Excerpts of FLAC, frame by frame, wrapped in Matroska.
+
+Purpose: every FLAC frame contains its number, so a few reads find a time. libav also searches for it, but with more reads, and
+for times near the end from the file's beginning. In raw FLAC libav has to look for every frame header; in a Matroska packet
+its decoder takes one frame after the other.
+Invariants: an excerpt holds whole, unchanged frames: from the frame with the sample `low`, or the first frame, to the frame
+with `high`, or the last. Only files with a fixed block size are cut, since those number their frames. The first packet of the
+Matroska file has the stamp zero, and its ticks are nanoseconds, so rounding of stamps stays small.
+Failure behaviour: `CorruptionError` where nearly every position looks like a frame. None where the file is not FLAC, differs
+from the index, has no frame in reach, or lacks its last frame; libav then reads the file. A false frame (right sync code,
+number and 8-bit checksum) gives too few samples, and the caller rejects the excerpt.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import msgspec
+
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.loaders.audio.excerpts.base import NEAR, Bytes, Excerpt, Mark, around, before
+from headrace.loaders.fetch.partial_file import Media
+
+EXTENSIONS = frozenset(["flac"])
+_OPENING, _STREAMINFO = b"fLaC\x80\x00\x00\x22", 34
+_MOST_BLOCKS = 64
+_SYNC = b"\xff\xf8"
+_ALIKE, _MOST_OF_FRAME_HEADER = 4, 16
+_FIRST_BYTES, _NEXT_BYTES = 16 * limits.KIB, 64 * limits.KIB
+_LARGEST = 1 * limits.MIB
+"""Bytes of a frame, about: 65,535 samples of eight channels are none that anybody has seen."""
+_NEAR_IN_MEMORY = 8 * limits.KIB
+MOST_LOOKED = 1 << 14
+"""Places in a file that are looked at for one window; of frames as short as FLAC allows, a third as many are in 64 KiB."""
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """Of a file: the block that says what is in it, where its frames begin, how the first one does, how many samples each has,
+    and all."""
+
+    info: bytes
+    end: int
+    first: bytes
+    block: int
+    samples: int
+
+    @property
+    def rate(self) -> int:
+        return int.from_bytes(self.info[10:13], "big") >> 4
+
+    @property
+    def channels(self) -> int:
+        return (self.info[12] >> 1 & 7) + 1
+
+
+def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
+    """From `low` to `high`, seconds of the file's own time line."""
+    header, marks = _header(data), around(info, low, high)
+    if header is None or not marks or not _agrees(data, header, info, marks):
+        return None
+    looked = _Looked(data, header)
+    near = _NEAR_IN_MEMORY if isinstance(data, memoryview) else NEAR
+    ends = marks[-1].at + 1, marks[-1].pts + 1
+    whole = ends if marks[-1].pts > high * header.rate else (len(data), header.samples)
+    first = before(looked.find, (marks[0].at, marks[0].pts), whole, int(low * header.rate), near)
+    last = before(looked.find, first, whole, min(int(high * header.rate), header.samples - 1), near)
+    behind = looked.find(last[0])
+    if behind is None and last[1] + header.block < header.samples:
+        return None
+    end, second = len(data) if behind is None else behind[0], looked.find(first[0])
+    packets = [(0, data[first[0] : end])]
+    # the first packet is read when the file is opened, with the interpreter's lock held
+    if second is not None and second[0] < end:
+        packets = [(0, data[first[0] : second[0]]), (second[1] - first[1], data[second[0] : end])]
+    parts = file(b"A_FLAC", _OPENING + header.info, header.rate, header.channels, packets)
+    shift, until = Fraction(first[1], header.rate), Fraction(header.samples, header.rate)
+    return Excerpt(parts, "matroska", shift, until if behind is None else None, not first[1])
+
+
+def _agrees(data: Media, header: _Header, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:
+    """Whether the file is as the index says, and the frames that it marks are there."""
+    said = header.rate, header.channels, header.samples
+    if said != (info.sample_rate, info.channels, info.samples) or info.time_base != Fraction(1, header.rate):
+        return False
+    numbers = [_number(bytes(data[mark.at : mark.at + _MOST_OF_FRAME_HEADER]), header) for mark in marks]
+    counted = all(
+        number is not None and number * header.block == m.pts for number, m in zip(numbers, marks, strict=True)
+    )
+    return counted and info.marks[0].at == header.end and info.start_pts == info.marks[0].pts == 0
+
+
+def _header(data: Media) -> _Header | None:
+    at, info = 4, b""
+    if bytes(data[:4]) != b"fLaC":
+        return None
+    for _ in range(_MOST_BLOCKS):
+        head = data[at : at + 4]
+        if len(head) < 4:
+            return None
+        if head[0] & 0x7F == 0:
+            info = bytes(data[at + 4 : at + 4 + _STREAMINFO])
+        at += 4 + int.from_bytes(head[1:], "big")
+        if head[0] & 0x80:
+            break
+    else:
+        return None
+    first = bytes(data[at : at + _ALIKE])
+    least, most, samples = info[0:2], info[2:4], int.from_bytes(info[13:18], "big") & (1 << 36) - 1
+    if len(info) < _STREAMINFO or not samples or least != most or not any(most):  # frames may be counted by samples
+        return None
+    if len(first) < _ALIKE or not first.startswith(_SYNC):
+        return None
+    return _Header(info, at, first, int.from_bytes(least, "big"), samples)
+
+
+class _Looked:
+    """Looks for frames, and gives up where nearly everything looks like one: that is no sound."""
+
+    def __init__(self, data: Media, header: _Header) -> None:
+        self._data, self._header, self._left = data, header, MOST_LOOKED
+
+    def find(self, at: int) -> Mark | None:
+        """The first frame that begins behind that byte, if one does before long."""
+        return next(self.frames(at), None)
+
+    def frames(self, at: int) -> Iterator[Mark]:
+        """The frames that begin behind that byte, and the samples before each; none far behind the last one."""
+        data, header = self._data, self._header
+        at, size, begun = at + 1, _FIRST_BYTES, at
+        while at - begun < _LARGEST and at + _MOST_OF_FRAME_HEADER < len(data):
+            view, found = bytes(data[at : at + size]), -1
+            while (found := view.find(_SYNC, found + 1, len(view) - _MOST_OF_FRAME_HEADER)) >= 0:
+                self._count()
+                number = _number(view[found : found + _MOST_OF_FRAME_HEADER], header)
+                if number is not None:
+                    yield at + found, number * header.block
+                    begun = at + found
+            at, size = at + max(1, len(view) - _MOST_OF_FRAME_HEADER), _NEXT_BYTES
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise CorruptionError(
+                f"the FLAC file has more than {MOST_LOOKED} places that look like a frame around one window",
+                hint="look at the file with flac --test",
+            )
+
+
+def _number(head: bytes, file: _Header) -> int | None:
+    """Which frame it is that begins so, if one does: like the first, but for the number of samples in the last one."""
+    if len(head) < _MOST_OF_FRAME_HEADER or (head[2] ^ file.first[2]) & 0xF or (head[3] ^ file.first[3]) & 0xF:
+        return None
+    if head[2] < 0x10 or head[3] >= 0xB0:
+        return None
+    more = 0 if head[4] < 0x80 else 7 - (head[4] ^ 0xFF).bit_length()
+    if head[4] >= 0x80 and not 1 <= more <= 5:
+        return None
+    number = head[4] & (0x7F >> more + bool(more))
+    for byte in head[5 : 5 + more]:
+        if byte & 0xC0 != 0x80:
+            return None
+        number = number << 6 | byte & 0x3F
+    end = 5 + more + {6: 1, 7: 2}.get(head[2] >> 4, 0) + {12: 1, 13: 2, 14: 2}.get(head[2] & 0xF, 0)
+    last = (file.samples - 1) // file.block
+    if number > last or (number < last and head[2] != file.first[2]) or _crc8(head[:end]) != head[end]:
+        return None
+    return number
+
+
+def _crc8(data: bytes) -> int:
+    found = 0
+    for byte in data:
+        found = _CRC8[found ^ byte]
+    return found
+
+
+def _table() -> bytes:
+    found = bytearray(256)
+    for number in range(256):
+        rest = number
+        for _ in range(8):
+            rest = (rest << 1 ^ 7) & 0xFF if rest & 0x80 else rest << 1
+        found[number] = rest
+    return bytes(found)
+
+
+_CRC8 = _table()
+
+
+_EBML, _DOC_TYPE = b"\x1a\x45\xdf\xa3", b"\x42\x82"
+_SEGMENT, _INFO, _TIMESTAMP_SCALE = b"\x18\x53\x80\x67", b"\x15\x49\xa9\x66", b"\x2a\xd7\xb1"
+_TRACKS, _TRACK, _NUMBER, _UID, _TYPE = b"\x16\x54\xae\x6b", b"\xae", b"\xd7", b"\x73\xc5", b"\x83"
+_CODEC, _PRIVATE, _AUDIO, _RATE, _CHANNELS = b"\x86", b"\x63\xa2", b"\xe1", b"\xb5", b"\x9f"
+_CLUSTER, _TIMESTAMP, _SIMPLE_BLOCK = b"\x1f\x43\xb6\x75", b"\xe7", b"\xa3"
+_SOUND = b"\x02"
+_FIRST_TRACK_AT_ONCE = b"\x81\x00\x00\x80"
+_NANOSECONDS = 1_000_000_000
+
+
+def file(codec: bytes, private: bytes, rate: int, channels: int, packets: Sequence[tuple[int, Bytes]]) -> list[Bytes]:
+    """The parts of a file of these packets, each with the samples before it; `private` is what the codec wants to know first."""
+    audio = _element(_RATE, struct.pack(">d", rate)) + _element(_CHANNELS, bytes([channels]))
+    track = _element(_NUMBER, b"\x01") + _element(_UID, b"\x01") + _element(_TYPE, _SOUND)
+    track += _element(_CODEC, codec) + _element(_PRIVATE, private) + _element(_AUDIO, audio)
+    segment = _element(_INFO, _element(_TIMESTAMP_SCALE, b"\x01")) + _element(_TRACKS, _element(_TRACK, track))
+    parts: list[Bytes] = [segment]
+    for samples, packet in packets:
+        block = _opening(_SIMPLE_BLOCK, len(_FIRST_TRACK_AT_ONCE) + len(packet)) + _FIRST_TRACK_AT_ONCE
+        cluster = _element(_TIMESTAMP, (samples * _NANOSECONDS // rate).to_bytes(8, "big")) + block
+        parts += [_opening(_CLUSTER, len(cluster) + len(packet)) + cluster, packet]
+    head = _element(_EBML, _element(_DOC_TYPE, b"matroska")) + _opening(_SEGMENT, sum(map(len, parts)))
+    return [head, *parts]
+
+
+def _element(name: bytes, content: bytes) -> bytes:
+    return _opening(name, len(content)) + content
+
+
+def _opening(name: bytes, size: int) -> bytes:
+    return name + (size | 1 << 56).to_bytes(8, "big")

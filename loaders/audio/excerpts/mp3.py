@@ -1,0 +1,95 @@
+"""Excerpts of MP3, from a frame on that the index marked, or the first: the file does not say where in it an instant is.
+
+Purpose: libav would read all that lies before it, to count the frames.
+Invariants: frames are the file's, whole, from some before those that are wanted, since a frame needs the bytes of some before it
+and what they left behind, to behind them or to where the index says that the sound ends: what fills the last frame is no sound.
+Every frame begins where the one before ends.
+Failure behaviour: None for long files without marks, for what begins with the sound, and where no frame begins at the mark, or
+behind a frame: libav reads the file then as it does others.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.loaders.audio.excerpts.base import Excerpt, Mark
+from headrace.loaders.fetch.byte_ranges import mark_before, mark_behind
+from headrace.loaders.fetch.partial_file import Marked, Media
+
+EXTENSIONS = frozenset(["mp3"])
+_KBITS = (
+    (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+    (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
+)
+"""Of layer III: MPEG 1, and MPEG 2 and 2.5."""
+_RATES = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_000, 8_000)}
+"""By the two bits of the version: 1, 2, 2.5."""
+_RESERVOIR = 2048
+"""Bytes before the first frame that is wanted: a frame may need those of some before it, 511 at most, and these theirs."""
+_AT_FIRST = Fraction(1, 2)
+"""Seconds at the beginning that are libav's."""
+_MORE = 2
+"""Frames behind the last one that is wanted."""
+
+
+def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
+    """From `low` to `high`, seconds of the file's own time line. Some frames are known, or the first one."""
+    rate, begin, base = info.sample_rate, info.start, info.time_base
+    if (
+        begin is None or base is None or not info.marks or low <= begin + _AT_FIRST
+    ):  # some of the first frame is left out
+        return None
+    known = [(mark.at, int(mark.pts * base * rate)) for mark in info.marks]
+    marks = (data.marks if isinstance(data, Marked) else ()) or known
+    at, before = marks[mark_before(marks, int(low * rate))]
+    behind = mark_behind(marks, int(high * rate) + _MORE * 1152)
+    view = data[at : marks[behind][0] if behind < len(marks) else len(data)]
+    if len(view) < 4:
+        return None
+    length, ends = 1152 if view[1] & 0x08 else 576, int(begin * rate) + info.samples - before
+    wanted = -(-min(ends, int(high * rate) - before + _MORE * length) // length)
+    offsets = _offsets(view, rate, wanted)
+    if offsets is None or not _agree(offsets, known, at, before, length):
+        return None
+    early = min(len(offsets) - 1, (int(low * rate) - before) // length)
+    early = max(0, bisect_right(offsets, offsets[early] - _RESERVOIR) - 1)
+    shift, until = Fraction(before + early * length, rate), Fraction(before + ends, rate)
+    part = view[offsets[early] : offsets[-1]]
+    return Excerpt([part], "mp3", shift, until if wanted * length >= ends else None)
+
+
+def _agree(offsets: Sequence[int], marks: Sequence[Mark], at: int, before: int, length: int) -> bool:
+    """Whether those of the marked packets that lie here are frames, with as many samples before them as they should have."""
+    here = [mark for mark in marks if at <= mark[0] < at + offsets[-1]]
+    return all(offsets[-1] and _is_at(offsets, place - at, samples - before, length) for place, samples in here)
+
+
+def _is_at(offsets: Sequence[int], place: int, samples: int, length: int) -> bool:
+    number, rest = divmod(samples, length)
+    return not rest and 0 <= number < len(offsets) and offsets[number] == place
+
+
+def _offsets(view: memoryview, rate: int, count: int) -> list[int] | None:
+    """Where so many frames begin that follow each other, and where the last one ends."""
+    at = [0]
+    for _ in range(count):
+        size = _bytes(bytes(view[at[-1] : at[-1] + 3]), rate)
+        if not size or at[-1] + size > len(view):
+            return None
+        at.append(at[-1] + size)
+    return at
+
+
+@functools.lru_cache(1 << 10)
+def _bytes(head: bytes, rate: int) -> int:
+    """How long the frame is that begins with these three; 0 if none does."""
+    if len(head) < 3 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
+        return 0
+    version, kbits, which, padding = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3, head[2] >> 1 & 1
+    if version == 1 or which == 3 or kbits == 15 or _RATES[version][which] != rate:
+        return 0
+    return (144_000 if version == 3 else 72_000) * _KBITS[version != 3][kbits] // rate + padding

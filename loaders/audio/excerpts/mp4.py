@@ -1,0 +1,195 @@
+"""Excerpts of MP4, M4A and MOV, by the tables in which they say where each packet lies.
+
+Purpose: libav makes an object of each packet of a file when it opens it, ten milliseconds for an hour; here arrays are made, and
+the small file's tables are written from a part of them. What says which codec it is, is copied as it is.
+Invariants: packets are the file's, whole, from the one that holds `low` to behind the one that holds `high`; the excerpt's stamps
+count from its first packet. Only what one could hardly misread: a track of sound without fragments, whose packets are shown as
+they are stored, behind at most one silence and without cuts, and in which the packets that the index marks around the window have
+their places and stamps. Neither its first packets nor its last ones, of which parts are left out by rules that are libav's.
+Failure behaviour: None for everything else, which libav reads by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import msgspec
+import numpy as np
+
+from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.loaders.audio.excerpts.base import Excerpt, around
+from headrace.loaders.decode import mp4
+from headrace.loaders.decode.mp4 import Ints, Stored
+from headrace.loaders.fetch.partial_file import Media
+
+EXTENSIONS = mp4.EXTENSIONS
+_EDGE = 8
+"""So many packets at the beginning and at the end are not taken."""
+_MOST_CHUNKS = 1 << 14
+"""Chunks of packets that an excerpt may have."""
+_MOST_TRACKS = 64
+_MORE = 4
+"""Packets behind the last one that is wanted: decoders give some later than they get them."""
+
+
+class Track(msgspec.Struct, frozen=True):
+    """Of packets: how many have how many ticks each, their bytes, and where they lie. `start` is when its first sample sounds,
+    `end` when it is cut off, and `lead` the ticks of its packets before `start`."""
+
+    scale: int
+    start: Fraction
+    end: Fraction | None
+    lead: int
+    handler: bytes
+    described: bytes
+    counts: Ints
+    ticks: Ints
+    sizes: Stored
+    chunks: Stored
+    first_of_chunk: Ints
+
+
+def track(data: Media, info: AudioInfo, marks: Sequence[SoundMark]) -> Track | None:
+    """The file's track of this sound, if it is a plain one: that in which these packets lie where the index says. libav may
+    number tracks otherwise than the file does, since it counts a cover picture."""
+    try:
+        moov = mp4.find(data)
+        found = [] if moov is None else [view for kind, view in mp4.inside(moov) if kind == b"trak"][:_MOST_TRACKS]
+    except mp4.WRONG:
+        return None
+    for view in [*found[info.stream :], *found[: info.stream]]:
+        with contextlib.suppress(*mp4.WRONG):
+            made = None if moov is None else _track(moov, view)
+            if made is not None and _fits(made, info, marks):
+                return made
+    return None
+
+
+def _fits(track: Track, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:
+    """Whether the marked packets are this track's, and begin when the index says."""
+    base, ends = info.time_base, np.cumsum(track.counts * track.ticks)
+    if base is None or not marks or (track.scale % info.sample_rate and info.sample_rate % track.scale):
+        return False
+    for mark in marks:
+        tick = (mark.pts * base - track.start) * track.scale + track.lead
+        number = _packet(track, ends, math.floor(tick))
+        if not 0 <= number < len(track.sizes) or _time(track, ends, number) != tick:
+            return False
+        if next(_stretches(track, number, number + 1))[0] != mark.at:
+            return False
+    return True
+
+
+def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
+    """From `low` to `high`, seconds of the file's own time line."""
+    track_ = track(data, info, around(info, low, high))
+    return None if track_ is None else _excerpt(data, track_, low, high)
+
+
+def _excerpt(data: Media, track: Track, low: Fraction, high: Fraction) -> Excerpt | None:
+    ends = np.cumsum(track.counts * track.ticks)
+    times = [int((t - track.start) * track.scale) + track.lead for t in (low, high)]
+    first, last = (_packet(track, ends, t) for t in times)
+    last += 1 + _MORE
+    if track.end is not None and high > track.end:
+        return None
+    if not _EDGE <= first < last <= len(track.sizes) - _EDGE or _run(track, first) != _run(track, last):
+        return None
+    stretches = list(itertools.islice(_stretches(track, first, last), _MOST_CHUNKS + 1))
+    if len(stretches) > _MOST_CHUNKS or sum(size for _, size in stretches) > len(data):
+        return None  # the same bytes more than once: a small file would become a large one
+    if any(begin + size > len(data) for begin, size in stretches):
+        return None
+    parts = [data[begin : begin + size] for begin, size in stretches]
+    head = mp4.brand(data) + struct.pack(">I4s", 8 + sum(size for _, size in stretches), b"mdat")
+    shift = Fraction(_time(track, ends, first) - track.lead, track.scale) + track.start
+    return Excerpt([head, *parts, _moov_of(track, first, last, len(head))], "mov", shift)
+
+
+# --- tables
+
+
+def _track(moov: memoryview, view: memoryview) -> Track | None:
+    found = list(mp4.inside(moov))
+    if any(kind == b"mvex" for kind, _ in found):
+        return None
+    track = dict(mp4.inside(view))
+    media = dict(mp4.inside(track[b"mdia"]))
+    tables = dict(mp4.inside(dict(mp4.inside(media[b"minf"]))[b"stbl"]))
+    if bytes(media[b"hdlr"][8:12]) != b"soun" or not tables.keys().isdisjoint([b"ctts", b"stss", b"stz2", b"cslg"]):
+        return None
+    movie, scale = (mp4.ticks_per_second(view) for view in (dict(found)[b"mvhd"], media[b"mdhd"]))
+    edit = mp4.edited(track, movie)
+    sizes = mp4.packet_sizes(tables[b"stsz"])
+    if edit is None or sizes is None or struct.unpack_from(">I", tables[b"stsd"], 4) != (1,):
+        return None
+    times, chunks = mp4.numbers(tables[b"stts"], 2).astype(np.int64), mp4.chunk_offsets(tables)
+    first_of_chunk = mp4.first_of_chunk(tables, len(chunks))
+    if times[:, 0].sum() != len(sizes) or not times[:, 1].all() or first_of_chunk[-1] != len(sizes):
+        return None
+    described, handler = bytes(tables[b"stsd"]), bytes(media[b"hdlr"])
+    end = edit.start + edit.seconds if edit.seconds else None
+    return Track(
+        scale, edit.start, end, edit.media, handler, described, times[:, 0], times[:, 1], sizes, chunks, first_of_chunk
+    )
+
+
+# --- a part of them
+
+
+def _packet(track: Track, ends: Ints, time: int) -> int:
+    """Which packet holds this tick; -1 before the first, and their number behind the last."""
+    if time < 0:
+        return -1
+    run = int(np.searchsorted(ends, time, side="right"))
+    if run == len(ends):
+        return len(track.sizes)
+    before = int(ends[run - 1]) if run else 0
+    return int(track.counts[:run].sum()) + (time - before) // int(track.ticks[run])
+
+
+def _run(track: Track, packet: int) -> int:
+    """In which run of packets that take as long as each other it is."""
+    return int(np.searchsorted(np.cumsum(track.counts), packet, side="right"))
+
+
+def _time(track: Track, ends: Ints, packet: int) -> int:
+    """At which tick it begins."""
+    run = _run(track, packet)
+    return int(ends[run]) - (int(track.counts[: run + 1].sum()) - packet) * int(track.ticks[run])
+
+
+def _stretches(track: Track, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Where in the file these packets lie: offset, bytes."""
+    low = int(np.searchsorted(track.first_of_chunk, first, side="right")) - 1
+    high = int(np.searchsorted(track.first_of_chunk, last, side="left"))
+    for chunk in range(low, high):
+        begin, end = int(track.first_of_chunk[chunk]), int(track.first_of_chunk[chunk + 1])
+        skipped = int(track.sizes[begin : max(begin, first)].sum(dtype=np.int64))
+        taken = int(track.sizes[max(begin, first) : min(end, last)].sum(dtype=np.int64))
+        yield int(track.chunks[chunk]) + skipped, taken
+
+
+def _moov_of(track: Track, first: int, last: int, place: int) -> bytes:
+    """The tables of a file whose packets these are, one after the other from `place` on."""
+    ticks, count = int(track.ticks[_run(track, first)]), last - first
+    tables = [
+        mp4.box(b"stsd", track.described),
+        mp4.table(b"stts", 1, [count, ticks]),
+        mp4.table(b"stsc", 1, [1, count, 1]),
+        mp4.table(b"stsz", 0, np.append(count, track.sizes[first:last])),
+        mp4.table(b"stco", 1, [place]),
+    ]
+    matrix = struct.pack(">9I", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
+    length, scale = count * ticks, track.scale
+    mvhd = struct.pack(">12x2I2I8x", scale, length, 1 << 16, 0) + matrix + bytes(24) + struct.pack(">I", 2)
+    tkhd = struct.pack(">I8x2I20x", 7, 1, 0) + matrix + bytes(8)
+    minf = mp4.box(b"minf", mp4.table(b"smhd", 0, []), mp4.box(b"stbl", *tables))
+    mdhd = struct.pack(">12x2I4x", scale, length)
+    mdia = mp4.box(b"mdia", mp4.box(b"mdhd", mdhd), mp4.box(b"hdlr", track.handler), minf)
+    return mp4.box(b"moov", mp4.box(b"mvhd", mvhd), mp4.box(b"trak", mp4.box(b"tkhd", tkhd), mdia))

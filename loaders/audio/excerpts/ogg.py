@@ -1,0 +1,186 @@
+"""Excerpts of Ogg (Opus and Vorbis), page by page.
+
+Purpose: a page says how many samples there are up to its end; pages can be put behind the file's headers as they are.
+Invariants: pages are the file's, whole, from one that begins `_BEFORE` earlier than `low` to behind the one that holds `high`;
+they keep their stamps, which count from the file's beginning. Between two packets that the index marks no page is missing, and
+pages count as libav did when the file was indexed. Only files of one stream, and not from its first page; not FLAC in
+Ogg, of which libav counts what it gets.
+Failure behaviour: None for everything else, and where no page begins where the one before ends; libav reads the file then.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+import msgspec
+
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.loaders.audio.excerpts.base import Excerpt, around
+from headrace.loaders.fetch.partial_file import Media
+
+EXTENSIONS = frozenset(["ogg", "oga", "opus"])
+_CODECS = frozenset(["opus", "vorbis"])
+_BEFORE = Fraction(1, 10)
+"""Seconds that pages say more than stamps do: what is left out at the beginning counts in them."""
+_PAGE = struct.Struct("<4sBBqIIIB")
+_MOST_HEADERS = 4 * limits.MIB
+_MOST_PAGES = 1 << 16
+_FIRST_PAGE = 512
+_PAGES = Fraction(5)
+"""Seconds of some pages."""
+_AT_ONCE = 64 * limits.KIB
+_LONGEST_PACKET = 1 << 13
+"""Samples of a packet, which may have begun on the page before."""
+
+
+class _Page(msgspec.Struct, frozen=True):
+    at: int
+    end: int
+    samples: int
+    """Up to its end, by its last packet; -1 if none ends in it."""
+    serial: int
+    number: int
+
+
+def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
+    """From `low` to `high`, seconds of the file's own time line."""
+    rate = 48_000 if info.codec == "opus" else info.sample_rate  # in which pages count
+    head = _headers(data) if info.codec in _CODECS else None
+    if head is None or info.time_base != Fraction(1, rate):
+        return None
+    lead = _lead(data, info)
+    low, high = low - _BEFORE, high + _BEFORE
+    marks = around(info, low, high)
+    if not marks or marks[0].pts > low * rate:
+        return None
+    pages = list(_until(data, marks[0].at, head.serial, int(high * rate) + lead, marks[-1].at))
+    if not pages or not _agree(pages, marks, lead):
+        return None
+    wanted = int(low * rate)
+    behind = [page.end for page in pages if 0 <= page.samples <= wanted]
+    first = behind[-1] if behind else pages[0].at
+    taken = [page for page in pages if page.at >= first]
+    if first == head.end or not taken or not all(_is_whole(data, page) for page in taken):
+        return None
+    return Excerpt([data[: head.end], data[first : pages[-1].end]], "ogg")
+
+
+def _agree(pages: Sequence[_Page], marks: Sequence[SoundMark], lead: int) -> bool:
+    """Whether none of these pages is missing, and marked packets begin pages, `lead` samples before what the last page says."""
+    if any(other.number != (one.number + 1) % (1 << 32) for one, other in pairwise(pages)):
+        return False
+    before, said = dict[int, int](), -1
+    for page in pages:
+        before[page.at], said = said, page.samples if page.samples >= 0 else said
+    for mark in marks:
+        if mark.at not in before:
+            return False
+        if before[mark.at] >= 0 and abs(before[mark.at] - lead - mark.pts) > _LONGEST_PACKET:
+            return False
+    return True
+
+
+def _lead(data: Media, info: AudioInfo) -> int:
+    """Samples that pages count before time zero."""
+    page = bytes(data[:_FIRST_PAGE])
+    at = page.find(b"OpusHead") if info.codec == "opus" else -1
+    return int.from_bytes(page[at + 10 : at + 12], "little") if at >= 0 else 0
+
+
+def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
+    """Raise `CorruptionError` if pages between these instants are damaged or missing: libav leaves them out, and counts on."""
+    first = _page(data, 0)
+    lead, rate = _lead(data, info), 48_000 if info.codec == "opus" else info.sample_rate
+    at, said = 0, -1
+    for mark in info.marks if info.time_base == Fraction(1, rate) else ():
+        if mark.pts >= (low - _PAGES) * rate:  # behind a page that is left out, stamps may be those of that page
+            break
+        at, said = mark.at, mark.pts + lead
+    number, fault = None, -1
+    while first is not None and at < len(data) and said <= int(high * rate) + lead:
+        page = _page(data, at)
+        if page is None:
+            fault, at = at, _next(data, at + 1)
+            continue
+        if page.serial != first.serial:
+            return  # several streams, of which others may count otherwise
+        if number not in (None, page.number) or not _is_whole(data, page):
+            fault = at
+        elif page.samples >= 0:
+            said = page.samples
+            if fault >= 0 and said >= int(low * rate) + lead:
+                break
+            fault = -1
+        at, number = (
+            page.end,
+            (page.number + 1) % (1 << 32) if page.samples else None,
+        )  # sound may be cut off behind the headers
+    if fault >= 0:
+        raise CorruptionError(f"the page of Ogg at byte {fault} is damaged, or one before it is missing")
+
+
+def _next(data: Media, at: int) -> int:
+    """Where something begins that may be a page; the end if nothing does."""
+    while at < len(data):
+        view = bytes(data[at : at + _AT_ONCE])
+        found = view.find(b"OggS")
+        if found >= 0:
+            return at + found
+        at += max(1, len(view) - 3)
+    return len(data)
+
+
+def _is_whole(data: Media, page: _Page) -> bool:
+    return page.end <= len(data) and _crc(bytes(data[page.at : page.end])) == 0
+
+
+def _page(data: Media, at: int) -> _Page | None:
+    """The page that begins there, if one does."""
+    head = data[at : at + _PAGE.size]
+    if len(head) < _PAGE.size:
+        return None
+    sign, version, _, samples, serial, number, _, count = _PAGE.unpack(head)
+    if sign != b"OggS" or version:
+        return None
+    end = at + _PAGE.size + count
+    return _Page(at, end + sum(data[end - count : end]), samples, serial, number)
+
+
+def _headers(data: Media) -> _Page | None:
+    """The last page before the sound."""
+    last, at = None, 0
+    while at < _MOST_HEADERS:
+        page = _page(data, at)
+        if page is None or (last is not None and page.serial != last.serial):
+            return None
+        if page.samples > 0:
+            return last
+        last, at = page, page.end
+    return None
+
+
+def _until(data: Media, at: int, serial: int, wanted: int, least: int) -> Iterator[_Page]:
+    """Pages from there to the one behind which there are more than `wanted` samples, and to the one at `least`."""
+    for _ in range(_MOST_PAGES):
+        page = _page(data, at)
+        if page is None or page.serial != serial or page.end > len(data):
+            return
+        yield page
+        if page.samples > wanted and page.at >= least:
+            return
+        at = page.end
+
+
+def _crc(page: bytes) -> int:
+    """Zero if the page's checksum is right. It is zlib's CRC-32, but for the order of bits, the ones before, and those behind."""
+    stored, zeroed = page[22:26].translate(_TURNED), page[:22] + bytes(4) + page[26:]
+    return zlib.crc32(zeroed.translate(_TURNED), 0xFFFFFFFF) ^ 0xFFFFFFFF ^ int.from_bytes(stored, "big")
+
+
+_TURNED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))

@@ -1,0 +1,165 @@
+"""From the source's rate and channels to those that are wanted.
+
+Purpose: (samples, what they are) -> float32 samples as `AudioSpec` says, by FFmpeg's own resampler, without the interpreter's
+lock and on this thread: PyAV's resampler has threads of its own, for which it waits.
+Invariants: before the samples and behind them is silence, whatever was resampled before, and the result does not depend on how
+they are handed over: some at a time, since a stretch of many seconds does not fit into the processor's caches. What is as wanted
+is given back as it is.
+A thread keeps its resamplers: making one takes a tenth of what decoding takes, most of it with the interpreter's lock held.
+Failure behaviour: libav's errors; a resampler that failed is not used again.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from av.audio.frame import AudioFrame
+from av.filter import Graph
+
+from headrace.loaders.audio.frames import F32
+from headrace.loaders.audio.spec import LAYOUTS, AudioSpec
+
+AT_ONCE = 1 << 13
+"""Samples of each channel, about."""
+MOST_KEPT = 8
+"""Resamplers of a thread; of more, the one that was not used for longest goes."""
+_LONGEST = 1 << 26
+"""Samples of a frame: FFmpeg gives out no more than two gigabytes at once."""
+_TAPS = 48
+"""Samples of the lower rate: more than FFmpeg's filters look at."""
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    """Frames of sound, and what becomes of them."""
+
+    format: str
+    layout: str
+    rate: int
+    wanted_layout: str
+    wanted_rate: int
+
+    @property
+    def period(self) -> int:
+        """After so many samples the filter stands as at first."""
+        return self.rate // math.gcd(self.rate, self.wanted_rate)
+
+    @property
+    def reach(self) -> int:
+        """Samples of silence between two stretches, of which neither hears the other then."""
+        return self._periods(-(-_TAPS * max(self.rate, self.wanted_rate) // self.wanted_rate))
+
+    @property
+    def piece(self) -> int:
+        return self._periods(max(AT_ONCE, self.reach))
+
+    def _periods(self, samples: int) -> int:
+        return -(-samples // self.period) * self.period
+
+    def made(self, samples: int) -> int:
+        return round(Fraction(samples * self.wanted_rate, self.rate))
+
+
+class _Resampler:
+    """Resamples one stretch after the other, each with silence behind it up to so many `pieces`.
+
+    Of the output, which comes out in frames as long as a stretch, the last samples need what follows. So stretches begin `lead`
+    behind a frame's beginning, and the first one has silence before it, too.
+    """
+
+    def __init__(self, kind: _Kind, pieces: int) -> None:
+        self._kind, self._length, self._at = kind, pieces * kind.piece, 0
+        self._lead = kind.made(kind.reach)
+        wanted = f"sample_fmts=fltp:sample_rates={kind.wanted_rate}:channel_layouts={kind.wanted_layout}"
+        filters = [
+            ("asetnsamples", f"nb_out_samples={kind.piece}:pad=0"),
+            ("aformat", wanted),
+            ("atrim", f"start_sample={kind.made(kind.piece) - self._lead}"),
+            ("asetnsamples", f"nb_out_samples={kind.made(self._length)}:pad=0"),
+            ("abuffersink", ""),
+        ]
+        self._graph = Graph()
+        self._graph.threads = 1
+        self._begin: Any = self._graph.add_abuffer(
+            sample_rate=kind.rate, format=kind.format, layout=kind.layout, time_base=Fraction(1, kind.rate)
+        )
+        chain = [self._begin, *(self._graph.add(*one) for one in filters)]
+        self._end: Any = chain[-1]
+        self._graph.link_nodes(*chain).configure()
+        self._push(_silence(kind, kind.piece))
+
+    def __call__(self, frames: Iterable[AudioFrame]) -> F32:
+        begin = self._at
+        for frame in frames:
+            self._push(frame)
+        samples = self._at - begin
+        self._push(_silence(self._kind, self._length - samples))
+        planes = [np.frombuffer(plane, np.float32) for plane in self._end.pull().planes]
+        part = slice(self._lead, self._lead + self._kind.made(samples))
+        return planes[0][None, part] if len(planes) == 1 else np.stack([plane[part] for plane in planes])
+
+    def _push(self, frame: AudioFrame) -> None:
+        frame.sample_rate, frame.pts, frame.time_base = self._kind.rate, self._at, Fraction(1, self._kind.rate)
+        self._at += frame.samples
+        self._begin.push(frame)
+
+
+class _Kept(threading.local):
+    """This thread's."""
+
+    def __init__(self) -> None:
+        self._resamplers = OrderedDict[tuple[_Kind, int], _Resampler]()
+
+    def resampled(self, kind: _Kind, samples: int, frames: Iterable[AudioFrame]) -> F32:
+        pieces = -(-(samples + kind.reach) // kind.piece)
+        resampler = self._resamplers.pop((kind, pieces), None) or _Resampler(kind, pieces)
+        made = resampler(frames)
+        self._resamplers[kind, pieces] = resampler
+        if len(self._resamplers) > MOST_KEPT:
+            self._resamplers.popitem(last=False)
+        return made
+
+
+_KEPT = _Kept()
+
+
+def resampled(source: F32, rate: int, layout: str, spec: AudioSpec) -> F32:
+    """(channels, source length times the ratio of rates, rounded)."""
+    wanted = LAYOUTS[spec.channels]
+    if spec.policy == "first":
+        source, layout = _first(source, spec.channels), wanted
+    if (layout, rate) == (wanted, spec.sample_rate):
+        return source
+    samples = source.shape[1]
+    if not samples:
+        return np.zeros((spec.channels, 0), np.float32)
+    frames = (_frame(source[:, at : at + _LONGEST], layout) for at in range(0, samples, _LONGEST))
+    return _KEPT.resampled(_Kind("fltp", layout, rate, wanted, spec.sample_rate), samples, frames)
+
+
+def resampled_frame(frame: AudioFrame, spec: AudioSpec) -> F32:
+    """The same of a decoder's frame, which is used up: all its channels are mixed."""
+    kind = _Kind(frame.format.name, frame.layout.name, frame.sample_rate, LAYOUTS[spec.channels], spec.sample_rate)
+    return _KEPT.resampled(kind, frame.samples, [frame])
+
+
+def _frame(part: Any, layout: str) -> AudioFrame:
+    return AudioFrame.from_ndarray(np.ascontiguousarray(part), format="fltp", layout=layout)
+
+
+def _silence(kind: _Kind, samples: int) -> AudioFrame:
+    frame = AudioFrame(kind.format, kind.layout, samples)
+    for plane in frame.planes:
+        np.frombuffer(cast(Any, plane), np.uint8)[:] = 1 << 7 if kind.format.startswith("u8") else 0
+    return frame
+
+
+def _first(source: F32, channels: int) -> Any:
+    """The first channels, and the last one again where there are too few."""
+    return np.ascontiguousarray(source[np.minimum(np.arange(channels), len(source) - 1)])

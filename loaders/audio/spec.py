@@ -1,0 +1,157 @@
+"""Descriptions of the audio that a trainer asks for: sample rate, channels, window, and features.
+
+Purpose: frozen descriptions, and the choice of a window in a recording. `headrace.loaders.audio.decode` and
+`headrace.loaders.audio.mel` do the work. Everything here is pure and needs no torch.
+Invariants: equal descriptions give equal samples. The choice of a window depends only on its arguments. Window starts count
+from the first sample of the audio; a recording shorter than the window is read from its beginning.
+Failure behaviour: `UsageError` for values that are not possible.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.loaders.clip import Clip, Counts, Start, Values, check_start, first_of
+from headrace.loaders.interfaces import SampleRef
+from headrace.loaders.validation import check_fields
+
+MAX_FFT = 1 << 16
+MAX_BANDS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LogMel:
+    """`bands` mel bands between `low` and `high` Hz (None: half the sample rate), from `n_fft` samples every `hop`
+    samples."""
+
+    bands: int = 80
+    n_fft: int = 400
+    hop: int = 160
+    low: float = 0.0
+    high: float | None = None
+    scale: Literal["slaney", "htk"] = "slaney"
+    log: Literal["natural", "decadic"] = "natural"
+    floor: float = 1e-10
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not (1 <= self.hop <= MAX_FFT and 2 <= self.n_fft <= MAX_FFT and 1 <= self.bands <= MAX_BANDS):
+            raise UsageError(f"{self} is not possible", hint=f"hop and n_fft up to {MAX_FFT}, bands up to {MAX_BANDS}")
+        if self.scale not in ("slaney", "htk") or self.log not in ("natural", "decadic") or not self.floor > 0:
+            raise UsageError(f"{self} is not possible", hint="scale 'slaney' or 'htk', log 'natural' or 'decadic'")
+        if not 0 <= self.low < math.inf or not (self.high is None or self.high > self.low):
+            raise UsageError(f"no bands lie between {self.low} and {self.high} Hz", hint="0 is the lowest `low`")
+
+    def frames(self, samples: Any) -> Any:
+        """How many columns so many samples give; also of an array."""
+        return 1 + samples // self.hop
+
+    @property
+    def silence(self) -> float:
+        """What a column of no sound holds."""
+        return math.log(self.floor) if self.log == "natural" else math.log10(self.floor)
+
+    def check(self, sample_rate: int, samples: int) -> None:
+        """`UsageError` when windows of `samples` at this rate cannot be transformed."""
+        if samples <= self.n_fft // 2:
+            raise UsageError(f"{samples} samples are too few for n_fft={self.n_fft}", hint="take longer windows")
+        if self.low >= sample_rate / 2 or (self.high or 0) > sample_rate / 2:
+            raise UsageError(f"sound of {sample_rate} Hz holds nothing above {sample_rate / 2} Hz", hint="lower `high`")
+
+
+LAYOUTS = {1: "mono", 2: "stereo"}
+MAX_SAMPLES = 1 << 27
+Features = Literal["waveform"] | LogMel
+
+
+@dataclass(frozen=True, slots=True)
+class AudioSpec:
+    """Sound at `sample_rate` Hz in `channels` (1 or 2), for `seconds` from the clip's first frame.
+
+    `seconds=None` is the clip's own length, frames / fps, which exists only for clips spaced by `fps`. `policy="mix"` mixes
+    other numbers of channels as FFmpeg does; "first" takes the first channels as they are, and the last one again where there
+    are too few. `features=LogMel(...)` gives log-mel spectrograms in place of samples.
+    """
+
+    sample_rate: int = 16_000
+    channels: int = 1
+    seconds: float | None = None
+    policy: Literal["mix", "first"] = "mix"
+    features: Features = "waveform"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 1_000 <= self.sample_rate <= 384_000 or self.channels not in LAYOUTS:
+            raise UsageError(f"{self} is not possible", hint="1000 to 384000 Hz, 1 or 2 channels")
+        if self.seconds is not None and not 0 < self.seconds * self.sample_rate <= MAX_SAMPLES:
+            raise UsageError(
+                f"{self.seconds} seconds of sound cannot be asked for",
+                hint=f"more than 0, and at most {MAX_SAMPLES} samples",
+            )
+        if self.policy not in ("mix", "first") or not (
+            self.features == "waveform" or isinstance(self.features, LogMel)
+        ):
+            raise UsageError(f"{self} is not known", hint="policy 'mix' or 'first', features 'waveform' or LogMel(...)")
+
+    def samples(self, clip: Clip | None = None) -> int:
+        """Samples a channel: seconds times rate, rounded half to even."""
+        if self.seconds is not None:
+            count = max(1, round(Fraction(self.seconds) * self.sample_rate))
+        elif clip is not None and clip.fps is not None:
+            count = max(1, round(Fraction(clip.frames) / Fraction(clip.fps) * self.sample_rate))
+        else:
+            raise UsageError(
+                "the length of the sound is open: clips spaced by stride last as long as each video's frame rate says",
+                hint="give AudioSpec(seconds=...), or space the clip by fps",
+            )
+        if isinstance(self.features, LogMel):
+            self.features.check(self.sample_rate, count)
+        return count
+
+
+MAX_SECONDS = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`seconds` of sound; `per_sample` windows of each recording.
+
+    `start="random"` draws the first sample uniformly from those where the whole window fits, anew for every epoch, sample and
+    window. `start="center"` takes the middle window, or the middles of `per_sample` equal parts. `start="every"` cuts each
+    recording into windows that follow each other without a gap, as many as fit whole, at least one. `jitter` moves "center"
+    and "every" windows by up to so many seconds either way, drawn anew each time.
+    """
+
+    seconds: float = 2.0
+    start: Start = "random"
+    per_sample: int = 1
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 < self.seconds <= MAX_SECONDS or self.per_sample < 1 or self.jitter > MAX_SECONDS:
+            raise UsageError(f"{self} is not a window", hint="seconds and per_sample are positive, at most a day")
+        check_start(self.start, self.per_sample, self.jitter)
+
+
+def counts(window: Window, seconds: Values) -> int | Counts:
+    """How many windows each recording has, whose durations these are; one number where all have as many."""
+    if window.start != "every":
+        return window.per_sample
+    return np.maximum(1, np.floor(seconds / window.seconds + 1e-9)).astype(np.int64)
+
+
+def begin(info: AudioInfo, window: Window, ref: SampleRef) -> Fraction:
+    """Seconds from the sound's first sample to the window's, a whole number of the source's samples."""
+    span = Fraction(window.seconds) * info.sample_rate
+    target = max(0, int(info.samples - span))
+    where = (ref.seed, ref.epoch, ref.sample.id, ref.number, ref.attempt)
+    jitter = round(Fraction(window.jitter) * info.sample_rate)
+    return Fraction(first_of(window.start, target, span, window.per_sample, jitter, where), info.sample_rate)

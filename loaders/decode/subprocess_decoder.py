@@ -1,0 +1,106 @@
+"""Decoding in processes of its own, which may crash or hang.
+
+Purpose: survive what no check can foresee: a segmentation fault, or an endless loop, inside a codec.
+Invariants: the pixels and samples are those of `PyAVDecoder` and `decode_audio`, which the processes run. A process
+that crashed or took longer than `seconds` is gone, the sample it had in hand is damaged, and the next request gets a
+new process. How long a file takes depends on the machine, so `seconds` is far above what any whole sample needs.
+Failure behaviour: `CorruptionError` in the place of the culprit, naming the signal or the time; `UnsupportedError` when the
+processes do not even start. The cost is a copy of the compressed bytes and of the pixels through a pipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from headrace.dataio.core.errors import CorruptionError, DeadlineError, HeadraceError, UsageError
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.dataio.shards.workers.process import WorkerPool, run_module
+from headrace.loaders.audio.decode import F32
+from headrace.loaders.audio.spec import AudioSpec
+from headrace.loaders.decode import resize, subprocess_worker
+from headrace.loaders.decode.base import MAX_CLIP_BYTES, Decoded, Request
+from headrace.loaders.decode.pyav import is_quick
+from headrace.loaders.fetch.partial_file import Given, Media, PartialFile
+
+SECONDS = 60.0
+"""How long a process may take for one clip or window."""
+_HEADER = 1 << 20
+_ASKED = 8
+"""So often a process may lack a piece of a file; then it gets all of it."""
+COMMAND = run_module("headrace.loaders.decode.subprocess_worker")
+
+
+class IsolatedDecoder:
+    """A `Decoder` in at most `workers` processes; `hear` is `decode_audio` in them. They start when they are needed."""
+
+    name = "isolated"
+
+    def __init__(self, workers: int, seconds: float = SECONDS, command: Sequence[str] = COMMAND) -> None:
+        if not 0 < seconds <= 3600:
+            raise UsageError(f"isolate={seconds!r} is no time limit", hint="seconds, above 0 and up to 3600")
+        self._seconds = seconds
+        most = min(MAX_CLIP_BYTES + _HEADER, (1 << 32) - 1)
+        self._pool = WorkerPool(command, subprocess_worker.HELLO, workers, answer_bytes=most)
+
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
+        return [self._decode(request) for request in requests]
+
+    def hear(
+        self, data: Media, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool
+    ) -> tuple[F32, int]:
+        """As `decode_audio`."""
+        done = self._ask(data, lambda sent: subprocess_worker.Listen(sent, info, start, spec, samples, from_first))
+        sound = np.frombuffer(done.data, np.float32).reshape(done.shape).copy()
+        if sound.shape != (spec.channels, samples) or len(done.numbers) != 1:
+            raise CorruptionError("reading it made the decoder answer nonsense")
+        return sound, done.numbers[0]
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _decode(self, request: Request) -> Decoded | HeadraceError:
+        fit = request.fit if is_quick(request) else None
+        try:
+            done = self._ask(
+                request.data, lambda sent: subprocess_worker.See(sent, request.info, request.wanted, request.color, fit)
+            )
+        except HeadraceError as error:
+            return error
+        clip = len(request.wanted.values)
+        expected = (clip, request.info.height, request.info.width, 3) if fit is None else (clip, 3, *fit.size)
+        if done.shape != expected or len(done.data) != np.prod(expected) or len(done.numbers) != expected[0]:
+            return CorruptionError("reading it made the decoder answer nonsense")
+        frames = torch.frombuffer(bytearray(done.data), dtype=torch.uint8).view(expected)
+        return Decoded(frames if fit else resize.apply(frames, request.fit), done.numbers)
+
+    def _ask(self, data: Media, task: Callable[[bytes | Given], subprocess_worker.Task]) -> subprocess_worker.Done:
+        """Have it done by a process, which says what it lacks of a file that is there in part."""
+        if not isinstance(data, PartialFile):
+            return self._done(task(bytes(data[:])))
+        for _ in range(_ASKED):
+            answer = self._answer(task(data.given()))
+            if isinstance(answer, subprocess_worker.Done):
+                return answer
+            data.look_at(answer.piece)
+        return self._done(task(bytes(data[:])))
+
+    def _done(self, task: subprocess_worker.Task) -> subprocess_worker.Done:
+        answer = self._answer(task)
+        if isinstance(answer, subprocess_worker.Missing):
+            raise CorruptionError("reading it made the decoder answer nonsense")
+        return answer
+
+    def _answer(self, task: subprocess_worker.Task) -> subprocess_worker.Done | subprocess_worker.Missing:
+        try:
+            answer: subprocess_worker.Answer = self._pool.ask(
+                subprocess_worker.encode_task(task), self._seconds, subprocess_worker.decode_answer
+            )
+        except DeadlineError as error:  # nobody's network: this file
+            raise CorruptionError(f"decoding it takes longer than {self._seconds:g} s") from error
+        if isinstance(answer, subprocess_worker.Failed):
+            raise subprocess_worker.ERRORS.get(answer.code, CorruptionError)(answer.message, hint=answer.hint)
+        return answer

@@ -1,0 +1,131 @@
+"""The process that decodes for another: answers requests on standard input until it ends.
+
+Purpose: a decoder that crashes or hangs on a file takes this process with it, and no trainer.
+Invariants: one frame in, one frame out: msgpack of checked types, and the array's bytes as they are. It dies with the process
+that started it. Nothing here imports torch, so it starts in a fraction of a second.
+Failure behaviour: an error of a request is an answer like any other; everything else ends the process, which the asker sees.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from fractions import Fraction
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.shards.contract import AudioInfo, VideoInfo
+from headrace.dataio.shards.media.facts import decode_other, encode_other
+from headrace.dataio.shards.workers.probe_worker import die_with_parent, read_frame, write_frame
+from headrace.loaders.audio.decode import decode_audio
+from headrace.loaders.audio.spec import AudioSpec
+from headrace.loaders.clip import Wanted
+from headrace.loaders.decode.base import Color, Request
+from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.pyav import clip_of
+from headrace.loaders.fetch.partial_file import Given, GivenFile, Media, MissingError
+
+HELLO = b"headrace decode 1"
+ERRORS = {kind.code: kind for kind in (CorruptionError, UnsupportedError, CapacityError)}
+
+
+class See(msgspec.Struct, tag="see"):
+    """Decode a clip."""
+
+    data: bytes | Given
+    info: VideoInfo
+    wanted: Wanted
+    color: Color
+    fit: Fit | None = None
+
+
+class Listen(msgspec.Struct, tag="listen"):
+    """Decode a window of sound."""
+
+    data: bytes | Given
+    info: AudioInfo
+    start: Fraction
+    spec: AudioSpec
+    samples: int
+    from_first: bool
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """What is wrong with the sample."""
+
+    code: str
+    message: str
+    hint: str
+
+
+class Done(msgspec.Struct, tag="done"):
+    """An array: `numbers` are a clip's time stamps, or how many samples are real sound."""
+
+    shape: tuple[int, ...]
+    numbers: tuple[int, ...]
+    data: bytes
+
+
+class Missing(msgspec.Struct, tag="missing"):
+    """The task needs this piece, too."""
+
+    piece: int
+
+
+Task = See | Listen
+Answer = Failed | Done | Missing
+encode_task = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
+decode_task = msgspec.msgpack.Decoder(Task, dec_hook=decode_other).decode
+encode_answer = msgspec.msgpack.Encoder().encode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def answer(task: Task) -> Answer:
+    """Do what is asked."""
+    try:
+        return _see(task) if isinstance(task, See) else _listen(task)
+    except HeadraceError as error:
+        return Failed(error.code, error.message, error.hint)
+    except MissingError as error:
+        return Missing(error.number)
+
+
+def _see(task: See) -> Answer:
+    return _done(*clip_of(Request(_media(task.data), task.info, task.wanted, task.color, task.fit)))
+
+
+def _listen(task: Listen) -> Answer:
+    sound, real = decode_audio(_media(task.data), task.info, task.start, task.spec, task.samples, task.from_first)
+    return _done(sound, (real,))
+
+
+def _media(data: bytes | Given) -> Media:
+    return GivenFile(data) if isinstance(data, Given) else memoryview(data)
+
+
+def _done(array: np.ndarray[Any, Any], numbers: tuple[int, ...]) -> Done:
+    return Done(array.shape, numbers, np.ascontiguousarray(array).tobytes())
+
+
+def serve(source: IO[bytes], out: IO[bytes]) -> None:
+    """Answer until `source` ends."""
+    write_frame(out, HELLO)
+    while (frame := read_frame(source)) is not None:
+        write_frame(out, encode_answer(answer(decode_task(frame))))
+
+
+def main() -> None:
+    """Serve on standard input and output."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a library prints is not an answer
+        serve(sys.stdin.buffer, out)
+
+
+if __name__ == "__main__":
+    main()

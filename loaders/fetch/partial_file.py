@@ -1,0 +1,276 @@
+"""A long file of which only the required pieces are fetched, and a cache of the heads of such files.
+
+Purpose: decoders open the file, seek and read. The pieces that the index predicts are fetched in advance, and others on
+access. Every clip of a long video reads the head of its file first; that head may be as long as the clip, and an epoch reads
+clips of one video at many places.
+Invariants: a piece is compared with its digest on first access; a fetched piece that is never accessed is not compared. A
+piece that does not match is read again straight from the store, since the cache may be wrong, and a third time later, since
+the network may be. Sequential access doubles the size of each fetch, up to `AHEAD_BYTES`. About `KEPT_BYTES` of unpredicted
+pieces are kept. `HeadCache` holds verified pieces only, at most its limit in bytes but always one piece, evicts the least
+recently used first, and is safe to share between threads.
+Failure behaviour: `CorruptionError` names the object and the offset of a piece that is wrong or missing. Other errors of the
+store pass through. Failures are not remembered. `PartialFile` is for one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeError
+from headrace.dataio.shards.contract import Member, Pieces
+from headrace.dataio.shards.pieces import is_right
+from headrace.loaders.fetch import byte_ranges
+from headrace.loaders.fetch.byte_ranges import Runs, merged
+
+AHEAD_BYTES = 8 * limits.MIB
+KEPT_BYTES = 64 * limits.MIB
+Read = Callable[[Sequence[tuple[int, int]]], Sequence[memoryview]]
+"""Gives every (offset, length) of the object in which a file lies."""
+
+
+class Media(Protocol):
+    """A file's bytes: a memoryview, or something that reads them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> memoryview: ...
+
+
+@runtime_checkable
+class Marked(Media, Protocol):
+    """A file of which the index says more: `Pieces.marks`."""
+
+    @property
+    def marks(self) -> Sequence[tuple[int, int]]: ...
+
+
+class PartialFile:
+    """`member` of the object `name`. `read` may go through a cache, `again` goes straight to the store, `later`
+    does so after a while and by another connection; its head may be among
+    `heads`, and is put there."""
+
+    def __init__(
+        self, name: str, member: Member, read: Read, again: Read, heads: Heads, later: Read | None = None
+    ) -> None:
+        assert member.pieces is not None
+        self._name, self._member, self._read, self._heads = name, member, read, heads
+        self._looks = (again, later) if later is not None else (again,)
+        self._pieces: Pieces = member.pieces
+        self._there = dict[int, memoryview]()  # not compared yet
+        self._right = dict[int, memoryview]()
+        self._unforeseen = OrderedDict[int, None]()
+        self._next, self._count = -1, 1
+
+    def __len__(self) -> int:
+        return self._member.length
+
+    @property
+    def marks(self) -> Sequence[tuple[int, int]]:
+        """`Pieces.marks`."""
+        return self._pieces.marks
+
+    def __getitem__(self, where: slice) -> memoryview:
+        start, end, _ = where.indices(len(self))
+        if start >= end:
+            return memoryview(b"")
+        size = self._pieces.size
+        first, last = start // size, (end - 1) // size
+        if first == last:
+            return self._piece(first)[start - first * size : end - first * size]
+        inner = [self._piece(number) for number in range(first + 1, last)]
+        head, tail = self._piece(first)[start - first * size :], self._piece(last)[: end - last * size]
+        return memoryview(b"".join([head, *inner, tail]))
+
+    def foresee(self, runs: Runs) -> None:
+        """Fetch these pieces, all at once. What the store has not is missed when it is looked at."""
+        with contextlib.suppress(NotFoundError, RangeError):
+            self._fetch(self._heads.others(self._name, self._member, runs))
+
+    def given(self) -> Given:
+        """What is there, and right, to be sent elsewhere."""
+        for first, count in self._pieces.head:
+            for number in range(first, first + count):
+                view = self._heads.get(self._name, self._member, number)
+                if view is not None:
+                    self._right.setdefault(number, view)
+        for number, view in list(self._there.items()):
+            if is_right(self._pieces, number, view):
+                self._right[number] = self._there.pop(number)
+        return Given(
+            len(self),
+            self._pieces.size,
+            {number: bytes(view) for number, view in self._right.items()},
+            self._pieces.marks,
+        )
+
+    def look_at(self, number: int) -> None:
+        """Have this piece, as if it was looked at."""
+        self._piece(number)
+
+    def _piece(self, number: int) -> memoryview:
+        view = self._right.get(number) or self._heads.get(self._name, self._member, number)
+        if view is None:
+            view = self._compared(number)
+            self._heads.put(self._name, self._member, number, view)
+        self._right[number] = view
+        return view
+
+    def _compared(self, number: int) -> memoryview:
+        try:
+            if number not in self._there:
+                self._fetch_on(number)
+            view = self._there.pop(number)
+            for look in self._looks:
+                if not is_right(self._pieces, number, view):
+                    view = look(byte_ranges.ranges(self._member, ((number, 1),)))[0]
+        except (NotFoundError, RangeError) as error:
+            raise CorruptionError(f"{self._name}: {error.message}", hint=error.hint) from error
+        if not is_right(self._pieces, number, view):
+            where = self._member.offset + number * self._pieces.size
+            raise CorruptionError(
+                f"{self._name}: the {len(view)} bytes at {where} are not those that were packed",
+                hint="check the dataset with `headrace verify`",
+            )
+        return view
+
+    def _fetch_on(self, number: int) -> None:
+        """Fetch what was not foreseen, and more each time that reading goes on where the last such fetch ended."""
+        most = max(1, AHEAD_BYTES // self._pieces.size)
+        count = min(2 * self._count, most) if number == self._next else 1
+        last = -(-len(self) // self._pieces.size)
+        end = next((n for n in range(number + 1, min(last, number + count)) if self._has(n)), min(last, number + count))
+        try:
+            self._fetch(((number, end - number),))
+        except (NotFoundError, RangeError):
+            if end == number + 1:
+                raise
+            end = number + 1  # a part of it may be there
+            self._fetch(((number, 1),))
+        self._next, self._count = end, count
+        self._unforeseen.update(dict.fromkeys(range(number, end)))
+        while len(self._unforeseen) * self._pieces.size > KEPT_BYTES + AHEAD_BYTES:
+            gone, _ = self._unforeseen.popitem(last=False)
+            self._right.pop(gone, None)
+            self._there.pop(gone, None)
+
+    def _has(self, number: int) -> bool:
+        there = number in self._there or number in self._right
+        return there or self._heads.get(self._name, self._member, number) is not None
+
+    def _fetch(self, runs: Runs) -> None:
+        if not runs:
+            return
+        views = self._read(byte_ranges.ranges(self._member, runs))
+        size = self._pieces.size
+        for (first, _), view in zip(runs, views, strict=True):
+            for at in range(0, len(view), size):
+                self._there[first + at // size] = view[at : at + size]
+
+
+# --- the same in another process, which cannot fetch
+
+
+class Given(msgspec.Struct, frozen=True):
+    """Some pieces, of `size` bytes each, of a file of `length` bytes."""
+
+    length: int
+    size: int
+    pieces: dict[int, bytes]
+    marks: tuple[tuple[int, int], ...] = ()
+
+
+class MissingError(Exception):
+    """A piece was looked at that was not given."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"piece {number} was not given")
+        self.number = number
+
+
+class GivenFile:
+    """The file of which those pieces are given; `MissingError` for others."""
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
+
+    def __len__(self) -> int:
+        return self._given.length
+
+    @property
+    def marks(self) -> Sequence[tuple[int, int]]:
+        """`Pieces.marks`."""
+        return self._given.marks
+
+    def __getitem__(self, where: slice) -> memoryview:
+        start, end, _ = where.indices(len(self))
+        size, found = self._given.size, list[bytes | memoryview]()
+        for number in range(start // size, -(-end // size) if start < end else 0):
+            piece = self._given.pieces.get(number)
+            if piece is None:
+                raise MissingError(number)
+            found.append(memoryview(piece)[max(0, start - number * size) : end - number * size])
+        return memoryview(b"".join(found))
+
+
+HELD_BYTES = 64 * limits.MIB
+"""Of one loader, whose sources share it out evenly."""
+Which = tuple[str, int, int]
+"""A piece: the object, where its file begins there, its number."""
+
+
+class Heads:
+    """Pieces of the heads of files."""
+
+    def __init__(self, most: int = HELD_BYTES) -> None:
+        self._most, self._size = most, 0
+        self._held = OrderedDict[Which, memoryview]()
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return self._size
+
+    def get(self, name: str, member: Member, number: int) -> memoryview | None:
+        """A piece of a file in the object `name`, if it is held."""
+        with self._lock:
+            found = self._held.get((name, member.offset, number))
+            if found is not None:
+                self._held.move_to_end((name, member.offset, number))
+            return found
+
+    def put(self, name: str, member: Member, number: int, view: memoryview) -> None:
+        """Hold a copy of this piece, which is right, if it is of the file's head."""
+        assert member.pieces is not None
+        if not any(first <= number < first + count for first, count in member.pieces.head):
+            return
+        with self._lock:
+            if (name, member.offset, number) in self._held:
+                return
+            self._held[name, member.offset, number] = memoryview(bytes(view))
+            self._size += len(view)
+            while self._size > self._most and len(self._held) > 1:
+                self._size -= len(self._held.popitem(last=False)[1])
+
+    def others(self, name: str, member: Member, runs: Runs) -> Runs:
+        """Of these pieces, those that are not held."""
+        assert member.pieces is not None
+        with self._lock:
+            held = {
+                number
+                for first, count in member.pieces.head
+                for number in range(first, first + count)
+                if (name, member.offset, number) in self._held
+            }
+        if not held:
+            return runs
+        return merged(
+            (number, 1) for first, count in runs for number in range(first, first + count) if number not in held
+        )

@@ -1,0 +1,159 @@
+"""Audio alone: choose a window, or take the piece that packing assigned, then decode and resample it.
+
+Purpose: the processors behind `AudioLoader`, and `finished_sound`, which `ClipProcessor` uses for the audio of clips.
+Invariants: those of `headrace.loaders.interfaces`. A window starts at the sample that `headrace.loaders.audio.spec.begin`
+returns. A piece has exactly the number of samples that its `SampleRef` gives, at the target rate; zeros follow where the
+recording is shorter than the index says. With spectrograms, rows and pieces are counted in columns, and a piece's columns
+come from its own audio only, never from its neighbours. Zeros follow audio that is too short to transform.
+Failure behaviour: the error of a damaged recording is returned at its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.dataio.core.errors import HeadraceError, UnsupportedError
+from headrace.dataio.shards.contract import AudioInfo, Sample
+from headrace.loaders.audio.decode import Hear, decode_audio
+from headrace.loaders.audio.spec import AudioSpec, LogMel, Window, begin
+from headrace.loaders.decode.subprocess_decoder import IsolatedDecoder
+from headrace.loaders.fetch import byte_ranges
+from headrace.loaders.interfaces import (
+    DAMAGE,
+    FetchedSample,
+    Needs,
+    ProcessedSample,
+    RowLayout,
+    SampleLayout,
+    SampleRef,
+)
+from headrace.loaders.sampling.packing import Packing
+from headrace.loaders.sampling.permutation import I64
+from headrace.loaders.sampling.plan import Stream, column
+
+
+class WindowWork:
+    """Makes windows: "audio" float32 (C, S), "start" their beginning in seconds after the sound's
+    own, and "audio_samples", how many samples are real sound."""
+
+    def __init__(self, window: Window, spec: AudioSpec, apart: IsolatedDecoder | None = None) -> None:
+        self._window, self._spec, self._apart = window, spec, apart
+        self._hear: Hear = decode_audio if apart is None else apart.hear
+
+    @property
+    def layout(self) -> SampleLayout:
+        return SampleLayout(("audio",), {"start": torch.float64, "audio_samples": torch.int64})
+
+    def needs(self, ref: SampleRef) -> Needs:
+        audio = ref.sample.audio
+        if audio is None:
+            return {}
+        member = byte_ranges.member_of(ref.sample, audio.ext)
+        if member is None:  # most files are short
+            return {audio.ext: None}
+        stretch = self._stretch(ref, audio)
+        if stretch is None or not byte_ranges.reads_part_of_sound(ref.sample, member, audio, self._window.seconds):
+            return {audio.ext: None}
+        span = byte_ranges.of_window(ref.sample, audio, *stretch, member.length)
+        return {audio.ext: byte_ranges.runs(member, [span])}
+
+    def _stretch(self, ref: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
+        """From which second after the sound's beginning on a place is, and how long."""
+        return begin(audio, self._window, ref), Fraction(self._window.seconds)
+
+    def cost(self, sample: Sample) -> int:
+        audio = sample.audio
+        return 0 if audio is None else round(audio.sample_rate * self._window.seconds) * audio.channels * 4
+
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        return [self._one(one) for one in loaded]
+
+    def close(self) -> None:
+        if self._apart is not None:
+            self._apart.close()
+
+    def _one(self, loaded: FetchedSample) -> ProcessedSample | HeadraceError:
+        info = loaded.ref.sample.audio
+        if info is None:
+            return UnsupportedError("the sample holds no sound")
+        start = begin(info, self._window, loaded.ref)
+        try:
+            sound, real = finished_sound(
+                self._hear, loaded, info, start, self._spec, self._spec.samples(), from_first=True
+            )
+        except DAMAGE as error:
+            return error
+        return ProcessedSample(loaded.ref.sample, {"audio": sound}, {"start": float(start), "audio_samples": real})
+
+
+def finished_sound(
+    hear: Hear,
+    loaded: FetchedSample,
+    info: AudioInfo,
+    start: Fraction,
+    spec: AudioSpec,
+    samples: int,
+    *,
+    from_first: bool = False,
+) -> tuple[torch.Tensor, int]:
+    """The tensor of `samples` samples from `start`, as `spec` wants it, and how many of them are real sound."""
+    sound, real = hear(loaded.media[info.ext], info, start, spec, samples, from_first)
+    return torch.from_numpy(sound), real
+
+
+class PieceWork(WindowWork):
+    """Makes pieces: "audio" float32 (C, L) of their own lengths, "start" in seconds after the sound's beginning, and
+    "audio_samples", how many samples are real sound."""
+
+    def __init__(self, spec: AudioSpec, packing: Packing, apart: IsolatedDecoder | None = None) -> None:
+        self._hop, self._least, silence = 1, 0, 0.0
+        shape: tuple[int, ...] = (spec.channels,)
+        if isinstance(spec.features, LogMel):
+            shape = (spec.channels, spec.features.bands)
+            self._hop, self._least, silence = spec.features.hop, spec.features.n_fft // 2 + 1, spec.features.silence
+            spec.features.check(spec.sample_rate, self._least)
+        super().__init__(Window(packing.capacity * self._hop / spec.sample_rate), spec, apart)
+        self._rows = RowLayout(packing.capacity, shape, silence)
+
+    @property
+    def layout(self) -> SampleLayout:
+        return SampleLayout(("audio",), {"start": None, "audio_samples": None}, self._rows)
+
+    def _stretch(self, ref: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
+        if ref.span is None:
+            return None
+        rate = self._spec.sample_rate
+        return Fraction(ref.span.start * self._hop, rate), Fraction(ref.span.length * self._hop, rate)
+
+    def _one(self, loaded: FetchedSample) -> ProcessedSample | HeadraceError:
+        info, fit = loaded.ref.sample.audio, loaded.ref.span
+        if info is None or fit is None:
+            return UnsupportedError("the sample holds no sound")
+        rate, first = self._spec.sample_rate, fit.start * self._hop
+        start, count = Fraction(first, rate), fit.length * self._hop
+        if self._hop > 1:
+            there = int(_samples(np.float64(info.samples), np.float64(info.sample_rate), rate))
+            count = max(self._least, min(count, there - first))
+        try:
+            sound, real = finished_sound(self._hear, loaded, info, start, self._spec, count, from_first=True)
+        except DAMAGE as error:
+            return error
+        values = {"start": float(start), "audio_samples": real, "fit": fit}
+        return ProcessedSample(loaded.ref.sample, {"audio": sound}, values)
+
+
+def lengths(stream: Stream, spec: AudioSpec) -> I64:
+    """Samples of each recording of a stream at the wanted rate, as the index knows them, or columns of their
+    spectrograms."""
+    samples, rates = (column(stream.dataset, name, stream.ids) for name in ("samples", "sample_rate"))
+    count: I64 = _samples(samples, rates, spec.sample_rate)
+    return np.where(count > 0, spec.features.frames(count), 0) if isinstance(spec.features, LogMel) else count
+
+
+def _samples(samples: Any, rates: Any, rate: int) -> Any:
+    return np.floor(samples / rates * rate + 1e-6).astype(np.int64)

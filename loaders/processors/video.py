@@ -1,0 +1,290 @@
+"""Video: choose the clip's frames, decode them, crop and scale them, and add the audio of the same time window.
+
+Purpose: the processor behind `VideoLoader`. An image is a clip of one frame.
+Invariants: those of `headrace.loaders.interfaces`. `headrace.loaders.clip.choose` names the frames, and the audio starts
+with the first of them. All frames of a clip get the same crop, and equal `SampleRef`s get equal crops, on every rank and
+after every resume.
+Failure behaviour: the error of a damaged sample is returned at its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import torch
+
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.shards.contract import Sample, VideoInfo
+from headrace.dataio.shards.media.container import other_videos
+from headrace.loaders.clip import Clip, Wanted, choose
+from headrace.loaders.decode import resize
+from headrace.loaders.decode.base import Color, Decoded, Decoder, Request
+from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.pyav import beginning
+from headrace.loaders.fetch import byte_ranges
+from headrace.loaders.fetch.byte_ranges import Runs
+from headrace.loaders.interfaces import DAMAGE, FetchedSample, Needs, ProcessedSample, SampleLayout, SampleRef
+from headrace.loaders.validation import checked
+
+if TYPE_CHECKING:
+    from headrace.loaders.audio.decode import Hear
+    from headrace.loaders.audio.spec import AudioSpec
+
+_log = get_logger(__name__)
+
+
+_TOP, _LEFT, _FLIP = 22, 23, 24  # keep the keys apart from those of clip starts and of the order
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """`crop="center"` keeps the middle of what covers the wanted size, "random" draws the place; `flip_prob` is how likely a
+    clip is mirrored left to right."""
+
+    crop: Literal["center", "random"] = "center"
+    flip_prob: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.crop not in ("center", "random"):
+            raise UsageError(f"crop={self.crop!r} is not known", hint="use 'center' or 'random'")
+        if not 0 <= checked("flip_prob", self.flip_prob, float) <= 1:
+            raise UsageError(f"flip_prob={self.flip_prob!r} is not a probability", hint="from 0 to 1")
+
+    def at(self, ref: SampleRef) -> tuple[float, float]:
+        """Where the crop lies between top and bottom, and between left and right: each in [0, 1]."""
+        if self.crop == "center":
+            return 0.5, 0.5
+        return _uniform(ref, _TOP), _uniform(ref, _LEFT)
+
+    def mirrored(self, ref: SampleRef) -> bool:
+        """Whether this clip is."""
+        return bool(self.flip_prob) and _uniform(ref, _FLIP) < self.flip_prob
+
+
+def _uniform(ref: SampleRef, purpose: int) -> float:
+    """A number in [0, 1), of 53 drawn bits."""
+    return float(int(ref.key(purpose)[0]) >> 11) / float(1 << 53)
+
+
+_WHOLE = Cut()
+LIGHT = 1 << 20
+"""Pixels that one thread decodes in a go where clips have fewer: some milliseconds'. Of less much is Python's, and threads
+that share it out get into each other's way, since every call of a library gives the interpreter away."""
+_DECODING = 8
+"""Pictures that a decoder and a converter hold of a clip that is cut one picture at a time."""
+_MOST_SEEN = 64
+"""Sets of extensions that are remembered to hold one video; samples of further sets are looked at each time."""
+
+
+class Look(msgspec.Struct, frozen=True):
+    """What a finished clip is like."""
+
+    clip: Clip
+    size: tuple[int, int] | None = None
+    rotate: bool = False
+    audio: AudioSpec | None = None
+    cut: Cut = _WHOLE
+    antialias: bool = True
+    color: Color = "bt601"
+
+
+def together(looks: Sequence[Look], *, transformed: bool) -> Callable[[Sequence[SampleRef]], list[list[int]]]:
+    """What tells which places of a batch are made together, in one thread: clips that may share their decoding, else those that
+    are `LIGHT`, unless a transform or sound, which may take longer, comes after them. Looks by stream. Pure."""
+    several = any(look.clip.per_video > 1 or look.clip.start == "every" for look in looks)
+
+    def groups(refs: Sequence[SampleRef]) -> list[list[int]]:
+        found, light, number = dict[Hashable, list[int]](), 0, 0
+        for slot, ref in enumerate(refs):
+            look, which = looks[ref.stream if len(looks) > 1 else 0], None
+            if several:
+                which = _beginning(ref, look)
+            elif not transformed and look.audio is None and (pixels := _pixels(ref, look)) <= LIGHT // 2:
+                light += pixels
+                if light > LIGHT:
+                    light, number = pixels, number + 1
+                which = ("light", number)
+            found.setdefault(which or (slot,), []).append(slot)
+        return list(found.values())
+
+    return groups
+
+
+def _beginning(ref: SampleRef, look: Look) -> Hashable:
+    """Equal for clips that may share their decoding."""
+    video = ref.sample.video
+    try:
+        begins = None if video is None else beginning(video.ext, wanted_by(ref, video, look.clip))
+    except CorruptionError:
+        return None
+    return None if begins is None else (ref.source, ref.sample.id, begins)
+
+
+def _pixels(ref: SampleRef, look: Look) -> int:
+    """About how many are decoded, but for what lies between the key frame and the clip."""
+    video = ref.sample.video
+    return 0 if video is None else video.width * video.height * min(video.frames, look.clip.frames * look.clip.stride)
+
+
+def wanted_by(ref: SampleRef, video: VideoInfo, clip: Clip) -> Wanted:
+    """The frames of a place."""
+    return choose(video, clip, ref.seed, ref.epoch, ref.sample.id, ref.number, ref.attempt)
+
+
+def _instant(video: VideoInfo, frame: int) -> Fraction:
+    """About when this frame is shown, in seconds of the file's own time line."""
+    return (video.start_pts + Fraction(frame, video.frames) * video.duration_pts) * video.time_base
+
+
+class ClipWork:
+    """Makes clips: "video" uint8 (T, 3, H, W), "clip" their start in seconds, and with sound "audio" float32 (C, S),
+    of which "audio_samples" are real."""
+
+    def __init__(self, look: Look, decoder: Decoder, hear: Hear | None = None, *, one_by_one: bool = False) -> None:
+        """`hear` is `decode_audio` by default. `one_by_one`: the decoder cuts each picture to size when it has it, so no whole
+        clip is ever held."""
+        self._look, self._decoder, self._one_by_one = look, decoder, one_by_one
+        if hear is None and look.audio is not None:
+            from headrace.loaders.audio.decode import decode_audio
+
+            hear = decode_audio
+        self._hear, self._told = hear, False
+        self._seen = set[tuple[str, ...]]()
+
+    @property
+    def layout(self) -> SampleLayout:
+        if self._look.audio is None:
+            return SampleLayout(("video",), {"clip": torch.float64})
+        return SampleLayout(("video", "audio"), {"clip": torch.float64, "audio_samples": torch.int64})
+
+    def needs(self, ref: SampleRef) -> Needs:
+        sample, look = ref.sample, self._look
+        video, audio = sample.video, sample.audio if look.audio else None
+        found: dict[str, Runs | None] = {} if video is None else {video.ext: None}
+        if audio is not None:
+            found[audio.ext] = None
+        apart = audio is not None and video is not None and audio.ext != video.ext
+        pictures = None if video is None else byte_ranges.member_of(sample, video.ext)
+        beside = byte_ranges.member_of(sample, audio.ext) if audio is not None and apart else None
+        if video is None or (pictures is None and beside is None):  # most files are short
+            return found
+        try:
+            wanted = wanted_by(ref, video, look.clip)
+        except CorruptionError:
+            return found
+        start = wanted.values[0] * video.time_base if wanted.by == "pts" else _instant(video, wanted.values[0])
+        seconds = Fraction(look.audio.samples(look.clip), look.audio.sample_rate) if look.audio else Fraction(0)
+        inside = audio is not None and not apart
+        if pictures is not None and byte_ranges.reads_part_of_video(pictures, video, look.clip, sound=inside):
+            spans = [byte_ranges.of_clip(video, wanted, pictures.length)]
+            if inside:
+                spans.append(byte_ranges.of_time(video, start, start + seconds, pictures.length))
+            found[video.ext] = byte_ranges.runs(pictures, spans)
+        if beside and audio and byte_ranges.reads_part_of_sound(sample, beside, audio, float(seconds)):
+            start -= video.start_pts * video.time_base
+            found[audio.ext] = byte_ranges.runs(
+                beside, [byte_ranges.of_window(sample, audio, start, seconds, beside.length)]
+            )
+        return found
+
+    def cost(self, sample: Sample) -> int:
+        video = sample.video
+        if video is None:
+            return 0
+        look, picture = self._look, video.width * video.height * 3
+        if look.size is None or self._turned(video) or not self._one_by_one:
+            return picture * look.clip.frames
+        height, width = look.size
+        return picture * _DECODING + height * width * 3 * look.clip.frames
+
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        requests = [self._request(one) for one in loaded]
+        decoded = iter(self._decoder.decode([r for r in requests if isinstance(r, Request)]))
+        return [
+            self._finish(one, request, next(decoded)) if isinstance(request, Request) else request
+            for one, request in zip(loaded, requests, strict=True)
+        ]
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    def _request(self, loaded: FetchedSample) -> Request | HeadraceError:
+        ref = loaded.ref
+        video = ref.sample.video
+        if video is None:
+            return UnsupportedError("the sample holds no video")
+        if len(ref.sample.members) > 1 and not self._told:
+            self._tell_others(ref.sample, video)
+        try:
+            wanted = wanted_by(ref, video, self._look.clip)
+        except CorruptionError as error:
+            return error
+        cut = self._cut(ref, video)
+        return Request(loaded.media[video.ext], video, wanted, self._look.color, cut, loaded.target)
+
+    def _tell_others(self, sample: Sample, video: VideoInfo) -> None:
+        """Once: samples have more videos than the one that is decoded."""
+        names = (video.ext, *[member.ext for member in sample.members])
+        if names in self._seen:
+            return
+        if len(self._seen) < _MOST_SEEN:
+            self._seen.add(names)
+        if others := other_videos(names, video.ext):
+            self._told = True
+            named = ", ".join(f".{ext}" for ext in others)
+            warn_once(
+                _log,
+                f"samples hold more than one video, and one is delivered: of {sample.key!r} .{video.ext}, and not {named}; "
+                "to train on the others too, pack each as a sample of its own",
+            )
+
+    def _cut(self, ref: SampleRef, video: VideoInfo) -> Fit | None:
+        """What the decoder is to make of the frames; nothing where they are turned before."""
+        look = self._look
+        if look.size is None or self._turned(video):
+            return None
+        return Fit(look.size, look.antialias, look.cut.at(ref), look.cut.mirrored(ref))
+
+    def _turned(self, video: VideoInfo) -> bool:
+        return self._look.rotate and video.rotation % 360 != 0
+
+    def _finish(
+        self, loaded: FetchedSample, request: Request, decoded: Decoded | HeadraceError
+    ) -> ProcessedSample | HeadraceError:
+        if isinstance(decoded, HeadraceError):
+            return decoded
+        if len(decoded.pts) != len(request.wanted.values) or len(decoded.frames) != len(decoded.pts):
+            return CorruptionError(f"{len(decoded.frames)} frames came out for the {len(request.wanted.values)} wanted")
+        start = decoded.pts[0] * request.info.time_base
+        values: dict[str, float] = {"clip": float(start)}
+        tensors = {"video": decoded.frames if request.fit else self._fit(loaded, request, decoded.frames)}
+        if self._look.audio is not None:
+            try:
+                sound, values["audio_samples"] = self._sound(loaded, request, start, self._look.audio)
+            except DAMAGE as error:
+                return error
+            tensors["audio"] = sound
+        return ProcessedSample(loaded.ref.sample, tensors, values)
+
+    def _fit(self, loaded: FetchedSample, request: Request, frames: torch.Tensor) -> torch.Tensor:
+        look = self._look
+        if look.rotate:
+            frames = resize.rotate(frames, request.info.rotation)
+        at, mirror = look.cut.at(loaded.ref), look.cut.mirrored(loaded.ref)
+        return resize.fit(frames, look.size, antialias=look.antialias, at=at, mirror=mirror)
+
+    def _sound(
+        self, loaded: FetchedSample, request: Request, start: Fraction, spec: AudioSpec
+    ) -> tuple[torch.Tensor, int]:
+        info, video = loaded.ref.sample.audio, request.info
+        samples = spec.samples(self._look.clip)
+        if info is None or self._hear is None:
+            return torch.zeros(spec.channels, samples), 0
+        if info.ext != video.ext:  # a file of its own: it begins when the video does
+            start -= video.start_pts * video.time_base
+        from headrace.loaders.processors.audio import finished_sound
+
+        return finished_sound(self._hear, loaded, info, start, spec, samples)

@@ -1,0 +1,242 @@
+"""Wrappers that add to any processor: columns of the index, source names, log-mel spectrograms, the trainer's transform.
+
+Purpose: each behaviour that all loaders share is written once.
+Invariants: what a wrapper adds depends only on the sample and its `SampleRef`. The transform gets a generator seeded from the
+`SampleRef`, so a resumed run draws the same numbers, and so does a run with another world size. Spectrograms depend on the
+audio alone; on a GPU DALI computes them.
+Failure behaviour: an error of the trainer's transform passes through with a note that names the sample; the sample does not
+count as damaged. `UsageError` for an unknown column names the known ones. All other errors come from the wrapped processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from msgspec.structs import replace
+
+from headrace.dataio.core.errors import HeadraceError, UsageError
+from headrace.dataio.shards.contract import Sample
+from headrace.loaders.decode.dali import gpu_count
+from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, Processor, SampleLayout, SampleRef
+
+if TYPE_CHECKING:
+    from headrace.loaders.audio.spec import AudioSpec
+
+_TRANSFORM = 25  # keeps the generator's seed apart from everything else that is drawn
+_OURS = frozenset(["id", "key", "text", "video", "audio", "mel", "clip", "start", "audio_samples", "source", "bucket"])
+Tensors = Mapping[str, torch.Tensor]
+Transform = Callable[[dict[str, torch.Tensor], torch.Generator], Tensors]
+
+
+class Around:
+    """A work that does what another does, and more."""
+
+    def __init__(self, inner: Processor) -> None:
+        self._inner = inner
+
+    @property
+    def layout(self) -> SampleLayout:
+        return self._inner.layout
+
+    def needs(self, ref: SampleRef) -> Needs:
+        return self._inner.needs(ref)
+
+    def cost(self, sample: Sample) -> int:
+        return self._inner.cost(sample)
+
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        done = self._inner.process(self._given(loaded))
+        return [
+            result if isinstance(result, HeadraceError) else self._more(one.ref, result)
+            for one, result in zip(loaded, done, strict=True)
+        ]
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _given(self, loaded: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
+        """What the inner work gets."""
+        return loaded
+
+    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+        raise NotImplementedError
+
+
+class WithColumns(Around):
+    """Lists these columns of the index, or promoted fields of the samples' JSON, in every batch; None where a sample
+    has none."""
+
+    def __init__(self, inner: Processor, columns: Sequence[str]) -> None:
+        from headrace.dataio.shards.index.rows import to_row  # with Arrow, which loaders without columns do without
+
+        super().__init__(inner)
+        self._columns, self._row = tuple(columns), to_row
+
+    @property
+    def layout(self) -> SampleLayout:
+        inner = self._inner.layout
+        return replace(inner, numbers={**inner.numbers, **dict.fromkeys(self._columns)})
+
+    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+        row = self._row(finished.sample)
+        fields = finished.sample.fields
+        more = {name: row[name] if name in row else fields.get(name) for name in self._columns}
+        return replace(finished, values={**finished.values, **more})
+
+
+def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tuple[str, ...]:
+    """`columns`, if each is there and none hides what a batch holds anyway."""
+    for name in columns:
+        if name in _OURS:
+            raise UsageError(f"columns cannot hold {name!r}: batches have something of that name", hint="leave it out")
+        if name == "caption" and name not in known:
+            raise UsageError(f"{url} has no column 'caption'", hint='every batch has the captions, as "text"')
+        if name not in known:
+            raise UsageError(f"{url} has no column {name!r}", hint=f"there are {', '.join(sorted(known))}")
+    return tuple(dict.fromkeys(columns))
+
+
+class Transformed(Around):
+    """Calls `transform(tensors, generator)` for every sample, in the thread that decoded it; what it returns is batched."""
+
+    def __init__(self, inner: Processor, transform: Transform) -> None:
+        super().__init__(inner)
+        self._transform = transform
+
+    def _given(self, loaded: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
+        """Without room in the batch: what the transform keeps, or returns turned, is memory of its own."""
+        return [replace(one, target=None) for one in loaded]
+
+    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+        generator = torch.Generator().manual_seed(int(ref.key(_TRANSFORM)[0]) >> 1)
+        try:
+            made: object = self._transform(dict(finished.tensors), generator)
+            tensors = dict(made) if isinstance(made, Mapping) else {}
+        except Exception as error:
+            error.add_note(f"in the loader's transform, for sample {finished.sample.key!r}")
+            raise
+        self._check(tensors)
+        return replace(finished, tensors=tensors)
+
+    def _check(self, tensors: Mapping[str, Any]) -> None:
+        missing = [name for name in self.layout.tensors if not isinstance(tensors.get(name), torch.Tensor)]
+        if missing or len(tensors) != len(self.layout.tensors):
+            names = ", ".join(map(repr, self.layout.tensors))
+            raise UsageError(
+                f"the loader's transform must return a dict of the tensors {names}, no more and no less",
+                hint="what else a batch needs comes with columns=[...]",
+            )
+
+
+def known_columns(fields: Mapping[str, object]) -> list[str]:
+    """The names that `columns` may hold: those of the index and the promoted `fields` of a sample."""
+    from headrace.dataio.shards.index import rows
+
+    return [*(name for name in rows.SCHEMA.names if name not in ("key", "text")), *fields]
+
+
+def wrapped(work: Processor, columns: Sequence[str], transform: Transform | None) -> Processor:
+    """`work` with what was asked for around it."""
+    if transform is not None:
+        work = Transformed(work, transform)
+    return WithColumns(work, columns) if columns else work
+
+
+class Named(Around):
+    """Lists the name of each sample's source as "source"."""
+
+    def __init__(self, inner: Processor, names: Sequence[str]) -> None:
+        super().__init__(inner)
+        self._names = tuple(names)
+
+    @property
+    def layout(self) -> SampleLayout:
+        inner = self._inner.layout
+        return replace(inner, numbers={**inner.numbers, "source": None})
+
+    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+        return replace(finished, values={**finished.values, "source": self._names[ref.source]})
+
+
+class ByStream:
+    """One work for each of the plan's streams. They share what `close` closes: the first one's is called."""
+
+    def __init__(self, works: Sequence[Processor]) -> None:
+        self._works = tuple(works)
+
+    @property
+    def layout(self) -> SampleLayout:
+        return self._works[0].layout
+
+    def needs(self, ref: SampleRef) -> Needs:
+        return self._works[ref.stream].needs(ref)
+
+    def cost(self, sample: Sample) -> int:
+        return max(work.cost(sample) for work in self._works)
+
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        done = dict[int, ProcessedSample | HeadraceError]()
+        for stream in sorted({one.ref.stream for one in loaded}):
+            slots = [slot for slot, one in enumerate(loaded) if one.ref.stream == stream]
+            done.update(zip(slots, self._works[stream].process([loaded[slot] for slot in slots]), strict=True))
+        return [done[slot] for slot in range(len(loaded))]
+
+    def close(self) -> None:
+        self._works[0].close()
+
+
+def by_stream(works: Sequence[Processor]) -> Processor:
+    """One work, or one for each stream."""
+    return works[0] if len(works) == 1 else ByStream(works)
+
+
+def sourced(work: Processor, names: Sequence[str]) -> Processor:
+    """`work` with the names of a mixture's sources, if there are any."""
+    return Named(work, names) if names else work
+
+
+Make = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+class WithMels(Around):
+    """ "mel" in place of "audio"."""
+
+    def __init__(self, inner: Processor, make: Make, close: Callable[[], None] = lambda: None) -> None:
+        super().__init__(inner)
+        self._make, self._close = make, close
+
+    @property
+    def layout(self) -> SampleLayout:
+        inner = self._inner.layout
+        return replace(inner, tensors=tuple("mel" if name == "audio" else name for name in inner.tensors))
+
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        done = self._inner.process(loaded)
+        mels = iter(self._make([one.tensors["audio"] for one in done if isinstance(one, ProcessedSample)]))
+        return [_instead(one, next(mels)) if isinstance(one, ProcessedSample) else one for one in done]
+
+    def close(self) -> None:
+        self._inner.close()
+        self._close()
+
+
+def mels(inner: Processor, spec: AudioSpec, device: torch.device) -> Processor:
+    """`inner` with the features that `spec` wants: on a GPU by DALI where it is installed, else by the decoding thread."""
+    from headrace.loaders.audio.mel import DaliMel, log_mel  # needed by few loaders, and they slow down the start
+    from headrace.loaders.audio.spec import LogMel
+
+    if not isinstance(spec.features, LogMel):
+        return inner
+    what, rate = spec.features, spec.sample_rate
+    if device.type == "cuda" and gpu_count() > (device.index or 0):
+        graph = DaliMel(what, rate, device.index or 0)
+        return WithMels(inner, graph, graph.close)
+    return WithMels(inner, lambda sounds: [log_mel(sound, rate, what) for sound in sounds])
+
+
+def _instead(one: ProcessedSample, mel: torch.Tensor) -> ProcessedSample:
+    return replace(
+        one, tensors={("mel" if n == "audio" else n): mel if n == "audio" else t for n, t in one.tensors.items()}
+    )
