@@ -160,12 +160,10 @@ class _Marked:
 def _bare_audio(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
     """The decoder alone."""
     from headrace.dataio.shards.contract import Sample
-    from headrace.loaders.interfaces import SampleRef
     from headrace.loaders.audio.decode import decode_audio
-    from headrace.loaders.audio.spec import LogMel
     from headrace.loaders.audio.mel import log_mel
-    from headrace.loaders.audio.spec import AudioSpec
-    from headrace.loaders.audio.spec import Window, begin
+    from headrace.loaders.audio.spec import AudioSpec, LogMel, Window, begin
+    from headrace.loaders.interfaces import SampleRef
 
     spec, window = AudioSpec(RATE, seconds=kind.window), Window(kind.window, per_sample=kind.per_file)
 
