@@ -38,7 +38,7 @@ from headrace.checkpoint.saving.copying import Copying, OptimizerGate, late_tens
 from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
 from headrace.checkpoint.saving.slices import SlicedState
 from headrace.checkpoint.state import replicas as comparing
-from headrace.checkpoint.state.division import FlatState, PreparedSave, SavePlanner, expected, flatten_state
+from headrace.checkpoint.state.save_plan import FlatState, PreparedSave, SavePlanner, expected, flatten_state
 from headrace.checkpoint.tier.saving import KeptAloneError
 from headrace.dataio.core import metrics
 from headrace.dataio.core.errors import ConflictError, HeadraceError, MismatchError, TransientError

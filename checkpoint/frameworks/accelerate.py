@@ -44,7 +44,15 @@ _written = declare(
 
 
 def attach(accelerator: Accelerator, checkpointer: Checkpointer) -> None:
-    """Register the hooks; once, at any time before the first `save_state`."""
+    """Let an Accelerator keep its checkpoints in the repository. Call it once, before the first `save_state`.
+
+    Args:
+        accelerator (Accelerator): Its `save_state` and `load_state` are replaced.
+        checkpointer (Checkpointer): Saves and restores. Close it yourself.
+
+    Raises:
+        UnsupportedError: Under FSDP, DeepSpeed or Megatron-LM.
+    """
     if accelerator.distributed_type in _ON_ITS_OWN:
         raise UnsupportedError(
             f"under {accelerator.distributed_type.value} Accelerate saves without asking its hooks",
@@ -71,7 +79,7 @@ class _Attached:
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **more: Any
     ) -> str:
-        """As the accelerator's. Returns when the state is copied; the folder appears when it is committed."""
+        """As `Accelerator.save_state`. Returns when the state is copied; the folder appears when the step is committed."""
         accelerator, settings = self._accelerator, self._accelerator.project_configuration
         automatic = bool(settings.automatic_checkpoint_naming)
         folder = self._next() if automatic else Path(os.path.abspath(os.fspath(output_dir)))  # type: ignore[arg-type]
@@ -93,7 +101,7 @@ class _Attached:
         return str(folder)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **more: Any) -> Any:
-        """As the accelerator's, once the saves in flight have ended."""
+        """As `Accelerator.load_state`, after the saves in flight have ended."""
         accelerator = self._accelerator
         self._names.settle()
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
@@ -117,13 +125,13 @@ class _Attached:
         )
 
     def _recover(self, folder: Path) -> None:
-        """Publish what an earlier process committed and did not name; the ranks see the same folders afterwards."""
+        """Publish names that an earlier process left hidden. Afterwards all ranks see the same folders."""
         if self._names_folders:
             self._names.recover(folder)
         self._accelerator.wait_for_everyone()
 
     def _next(self) -> Path:
-        """Where the next one goes when Accelerate names them."""
+        """The next folder, with Accelerate's automatic naming."""
         folder = Path(self._accelerator.project_dir) / "checkpoints" / f"checkpoint_{self._accelerator.save_iteration}"
         if folder.exists():
             raise ValueError(
@@ -133,7 +141,7 @@ class _Attached:
         return folder
 
     def _rotate(self, parent: Path) -> None:
-        """Accelerate's `total_limit`, once the new one is there."""
+        """Apply `total_limit` once the new folder was published."""
         limit = self._accelerator.project_configuration.total_limit
         for folder in _named_in(parent)[:-limit] if limit else ():
             self._names.remove_now(folder)
@@ -155,7 +163,7 @@ class _Attached:
         self._accelerator._custom_objects = [self for _ in Path(input_dir).glob("custom_checkpoint_*.pkl")]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: see above."""
+        """Does nothing; Accelerate calls it for objects of old folders."""
 
     def _whole(self, models: list[Any]) -> dict[str, Any]:
         accelerator = self._accelerator
@@ -175,7 +183,7 @@ class _Attached:
         self._away["_custom_objects"], accelerator._custom_objects = accelerator._custom_objects, []
 
     def _give_back(self) -> None:
-        """Also at the next hook, should Accelerate have failed in between."""
+        """Refill Accelerate's lists. The next hook does so too, in case Accelerate failed in between."""
         if self._away:
             for name in _LISTS:
                 getattr(self._accelerator, name)[:] = self._away[name]
@@ -184,6 +192,6 @@ class _Attached:
 
 
 def _named_in(parent: Path) -> list[Path]:
-    """Checkpoints that Accelerate names, oldest first."""
+    """Folders that Accelerate has named, oldest first."""
     found = [path for path in parent.glob("checkpoint_*") if path.name[len("checkpoint_") :].isdecimal()]
     return sorted(found, key=step_of)

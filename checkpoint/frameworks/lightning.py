@@ -42,7 +42,13 @@ _MOST_VALUES = MOST_BYTES // 2
 
 
 class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
-    """`url`, `run` and `options` as for `Checkpointer`."""
+    """A `CheckpointIO` for `Trainer(plugins=[...])`.
+
+    Args:
+        url (str): The repository, as for `Checkpointer`.
+        run (str): The run's name.
+        **options: Further arguments of `Checkpointer`, such as `keep` or `storage_options`.
+    """
 
     def __init__(self, url: str, *, run: str, **options: Any) -> None:
         self._checkpointer = Checkpointer(url, run=run, rank=0, world_size=1, **options)
@@ -55,7 +61,7 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Called on rank 0. One state may be saved under several names (`last.ckpt`); its tensors are stored once."""
+        """Save; called on rank 0. A state that is saved under several names (`last.ckpt`) is stored once."""
         place, now = _local(path), int(checkpoint["global_step"])
         again = now == self._global_step
         self._compares = self._compares or again  # from the first time on: it takes as long as a copy of the state
@@ -75,7 +81,7 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         map_location: Where = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint, where `map_location` wants it (as for `torch.load`); in main memory if it says nothing."""
+        """The checkpoint, placed by `map_location` as in `torch.load`; in main memory by default."""
         place, state = _local(path), {"checkpoint": None}
         self._names.settle()
         self._names.recover(place.parent, place.name)
@@ -89,7 +95,7 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Drop the name, once the newest save is committed. The step goes when the run's retention says so."""
+        """Remove the name once the newest save is committed. Only the run's retention removes the step."""
         self._names.remove(_local(path))
 
     def teardown(self) -> None:
@@ -97,7 +103,7 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         self._names.wait()
 
     def close(self) -> None:
-        """Wait, and let go of the store."""
+        """Wait for the saves in flight and close the store."""
         self._checkpointer.close()
         _made.discard(self)
 
@@ -156,7 +162,7 @@ def _joined(values: str, checkpoint: Any) -> Any:
 
 
 def _rebuilt(value: Any, path: tuple[object, ...], each: Callable[[Any, tuple[object, ...]], Any]) -> Any:
-    """The container with `each` of what it holds; another value as it is."""
+    """A container with `each` applied to its items; any other value unchanged."""
     if isinstance(value, dict):
         made = value.copy()
         made.update({key: each(item, (*path, key)) for key, item in value.items()})
@@ -186,8 +192,10 @@ _load = theirs.pl_load
 
 
 def _load_file(path: Any, map_location: Where = None, weights_only: bool | None = None) -> Any:
-    """What `load_from_checkpoint` calls: a file of ours comes from the repository, any other as before. One that is not there yet
-    may be that of a save in flight."""
+    """Replaces the load function of `load_from_checkpoint`: a name of a step is read from the repository.
+
+    A file that does not exist yet may belong to a save in flight, so those saves are awaited first.
+    """
     if isinstance(path, (str, os.PathLike)) and not os.path.exists(path):
         for io in list(_made):
             io._names.settle()
@@ -210,7 +218,7 @@ def _load_file(path: Any, map_location: Where = None, weights_only: bool | None 
 
 
 def _record_of(path: Any) -> Record | None:
-    """None for what is no file of ours."""
+    """The record of a name; None for any other file."""
     if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
         return None
     with open(path, "rb") as file:

@@ -42,12 +42,12 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFound
 from headrace.dataio.core.log import get_logger
 
 RECORD = "headrace-step.json"
-"""In a folder that is a name. A file that is a name holds the same."""
+"""The record's file in a folder that is a name. A file that is a name holds the same JSON."""
 MOST_BYTES = 4 << 20
-"""Of a record."""
+"""The largest record."""
 _HIDDEN = re.compile(r"\.(.+)\.([0-9A-Z]{26})\.(uncommitted|replaced)$")
 _LEFT = 2
-"""So many names of failed saves that may still be committed by a sidecar are kept."""
+"""How many names of failed saves are kept, because a sidecar may still commit them."""
 _log = get_logger(__name__)
 
 _hidden = declare("name.hidden", "the attempt is drawn and its name written, hidden; nothing of it is stored")
@@ -60,7 +60,7 @@ _removed = declare("name.removed", "an older name is hidden from the framework a
 
 
 class _Fields(msgspec.Struct, omit_defaults=True, rename={"step": "headrace-step"}):
-    """A record as JSON. The first version's had the step alone."""
+    """A record as JSON. The first version had the step only."""
 
     step: int
     run: str = ""
@@ -71,8 +71,10 @@ class _Fields(msgspec.Struct, omit_defaults=True, rename={"step": "headrace-step
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a name leads to. In names of the first version `attempt` is None and `run` is "". `values`: what else the
-    adapter keeps in the name."""
+    """The step that a name leads to. `values`: further data of the adapter.
+
+    In names of the first version `attempt` is None and `run` is "".
+    """
 
     step: int
     run: str = ""
@@ -85,7 +87,7 @@ class Record:
 
 
 def read_name(path: str | os.PathLike[str]) -> Record:
-    """What the name leads to."""
+    """The record of a name, which is a file or a folder."""
     place = Path(path)
     folder = place.is_dir()
     try:
@@ -96,7 +98,9 @@ def read_name(path: str | os.PathLike[str]) -> Record:
             return Record(step_of(place))
         raise MissingStepError(f"there is no checkpoint named {place}", hint="check the path") from None
     except (msgspec.MsgspecError, UsageError, OSError, RecursionError):
-        raise CorruptionError(f"{place} does not name a step of ours", hint="was it saved by other software?") from None
+        raise CorruptionError(
+            f"{place} does not name a step of a Headrace repository", hint="other software may have saved it"
+        ) from None
 
 
 def _decode(data: bytes) -> Record:
@@ -109,7 +113,7 @@ def _decode(data: bytes) -> Record:
 
 
 class Names:
-    """Of one adapter. `save` and `wait` are for one thread; names appear and go in the threads that carry the saves."""
+    """The names of one adapter. `save` and `wait` are for one thread. Names are published and removed in the threads of saves."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
@@ -130,10 +134,19 @@ class Names:
         write: Callable[[Path, Record], None],
         then: Callable[[], None] = lambda: None,
     ) -> Handle:
-        """Begin to save `state`; `path` becomes its name. `write` makes the file or folder; `then` is called when it
-        has its name.
+        """Begin to save `state`; `path` becomes its name once it is committed.
 
-        With several ranks all call this; those that make no name give None.
+        With several ranks all call this. Ranks that make no name pass None.
+
+        Args:
+            step (int): The step's number.
+            state (dict[str, Any]): The state, as for `Checkpointer.save`.
+            path (Path | None): The file or folder that names the step.
+            write (Callable[[Path, Record], None]): Writes the hidden file or folder.
+            then (Callable[[], None]): Called once the name is published.
+
+        Returns:
+            Handle: The save in flight.
         """
         name = None if path is None else _Name(self, Path(os.path.abspath(path)), write, then)
         self._latest = None
@@ -143,7 +156,7 @@ class Names:
         return handle
 
     def also(self, path: Path, values: str) -> bool:
-        """Give the newest save another name, a file that keeps `values`; False if that save has failed."""
+        """Give the newest save a second name, a file that keeps `values`; False if that save has failed."""
         saved = self._latest
         if saved is None or saved.attempt is None:
             return False
@@ -165,7 +178,7 @@ class Names:
         return True
 
     def restore(self, state: dict[str, Any], path: str | os.PathLike[str], **how: Any) -> Record:
-        """Restore what the name leads to, wherever the run is now."""
+        """Restore the step that the name leads to, in any timeline of the run."""
         record = read_name(path)
         run = record.run or self._checkpointer.run
         try:
@@ -178,8 +191,7 @@ class Names:
         return record
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Drop a name, once the newest save that has begun is committed. The step itself goes when the run's
-        retention says so."""
+        """Remove a name once the newest save is committed. Only the run's retention removes the step."""
         place = Path(os.path.abspath(path))
         with self._lock:
             if self._published < self._begun:
@@ -188,12 +200,12 @@ class Names:
         _remove(place)
 
     def remove_now(self, path: str | os.PathLike[str]) -> None:
-        """As `remove`, from what is called when a name has appeared; a failure is logged."""
+        """As `remove`, for callbacks that run when a name was published. A failure is logged."""
         with _logging(f"the name {path} cannot be removed"):
             _remove(Path(path))
 
     def wait(self) -> None:
-        """Until no save is in flight; raises the error of one that failed and that nothing has raised yet."""
+        """Wait until no save is in flight. Raises the error of a failed save, if it was not raised before."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
@@ -202,13 +214,15 @@ class Names:
                 handle.result()
 
     def settle(self) -> None:
-        """Until no save is in flight; errors are left to the checkpointer."""
+        """Wait until no save is in flight. The checkpointer reports errors."""
         for handle in self._handles:
             handle.wait()
 
     def recover(self, folder: str | os.PathLike[str], only: str | None = None) -> None:
-        """Publish what a process that is dead left hidden in the folder and committed, oldest first. `only`: this
-        name alone. What cannot be published now is logged and stays hidden."""
+        """Publish hidden names of dead processes whose step is committed, oldest first.
+
+        A name that cannot be published now is logged and stays hidden. `only`: recover this name alone.
+        """
         place = Path(os.path.abspath(folder))
         found: list[tuple[int, int, Path, str, Record]] = []
         with _logging(f"the hidden names in {place} cannot be read"):
@@ -307,7 +321,7 @@ class Names:
 
 
 class _Name:
-    """The `headrace.checkpoint.handle.Name` of one save."""
+    """The name of one save; see `headrace.checkpoint.handle.Name`."""
 
     def __init__(
         self, owner: Names, path: Path, write: Callable[[Path, Record], None], then: Callable[[], None]
@@ -354,7 +368,7 @@ class _Name:
 
 @contextlib.contextmanager
 def _logging(what: str) -> Iterator[None]:
-    """Log an error, as what is done in here fails nothing else."""
+    """Log an error of the body instead of raising it."""
     try:
         yield
     except Exception as error:
@@ -362,12 +376,12 @@ def _logging(what: str) -> Iterator[None]:
 
 
 def write_file(hidden: Path, record: Record, values: str = "") -> None:
-    """A name that is a file."""
+    """Write a name that is a file."""
     hidden.write_bytes(dataclasses.replace(record, values=values).encode())
 
 
 def move_folder(folder: Path) -> Callable[[Path, Record], None]:
-    """A name that is a folder, filled beforehand."""
+    """Write a name that is a folder, which was filled before."""
 
     def write(hidden: Path, record: Record) -> None:
         (folder / RECORD).write_bytes(record.encode())
@@ -385,7 +399,7 @@ def _hidden_names(folder: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _install(hidden: Path, path: Path) -> None:
-    """Give `path` to what is hidden."""
+    """Rename a hidden name to `path`."""
     attempt = read_name(hidden).attempt if hidden.exists() else None
     if attempt is None:  # another process has recovered it
         if not path.exists():
@@ -405,7 +419,7 @@ def _install(hidden: Path, path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Of a folder no part is left if the process dies now: a framework would take it for a checkpoint."""
+    """Remove a name. A folder is hidden first: a framework would take a half-removed folder for a checkpoint."""
     if path.is_dir() and not path.is_symlink():
         aside = path.with_name(f".{path.name}.{'0' * 26}.replaced")
         _delete(aside)
@@ -418,7 +432,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """What is hidden; where it cannot be deleted it stays so."""
+    """Delete a hidden name; if that fails it stays hidden."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -427,7 +441,7 @@ def _delete(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """fsync a file, or all that a folder holds."""
+    """fsync a file, or a folder with everything in it."""
     if not path.is_dir():
         _sync_one(path)
         return

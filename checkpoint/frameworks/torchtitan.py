@@ -32,7 +32,7 @@ from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.store.open import open_store
 
 _RETENTION_SECONDS = 60.0
-"""How long `close` waits for old steps to be removed; what is left, the next commit removes."""
+"""How long `close` waits for old steps to be removed. The next commit removes the rest."""
 
 
 class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
@@ -40,7 +40,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc, unused-ignore]
-        """`url`, `run` and `storage_options` as for `Checkpointer`."""
+        """torchtitan's settings, and `url`, `run` and `storage_options` as for `Checkpointer`."""
 
         url: str = ""
         run: str = ""
@@ -66,7 +66,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Called by torchtitan's `save` with what is to be saved."""
+        """Save `state_dict`; torchtitan's `save` calls it."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         writer = RepositoryWriter(
@@ -92,7 +92,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         found = self._find_load_step() if step == -1 else step
-        if found == -1:  # nothing of ours yet: what torchtitan begins with
+        if found == -1:  # the run has no step yet: load torchtitan's initial checkpoint
             return bool(super()._load(-1))
         if step != -1:
             self._require(step)
@@ -132,7 +132,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
             )
 
     def _purge_stale_checkpoints(self) -> None:
-        """What was committed so far: an asynchronous save that is on its way counts the next time."""
+        """Apply retention to the steps committed so far. A save in flight counts the next time."""
         if self._retention is not None:
             self._retention.committed()
 

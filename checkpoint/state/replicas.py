@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 import xxhash
 
-from headrace.checkpoint.state.division import PreparedSave, Replica
+from headrace.checkpoint.state.save_plan import PreparedSave, Replica
 from headrace.checkpoint.state.tensors import as_bits, memory_of
 
 BLOCKS, BLOCK_BYTES = 16, 1024

@@ -314,7 +314,7 @@ def test_a_name_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
 )
 def test_a_damaged_name_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "name").write_bytes(text.encode("latin-1"))
-    with pytest.raises(CorruptionError, match="does not name a step of ours"):
+    with pytest.raises(CorruptionError, match="does not name a step of a Headrace"):
         read_name(tmp_path / "name")
 
 

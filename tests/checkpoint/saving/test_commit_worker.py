@@ -134,7 +134,7 @@ def test_events_are_lines_and_errors_survive_them() -> None:
         "headrace.checkpoint.repository.check",
         "headrace.checkpoint.cli",
         "headrace.checkpoint.state.fit",
-        "headrace.checkpoint.state.division",
+        "headrace.checkpoint.state.save_plan",
     ],
 )
 def test_the_daemons_side_never_imports_torch(module: str) -> None:

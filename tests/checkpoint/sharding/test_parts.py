@@ -16,8 +16,8 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.saving.arena import Staging
 from headrace.checkpoint.saving.copying import Copying
 from headrace.checkpoint.saving.slices import SlicedState
-from headrace.checkpoint.state.division import FlatState, Row, SavePlanner, assign_writes
 from headrace.checkpoint.state.flatten import Leaf
+from headrace.checkpoint.state.save_plan import FlatState, Row, SavePlanner, assign_writes
 from headrace.checkpoint.state.tensors import LocalTensor
 from headrace.dataio.core.errors import MismatchError
 from headrace.dataio.store.base import Store

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from headrace.checkpoint.format import chunking
 from headrace.checkpoint.format.chunking import Layout, whole
 from headrace.checkpoint.state import replicas, tensors
-from headrace.checkpoint.state.division import PreparedSave, Replica
 from headrace.checkpoint.state.flatten import Leaf
 from headrace.checkpoint.state.replicas import BLOCK_BYTES, BLOCKS, Divergence, diverged, sample
+from headrace.checkpoint.state.save_plan import PreparedSave, Replica
 from headrace.checkpoint.state.tensors import LocalTensor
 from tests.support.ranks import launch
 

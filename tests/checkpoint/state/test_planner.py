@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.checkpoint.state import division as prepared
-from headrace.checkpoint.state.division import PreparedSave, SavePlanner, flatten_state
+from headrace.checkpoint.state import save_plan as prepared
+from headrace.checkpoint.state.save_plan import PreparedSave, SavePlanner, flatten_state
 
 SHAPES = [(3,), (4, 5), (20_000,), (0,), (2, 0), ()]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32]
