@@ -1,10 +1,10 @@
-"""`headrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints? With --memory: does this
-machine copy a state as fast as it could (`headrace.checkpoint.saving.copy_threads`, a program of its own)?
+"""`headrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints? With --memory:
+does this machine copy a state as fast as it could (`headrace.checkpoint.saving.copy_threads`, a program of its own)?
 
-Invariants: writes only under a random scratch prefix, and deletes what it wrote, also after a failed check; a folder that was not
-there before is not there afterwards. With --json exactly one JSON object goes to standard output.
-Failure behaviour: a store that cannot be used raises its error (exit codes of `headrace.dataio.cli`); one that works, but not for
-several writers, gets its report and the exit code of `UnsupportedError`.
+Invariants: writes only under a random scratch prefix, and deletes what it wrote, also after a failed check; a folder
+that was not there before is not there afterwards. With --json exactly one JSON object goes to standard output. Failure
+behaviour: a store that cannot be used raises its error (exit codes of `headrace.dataio.cli`); one that works, but not
+for several writers, gets its report and the exit code of `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def _examine(store: Store, rounds: int, writers: int) -> list[Check]:
 
 @contextlib.contextmanager
 def _no_new_folders(url: str) -> Iterator[None]:
-    """Folders that a directory's store makes with its first object go with it, unless something lies in them by then."""
+    """Folders that a directory's store makes with its first object go with it, unless something lies in them by
+    then.
+    """
     new = list[Path]()
     if url.startswith("file://"):
         folder = Path(urllib.parse.unquote(url.removeprefix("file://"), errors="surrogateescape"))

@@ -1,14 +1,16 @@
-"""The storage contract on any other file system that fsspec knows, as far as that one keeps it.
+"""The storage contract on any other file system of fsspec, as far as that file system keeps it.
 
-Purpose: to read a dataset from wherever it lies (HTTP, HDFS, SFTP, a hub) and to write where a write is one atomic
-request.
-Invariants: only file systems of `_ATOMIC`, whose `pipe_file` is one request that shows all or nothing, are written to; a
-body is collected up to `WRITE_BYTES` and sent at once. fsspec's `open(..., "wb")` is never used, since it publishes what
-an exception cut short. Nothing is cached. `put_if_absent` works in `memory://`, within the process that has it, and
-nowhere else. Host and port come from the URL where `options` do not name them. With the option `public_only`, HTTP connects to
-public addresses only (`headrace.dataio.store.url_policy`).
-Failure behaviour: what the file system does not give is an `UnsupportedError`. Listings are collected and sorted, at most
-`LISTED` keys. Errors are translated by their Python class; one of a library's own class becomes a plain `HeadraceError`.
+Purpose: to read a dataset from HTTP, HDFS, SFTP or a hub, and to write where a write is one atomic request.
+
+Invariants: only the file systems of `_ATOMIC` are written to; their `pipe_file` is one request that shows all or
+nothing. A body is collected up to `WRITE_BYTES` and sent at once. fsspec's `open(..., "wb")` is never used, because it
+publishes a truncated file after an exception. Nothing is cached. `put_if_absent` works only in `memory://`, within its
+process. Host and port come from the URL unless `options` name them. With the option `public_only`, HTTP connects to
+public addresses only (`url_policy`).
+
+Failure behaviour: an operation that the file system lacks is an `UnsupportedError`. Listings are collected and sorted,
+at most `LISTED` keys. Errors are translated by their Python class; a library's own class becomes a plain
+`HeadraceError`.
 """
 
 from __future__ import annotations
@@ -61,15 +63,15 @@ _ATOMIC = {"memory", "gs", "gcs", "abfs", "abfss", "az"}
 _HTTP = {"http", "https"}
 _READ_BYTES = 8 * limits.MIB
 _REQUEST_SECONDS = 65.0 + _READ_BYTES / limits.LEAST_RATE
-"""For the whole of a request, or of a call of an asynchronous file system that makes a few."""
+"""The time limit of a request, or of a call of an asynchronous file system that sends a few."""
 _LISTING_SECONDS = 3600.0
-"""For a listing, which may be many requests."""
+"""The time limit of a listing, which may be many requests."""
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
-_one_at_a_time = threading.Lock()  # makes a create in memory:// atomic, which lives in this process anyway
+_one_at_a_time = threading.Lock()  # makes a create in memory:// atomic; it exists in this process only
 
 
 class FsspecStore(Store):
-    """Objects below `url` of an fsspec file system; `options` are that file system's own."""
+    """Objects below `url` of an fsspec file system. `options` are the file system's own."""
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         self._protocol, _, path = url.partition("://")
@@ -138,7 +140,9 @@ class FsspecStore(Store):
             yield _info(key, named[key]) if named[key].get("size") is not None else self.stat(key)
 
     def _found(self, top: str) -> dict[str, Mapping[str, Any]]:
-        """What lies below the folder `top`, by path. fsspec's own walk passes over folders that cannot be listed, unsaid."""
+        """The entries below the folder `top`, by path. fsspec's own walk silently skips folders that cannot be
+        listed.
+        """
         if not _walks(self._fs):
             with contextlib.suppress(FileNotFoundError):
                 return self._bounded(self._call("find", top, seconds=_LISTING_SECONDS, detail=True))
@@ -179,11 +183,11 @@ class FsspecStore(Store):
                     self._call("rm_file", path)
 
     def _call(self, method: str, *arguments: object, seconds: float = _REQUEST_SECONDS, **more: object) -> Any:
-        """A call of the file system, with a deadline where it is asynchronous; others have their own, or none."""
+        """Call the file system, with a time limit if it is asynchronous; others have their own limit, or none."""
         call = getattr(self._fs, method)
         if inspect.iscoroutinefunction(
             getattr(call, "__wrapped__", None)
-        ):  # then fsspec waits for it, and takes a limit
+        ):  # fsspec then waits for it, and accepts a limit
             more["timeout"] = seconds
         return call(*arguments, **more)
 
@@ -193,7 +197,7 @@ class FsspecStore(Store):
             self._fs.close_session(self._fs.loop, session)
 
     def _fill(self, key: str, offset: int, target: memoryview) -> None:
-        """Fill `target`, in bounded pieces; a file system that answers with more than was asked for is refused."""
+        """Fill `target` in bounded pieces. A file system that returns more bytes than requested is refused."""
         for at in range(0, len(target), _READ_BYTES):
             piece = target[at : at + _READ_BYTES]
             start = offset + at
@@ -208,7 +212,7 @@ class FsspecStore(Store):
     def _read(self, path: str, start: int, stop: int) -> bytes:
         if self._protocol not in _HTTP:
             return bytes(self._call("cat_file", path, start=start, end=stop))
-        with self._fs.open(path, "rb", cache_type="none") as file:  # stops reading when a server ignores the range
+        with self._fs.open(path, "rb", cache_type="none") as file:  # stops reading if a server ignores the range
             if not file.seekable():
                 raise _no_ranges(path)
             file.seek(start)
@@ -227,13 +231,13 @@ class FsspecStore(Store):
         path = self._path(key)
         if self._protocol not in _ATOMIC:
             raise UnsupportedError(
-                f"{self._url} is read only here: fsspec does not say whether a write to {self._protocol}:// is atomic",
+                f"{self._url} is read-only here: fsspec does not say whether a write to {self._protocol}:// is atomic",
                 hint="write to S3 or a directory; a local path is opened as such, without fsspec",
             )
         return path
 
     def _key(self, path: str) -> str | None:
-        """The key of a listed path; None for what lies elsewhere or is no key."""
+        """The key of a listed path; None if it is outside the root or no valid key."""
         if not path.startswith(self._root + "/"):
             return None
         key = path[len(self._root) + 1 :]
@@ -265,7 +269,7 @@ def _check_url(url: str, path: str) -> None:
     if "@" in path.partition("/")[0]:
         raise UsageError("the URL holds credentials", hint="give them as storage options")
     if "?" in url or "#" in url:
-        place = re.split("[?#]", url)[0]  # what follows may be a signature
+        place = re.split("[?#]", url)[0]  # the rest may be a signature
         raise UsageError(
             f"{place!r} is followed by a query or a fragment", hint="give a URL without query and fragment"
         )
@@ -284,7 +288,7 @@ def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:
     try:
         kind = fsspec.get_filesystem_class(protocol)
         given = {**extra, **kind._get_kwargs_from_urls(url), **options}
-        inspect.signature(kind.__init__).bind(None, **given)  # some complain of being half made when they are dropped
+        inspect.signature(kind.__init__).bind(None, **given)  # first, because some raise in __del__ when half made
         return fsspec.filesystem(protocol, **{**given, "skip_instance_cache": True, "use_listings_cache": False})
     except ImportError as error:
         raise UnsupportedError(f"{url}: {error}", hint=f"install what fsspec needs for {protocol}://") from error
@@ -297,14 +301,14 @@ def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:
 
 
 async def _public_client(**arguments: Any) -> Any:
-    """fsspec's client for HTTP, which connects to public addresses only."""
+    """fsspec's HTTP client, limited to public addresses."""
     import aiohttp
 
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=public_socket), **arguments)
 
 
 def _walks(fs: Any) -> bool:
-    """Whether `find` is fsspec's own, folder by folder, and not one request or more of this file system."""
+    """Whether `find` is fsspec's own walk, folder by folder, and not requests of this file system."""
     if isinstance(fs, AsyncFileSystem):
         return type(fs)._find is AsyncFileSystem._find
     return type(fs).find is AbstractFileSystem.find
@@ -325,7 +329,7 @@ def _no_ranges(name: str) -> UnsupportedError:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """fsspec says FileNotFoundError for every failure of an HTTP request; the one below it is what happened."""
+    """The real error: fsspec raises FileNotFoundError for every failed HTTP request, with the real one as its cause."""
     chain = itertools.islice(_chain(error), 8)
     kinds = (TimeoutError, ConnectionError)
     return next((e for e in chain if isinstance(e, kinds) or type(e).__module__.startswith("aiohttp")), error)

@@ -1,15 +1,14 @@
-"""Other stores made to look like a folder of this one, for datasets whose shards lie elsewhere.
+"""Other stores that appear as folders of this one, for datasets whose shards are elsewhere.
 
-Purpose: `Mounts` answers keys under `mounts/<name>/` from the store mounted by that name and all other keys from its
-base, so that loaders, the cache and the sidecar see one store and need to know nothing of it.
+Purpose: `Mounts` answers keys under `mounts/<name>/` from the store mounted by that name, and all other keys from its
+base. Loaders, the cache and the sidecar see one store and need no special case.
 
-Invariants: mounted stores are read only. `location` names the base and, under the option `mounts`, every mounted store
-with its own options, without secrets, so `open_location` opens the same thing again; it is shareable only when all of
-them are. What the base itself holds under `mounts/` is never seen. A mounted store's own `mounts` are refused: there is
-one level.
+Invariants: mounted stores are read-only. `location` names the base and, in the option `mounts`, every mounted store
+with its options, without secrets; `open_location` opens the same stores again. It is shareable only if all of them are.
+Objects of the base under `mounts/` are hidden. A mounted store must not have `mounts` itself: there is one level.
 
-Failure behaviour: writing below `mounts/` is an `UnsupportedError`, a name that is not mounted a `NotFoundError`; other
-errors are those of the store that the key belongs to.
+Failure behaviour: writing below `mounts/` is an `UnsupportedError`, an unknown mount a `NotFoundError`. Other errors
+are those of the store that has the key.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Mounts(Store):
                 stack.callback(self.base.close)
 
     def url_of(self, key: str) -> str:
-        """The object's own address, for people."""
+        """The object's own URL, for messages."""
         store, inner = self._route(key)
         return f"{store.location.url.rstrip('/')}/{inner}"
 
@@ -116,12 +115,12 @@ class Mounts(Store):
             return self.base, key
         name, _, inner = key[len(PREFIX) :].partition("/")
         if name not in self.mounted or not inner:
-            raise NotFoundError(f"{key!r}: nothing is mounted as {name!r} in {self.base.location.url}")
+            raise NotFoundError(f"{key!r}: no store is mounted as {name!r} in {self.base.location.url}")
         return self.mounted[name], inner
 
     def _writable(self, key: str) -> str:
         if key.startswith(PREFIX):
-            raise UnsupportedError(f"{key!r} lies in a mounted store, which is read only")
+            raise UnsupportedError(f"{key!r} is in a mounted store, which is read-only")
         return key
 
 
@@ -131,7 +130,7 @@ def _listed(store: Store, root: str, prefix: str) -> Iterator[ObjectInfo]:
 
 
 def url_of(store: Store, key: str) -> str:
-    """The address of an object for people, through mounts."""
+    """The object's own URL, through mounts, for messages."""
     return store.url_of(key) if isinstance(store, Mounts) else f"{store.location.url.rstrip('/')}/{key}"
 
 

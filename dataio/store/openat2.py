@@ -1,10 +1,12 @@
-"""Opening a file to which no symbolic link leads, in one system call.
+"""Opens a file that no symbolic link leads to, in one system call.
 
-Purpose: whoever looks at each component of a path before opening it pays for six of them, and somebody may put a link there in
-between; `openat2` lets the kernel look while it opens.
-Invariant: a descriptor that is returned was reached without a symbolic link, at any place of the path.
-Failure behaviour: None for whatever keeps the kernel from opening it so, the call not being there included: the caller finds out
-what it was by the slow way.
+Purpose: checking each component of a path before opening it costs six calls, and a link may appear in between.
+`openat2` lets the kernel check while it opens.
+
+Invariant: a returned descriptor was reached without a symbolic link at any place of the path.
+
+Failure behaviour: None for every failure, also if the kernel lacks the call. The caller then finds the error step by
+step.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from functools import cache
 
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OPENAT2 = 437
-"""The number of the system call, the same on all of Linux; since 5.6."""
+"""The system call's number, the same on every architecture; since Linux 5.6."""
 _AT_FDCWD = -100
 _NO_LINKS = 0x04
 """RESOLVE_NO_SYMLINKS."""

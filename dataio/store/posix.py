@@ -1,16 +1,18 @@
-"""The storage contract on a directory: a local file system, NFS, or any other that has `link` and `fsync`.
+"""The storage contract on a directory: a local file system, NFS, or another one that has `link` and `fsync`.
 
-Invariants: bytes are first written to a hidden file under `<root>/.headrace-tmp`, fsynced, and only then named by `rename`
-(`put`, `put_multipart`) or `link` (`put_if_absent`); then the directories from the object's own up to the root are fsynced,
-whoever made them. So a killed writer leaves at most a hidden file. The writer holds a lock (flock) on it until it has its name; a
-later writer removes a hidden file that is a day old by the file system's own clock and that no process has locked.
-Below the root no symbolic link is followed, neither to read nor to write nor to list.
+Invariants:
 
-Failure behaviour: an errno becomes the error of its remedy (`headrace.dataio.core.errors`). `link` answering EEXIST,
-or failing in
-a way that leaves the outcome open (an NFS reply that was lost), is settled by reading the object back, as the contract says.
-An fsync that fails is final (`_sync`): the kernel reports a lost write once, so a second fsync would only seem to succeed.
-A delete is not fsynced: after a crash of the machine a deleted object may be there again.
+* Bytes are first written to a hidden file in `<root>/.headrace-tmp` and fsynced. Then the file gets its name by
+  `rename` (`put`, `put_multipart`) or `link` (`put_if_absent`), and all directories from its own up to the root are
+  fsynced. So a killed writer leaves at most a hidden file.
+* The writer holds a lock (flock) on the hidden file until it has its name. A later writer removes a hidden file that is
+  a day old by the file system's clock and that no process has locked.
+* Below the root no symbolic link is followed: not to read, not to write, not to list.
+
+Failure behaviour: an errno becomes a Headrace error (`core.errors`). If `link` answers EEXIST, or fails in a way that
+leaves the outcome open (a lost NFS reply), the object is read back, as the contract says. A failed fsync is final
+(`_sync`): the kernel reports a lost write once, so a second fsync would only seem to succeed. A delete is not fsynced:
+after a crash of the machine a deleted object may reappear.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ _STALE_SECONDS = 24 * 3600.0
 _STALE_SCAN = 1024
 _PUBLISH_TRIES = 16
 _ADVICE = 16
-"""Prefixes that are remembered; advice beyond them is not heard."""
+"""How many prefixes `read_once` remembers; further ones are ignored."""
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK}
 
 _written = declare("store.posix.written", "the bytes are durable under a hidden name; the object is as it was before")
@@ -72,9 +74,9 @@ _named = declare("store.posix.named", "the object has its new content; its direc
 
 
 class PosixStore(Store):
-    """Objects as files under `root`, which is made on the first write.
+    """Objects as files under `root`, which is created on the first write.
 
-    `direct` reads large ranges past the page cache where that is possible (`headrace.dataio.store.direct_io`), of all objects.
+    `direct` reads large ranges of all objects past the page cache where possible (`headrace.dataio.store.direct_io`).
     """
 
     def __init__(self, root: str | os.PathLike[str], *, direct: bool = False) -> None:
@@ -205,8 +207,8 @@ class PosixStore(Store):
                 os.close(file.fd)
 
     def _looked_up(self, path: str) -> _OpenFile:
-        """Where the kernel does not open it at once: what is wrong, or, by an older kernel, the same in six steps."""
-        os.lstat(path)  # raises for what is not there, and otherwise for folders that this process may not enter
+        """Open the file without openat2: find the error or, on an older kernel, do the same in six steps."""
+        os.lstat(path)  # raises for a missing file, and for folders that this process may not enter
         self._refuse_links(path)
         found = _OpenFile.of(path, os.open(path, openat2.FLAGS))
         if found is None:
@@ -214,7 +216,7 @@ class PosixStore(Store):
         return found
 
     def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects under `folder` whose key starts with `prefix`, by key; one directory's names are held at a time."""
+        """Objects under `folder` whose key starts with `prefix`, by key. Holds the names of one directory per level."""
         path = os.path.join(self._root, folder) if folder else self._root
         base = folder + "/" if folder else ""
         for name, is_folder in _sorted_names(path) if self._is_plain(path) else ():
@@ -232,7 +234,7 @@ class PosixStore(Store):
 
     @contextlib.contextmanager
     def _written_aside(self, parts: Iterable[Buffer]) -> Iterator[_Aside]:
-        """A hidden file that holds `parts`, fsynced; whatever happens, it is gone at the end, and locked until then."""
+        """A hidden, locked file that holds `parts`, fsynced. It is removed at the end in any case."""
         path, fd = self._new_file()
         try:
             size = self._write(path, fd, parts)
@@ -245,7 +247,7 @@ class PosixStore(Store):
                 os.unlink(path)
 
     def _new_file(self) -> tuple[str, int]:
-        """A hidden file, open and locked; `headrace doctor` may take its empty folder away, so try a few times."""
+        """Make a hidden file, open and locked. `headrace doctor` may remove its empty folder, so try a few times."""
         for _ in range(_PUBLISH_TRIES):
             with contextlib.suppress(FileNotFoundError):
                 folder = self._temporary_folder()
@@ -267,7 +269,7 @@ class PosixStore(Store):
         )
 
     def _write(self, path: str, fd: int, parts: Iterable[Buffer]) -> int:
-        """Write the hidden file, open as `fd`; how many bytes it has."""
+        """Write `parts` to the hidden file, open as `fd`; return its size."""
         with FileWriter(fd) as file:
             for part in parts:
                 file.write(part)
@@ -280,13 +282,15 @@ class PosixStore(Store):
         return folder
 
     def _sweep(self, folder: str, path: str, fd: int) -> None:
-        """Once, remove what killed writers left in `folder`; `path`, open as `fd`, was made there just now."""
+        """Remove files of killed writers from `folder`, once per store. `path`, open as `fd`, is the file just made
+        there.
+        """
         if not self._swept:
             self._swept = True
             _remove_stale(folder, path, os.fstat(fd).st_mtime - _STALE_SECONDS)
 
     def _publish(self, path: str, name_it: Callable[[], None]) -> None:
-        """Name the new content; a concurrent delete may take the emptied folder away, so try a few times."""
+        """Give the new content its name. A concurrent delete may remove the empty folder, so try a few times."""
         folder = os.path.dirname(path)
         for _ in range(_PUBLISH_TRIES):
             self._refuse_links(path)
@@ -301,7 +305,7 @@ class PosixStore(Store):
         raise TransientError(f"{folder!r} was removed {_PUBLISH_TRIES} times while it was being written to")
 
     def _sync_up(self, folder: str) -> None:
-        """fsync `folder` and its parents up to the root, since another process may have made them a moment ago."""
+        """fsync `folder` and its parents up to the root, since another process may have just made them."""
         while True:
             _sync_folder(folder)
             if folder == self._root:
@@ -323,7 +327,7 @@ class PosixStore(Store):
         return present == bytes(data)
 
     def _prune(self, folder: str) -> None:
-        """Remove folders that became empty, so that prefixes vanish with their last object as they do in S3."""
+        """Remove folders that became empty, so that a prefix vanishes with its last object, as in S3."""
         while folder != self._root:
             try:
                 os.rmdir(folder)
@@ -355,7 +359,7 @@ class _OpenFile(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, path: str, fd: int | None) -> _OpenFile | None:
-        """The regular file that is open as `fd`; anything else is closed."""
+        """The regular file that is open as `fd`; None, and `fd` closed, for anything else."""
         if fd is None:
             return None
         found = os.fstat(fd)
@@ -379,7 +383,7 @@ class _OpenFile(msgspec.Struct, frozen=True):
 
 
 def _sorted_names(path: str) -> list[tuple[str, bool]]:
-    """(name, is a folder) of files and folders in `path` in the order of the keys below them; links are left out."""
+    """The (name, is a folder) of files and folders in `path`, in the order of the keys below them, without links."""
     try:
         with os.scandir(path) as entries:
             kinds = [(e.name, e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)) for e in entries]
@@ -392,7 +396,7 @@ def _sorted_names(path: str) -> list[tuple[str, bool]]:
 def _sync_folder(folder: str) -> None:
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:  # deleted with its last object by someone else, after this write took effect
+    except FileNotFoundError:  # another process deleted its last object after this write took effect
         return
     try:
         _sync(fd, folder)
@@ -401,7 +405,7 @@ def _sync_folder(folder: str) -> None:
 
 
 def _sync(fd: int, path: str) -> None:
-    """fsync, once: the kernel reports that it lost a write to one fsync and forgets it, so a retry proves nothing."""
+    """fsync once: the kernel reports a lost write to one fsync only, so a retry proves nothing."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -409,8 +413,8 @@ def _sync(fd: int, path: str) -> None:
         if not isinstance(found, TransientError):
             raise
         raise HeadraceError(
-            f"{found.message}: what was written there may be lost",
-            hint="check the disk or mount, then write it again; what was durable before is as it was",
+            f"{found.message}: what was just written may be lost",
+            hint="check the disk or mount, then write it again; older objects are unchanged",
         ) from error
 
 
@@ -430,20 +434,22 @@ def _ancestors(folder: str) -> Iterator[str]:
 
 
 def _locked(fd: int, path: str) -> bool:
-    """Lock the new file at `path` for as long as `fd` is open. False when another writer has taken it for a dead one's."""
+    """Lock the new file at `path` while `fd` is open. False if another writer took it for a dead one's and removed
+    it.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks, where nothing is swept
+    except OSError:  # a file system without locks: nothing is removed there
         return True
     return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
 
 
 def _remove_stale(folder: str, but: str, before: float) -> None:
-    """Remove what killed writers left before this time; a bounded number each time a store begins to write.
+    """Remove hidden files of killed writers from before this time; a bounded number each time.
 
-    The clock says what is worth a look: earlier releases wrote without a lock. The lock says what is dead.
+    The age selects files, because earlier releases wrote without a lock. The lock tells whether the writer is dead.
     """
     with os.scandir(folder) as entries:
         for entry in itertools.islice((entry for entry in entries if entry.path != but), _STALE_SCAN):
@@ -453,8 +459,10 @@ def _remove_stale(folder: str, but: str, before: float) -> None:
 
 
 def _remove_if_dead(path: str) -> None:
-    """Remove the hidden file unless its writer lives. OSError where it does, or where the file system cannot tell."""
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # for writing: NFS wants it for a lock
+    """Remove the hidden file unless its writer lives. `OSError` if it does, or if the file system cannot tell."""
+    fd = os.open(
+        path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # for writing: NFS requires that for a lock
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)

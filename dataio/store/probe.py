@@ -1,10 +1,10 @@
 """Does this store keep preconditions? Asked once per repository, before several writers share it.
 
-Invariants: the probe looks at what the server does, not at what it says it is: it violates preconditions on purpose, and an
-accepted violation means unsupported. It writes a few small objects below `prefix`, with random names, and deletes them.
-Failure behaviour: `probe_preconditions` returns the verdict and raises only when the store cannot be reached or used at all;
-`require_preconditions` raises `UnsupportedError` with the reason and the next step. A sequential probe proves no atomicity:
-`certify` does what it can about that, with many writers at once.
+Invariants: the probe looks at what the server does, not at what it says it is: it violates preconditions on purpose,
+and an accepted violation means unsupported. It writes a few small objects below `prefix`, with random names, and
+deletes them. Failure behaviour: `probe_preconditions` returns the verdict and raises only when the store cannot be
+reached or used at all; `require_preconditions` raises `UnsupportedError` with the reason and the next step. A
+sequential probe proves no atomicity: `certify` does what it can about that, with many writers at once.
 """
 
 from __future__ import annotations

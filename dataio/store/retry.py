@@ -1,11 +1,12 @@
-"""The one place for retries: exponential back-off with full jitter, bounded in attempts and in time.
+"""Retries, and only here: exponential back-off with full jitter, limited in attempts and in time.
 
-Invariants: only `TransientError` and its kind are tried again, since every operation of the contract is idempotent; an
-`AmbiguousWriteError` too, because the next try reads back before it decides. Back-ends turn the retries of their own
-client libraries off, so that tries are never multiplied.
-Failure behaviour: when attempts or time are used up the last error is raised, of its own class, saying how many
-attempts were made in how many seconds. `put_multipart` passes through: its parts cannot be asked for twice, so a back-end
-that sends parts retries each of them with `call`.
+Invariants: only `TransientError` and its subclasses are retried, since every operation of the contract is idempotent.
+That includes `AmbiguousWriteError`: the next attempt reads back before it decides. Back ends turn off the retries of
+their client libraries, so that attempts are never multiplied.
+
+Failure behaviour: when attempts or time are used up, the last error is raised with its own class; it says how many
+attempts were made in how many seconds. `put_multipart` passes through, because its parts cannot be requested twice. A
+back end that sends parts retries each one with `call`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,16 @@ T = TypeVar("T")
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """How often and how long to try. Seconds, all of them.
+    """How often and how long to try.
 
-    The pause before try n+1 is drawn evenly from 0 to `min(longest, first * 2**(n-1))`. No try begins after `budget`,
-    but for the second one: a single request may use the whole budget before it times out.
+    The pause before attempt n+1 is uniform between 0 and `min(longest, first * 2**(n-1))`. No attempt begins after
+    `budget`, except the second one: a single request may use the whole budget before it times out.
+
+    Args:
+        attempts: How many attempts at most.
+        first: The longest pause after the first attempt, in seconds.
+        longest: The longest pause of all, in seconds.
+        budget: Seconds after which no attempt begins.
     """
 
     attempts: int = 6
@@ -39,10 +46,10 @@ class Policy(msgspec.Struct, frozen=True):
     budget: float = 15.0
 
     def pause(self, tries: int, draw: float, error: TransientError | None = None) -> float:
-        """Seconds to wait after `tries` failed tries, the last by `error`; `draw` is in [0, 1).
+        """Seconds to wait after `tries` failed attempts, the last with `error`; `draw` is in [0, 1).
 
-        An overloaded store (`SlowDownError`) gets the pause it asked for, with some jitter on top so that its clients do not
-        all come back at once; if it named none, at least half of the usual longest pause of this try.
+        An overloaded store (`SlowDownError`) gets the pause that it asked for, plus some jitter, so that its clients do
+        not all return at once. If it named none, the pause is at least half of this attempt's longest one.
         """
         most = min(self.longest, self.first * 2.0 ** (tries - 1))
         if isinstance(error, SlowDownError):
@@ -50,7 +57,7 @@ class Policy(msgspec.Struct, frozen=True):
         return draw * most
 
     def again(self, tries: int, elapsed: float, pause: float) -> bool:
-        """Whether another try may follow `tries` failed ones."""
+        """Whether another attempt may follow `tries` failed ones."""
         return tries < self.attempts and (tries == 1 or elapsed + pause <= self.budget)
 
 
@@ -60,7 +67,7 @@ def call(
     clock: Clock = SYSTEM_CLOCK,
     draw: Callable[[], float] = random.random,
 ) -> T:
-    """The result of `function`, tried again on `TransientError` as `policy` allows."""
+    """Call `function`, again on `TransientError` as `policy` allows, and return its result."""
     tries = _Tries(policy, clock, draw)
     while True:
         try:
@@ -76,7 +83,7 @@ async def call_async(
     clock: Clock = SYSTEM_CLOCK,
     draw: Callable[[], float] = random.random,
 ) -> T:
-    """As `call`, for a coroutine function; the pauses leave the event loop free."""
+    """As `call`, for a coroutine function. The pauses do not block the event loop."""
     tries = _Tries(policy, clock, draw)
     while True:
         try:
@@ -87,25 +94,25 @@ async def call_async(
 
 
 class _Tries:
-    """Those of one call."""
+    """The attempts of one call."""
 
     def __init__(self, policy: Policy, clock: Clock, draw: Callable[[], float]) -> None:
         self._policy, self._clock, self._draw = policy, clock, draw
         self._began, self._count = clock.monotonic(), 0
 
     def failed(self, error: TransientError) -> float:
-        """Seconds until the next try; raises the last error, of its own class, when there is none."""
+        """Seconds until the next attempt; raises the last error, with its own class, if there is none."""
         self._count += 1
         elapsed = self._clock.monotonic() - self._began
         pause = self._policy.pause(self._count, self._draw(), error)
         if self._policy.again(self._count, elapsed, pause):
             return pause
         text = f"{error.message} [gave up after {counted(self._count, 'attempt')} in {elapsed:.1f} s]"
-        raise type(error)(text, hint=error.hint) from error  # the pause that a server asked for is over, or too long
+        raise type(error)(text, hint=error.hint) from error  # without the pause that the server asked for
 
 
 class Retry(Wrapper):
-    """`inner`, with every operation but `put_multipart` retried by `policy`."""
+    """Retries every operation of `inner` but `put_multipart`, by `policy`."""
 
     def __init__(self, inner: Store, policy: Policy | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(inner)
@@ -118,7 +125,7 @@ class Retry(Wrapper):
         self._through("get_into", key, buffer.nbytes, lambda: self.inner.get_pieces(key, offset, buffer, take))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Goes on after the last key that was delivered when a page fails."""
+        """List; if a page fails, go on after the last key that was delivered."""
         last = ""
         pages = self.inner.list(prefix)
 
@@ -127,7 +134,7 @@ class Retry(Wrapper):
             try:
                 return next((info for info in pages if info.key > last), None)
             except TransientError:
-                pages = self.inner.list(prefix)  # a generator that raised is over
+                pages = self.inner.list(prefix)  # a generator that raised is finished
                 raise
 
         while (info := call(advance, self._policy, self._clock)) is not None:

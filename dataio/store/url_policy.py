@@ -1,12 +1,14 @@
 """Which stores a stored document, or another process, may name, and with which options.
 
-Purpose: the author of a document is not the one that opens it. What a document names is opened with the reader's rights, and
-fsspec has file systems that write files, read local ones, or send a token wherever an option says.
-Invariants: a document names `file`, `s3`, `http` and `https` only, and gives the options of `_MOUNTED` only; the rest are left
-out. Another process (a client of the daemon) may name the file systems of `_SENT` too, without options.
-`public_socket` connects to addresses of the public internet only; it sees each address that is connected to, so neither a name
-that resolves to a private address nor a redirect passes it.
-Failure behaviour: `UnsupportedError` for another scheme, `UsageError` for a name or value that cannot be meant,
+Purpose: a document's author is not its reader. The stores that a document names are opened with the reader's rights,
+and fsspec has file systems that write files, read local files, or send a token wherever an option says.
+
+Invariants: a document may name only the schemes of `_MOUNTED`, and give only their options; other options are dropped.
+Another process (a client of the daemon) may also name the file systems of `_SENT`, without options. `public_socket`
+connects only to addresses of the public internet. It checks every address that is connected to, so neither a name that
+resolves to a private address nor a redirect passes.
+
+Failure behaviour: `UnsupportedError` for another scheme, `UsageError` for a malformed name or value,
 `PrivateAddressError` for an address that is not public.
 """
 
@@ -30,16 +32,16 @@ _SENT = {"abfs", "abfss", "az", "ftp", "gcs", "gs", "hdfs", "hf", "local", "oss"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _REGION = re.compile(r"[a-z0-9-]{1,64}")
 _GLOBAL, _NAT64 = ipaddress.ip_network("2000::/3"), ipaddress.ip_network("64:ff9b::/96")
-_OF_PROVIDERS = [ipaddress.ip_network(name) for name in ("192.0.0.0/24", "168.63.129.16/32")]
-"""Services of a cloud for its machines, at addresses of a public form: 192.0.0.192 (Oracle), 168.63.129.16 (Azure)."""
+_CLOUD_SERVICES = [ipaddress.ip_network(name) for name in ("192.0.0.0/24", "168.63.129.16/32")]
+"""Cloud services for virtual machines at addresses that look public: 192.0.0.192 (Oracle), 168.63.129.16 (Azure)."""
 
 
 class PrivateAddressError(PermissionError):
-    """A server's address is not one of the public internet."""
+    """A server's address is not on the public internet."""
 
 
 def scheme_of(url: str) -> str:
-    """The scheme of `url`, in lower case; that of a path is `file`."""
+    """The scheme of `url`, in lower case; `file` for a path."""
     scheme, separator, _ = url.partition("://")
     return scheme.lower() if separator else "file"
 
@@ -50,7 +52,7 @@ def mountable(url: str) -> bool:
 
 
 def allowed_options(url: str, options: Mapping[str, object]) -> dict[str, Any]:
-    """Those of `options` that a document may give for the store at `url`."""
+    """The `options` that a document may give for the store at `url`."""
     scheme = scheme_of(url)
     if scheme not in _MOUNTED:
         raise UnsupportedError(f"{url!r}: a document may name {', '.join(_MOUNTED)} only")
@@ -60,12 +62,12 @@ def allowed_options(url: str, options: Mapping[str, object]) -> dict[str, Any]:
     kept = {name: value for name, value in options.items() if name in kinds and value is not None}
     for name, value in kept.items():
         if type(value) is not kinds[name] or (name == "region" and not _REGION.fullmatch(str(value))):
-            raise UsageError(f"{url!r}: {value!r:.100} is no value of the option {name}")
+            raise UsageError(f"{url!r}: {value!r:.100} is not a value of the option {name}")
     return kept
 
 
 def sendable(url: str, options: Mapping[str, object]) -> bool:
-    """Whether another process may be asked to open this store; secrets are looked for elsewhere."""
+    """Whether another process may be asked to open this store. Secrets are checked elsewhere."""
     scheme = scheme_of(url)
     if scheme in ("http", "https"):
         return not options.keys() - _MOUNTED[scheme].keys()
@@ -73,7 +75,9 @@ def sendable(url: str, options: Mapping[str, object]) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet: not this machine's, its networks', or its cloud's metadata."""
+    """Whether an IP address is on the public internet: not this machine, its networks, or its cloud's metadata
+    service.
+    """
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         inner = found.ipv4_mapped or found.sixtofour
@@ -83,7 +87,7 @@ def is_public(address: str) -> bool:
             return is_public(str(inner))
         if found not in _GLOBAL:
             return False
-    return found.is_global and not found.is_multicast and not any(found in network for network in _OF_PROVIDERS)
+    return found.is_global and not found.is_multicast and not any(found in network for network in _CLOUD_SERVICES)
 
 
 def public_socket(address: tuple[Any, ...]) -> socket.socket:
