@@ -1,10 +1,11 @@
 """`headrace trace`: where the time of many ranks went, and their event logs as one trace for Perfetto or
 chrome://tracing.
 
-Invariant: files are read line by line and written as they are read, so memory does not grow with them; every (host,
-process) is one track with its rank as its name. Standard output holds the result only, with --json one object.
-Failure behaviour: a line that is no event (the last one of a killed process, as a rule) is skipped and counted; the
-exit code is then 1. A file without a header is refused: it is no event log.
+Invariants: files are read and the trace is written line by line, so memory does not grow with them. Every (host,
+process) is one track, named after its rank. Only the result goes to standard output; with --json it is one object.
+
+Failure behaviour: a line that is no event (usually the last one of a killed process) is skipped and counted, and the
+exit code is then 1. A file without a header is refused.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from headrace.dataio.core.tracing import HEADER, VERSION
 LINE_BYTES = 64 << 10
 PROCESSES = 1 << 16
 SHOWN = 16
-"""Trainers and spans in the table; --json has all."""
+"""How many trainers and spans the tables show; --json has all."""
 
 
 def trace(argv: list[str]) -> int:
-    """The sub-command's entry point."""
+    """Run `headrace trace` with these arguments; return the exit code."""
     parser = Parser(
         prog="headrace trace",
         description="Say where the time went by event logs (HEADRACE_EVENTS=DIR); with -o also make one trace of them "
@@ -121,7 +122,7 @@ def _write(out: TextIO, events: Iterable[dict[str, Any]]) -> int:
 
 
 class _Reader:
-    """Reads logs; `tracks` has a number and the sums of each process that was met."""
+    """Reads logs. `tracks` has a number and the sums of each process."""
 
     def __init__(self) -> None:
         self.tracks: dict[tuple[str, int], tuple[int, Process]] = {}
@@ -165,12 +166,12 @@ class _Reader:
 
 
 def _whole(value: object) -> int:
-    """A number of a header; 0 where it is none."""
+    """A number of a header; 0 if it is no valid one."""
     return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0
 
 
 def _printable(value: object) -> str:
-    """What may go to a terminal of a text that a file holds."""
+    """A text from a file, made safe for a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value)[:200])
 
 

@@ -1,8 +1,8 @@
 """Time as a parameter, so that time-outs, leases and retries are tested without waiting.
 
-Invariant: code that decides by time takes a `Clock`; durations come from `monotonic`, stamps for people from `time`.
-Failure behaviour: none.
-"""
+Invariant: code that decides by time takes a `Clock`. It takes durations from `monotonic`, and timestamps from `time`.
+
+Failure behaviour: none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds, all of them."""
+    """All times are in seconds."""
 
     def monotonic(self) -> float: ...
     def time(self) -> float: ...

@@ -1,12 +1,16 @@
-"""Named places where a test kills the process, to prove what a crash there leaves behind.
+"""Named points where a test kills the process, to check what a crash there leaves behind.
 
-Invariant: a point is declared once, at import, with what a crash there means; `HEADRACE_CRASH=<name>` or `<name>#<n>`
-makes the process kill itself with SIGKILL when it reaches that point for the first or n-th time, and at no other
-place. The name is first appended to the file `HEADRACE_CRASH_MARK`, so that a test can assert that its fault fired.
-With `HEADRACE_HOLD=<name>` the first process that comes to the point writes its name and number into that file and
-waits there until `<mark>.go` exists, so that a test can kill *others* at that point. Failure behaviour: with the
-variables unset a point costs two attribute reads. A name that nobody declared never fires, which is why tests take
-names from `declared()`.
+Invariants:
+
+* A point is declared once, at import, with the meaning of a crash there.
+* `HEADRACE_CRASH=<name>` or `<name>#<n>` makes the process kill itself with SIGKILL when it reaches that point for the
+  first or n-th time, and nowhere else. The name is first appended to the file `HEADRACE_CRASH_MARK`, so that a test can
+  assert that its fault took place.
+* With `HEADRACE_HOLD=<name>` the first process that reaches the point writes its name and number to that file, and
+  waits until `<mark>.go` exists. So a test can kill *other* processes at that point.
+
+Failure behaviour: without these variables a point costs two attribute reads. An undeclared name never fires, so tests
+take names from `declared()`.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ _declared: dict[str, CrashPoint] = {}
 
 
 class CrashPoint:
-    """Calling it marks that the program has come this far."""
+    """Call it where the program reaches the point."""
 
     __slots__ = ("_held", "_left", "meaning", "name")
 
@@ -42,7 +46,7 @@ class CrashPoint:
 
 
 def _waits(name: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Whoever comes to the held point first stays there; who comes later, in this process or another, passes."""
+    """Hold the first caller at the point; later ones, in this process or another, pass."""
     mark = environ["HEADRACE_CRASH_MARK"]
     try:
         os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL))

@@ -1,10 +1,11 @@
 """Logging: standard library loggers under `headrace`, without secrets and terminal escapes, tracebacks included.
 
-Invariant: importing Headrace configures nothing of the application's logging; only `setup` (used by the command line
-and the daemon) installs a handler. Redaction happens in the logger itself, so it holds for the application's handlers
-too. A line of the program logs at most `RECORDS` records in `SECONDS`; the next record says how many were left out.
-So strangers that are refused a thousand times a second fill no disk. Failure behaviour: `warn_once` remembers a
-bounded number of messages and falls silent beyond it.
+Invariants: importing Headrace changes nothing in the application's logging. Only `setup`, used by the command line and
+the daemon, installs a handler. The logger itself removes secrets, so that also holds for the application's handlers.
+One line of the program logs at most `RECORDS` records in `SECONDS`; the next record says how many were dropped. So
+clients that are refused a thousand times a second do not fill the disk.
+
+Failure behaviour: `warn_once` remembers a limited number of messages, and is silent beyond it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _said: set[str] = set()
 class _Redacting(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
-        self._lines: dict[int, _Line] = {}  # as many as the module has calls
+        self._lines: dict[int, _Line] = {}  # one per logging call of the module
 
     def filter(self, record: logging.LogRecord) -> bool:
         left_out = 0
@@ -38,23 +39,23 @@ class _Redacting(logging.Filter):
             if line.said > RECORDS:
                 return False
         record.msg, record.args = printable(redact(record.getMessage())), ()
-        if record.exc_info:  # handlers print this text instead of making their own
+        if record.exc_info:  # handlers print this text instead of formatting the traceback themselves
             record.exc_text = printable(redact(_FORMATTER.formatException(record.exc_info)))
         if left_out > 0:
-            record.msg += f" ({left_out} more like this were left out)"
+            record.msg += f" ({left_out} more like this were dropped)"
         return True
 
 
 @dataclass(slots=True)
 class _Line:
-    """How often a line was logged in the present interval, and when that ends."""
+    """How often a line was logged in the current interval, and when the interval ends."""
 
     said: int = 0
     until: float = 0.0
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger `name`, which is usually `__name__`; below `headrace` also where that is `__main__`."""
+    """The logger `name`, usually `__name__`. It is below `headrace` even if the name is `__main__`."""
     logger = logging.getLogger(name if name.startswith(f"{_ROOT}.") else f"{_ROOT}.{name}")
     if not any(isinstance(f, _Redacting) for f in logger.filters):
         logger.addFilter(_Redacting())
@@ -62,14 +63,14 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def warn_once(logger: logging.Logger, message: str) -> None:
-    """Log `message` as a warning the first time this process comes to say it."""
+    """Log `message` as a warning, once per process."""
     if message not in _said and len(_said) < _ONCE_LIMIT:
         _said.add(message)
         logger.warning(message, extra={_ONCE: True})
 
 
 def setup(level: str = "INFO") -> None:
-    """Send Headrace's log to standard error: for programs that are Headrace's own."""
+    """Send Headrace's log to standard error. For Headrace's own programs only."""
     root = logging.getLogger(_ROOT)
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -1,7 +1,8 @@
-"""The metrics that Headrace counts, in one registry, by Prometheus conventions.
+"""Headrace's metrics in one registry, by Prometheus conventions.
 
-Invariant: every metric is declared in this file with its unit in its name, and label values come from small fixed sets
+Invariant: every metric is declared in this file with its unit in its name. Label values come from small fixed sets
 (never a key, a URL or a step), so that the number of series is bounded.
+
 Failure behaviour: counting never raises for a declared label set.
 """
 

@@ -1,8 +1,8 @@
-"""Keeps secrets out of every text that leaves the process: errors, logs, reprs, metrics, manifests.
+"""Removes secrets from every text that leaves the process: errors, logs, reprs, metrics, manifests.
 
-Invariant: `redact` is idempotent and never lengthens the secret's neighbours. It errs towards hiding too much.
-Failure behaviour: none; it is a pure function of its text.
-"""
+Invariant: `redact` is idempotent, and does not change the text around a secret. In doubt it hides too much.
+
+Failure behaviour: none; it is a pure function of its text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SECRET_WORDS = (
     r"(?:secret|token|passw(?:or)?d|passphrase|credential|signature|authorization|cookie|connection[_-]?string"
     rf"|{_KEYS})"
 )
-_NAMED = rf"{_SECRET_WORDS}[\w-]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}}"  # bounded: a long text costs what it is long
-# not compiled before they are needed: that takes a millisecond
+_NAMED = rf"{_SECRET_WORDS}[\w-]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}}"  # bounded, so that the time is linear in the text
+# compiled on first use: that takes a millisecond
 _PATTERNS = (
     (r"(?<=://)[^/\s\"'<>]+@", _HIDDEN + "@"),  # user:password@ in a URL
     (
@@ -33,7 +33,7 @@ _PATTERNS = (
     (r"(?i)(\b(?:cookie|pwd)[\"']?\s{0,8}[=:]\s{0,8}[\"']?)[^\s\"'][^\"'\r\n]*", r"\1" + _HIDDEN),
     (rf"(?i)(--{_SECRET_WORDS}[\w-]{{0,64}}\s{{1,8}})[^\s-]\S*", r"\1" + _HIDDEN),  # an option of a command
     (r"-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----[^-]*(?:-----END [A-Z ]{0,32}PRIVATE KEY-----)?", _HIDDEN),
-    (r"\b(?:hf_|gh[opsru]_|github_pat_|glpat-|AIza)[\w-]{20,}", _HIDDEN),  # tokens that say what they are
+    (r"\b(?:hf_|gh[opsru]_|github_pat_|glpat-|AIza)[\w-]{20,}", _HIDDEN),  # tokens with a known prefix
     (r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}", _HIDDEN),  # a JSON web token
     (r"\b(Bearer\s)[\w.~+/=-]{16,}", r"\1" + _HIDDEN),
     (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", _HIDDEN),
@@ -46,7 +46,7 @@ _SECRET_NAME = (
 
 def redact(text: str) -> str:
     """`text` with anything that looks like a secret replaced by `***`."""
-    for _ in range(_PASSES):  # what is hidden may make more of what is beside it look like a secret
+    for _ in range(_PASSES):  # hiding one part may make its neighbour look like a secret
         before = text
         for pattern, replacement in _PATTERNS:
             text = re.sub(pattern, replacement, text)
@@ -56,7 +56,7 @@ def redact(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal obeys: escapes and other characters that are not printed become `?`."""
+    """`text` with terminal escapes and other unprintable characters replaced by `?`."""
     return text if text.isprintable() else "".join(c if c.isprintable() or c in "\t\n" else "?" for c in text)
 
 
@@ -66,7 +66,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def without_secrets(options: Mapping[str, object]) -> dict[str, object]:
-    """A copy of nested `options` that lacks every secret entry; safe to send, log or store."""
+    """A copy of nested `options` without the secret entries; safe to send, log or store."""
     return {name: _without(value) for name, value in options.items() if not _is_secret(name, value)}
 
 
@@ -78,7 +78,7 @@ def has_secrets(options: Mapping[str, object]) -> bool:
 
 
 def _is_secret(name: str, value: object) -> bool:
-    """By its name, or as a text that holds one, such as the URL of a proxy with a password, or a list with either."""
+    """Whether the name or the value is a secret: also a URL with a password, or a list that contains one."""
     if is_secret_name(str(name)):
         return True
     if isinstance(value, list | tuple | set | frozenset):

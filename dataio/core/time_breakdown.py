@@ -1,9 +1,11 @@
-"""Where time went, by what event logs hold: sums by process and by span. Sans-I/O.
+"""Where time went, from event logs: sums per process and per span. No I/O.
 
-Purpose: goodput of each trainer after the fact and without a daemon, and which spans took how long in which process.
-Invariant: sums do not grow with the number of events, and at most `NAMES` names are told apart. A trainer's time goes
-from where it first waited for a batch, or saved, to where it last did; what it does between two of them is computing.
-Failure behaviour: names above the bound count as "others"; a process that neither loaded nor saved has no goodput.
+Purpose: each trainer's goodput after the fact and without a daemon, and which spans took how long in which process.
+
+Invariants: memory does not grow with the number of events, and at most `NAMES` names are told apart. A trainer's time
+runs from its first wait for a batch, or save, to its last. The time between two of them counts as computing.
+
+Failure behaviour: names above the limit count as "others". A process that neither loaded nor saved has no goodput.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ WAIT, SAVE = "loader.wait", "save"
 
 @dataclass(slots=True)
 class Sum:
-    """Spans of one name: how many, and microseconds."""
+    """The spans of one name: how many, and their microseconds."""
 
     count: int = 0
     total: int = 0
@@ -33,7 +35,7 @@ class Sum:
 
 @dataclass(slots=True)
 class Process:
-    """One process's sums. `first` and `last` are microseconds of Unix time, between which it trained."""
+    """The sums of one process. It trained from `first` to `last`, in microseconds of Unix time."""
 
     rank: int
     pid: int
@@ -52,16 +54,16 @@ class Process:
 
     @property
     def seconds(self) -> float:
-        """From the first wait or save to the end of the last; 0 of a process that does not train."""
+        """Seconds from the first wait or save to the end of the last; 0 for a process that does not train."""
         return 0.0 if self.first is None else (self.last - self.first) / 1e6
 
     def share(self, name: str) -> float | None:
-        """The part of `seconds` that its spans of this name took; None where there is nothing to divide by."""
+        """The share of `seconds` in spans of this name; None if `seconds` is 0."""
         return self.spans.get(name, Sum()).total / 1e6 / self.seconds if self.seconds else None
 
     @property
     def goodput(self) -> float | None:
-        """The share of its time in which it neither waited for data nor was held by a save."""
+        """The share of its time in which it neither waited for data nor for a save."""
         waited, saved = self.share(WAIT), self.share(SAVE)
         return None if waited is None or saved is None else max(0.0, 1 - waited - saved)
 
@@ -79,12 +81,12 @@ class Process:
 
 
 def trained(processes: list[Process]) -> list[Process]:
-    """Those that loaded or saved, by rank."""
+    """The processes that loaded or saved, by rank."""
     return sorted((each for each in processes if each.seconds), key=lambda each: (each.rank, each.host, each.pid))
 
 
 def by_name(processes: list[Process]) -> dict[str, tuple[Sum, Process]]:
-    """Of each name the sum over all processes, and the process in which it took longest in all; most time first."""
+    """For each name the sum over all processes, and the process with the largest sum; the largest first."""
     found: dict[str, tuple[Sum, Process]] = {}
     for process in processes:
         for name, own in process.spans.items():

@@ -1,10 +1,11 @@
-"""`headrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints? With --memory:
-does this machine copy a state as fast as it could (`headrace.checkpoint.saving.copy_threads`, a program of its own)?
+"""`headrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints? `--memory`
+instead measures how fast this machine copies a state (`headrace.checkpoint.staging.copies`, a separate program).
 
-Invariants: writes only under a random scratch prefix, and deletes what it wrote, also after a failed check; a folder
-that was not there before is not there afterwards. With --json exactly one JSON object goes to standard output. Failure
-behaviour: a store that cannot be used raises its error (exit codes of `headrace.dataio.cli`); one that works, but not
-for several writers, gets its report and the exit code of `UnsupportedError`.
+Invariants: it writes only under a random scratch prefix, and deletes what it wrote, also after a failed check. A folder
+that did not exist before does not exist afterwards. With --json exactly one JSON object goes to standard output.
+
+Failure behaviour: a store that cannot be used raises its error (exit codes of `headrace.dataio.cli`). One that works,
+but not for several writers, gets its report and the exit code of `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("url", nargs="?", help="a path, file:///path or s3://bucket/prefix")
     parser.add_argument(
-        "--memory", action="store_true", help="instead: how fast this machine copies a state, and what to set"
+        "--memory",
+        action="store_true",
+        help="instead, measure how fast this machine copies a state, and say what to set",
     )
     parser.add_argument("--certify", action="store_true", help="also let many writers race for one key, several times")
     parser.add_argument("--writers", type=_thousand, default=50, help="writers in a race (default: 50)")
@@ -119,7 +122,7 @@ def _write_and_read(store: Store, scratch: str) -> tuple[bool, str]:
     store.put(f"{scratch}/object", body)
     if store.get(f"{scratch}/object") != body:
         raise CorruptionError(
-            f"{store.location.url}: what was read is not what was written", hint="do not use this store"
+            f"{store.location.url}: the bytes read differ from those written", hint="do not use this store"
         )
     return True, ""
 
@@ -138,7 +141,7 @@ def _multipart(store: Store, scratch: str) -> tuple[bool, str]:
     key, body = f"{scratch}/multipart", os.urandom(_MULTIPART_BYTES)
     store.put_multipart(key, [body[:100], body[100:]])
     ok = store.get(key) == body
-    return ok, "" if ok else "what was read is not what was written in parts"
+    return ok, "" if ok else "the bytes read differ from those written in parts"
 
 
 def _list_and_delete(store: Store, scratch: str) -> tuple[bool, str]:
@@ -167,12 +170,12 @@ def _raced(store: Store, scratch: str, writers: int, rounds: int) -> tuple[bool,
     races = list(certify(store, scratch, writers, rounds))
     unfair = [race.winners for race in races if not race.fair]
     if unfair:
-        return False, f"{len(unfair)} of {rounds} races had another number of winners than one: {unfair}"
+        return False, f"{len(unfair)} of {rounds} races did not have exactly one winner: {unfair}"
     return True, f"exactly one winner in each of {rounds} races"
 
 
 def _clear(store: Store, scratch: str) -> None:
-    """Delete what a failed check left; the check's own error matters more than one of the clearing."""
+    """Delete the objects of a failed check. An error of deleting must not hide the check's own."""
     try:
         store.delete_many([info.key for info in store.list(scratch)])
     except HeadraceError:
@@ -182,7 +185,7 @@ def _clear(store: Store, scratch: str) -> None:
 def _verdict(store: Store, checks: Sequence[Check]) -> str:
     failed = [check.name for check in checks if not check.ok]
     if not failed and store.location.url.startswith("memory:"):
-        return "good for trying things out; no other process sees it"
+        return "good for experiments; no other process sees it"
     if not failed:
         return "good for datasets and for checkpoints with several writers"
     if failed == ["conditional write"]:

@@ -1,10 +1,11 @@
-"""Does this store keep preconditions? Asked once per repository, before several writers share it.
+"""Checks whether a store keeps preconditions. Asked once per repository, before several writers share it.
 
-Invariants: the probe looks at what the server does, not at what it says it is: it violates preconditions on purpose,
-and an accepted violation means unsupported. It writes a few small objects below `prefix`, with random names, and
-deletes them. Failure behaviour: `probe_preconditions` returns the verdict and raises only when the store cannot be
-reached or used at all; `require_preconditions` raises `UnsupportedError` with the reason and the next step. A
-sequential probe proves no atomicity: `certify` does what it can about that, with many writers at once.
+Invariants: the probe tests what the server does, not what it claims: it violates preconditions on purpose, and an
+accepted violation means unsupported. It writes a few small objects with random names below `prefix`, and deletes them.
+
+Failure behaviour: `probe_preconditions` returns the result, and raises only if the store cannot be used at all.
+`require_preconditions` raises `UnsupportedError` with the reason and the next step. A sequential probe cannot prove
+atomicity; `certify` tests it with many writers at once.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from dataclasses import dataclass
 from headrace.dataio.core.errors import UnsupportedError
 from headrace.dataio.store.base import Store
 
-_HINT = "give one writer its own repository, or use a store that keeps If-None-Match (`headrace doctor URL` tells)"
+_HINT = (
+    "give one writer its own repository, or use a store that supports If-None-Match (check with `headrace doctor URL`)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Whether `put_if_absent` can be relied on; `reason` in plain words when not."""
+    """Whether `put_if_absent` works; `reason` says why not."""
 
     supported: bool
     reason: str = ""
@@ -32,7 +35,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """One race: how many writers were told that they won, and how many of those the object belongs to."""
+    """One race: how many writers were told that they won, and whether the object is one of theirs."""
 
     winners: int
     holds_a_winner: bool
@@ -43,7 +46,7 @@ class Race:
 
 
 def probe_preconditions(store: Store, prefix: str = "") -> ProbeResult:
-    """Write one key twice with different bodies, conditionally; a second success is a violated precondition."""
+    """Write one key twice, conditionally, with different bodies. A second success is a violated precondition."""
     with _scratch(store, prefix) as key:
         try:
             first = store.put_if_absent(key, _body())
@@ -60,7 +63,7 @@ def probe_preconditions(store: Store, prefix: str = "") -> ProbeResult:
 
 
 def require_preconditions(store: Store, prefix: str = "") -> None:
-    """Raise `UnsupportedError` unless `probe_preconditions` is satisfied."""
+    """Raise `UnsupportedError` unless the store keeps preconditions."""
     result = probe_preconditions(store, prefix)
     if not result.supported:
         raise UnsupportedError(f"{store.location.url} cannot be shared by writers: {result.reason}", hint=_HINT)

@@ -231,7 +231,7 @@ def test_a_child_does_not_end_a_request_of_its_parent_on_s3() -> None:
     near, far = socket.socketpair()
     connection = HTTPConnection("nowhere")
     connection.sock = near
-    here = SyncHttpClient(parse("s3://bucket", {}), lambda _: None)
+    here = SyncHttpClient(parse("s3://bucket", {}))
     here._used.add(connection)
     with near, far:
         assert child(lambda: here.close() is None)

@@ -61,7 +61,7 @@ def test_a_line_that_is_logged_without_end_is_said_so_often_and_then_counted(
     say(7)
     say(8)
     assert [record.message for record in caplog.records[-2:]] == [
-        "stranger 7 (50 more like this were left out)",
+        "stranger 7 (50 more like this were dropped)",
         "stranger 8",
     ]
     for number in range(2 * log.RECORDS):

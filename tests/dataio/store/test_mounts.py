@@ -57,7 +57,7 @@ def test_mounted_stores_are_read_only(mounts: Mounts) -> None:
         lambda: mounts.put_multipart("mounts/m1/new", [b""]),
         lambda: mounts.delete_many(["mounts/m1/x.tar"]),
     ):
-        with pytest.raises(UnsupportedError, match="read only"):
+        with pytest.raises(UnsupportedError, match="read-only"):
             write()
     assert mounts.get("mounts/m1/x.tar") == b"0123456789"
 

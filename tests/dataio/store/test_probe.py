@@ -89,7 +89,7 @@ def test_the_doctor_leaves_no_folder_that_was_not_there(tmp_path: Path, capsys: 
 
 def test_the_doctor_says_that_no_other_process_sees_a_store_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "memory://looked-at"]) == 0
-    assert "verdict: good for trying things out; no other process sees it" in capsys.readouterr().out
+    assert "verdict: good for experiments; no other process sees it" in capsys.readouterr().out
 
 
 def test_the_doctor_speaks_json(store_url: str, capsys: pytest.CaptureFixture[str]) -> None:
