@@ -73,7 +73,7 @@ class Lineage:
         self._unsure: Base | None = None
 
     def prepare(self) -> None:
-        """Connect to the store and see that a repository is there: the first `draw` does it otherwise."""
+        """Connect to the store and create the repository if needed. Otherwise the first `draw` does it."""
         with self._preparing:
             if not self._prepared:
                 repository.ensure_repo(self._store)
@@ -81,8 +81,8 @@ class Lineage:
 
     def draw(self, step: int) -> Ticket:
         """On rank 0. Finds where this save goes if it is the first one, or the first one after a restore; otherwise asks the
-        store nothing. A store that is away is no error of the training loop: the ticket says why, and the next save tries
-        again."""
+        store nothing. An unreachable store is no error of the training loop: the ticket has the reason, and the next save
+        tries again."""
         try:
             return self._drawn(step)
         except TransientError as error:

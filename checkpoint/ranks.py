@@ -1,11 +1,11 @@
-"""What the ranks of a job must agree on before a save or a restore: one message from rank 0, and that all are ready.
+"""Collective agreement before a save or a restore: one message from rank 0, and every rank is ready.
 
-Invariant: every rank takes part in every exchange, also one that has already failed, so that no rank waits for another's
-exception; after it either all go on with the same message, or all raise. It is one all-reduce of a few dozen bytes
-(maximum, byte by byte: ranks other than 0 send zeros), and no pickle. Tables are gathered only when one has changed, and
-reasons only when a rank has failed.
-Failure behaviour: a rank that failed raises its own error, the others `TransientError` naming the rank and its reason;
-ranks that ask for different steps raise `UsageError`.
+Invariant: every rank takes part in every exchange, also after it has failed, so no rank waits for another's
+exception. Then all ranks continue with the same message, or all raise. An agreement is one all-reduce of some hundred
+bytes (maximum, byte by byte; ranks other than 0 send zeros), without pickle. Tables are gathered only when one has
+changed, reasons only when a rank has failed.
+Failure behaviour: a failed rank raises its own error; the others raise `TransientError` with that rank and its
+reason. Ranks that ask for different steps raise `UsageError`.
 """
 
 from __future__ import annotations

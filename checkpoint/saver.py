@@ -121,7 +121,7 @@ class Saver:
             return handle
 
     def _not_begun(self, step: int, ticket: Ticket) -> Handle:
-        """The first save while the store is away: it fails as later ones do, at its handle, and nothing is copied."""
+        """The first save while the store is unreachable: its handle reports the error, and nothing is copied."""
         error = TransientError(
             f"step {step} is not saved: rank 0 could not open the run's timeline: {ticket.away}",
             hint="the next save tries again",

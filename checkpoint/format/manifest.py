@@ -1,13 +1,12 @@
-"""A rank's manifest: which tensors it wrote, from which chunks they are made, where the chunks lie, and the Python values.
+"""A rank's manifest: its tensors, the chunks that they consist of, the packs that hold the chunks, and the Python values.
 
-Its rows are outside of the garbage collector (`gc=False`): they hold plain values only, and thousands of them at a time would
-otherwise have a trainer's whole heap looked through, which takes longer than to read them.
-
-Invariant: a manifest that `decode` returned is sound in itself: every tensor's spans add up to its bytes, every span lies
-in its chunk, every chunk in a pack, and no two chunks of a pack overlap. That the bytes are the ones that were written is
-shown by the manifest's BLAKE3 digest in the decision, which readers check first.
+The rows are excluded from Python's garbage collector (`gc=False`): they hold plain values only, and creating
+thousands of them would trigger collections of the trainer's whole heap.
+Invariant: a manifest that `decode` returned is consistent: the spans of every tensor add up to its bytes, every span
+lies in its chunk, every chunk in a pack, and no two chunks of a pack overlap. Readers first compare the manifest with
+its BLAKE3 digest in the decision.
 Failure behaviour: `UnsupportedError` for a newer version; `CorruptionError` naming the manifest and the entry for
-everything else; sizes are bounded before anything is allocated.
+everything else. Sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -275,7 +274,7 @@ def _check_tensors(manifest: Manifest) -> None:
             raise _Unsound(f"tensor {t.name!r:.200}: {error}") from None
     for name, same in held.items():
         places = {(t.offset, t.local) for t in same if t.replicated}
-        _require(len(same) == 1 or len(places) == len(same), f"tensor {name!r:.200} is there twice")
+        _require(len(same) == 1 or len(places) == len(same), f"tensor {name!r:.200} is listed twice")
 
 
 def _check_tensor(t: Tensor, chunks: tuple[Chunk, ...]) -> None:

@@ -1,10 +1,11 @@
-"""GPUDirect Storage: bytes of checkpoints between files and GPU memory, without a copy by the CPU where the machine can.
+"""GPUDirect Storage: moves checkpoint bytes between files and GPU memory without a copy by the CPU, where cuFile works.
 
-`probe` says whether cuFile works, here, now; `file` moves ranges of a file; `store` is that of a `Checkpointer(..., gds=True)`,
-whose packs are written (`saving`) and whose raw chunks are read (`restoring`) so.
-Invariant: what is verified elsewhere is verified here: chunks are hashed on a copy in host memory, at saving before they are
-written, at restoring before they reach a tensor.
-Failure behaviour: where cuFile does not work, everything goes through host memory, and one line of the log says why.
+- `file`: ranges of a file, and the probe that tests whether cuFile works here.
+- `saving`, `restoring`: the packs that `Checkpointer(..., gds=True)` writes, and the raw chunks that it reads.
+
+Invariant: chunks are verified as elsewhere: they are hashed on a copy in host memory, before they are written and
+before they reach a tensor.
+Failure behaviour: where cuFile does not work, bytes go through host memory, and the reason is logged once.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class GdsStore(Wrapper):
 
 
 def _existing(path: str) -> str:
-    """The directory, or the nearest one above it that is there: a store makes its own at the first write."""
+    """The directory, or its nearest existing parent: a store creates its directory at the first write."""
     while not os.path.isdir(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path

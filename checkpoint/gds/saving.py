@@ -32,7 +32,7 @@ from headrace.dataio.store.wrappers import Wrapper
 RING_BYTES = 128 * MIB
 """Of host and of device memory, for slices, where a caller says nothing."""
 Twin = Callable[[Buffer], torch.Tensor | None]
-"""The same bytes in device memory, where they are there."""
+"""The same bytes in device memory, or None."""
 
 
 class DeviceSlices(SlicedState):

@@ -70,7 +70,7 @@ class SeenAttempt:
         ]
 
     def listed_keys(self) -> list[str]:
-        """The manifests that are there."""
+        """Keys of the manifests that were listed."""
         s = self.step
         return [names.manifest(s.run, s.timeline, s.step, self.attempt, rank) for rank in sorted(self.ranks)]
 
@@ -107,7 +107,7 @@ class Reader:
         self._leases: set[str] = set()
 
     def look(self) -> Inventory:
-        """Everything, in the order that the module's text gives."""
+        """Read everything, in the order of the module's docstring."""
         seen = Inventory()
         self._look_at_commits(seen)
         decided = self._list_attempts(seen)

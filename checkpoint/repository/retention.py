@@ -89,8 +89,11 @@ SLACK_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What goes. `tombstones`: steps removed; `spared`: selected steps that a live lease references; `aborted`: attempts that are
-    fenced; `objects`: (key, bytes) deleted, packs and manifests and leases; `kept_bytes`: packs that stay."""
+    """What a collection removes.
+
+    `tombstones`: removed steps. `spared`: selected steps that a live lease references. `aborted`: attempts that are aborted.
+    `objects`: (key, bytes) of deleted packs, manifests and leases. `kept_bytes`: bytes of packs that stay.
+    """
 
     tombstones: tuple[StepOfRun, ...] = ()
     spared: tuple[StepOfRun, ...] = ()
@@ -104,7 +107,7 @@ class Plan:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether the plan changes nothing."""
         return not (self.tombstones or self.aborted or self.objects)
 
 
@@ -198,7 +201,7 @@ def _may_go(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool
 
 
 def _small(seen: Inventory, gone: set[str], now: float) -> list[tuple[str, int]]:
-    """Documents that protect nothing any more."""
+    """Documents that no longer protect anything."""
     return [(key, 0) for key in (*_leases(seen, now), *_decisions(seen, gone), *_tombstones(seen, now))]
 
 
@@ -232,7 +235,7 @@ def foresee(
     packs_of: Callable[[Iterable[SeenAttempt]], set[str] | None],
     now: float,
 ) -> Plan:
-    """What a collection that began now would do, if nothing else happened meanwhile."""
+    """The plan of a collection that starts now, if nothing else changes meanwhile."""
     wanted = to_remove(seen, pending_deletes)
     safe = spared(seen, wanted, now)
     fenced = to_fence(seen, now)
@@ -259,7 +262,7 @@ def to_remove(seen: Inventory, pending_deletes: Iterable[StepOfRun]) -> set[Step
 
 
 def _is_step(seen: Inventory, step: StepOfRun) -> bool:
-    """Whether it is there to be removed: committed, or complete."""
+    """Whether the step exists: committed, or complete."""
     commit = seen.commits.get(step)
     if commit is not None:
         return not commit.tombstone

@@ -58,7 +58,7 @@ class ListedStep:
 
 
 class MissingStepError(NotFoundError, FileNotFoundError):
-    """A run or a step is not there; says what is there instead. Other software knows it as a file that is not found."""
+    """A run or a step does not exist; the message lists what does. Also a `FileNotFoundError`, for other software."""
 
 
 def read_repo(store: Store) -> Repo | None:
@@ -95,7 +95,7 @@ def runs(store: Store, most: int | None = None) -> list[str]:
 
 
 def scan(store: Store, run: str, number: int) -> dict[int, ListedStep]:
-    """What is listed of every step of a timeline."""
+    """The listed objects of every step of a timeline, by step."""
     found: dict[int, ListedStep] = defaultdict(ListedStep)
     for info in store.list(names.timeline_steps(run, number)):
         key = names.parse_step_key(info.key)
@@ -112,7 +112,7 @@ def scan(store: Store, run: str, number: int) -> dict[int, ListedStep]:
 
 
 def settle(store: Store, run: str, number: int, at: int, seen: ListedStep) -> Base | None:
-    """The attempt that is this step, after finishing what was complete; None when there is none."""
+    """The attempt that is this step, or None. A complete attempt is committed first."""
     if seen.committed:
         return _base_of(commit.find_commit(store, names.commit(run, number, at)), number)
     for attempt_id in sorted(seen.decided):
@@ -216,7 +216,7 @@ def _require_nothing(store: Store) -> None:
 
 
 def missing(store: Store, run: str, step: int | None = None) -> MissingStepError:
-    """The error of a reader that needs this step, or any (None): what is there instead."""
+    """The error for a missing step (None: the run has none); its message lists what exists instead."""
     what = f"run {run} has no step" if step is None else f"run {run} has no step {step}"
     if read_repo(store) is None:
         where = f"there is no checkpoint repository at {store.location.url}{_other_files(store)}"
@@ -307,7 +307,7 @@ def settled(store: Store, run: str, attempt: Base) -> bool:
 
 
 def scan_one(store: Store, run: str, number: int, step: int) -> ListedStep | None:
-    """What is listed of one step."""
+    """The listed objects of one step; None when it has neither COMMIT nor a decision."""
     seen = ListedStep()
     for info in store.list(names.step(run, number, names.check_step(step))):
         key = names.parse_step_key(info.key)

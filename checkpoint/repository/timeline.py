@@ -1,11 +1,11 @@
 """Timelines: one per start of a trainer, each branching off the step that was restored.
 
-Invariant: numbers only grow and each has one owner (`put_if_absent`). `latest` follows the newest timeline and then, step
-by step, its parents up to where the child branched off; a step that a restart left behind is never mistaken for the
-present. A timeline's parent is always older than itself. Numbers have no gaps and documents are never removed, so objects of a
-timeline without a document mean that it was lost: one listing, of the number after the newest, tells.
-Failure behaviour: `ConflictError` when numbers keep being taken by others; `CorruptionError` for a parent that is not older, and
-when the newest timeline's document is lost: an older one must not pass for it.
+Invariant: numbers only grow, and each has one owner (`put_if_absent`). The latest step is that of the newest
+timeline, and then of its parents up to the step where the child branched off. A parent is always older than its
+child. Numbers have no gaps and documents are never removed, so objects of a timeline without a document mean that the
+document was lost.
+Failure behaviour: `ConflictError` when other processes keep taking the numbers; `CorruptionError` for a parent that
+is not older, and when the newest timeline's document is lost, because an older timeline must not replace it.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
-"""Which timeline a save goes to, and which step that timeline branches off.
+"""Chooses the timeline of a save, and the step at which a new timeline branches off.
 
-A job may have several writers of one run: Checkpointers, DCP's writers, the process of an asynchronous DCP save. Each timeline
-names the writer that opened it, and the writers of one job save in each other's timelines. A writer goes on in the timeline that
-it saved in last while that is the newest, also when its opener has left. What is read decides nothing by itself:
+A job may have several writers of one run: Checkpointers, DCP's writers, the process of an asynchronous DCP save. Each
+timeline names the writer that opened it, and the writers of one job save in each other's timelines. A writer
+continues in the timeline of its last save while that is the newest, even if its opener has left. A restore alone
+decides nothing.
 
-1. A step that is newer than the newest step of the run goes on from that one. Nothing is hidden, whatever was restored before.
-2. A step that is not newer begins a branch, if the writer restored a step since its last save, or is new to the run. The branch
-   begins at the newest step before the saved one; at the restored step if that is the saved one or newer, or lies in an
-   abandoned timeline. A writer that starts anew, without having restored anything, begins without a past.
-3. Any other save goes into the job's own timeline. A step that this has already is refused; or, under frameworks that overwrite
-   their files, begins a branch at the newest step before it.
+1. A step that is newer than the run's newest step continues from that one. Nothing is hidden, whatever was restored
+   before.
+2. A step that is not newer begins a branch, if the writer restored a step since its last save or is new to the run.
+   The branch begins at the newest step before the saved one. It begins at the restored step if that is the saved one
+   or newer, or lies in an abandoned timeline. A writer that has restored nothing begins without a past.
+3. Any other save goes into the job's own timeline. A step that this timeline has is refused. Under frameworks that
+   overwrite their files it begins a branch at the newest step before it.
 
-Invariant: a timeline is opened only by a save, and only under rules 1 (a writer that is new to the run) and 2; of two writers
-of a job that come at once, one opens it and the other one finds it.
-Failure behaviour: `ConflictError` for a writer whose timeline another job has taken over, for a step that the job's timeline has
-already, and when the step to begin at keeps being removed; `CorruptionError` as of `timeline`.
+Invariant: only a save opens a timeline, and only under rule 1 (a writer that is new to the run) or 2. If two writers
+of a job save at once, one opens the timeline and the other finds it.
+Failure behaviour: `ConflictError` for a writer whose timeline another job has taken over, for a step that the job's
+timeline has, and when the step to begin at keeps being removed; `CorruptionError` as in `timeline`.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _packed(
     book: ProgressFile,
     clock: Clock,
 ) -> tuple[manifests.Manifest, bytes]:
-    """The manifest, also encoded, with every pack that it needs stored; afterwards the arena is not needed."""
+    """Store every pack that the manifest needs; return the manifest and its encoding. The arena is not needed afterwards."""
     if book.manifest is not None:
         return book.require_packs(store, plan, book.manifest), book.manifest
     if arena is None:
@@ -197,7 +197,7 @@ def result_of(
 ) -> dict[str, object]:
     """The report of a committed save, from the rank's manifest in the store.
 
-    A policy may have let the step go by now, since newer ones were committed, or the store is away: then from `mine`.
+    If a policy has removed the step since, or the store is unreachable, the report is made from `mine`.
     """
     key = attempt.manifest_key(rank)
     try:

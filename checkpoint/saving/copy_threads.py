@@ -1,12 +1,14 @@
-"""How staging copies main memory: by how many threads, and whether the C library here does it as fast as the machine allows.
+"""The threads that copy a state in main memory, and a measurement of how fast this machine copies.
 
-Large copies are fastest by stores that go past the caches, since those need not read first what they overwrite. glibc makes such
-from a size on that it works out from the processor's last cache: a few MiB on most machines, but on a virtual one that claims its
-host's whole cache more than any piece of a state has. Only the environment at a process's start changes that (`TUNABLE`).
-`python -m headrace.checkpoint.saving.copy_threads`, which `headrace doctor --memory` starts, measures both and says what to set.
-Invariant: what is measured are copies as staging makes them, by processes with and without the setting in turn; nothing stays.
-Failure behaviour: without memory for it the program ends with the error of `CapacityError`; elsewhere than on glibc the setting
-does nothing, and nothing is advised.
+Large copies are fastest with non-temporal stores, which bypass the caches. glibc uses them from a size that it
+derives from the last-level cache: a few MiB on most machines. On a virtual machine that reports its host's whole
+cache, that size may exceed every piece of a state. Only the environment at the start of a process changes it
+(`TUNABLE`). `python -m headrace.checkpoint.saving.copy_threads`, which `headrace doctor --memory` starts, measures
+both and prints the setting.
+Invariant: the measured copies are those of staging, in processes with and without the setting in turn. Nothing is
+left behind.
+Failure behaviour: without enough memory the program ends with the exit code of `CapacityError`. On other C libraries
+than glibc the setting does nothing, and none is advised.
 """
 
 from __future__ import annotations

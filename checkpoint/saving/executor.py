@@ -50,8 +50,8 @@ class StagedSave:
     """A staged save. `give_back` and `abandon` are the arena's; `handed_over` is told "sidecar" or "process".
 
     `arena_fd` is -1 for a state in slices, which only this process can save; `through` is how it then sees the store.
-    `gone` says which ranks have ended: asked when no daemon is there, which would store their parts without them. `silent` says
-    which are on a lost node; None where that cannot be known.
+    `gone` says which ranks have ended. It is asked only without a daemon, which would store their parts without them.
+    `silent` says which are on a lost node; None where that cannot be known.
     """
 
     plan: PutPlan
@@ -273,7 +273,7 @@ def attempt_of(plan: PutPlan) -> Attempt:
 def _watch(over: threading.Event, store: Store, attempt: Attempt, silent: commit.Gone) -> None:
     while not over.wait(_WATCH_SECONDS):
         if silent(range(attempt.world_size)):
-            with contextlib.suppress(HeadraceError):  # the store is away: the next look may see it
+            with contextlib.suppress(HeadraceError):  # the store is unreachable: the next look may see it
                 commit.abort_without(store, attempt, silent)
 
 

@@ -278,7 +278,7 @@ def _verified(shelf: LocalTier, source: str, key: str) -> Iterator[memoryview]:
 
 
 def _require_bases(store: Store, shelf: LocalTier, record: Record, bases: Sequence[Base]) -> None:
-    """The lease names the bases; now that they cannot go any more, see whether they are there."""
+    """The lease protects the bases from now on: check that they still exist."""
     going = repository.pending_deletes(store)
     for base in bases:
         at = base.of(record.run)
