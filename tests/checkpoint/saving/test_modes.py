@@ -238,7 +238,7 @@ def test_a_warm_arena_is_the_one_that_the_first_save_uses(tmp_path: Path) -> Non
 
 
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there are: eager, lazy"):
+    with pytest.raises(UsageError, match="choose one of: eager, lazy"):
         Checkpointer(str(tmp_path), run="exp", staging="sometimes")
 
 
