@@ -1,10 +1,10 @@
-"""The daemon's side of the keeper: arenas that must not go when the daemon does.
+"""The daemon's side of the keeper, a process that keeps arenas open when the daemon dies.
 
 Purpose: `put` when a job is taken, `drop` when its arena is released, `take` when a new daemon finds the job.
 Invariant: the keeper process is started when there is something to hold, and left alone when there is nothing, so it
 ends. The daemon's own descriptors stay the daemon's. Not for two threads at once.
-Failure behaviour: a keeper that died is started anew and given everything again; where none can be had, jobs are
-carried all the same, which is said once: they then end with daemon and worker, if both do.
+Failure behaviour: a keeper that died is restarted and gets all descriptors again. Without a keeper jobs run all the
+same, which is logged once; they are lost if daemon and worker both die.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class FdKeeper:
             except (OSError, HeadraceError, subprocess.TimeoutExpired) as error:
                 reason = str(error)
         self._hang_up()
-        warn_once(_log, f"nobody keeps staged checkpoints for the next daemon: {reason}")
+        warn_once(
+            _log, f"the keeper process cannot be started, so staged checkpoints do not survive this daemon: {reason}"
+        )
 
     def _ask(self, text: str, descriptors: Sequence[int] = ()) -> tuple[str, list[int]]:
         if self._sock is None:
@@ -145,7 +147,7 @@ class FdKeeper:
                 pass_fds=[self._folder],
                 start_new_session=True,
             )
-        process.wait(SECONDS)  # it leaves a child of nobody's behind
+        process.wait(SECONDS)  # it exits at once and leaves a daemon process behind
 
     def _hang_up(self) -> None:
         if self._sock is not None:

@@ -1,8 +1,8 @@
-"""Holds workers back while a more urgent one works: a lock on a file.
+"""Pauses workers while an urgent one runs: a lock on a file.
 
-Invariant: the daemon holds the lock exclusively while the gate is closed, and the kernel drops it with the daemon, so
-nobody is held back by a daemon that is gone.
-Failure behaviour: whoever passes waits at most `seconds`, then passes anyway.
+Invariant: the daemon holds the lock exclusively while the gate is closed. The kernel releases it when the daemon dies,
+so a dead daemon pauses no worker.
+Failure behaviour: a worker waits at most `seconds`, then continues.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ _POLL = 0.02
 
 
 class PriorityGate:
-    """The daemon's side: open at first."""
+    """The daemon's side; open at first."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._path, self.closed = path, False
 
     def close_for_others(self, closed: bool) -> None:
-        """Close or open it. Those who are passing in this moment pass."""
+        """Close or open the gate. A worker that is passing at this moment passes."""
         if closed == self.closed:
             return
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB if closed else fcntl.LOCK_UN)
             self.closed = closed
-        except BlockingIOError:  # somebody is passing: the next try will do
+        except BlockingIOError:  # a worker is passing: the next try succeeds
             return
 
     def for_a_worker(self) -> int:
-        """A descriptor to pass by; the caller's to close. Opened anew, since a lock belongs to what was opened."""
+        """A descriptor for a worker, which the caller closes. Newly opened, because a lock belongs to an open file."""
         return os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""All staged checkpoints of one daemon: taken, carried, followed, found again.
+"""Accepts staged checkpoints, and answers questions about them.
 
-Purpose: takes jobs into the `book` and hands them to the `runner`. Once a job is taken it runs to its end, whatever
-becomes of the client, of its worker, or of this daemon; events go to whoever listens.
-Invariants: `answer` hears of a job only when it is journaled and its arena is kept; some finished jobs are remembered,
-so that a client that reconnects can ask. All state belongs to one thread; files and the keeper to one other.
+Purpose: adds jobs to the `JobTable` and passes them to the `Runner`. An accepted job runs to its end even if the
+client, its worker or this daemon die; events go to its listeners.
+Invariants: `answer` is called only after the job is journaled and its arena is kept. Some finished jobs are remembered
+for clients that reconnect. All state belongs to one thread; files and the keeper belong to another.
 Failure behaviour: a descriptor of the wrong kind, an unknown command, a full queue or an arena without room refuses the
-job and closes both descriptors. What becomes of a job whose worker fails is the runner's.
+job and closes both descriptors. The runner handles jobs whose worker fails.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class JobService:
         )
         self.accepting = True
 
-    # taking jobs
+    # accepting jobs
 
     def submit(
         self,
@@ -79,9 +79,11 @@ class JobService:
         urgent: bool = False,
         wait: float = 0.0,
     ) -> Job | None:
-        """Take the job now, or when there is room within `wait` seconds; its descriptors are taken over in any case.
+        """Accept a job now, or when there is room within `wait` seconds; takes ownership of its descriptors in any
+        case.
 
-        `answer` hears of the job once it is kept for good, or why it was refused; None is returned when it was at once.
+        `answer` is called with the job once it is durable, or with the error. Returns None if the job was refused at
+        once.
         """
         token = uuid.uuid4().hex
         try:
@@ -110,21 +112,23 @@ class JobService:
         return job
 
     def withdraw(self, job: Job) -> None:
-        """The client of a job that waits for room has ended: nothing was promised."""
+        """The client of a job that waits for room has disconnected: drop the job."""
         if self._table.has(job) and self.schedule.state(job.token) == "waiting":
-            _log.warning("%s was withdrawn while it waited for room: its trainer ended", job.entry.about or job.token)
+            _log.warning(
+                "%s was withdrawn while it waited for room: its trainer has exited", job.entry.about or job.token
+            )
             job.answer = None
-            self._refuse(job, TransientError("the trainer ended"))
+            self._refuse(job, TransientError("the trainer has exited"))
 
     def drain(self) -> None:
-        """Take no more; those that wait for room are sent back."""
+        """Accept no more jobs; refuse those that wait for room."""
         self.accepting = False
         for job in list(self._table.jobs.values()):
             if self.schedule.state(job.token) == "waiting":
                 self._refuse(job, shutting_down())
 
     def adopt(self, found: Callable[[Job], None]) -> None:
-        """Find what an earlier daemon left; `found` hears of each job before its events."""
+        """Continue the jobs of an earlier daemon; `found` is called with each before its events."""
         arenas = self._table.keeper.take()
         for entry in self._table.journal.load():
             job = self._table.jobs[entry.token] = Job(entry, arenas.pop(entry.token, -1))
@@ -135,15 +139,15 @@ class JobService:
             self._table.keeper.drop(token)
         self._runner.advance()
 
-    # asking
+    # queries
 
     def find(self, token: str) -> Job:
-        """The job with this token, or `NotFoundError`: also when its arena is lost, so that its trainer stages
+        """The job with this token; `NotFoundError` if it is unknown or its arena is lost, so its trainer stages it
         again."""
         return self._table.find(token)
 
     def follow(self, job: Job, listener: Listener) -> None:
-        """Tell `listener` where the job stands and what comes; after its end the listener is forgotten."""
+        """Call `listener` with the job's state and its further events, until its end."""
         if job.total:
             listener(m.Progress(job.token, job.done, job.total))
         if job.released:
@@ -154,13 +158,13 @@ class JobService:
             job.listeners.append(listener)
 
     def attend(self, job: Job, listener: Listener) -> None:
-        """As `follow`, for one who acts on the outcome: a failure is told at once rather than tried again."""
+        """As `follow`, for a listener that acts on the outcome: a failure is reported at once instead of retried."""
         self.follow(job, listener)
         if job.outcome is None:
             job.waiting.append(listener)
 
     def leave(self, listener: Listener) -> None:
-        """The listener is gone."""
+        """Remove a listener."""
         for job in self._table.jobs.values():
             job.listeners = [other for other in job.listeners if other is not listener]
             job.waiting = [other for other in job.waiting if other is not listener]
@@ -171,21 +175,21 @@ class JobService:
         return len(self._table.jobs)
 
     def state(self, job: Job) -> str:
-        """waiting, taken, queued, running, committing, retrying, lost, done, failed; gone when it goes on as
-        another."""
+        """waiting, taken, queued, running, committing, retrying, lost, done or failed; gone if it continues as another
+        job."""
         return self._table.state(job)
 
     def trouble(self, job: Job) -> str:
-        """Why it is tried again; empty when it is not."""
+        """Why the job is retried; empty if it is not."""
         return job.trouble.message if job.trouble is not None else ""
 
     def room(self) -> dict[str, float]:
-        """The schedule's numbers, and those of the retries."""
+        """Counts of the schedule and the retries."""
         retries = {"retries": self._runner.retries, "retry_limit_seconds": self._runner.retry_schedule.limit}
         return {**self.schedule.room(), **retries}
 
     def status(self) -> dict[str, object]:
-        """Numbers and the latest jobs, for people and monitors."""
+        """Counts and the latest jobs, for the status."""
         latest = [*self._table.jobs.values(), *list(self._table.finished.values())[-16:]]
         return {
             **self.room(),
@@ -196,11 +200,11 @@ class JobService:
         }
 
     def close(self) -> None:
-        """Leave everything as it is for the next daemon."""
+        """Close; jobs and arenas stay for the next daemon."""
         self._table.close()
         self._gate.close()
 
-    # inside: taking
+    # accepting
 
     def _check(self, kind: str, arena: int, plan: int) -> int:
         if not self.accepting:
@@ -214,7 +218,7 @@ class JobService:
         return size
 
     def _keep(self, job: Job) -> None:
-        """In the thread of the files: journal the job and have its arena kept."""
+        """Journal the job and pass its arena to the keeper, in the thread for files."""
         job.cancel_wait()
 
         def keep() -> None:
@@ -248,7 +252,7 @@ class JobService:
         self._runner.advance()
 
     def _found_again(self, job: Job) -> Job:
-        """The job that had lost its arena, if this is it, come back with its trainer; else `job`."""
+        """The earlier job that had lost its arena, if `job` is the same checkpoint; else `job`."""
         same = [old for old in self._table.jobs.values() if old.lost and old.entry.plan_digest == job.entry.plan_digest]
         if not same:
             return job

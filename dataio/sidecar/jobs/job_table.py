@@ -41,20 +41,22 @@ class JobTable:
         self.finished: OrderedDict[str, Job] = OrderedDict()
 
     def find(self, token: str) -> Job:
-        """The job with this token, or `NotFoundError`: also when its arena is lost, so that its trainer stages
+        """The job with this token; `NotFoundError` if it is unknown or its arena is lost, so its trainer stages it
         again."""
         job = self.jobs.get(token) or self.finished.get(token)
         if job is None or job.lost:
-            raise NotFoundError(f"no staged job {token}", hint="stage again, or it ended long ago")
+            raise NotFoundError(
+                f"the sidecar knows no staged job {token}", hint="it ended long ago, or must be staged again"
+            )
         return job
 
     def has(self, job: Job) -> bool:
-        """Whether it is not over."""
+        """Whether the job is not over."""
         return self.jobs.get(job.token) is job
 
     def state(self, job: Job) -> str:
-        """waiting, taken, queued, running, committing, retrying, lost, done, failed; gone when it goes on as
-        another."""
+        """waiting, taken, queued, running, committing, retrying, lost, done or failed; gone if it continues as another
+        job."""
         if job.outcome is not None:
             return "done" if isinstance(job.outcome, m.Done) else "failed"
         if not self.has(job):
@@ -62,12 +64,12 @@ class JobTable:
         return "lost" if job.lost else self.schedule.state(job.token)
 
     def tell(self, job: Job, event: m.JobEvent) -> None:
-        """Everybody who listens hears it."""
+        """Pass an event to all listeners."""
         for listener in list(job.listeners):
             listener(event)
 
     def settle(self, job: Job, outcome: m.Done | m.JobFailed) -> None:
-        """Its outcome is known."""
+        """Set the job's outcome."""
         job.outcome, job.lost = outcome, False
         if isinstance(outcome, m.JobFailed):
             _log.error("%s: %s", job.entry.about or job.token, outcome.message)
@@ -75,7 +77,7 @@ class JobTable:
         job.listeners.clear()
 
     def over(self, job: Job) -> None:
-        """It is settled, and nobody works on it."""
+        """The job has an outcome and no worker: remove it."""
         self.let_go(job)
         self.forget(job)
         self.clean(job.token)
@@ -88,18 +90,18 @@ class JobTable:
         self.schedule.over(job.token)
 
     def let_go(self, job: Job) -> None:
-        """The arena is not needed any more."""
+        """Release the arena."""
         self.schedule.released(job.token)
         if job.arena >= 0:
             fd, job.arena = job.arena, -1
             self.files.submit(self._drop, job.token, fd)
 
     def clean(self, token: str) -> None:
-        """Remove its entry, and what is held for it."""
+        """Remove the job's journal entry and its kept arena."""
         self.files.submit(self._clean, token)
 
     def close(self) -> None:
-        """Leave everything as it is for the next daemon."""
+        """Close; jobs and arenas stay for the next daemon."""
         self.files.shutdown()
         self.keeper.close()
 
@@ -126,15 +128,15 @@ class Job:
     plan: int = -1
     answer: Answer | None = None
     cancel_wait: Callable[[], None] = lambda: None
-    """Ends its waiting for room."""
+    """Cancels its wait for room."""
     released: bool = False
     lost: bool = False
-    """Daemon and worker are gone, and the arena with them; perhaps the trainer still has it."""
+    """Daemon and worker died and the arena is gone; the trainer may still have it."""
     done: int = 0
     total: int = 0
     outcome: m.Done | m.JobFailed | None = None
     failures: int = 0
-    """Lines that said so; `entry.failures` of them are dealt with."""
+    """Number of failure events; `entry.failures` of them are handled."""
     trouble: m.JobFailed | None = None
     """Why it is tried again."""
     next_try: float = 0.0
@@ -142,7 +144,7 @@ class Job:
     bad_lines: int = 0
     listeners: list[Listener] = field(default_factory=list)
     waiting: list[Listener] = field(default_factory=list)
-    """Those of the listeners who wait for its outcome, to act on it."""
+    """The listeners that wait for the outcome and act on it."""
 
     @property
     def token(self) -> str:
@@ -150,7 +152,7 @@ class Job:
 
 
 def describe(job: Job, state: str) -> dict[str, object]:
-    """The job, for people and monitors."""
+    """The job's status."""
     problem = job.outcome or job.trouble
     return {
         "token": job.token,
@@ -172,7 +174,7 @@ def describe(job: Job, state: str) -> dict[str, object]:
 
 
 def with_plan(entry: Entry, plan: bytes) -> Entry:
-    """The entry, with what the plan is recognised by."""
+    """The entry with the plan's size and digest."""
     return replaced(entry, plan_bytes=len(plan), plan_digest=digest(plan))
 
 
@@ -182,12 +184,12 @@ def replaced(entry: Entry, **changes: object) -> Entry:
 
 
 def failure(job: Job, event: Event) -> m.JobFailed:
-    """What the worker said, within what a message may hold."""
+    """The worker's error, cut to the limits of a message."""
     return m.JobFailed(job.token, event.code[:64], event.message[:4096], event.hint[:4096])
 
 
 def given_up(failed: m.JobFailed, failures: int, seconds: float) -> m.JobFailed:
-    """The end of a job that was tried again and again."""
+    """The final error of a job that was retried."""
     text = f" [the sidecar gave up after {failures} tries in {seconds:.0f} s]"
     return m.JobFailed(failed.token, failed.code, failed.message[: 4096 - len(text)] + text, failed.hint)
 

@@ -2,7 +2,7 @@
 
 Invariant: what `check_arena` and `check_plan` accept cannot shrink, so reading its mapping cannot kill the reader
 (SIGBUS); a plan cannot change either.
-Failure behaviour: `UsageError` says what is wrong with a descriptor; it is only looked at, never read, before.
+Failure behaviour: `UsageError` names the problem of a descriptor; its contents are not read before the check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sealed(name: str, data: bytes) -> int:
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
-        os.lseek(fd, 0, os.SEEK_SET)  # the position is shared with whoever gets the descriptor
+        os.lseek(fd, 0, os.SEEK_SET)  # the position is shared with the receiver of the descriptor
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FROZEN | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
@@ -42,7 +42,7 @@ def check_plan(fd: int) -> int:
     """The plan's size, when it is a memory file that cannot change and is not too large."""
     size = _check(fd, "the plan", _FROZEN)
     if size > PLAN_BYTES:
-        raise UsageError(f"the plan has {size} bytes; the most is {PLAN_BYTES}")
+        raise UsageError(f"the plan has {size} bytes; the limit is {PLAN_BYTES}")
     return size
 
 

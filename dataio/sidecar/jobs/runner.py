@@ -1,11 +1,11 @@
-"""Carrying what was taken: workers are started, followed, replaced and tried again until every job is over.
+"""Runs accepted jobs: starts, follows, replaces and retries their workers until every job is over.
 
-Purpose: does what the schedule allows next, and says what a worker's events and its end mean for its job.
+Purpose: starts what the schedule allows, and applies a worker's events and its exit to its job.
 Invariants: a job has at most one worker; a journaled job gets another one until it has an outcome. Everything but the
 following of a worker's output happens on the thread that `call` and `later` run things on.
 Failure behaviour: a worker that is killed is replaced `TRIES` times in all; one that ends by itself without "done" or
 "failed" has failed, with its last lines on standard error as the reason. One that says it may succeed later is tried
-again as the retry schedule allows, unless somebody waits for the outcome, who is told. A line that is no event is
+again as the retry schedule allows, unless a client waits for the outcome; it gets the error. A line that is no event is
 ignored and counted.
 """
 
@@ -35,7 +35,7 @@ _log = get_logger(__name__)
 
 
 class Runner:
-    """`taken(job)` hears of a job for which there is room now."""
+    """`taken(job)` is called for a waiting job when there is room for it."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Runner:
         self._look_again: Callable[[], None] = lambda: None
 
     def find_worker(self, job: Job) -> None:
-        """What became of a job of an earlier daemon: it is over, lives, needs another worker, or its arena is lost."""
+        """Find the state of an earlier daemon's job: over, running, in need of a worker, or without its arena."""
         fd = self._table.journal.open(job.token, "events")
         try:
             alive = is_locked(fd)
@@ -66,14 +66,14 @@ class Runner:
         self._table.schedule.adopt(job.token, size, urgent=urgent, state="running", holds=holds)
         worker = Worker(self._table.journal, job.token, None)
         if alive:
-            _log.info("%s is carried by process %d, found again", job.entry.about or job.token, job.entry.pid)
+            _log.info("%s is still run by process %d", job.entry.about or job.token, job.entry.pid)
             self._watch(job, worker)
         else:
             end = worker.follow(lambda line: self._heard(job, decode_event(line)))
             self._ended(job, end)
 
     def advance(self) -> None:
-        """Do what has become possible."""
+        """Accept and start the jobs that the schedule allows now."""
         for token in self._table.schedule.take():
             self._taken(self._table.jobs[token])
         for token in self._table.schedule.start():
@@ -81,11 +81,11 @@ class Runner:
         self._hold()
 
     def _hold(self) -> None:
-        """Close the gate for others while urgent jobs run; look again as long as there are some."""
+        """Close the gate for other jobs while urgent ones run; repeats while there are some."""
         self._look_again()
         closed = self._table.schedule.holds_back(time.monotonic())
         self._gate.close_for_others(closed)
-        if closed:  # soon for the lock, which somebody may have had for a moment; later to let go of it
+        if closed:  # retry the lock soon; check later whether to release it
             self._look_again = self._later(1.0 if self._gate.closed else 0.02, self._hold)
 
     def _start(self, job: Job) -> None:
@@ -138,7 +138,7 @@ class Runner:
 
     def _failed(self, job: Job, event: Event) -> None:
         job.failures += 1
-        if job.failures <= job.entry.failures:  # heard again, by a daemon that started later
+        if job.failures <= job.entry.failures:  # an event that an earlier daemon handled
             return
         if event.again and not job.waiting:
             job.trouble = failure(job, event)
@@ -146,7 +146,7 @@ class Runner:
             self._table.settle(job, failure(job, event))
 
     def _ended(self, job: Job, end: End) -> None:
-        """Its worker is gone: the job is over, or gets another one."""
+        """The worker has exited: the job is over, or gets another one."""
         if job.outcome is not None:
             self._over(job)
         elif job.trouble is not None and job.failures > job.entry.failures:
@@ -156,7 +156,9 @@ class Runner:
             self._table.settle(job, m.JobFailed(job.token, TransientError.code, text[:4096], "save again"))
             self._over(job)
         elif job.arena < 0 and not job.released and not job.lost:
-            _log.warning("%s has lost daemon, worker and arena; waiting for its trainer", job.entry.about or job.token)
+            _log.warning(
+                "%s has lost its daemon, worker and arena; waiting for its trainer", job.entry.about or job.token
+            )
             job.lost = True
             self._later(self._lost_seconds, partial(self._give_up, job))
         else:
@@ -165,7 +167,7 @@ class Runner:
             self.advance()
 
     def _try_later(self, job: Job, trouble: m.JobFailed) -> None:
-        """Its worker failed, and another may do better when the store is back."""
+        """The worker failed; schedule a retry, as the store may come back."""
         now = time.time()
         since = job.entry.failing_since or now
         pause = self.retry_schedule.pause(job.failures, now - since, random.random())
@@ -174,7 +176,9 @@ class Runner:
             self._over(job)
             return
         about = job.entry.about or job.token
-        _log.warning("%s failed, nobody waits for it, and is tried again in %.0f s: %s", about, pause, trouble.message)
+        _log.warning(
+            "%s failed and is retried in %.0f s, as no trainer waits for it: %s", about, pause, trouble.message
+        )
         job.entry = replaced(job.entry, failures=job.failures, failing_since=since)
         self._table.files.submit(self._table.journal.update, job.entry)
         job.next_try = time.monotonic() + pause
@@ -189,8 +193,7 @@ class Runner:
             self.advance()
 
     def _give_up(self, job: Job) -> None:
-        """Nobody came back with the arena: a last worker finishes what needs none, or cleans up and says what is
-        lost."""
+        """No trainer brought the arena: a last worker finishes what needs none, or cleans up and reports the loss."""
         if job.lost and self._table.has(job):
             job.lost = False
             self._table.schedule.again(job.token)

@@ -1,7 +1,7 @@
-"""Fetching from the buddy what a trainer on this node misses, and what it will miss next.
+"""Fetches objects from the buddy that a trainer on this node lacks, and those that it will need next.
 
-Purpose: a restore asks for one object after the other; the record that names the first one names them all, so they come
-by several connections while the trainer reads.
+Purpose: a restore requests one object after the other. The record that names the first one names them all, so they are
+fetched over several connections while the trainer reads.
 Invariants: an object is fetched once, however many ask for it; one that somebody waits for goes first. At most
 `CONNECTIONS` objects are on their way, each in pieces of `protocol.PIECE` bytes, so that is all the memory; at most
 `AHEAD` wait.
@@ -29,9 +29,9 @@ from headrace.dataio.store.local_tier.tier import LocalTier
 CONNECTIONS = 4
 AHEAD = 1024
 FOLLOWED = 256
-"""Records whose objects were asked for ahead that are remembered."""
+"""Number of records that are remembered as prefetched."""
 AWAY_SECONDS = 5.0
-"""How long a buddy that could not be reached is not asked again."""
+"""Pause after the buddy could not be reached."""
 _Name = tuple[str, str]
 _log = get_logger(__name__)
 
@@ -42,7 +42,7 @@ class BuddyFetch:
 
     def __init__(self, config: TierConfig, shelf: LocalTier, context: ssl.SSLContext) -> None:
         self._config, self._shelf, self._context = config, shelf, context
-        self._pace = p.RateLimit(None)  # somebody waits for what is fetched
+        self._pace = p.RateLimit(None)  # no limit: a trainer waits for these bytes
         self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="headrace-fetch")
         self._lock, self._away_until, self._closed = threading.Lock(), 0.0, False
         self._coming: dict[_Name, Future[bool]] = {}
@@ -52,7 +52,7 @@ class BuddyFetch:
         self.counts = {"found": 0, "absent": 0, "failed": 0}
 
     def recall(self, source: str, key: str) -> bool:
-        """Bring an object; with an empty key the records of a store. Whether it is here now."""
+        """Fetch an object, or with an empty key the records of a store; returns whether it is here now."""
         if time.monotonic() < self._away_until:
             return False
         if not key:
@@ -65,12 +65,12 @@ class BuddyFetch:
         return wanted.result()
 
     def close(self) -> None:
-        """Whoever waits hears False."""
+        """Stop; pending requests return False."""
         self._closed = True
         self._drop_queue()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    # what is wanted
+    # the queue
 
     def _needed_with(self, source: str, key: str) -> list[_Name]:
         """The other objects of the records that name this one, the first time one of them is asked for."""
@@ -140,7 +140,7 @@ class BuddyFetch:
             coming.set_result(there)
 
     def _failed(self, name: _Name, error: Exception) -> None:
-        _log.warning("the buddy does not give %s: %s", name[1] or "its records", error)
+        _log.warning("the buddy could not supply %s: %s", name[1] or "its records", error)
         self._count("failed")
         if not isinstance(error, CapacityError | CorruptionError):
             with self._lock:

@@ -1,9 +1,9 @@
-"""Taking copies in, and giving them back: the daemon as somebody's buddy.
+"""Accepts copies from other nodes, and returns them: this daemon as a buddy.
 
-Purpose: a guest's objects and records lie in this node's tier, within its budget and by its rules.
+Purpose: a guest's objects and records are kept in this node's tier, within its budget and rules.
 Invariants: an object becomes one only when all announced bytes came and their digest is right; what came before a
 broken connection is kept for `PARTIAL_SECONDS`, so that the rest alone is sent again. At most `CONNECTIONS` peers at
-once, each in a thread of its own; a peer costs at most its time limits, and nobody else notices. A connection gets a
+once, each in a thread of its own; a slow peer does not affect others. A connection gets a
 thread when it has sent something: of up to `SILENT` that have not, the oldest makes room for the next. Where
 `STRANGERS` have threads, the address that has the most of them loses one to an address that has fewer.
 Failure behaviour: a peer that is refused or breaks the protocol is counted by reason and hung up on; no room is said as
@@ -46,7 +46,7 @@ _Name = tuple[str, str, bytes]
 
 @dataclass(slots=True)
 class _Partial:
-    """An object on its way, with a reservation of its own; `busy` while a connection writes to it."""
+    """An incomplete object with its own reservation; `busy` while a connection writes to it."""
 
     writer: Writer
     ends: ExitStack
@@ -105,7 +105,7 @@ class BuddyServer:
             partial.discard()
 
     def tidy(self) -> None:
-        """Forget what nobody went on sending."""
+        """Discard incomplete objects that no peer continued."""
         before = time.monotonic() - PARTIAL_SECONDS
         with self._lock:
             old = [name for name, x in self._partials.items() if not x.busy and x.touched < before]
@@ -142,7 +142,7 @@ class BuddyServer:
                 sock, address = self._socket.accept()
             except OSError:
                 if not self._closed:
-                    time.sleep(0.2)  # no descriptors left, as a rule
+                    time.sleep(0.2)  # usually no descriptors are left
                 continue
             silent[sock] = (str(address[0]), time.monotonic() + HANDSHAKE_SECONDS)
             selector.register(sock, selectors.EVENT_READ)
@@ -219,7 +219,11 @@ class BuddyServer:
         if not self._closed:
             text = str(getattr(error, "reason", None) or error)
             _log.log(
-                20 if reason == "broken" else 30, "a buddy at %s was hung up on (%s): %.300s", address, reason, text
+                20 if reason == "broken" else 30,
+                "closed the connection of a buddy at %s (%s): %.300s",
+                address,
+                reason,
+                text,
             )
 
     def _talk(self, channel: p.Channel) -> None:
@@ -243,7 +247,7 @@ class BuddyServer:
                 case p.Hello():
                     raise p.ProtocolError("a second hello")
 
-    # what they ask
+    # requests
 
     def _take(self, channel: p.Channel, offer: p.Offer) -> None:
         held = self._shelf.open(offer.source, offer.key)
@@ -266,7 +270,7 @@ class BuddyServer:
         channel.send(self._finished(offer, partial))
 
     def _partial(self, offer: p.Offer) -> _Partial:
-        """The object in the making, where it was left off, or a new one."""
+        """The incomplete object, to continue it, or a new one."""
         name = (offer.source, offer.key, offer.digest)
         with self._lock:
             found = self._partials.get(name)

@@ -1,4 +1,4 @@
-"""The daemon's tier: opened, kept tidy, shown; and its buddies, in both directions.
+"""The daemon's local tier and its buddies: opening, cleaning up, status.
 
 Purpose: one object for the daemon to start, ask and close.
 Invariants: nothing here runs on the daemon's loop but `status`, `commands` and `start`; `recall` may block, on a thread
@@ -29,7 +29,7 @@ from headrace.dataio.store.local_tier.tier import LocalTier
 
 TIDY_SECONDS = 5.0
 WAITING = 16
-"""Trainers that wait for the buddy at once."""
+"""Maximum number of trainers that wait for the buddy."""
 LISTED = 16
 _log = get_logger(__name__)
 
@@ -58,7 +58,7 @@ class TierService:
         REGISTRY.register(self._metrics)
         if self._server is not None:
             self._port = self._server.start()
-            _log.info("taking copies from buddies on port %d", self._port)
+            _log.info("accepting copies from buddies on port %d", self._port)
         if self._sending is not None:
             self._sending.start()
         self._thread.start()
@@ -77,13 +77,14 @@ class TierService:
         self._thread.join(5)
 
     def commands(self, commands: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-        """The commands of jobs, told where the tier is."""
+        """The commands of jobs, with the arguments that name the tier."""
         told = ("--tier-dir", str(self.shelf.root), "--tier-bytes", str(self.shelf.limits.bytes))
         more = (*told, "--tier-steps", str(self.shelf.limits.steps))
         return {kind: (*command, *more) if kind == "checkpoint" else command for kind, command in commands.items()}
 
     def recall(self, source: str, key: str) -> bool:
-        """Bring an object from the buddy; with an empty key the records of a store. Whether it is here now."""
+        """Fetch an object from the buddy, or with an empty key the records of a store; returns whether it is here
+        now."""
         return self._recalls is not None and self._recalls.recall(source, key)
 
     @property
@@ -92,7 +93,7 @@ class TierService:
         return dict(self._recalls.counts) if self._recalls is not None else {"found": 0, "absent": 0, "failed": 0}
 
     def status(self) -> dict[str, object]:
-        """For people and monitors; bounded."""
+        """The status; bounded in size."""
         return {**self._shown, "buddy": self._buddy(), "guests": self._guests(), "recalled": self.recalled}
 
     # inside

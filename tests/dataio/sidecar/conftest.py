@@ -54,7 +54,7 @@ class RunningDaemon:
             "cache_dir": str(self.folder / "cache"),
             "cache_bytes": 64 * MIB,
             "http_port": 0,
-            "commands": {"test": [sys.executable, str(HERE / "transfer" / "job.py")]},
+            "commands": {"test": [sys.executable, str(HERE / "jobs" / "job.py")]},
             "drain_seconds": 30.0,
             "changes": str(self.configuration),
             **self.options,

@@ -200,4 +200,4 @@ def test_what_the_daemon_warns_of_is_on_its_status(daemon: RunningDaemon) -> Non
         sidecar._sock.sendall(wire.frame(b"garbage"))
         wait_for(lambda: sidecar.broken)
     (error,) = daemon.status()["errors"]
-    assert "a client sent what is not a message" in error["text"]
+    assert "a client sent an invalid message" in error["text"]

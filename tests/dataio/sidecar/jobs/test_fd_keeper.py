@@ -95,7 +95,7 @@ def test_without_a_keeper_nothing_fails_and_it_is_said(
     monkeypatch.setattr(fd_keeper, "SECONDS", 0.2)
     place.put("a", memory(b"1"))
     assert place.holds == 0
-    assert "nobody keeps staged checkpoints" in caplog.text
+    assert "staged checkpoints do not survive this daemon" in caplog.text
 
 
 def test_a_keeper_whose_daemon_never_comes_back_lets_go(tmp_path: Path) -> None:

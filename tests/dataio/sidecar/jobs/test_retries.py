@@ -57,7 +57,7 @@ def test_a_job_that_nobody_waits_for_is_tried_again_until_the_store_is_back(
         assert sidecar.follow(token).result(150)["digest"] == DIGEST
     assert daemon.status()["jobs"]["held_bytes"] == 0
     assert "headrace_staged_retries_total 0.0" not in metrics(daemon)
-    assert "nobody waits for it, and is tried again" in daemon.log.read_text()
+    assert "as no trainer waits for it" in daemon.log.read_text()
 
 
 def test_it_is_given_up_at_the_limit_which_is_said(daemon: RunningDaemon, fd: int, tmp_path: Path) -> None:
