@@ -43,7 +43,13 @@ BACKEND = "headrace"
 
 
 class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ignore]
-    """`url`, `run` and `options` as for `RepositoryWriter`."""
+    """A save strategy: `dist_checkpointing.save(state, folder, RepositorySave(url, run=...))`.
+
+    Args:
+        url (str): The repository, as for `Checkpointer`.
+        run (str): The run's name.
+        **options: Further arguments of `RepositoryWriter`, such as `compression` or `storage_options`.
+    """
 
     def __init__(self, url: str, *, run: str, **options: Any) -> None:
         super().__init__(BACKEND, 1)
@@ -86,7 +92,7 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
         dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
 
     def _copied(self, flat: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """The same with tensors in main memory of our own, which is kept from save to save."""
+        """The state with its tensors copied into main memory that is reused from save to save."""
         kept, self._copies = self._copies, {}
 
         def copy(number: int, each: Any) -> Any:
@@ -103,7 +109,13 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
 
 
 class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
-    """`url`, `run` and `options` as for `RepositoryReader`."""
+    """A load strategy: `dist_checkpointing.load(state, folder, RepositoryLoad(url, run=...))`.
+
+    Args:
+        url (str): The repository, as for `Checkpointer`.
+        run (str): The run's name.
+        **options: Further arguments of `RepositoryReader`, such as `storage_options`.
+    """
 
     def __init__(self, url: str, *, run: str, **options: Any) -> None:
         self._url, self._run, self._options = url, run, options
@@ -133,7 +145,7 @@ class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
         return found
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path, metadata: Metadata | None = None) -> Any:
-        """{key: tensor without data}."""
+        """The sharded tensors by key, without data."""
         held = metadata or self._metadata(checkpoint_dir)
         return {
             key: ShardedTensor.from_rank_offsets(
@@ -144,7 +156,7 @@ class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
         }
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
-        """As above, and the objects."""
+        """The sharded tensors and objects by key, without data."""
         metadata = self._metadata(checkpoint_dir)
         objects = [
             ShardedObject.empty_from_unique_key(key)
@@ -181,12 +193,12 @@ class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
 
 
 def _grouped(sharded_state_dict: Any) -> Any:
-    """What this rank is to write, by sharded key."""
+    """The tensors and objects that this rank writes, by sharded key."""
     return theirs._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
 
 
 def _for_dcp(flat: Any, *, loading: bool) -> dict[str, Any]:
-    """{sharded key: tensors or objects} as DCP takes it; Megatron itself would make pickles of the objects."""
+    """The state by sharded key, as DCP takes it. Objects become plain values; Megatron-Core would pickle them."""
     tensors = {key: found for key, found in flat.items() if isinstance(found[0], ShardedTensor)}
     objects = {key: found for key, found in flat.items() if isinstance(found[0], ShardedObject)}
     made: dict[str, Any] = theirs.mcore_to_pyt_state_dict(tensors, loading)

@@ -59,7 +59,7 @@ _BY = "torch_checkpointing"
 
 @dataclass
 class RepositoryStorageConfig(StorageConfig):  # type: ignore[misc, unused-ignore]
-    """`url`, `run` and `storage_options` as for `Checkpointer`. Goes to the process that writes, so `url` is no open store."""
+    """`url`, `run` and `storage_options` as for `Checkpointer`. It is sent to the writing process, so `url` is no open store."""
 
     url: str
     run: str
@@ -74,7 +74,7 @@ class RepositoryStorageConfig(StorageConfig):  # type: ignore[misc, unused-ignor
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A file of a checkpoint, or with `name` "" the checkpoint. `ticket` is None where no ranks have agreed on one."""
+    """A file of a checkpoint; with `name` "", the checkpoint. `ticket`: the attempt, if the ranks have agreed on one."""
 
     step: int
     ticket: Ticket | None
@@ -86,7 +86,7 @@ class _Place:
 
 
 class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
-    """See the module's text."""
+    """torch_checkpointing's `Storage` in the repository, for a job of one rank; see the module."""
 
     def __init__(self, config: RepositoryStorageConfig) -> None:
         names.check_run(config.run)
@@ -108,7 +108,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
             stream.write(data)
 
     def finish(self, folder: Path) -> None:
-        """Store what was written below `folder` as this rank's part of the step; returns when all ranks' are committed."""
+        """Store the files below `folder` as this rank's part of the step; return once all ranks have committed it."""
         place, config = _place(folder, is_file=False), self._config
         if place.ticket is None and config.world_size > 1:
             raise UsageError("the ranks have not agreed on an attempt", hint="use RepositoryManager")
@@ -127,7 +127,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
     def rename(
         self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
     ) -> None:
-        """Of a folder: the commit, unless `finish` was it. Of a file that is being written: its name."""
+        """Rename a file that is being written. For a folder: commit the step, unless `finish` has."""
         if Path(src_path) in self._staged:
             self._staged[Path(dst_path)] = self._staged.pop(Path(src_path))
             return
@@ -150,10 +150,10 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
             raise FileNotFoundError(f"{path} is not being written; the files of a step go when the step does")
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Nothing: there are no folders."""
+        """Does nothing: there are no folders."""
 
     def rmdir(self, path: Path) -> None:
-        """What is being written below `path` is forgotten; a step stays until the run's retention removes it."""
+        """Forget the files that are being written below `path`. Only the run's retention removes a step."""
         self._staged = {file: data for file, data in self._staged.items() if Path(path) not in file.parents}
 
     # reading
@@ -220,7 +220,15 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
 
 
 class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
-    """`config`: a `CheckpointManager.Config`; its storage is ours. With several ranks `save` and `load` are called on all."""
+    """A `CheckpointManager` with the repository as storage. With several ranks call `save` and `load` on all.
+
+    Args:
+        url (str): The repository, as for `Checkpointer`.
+        run (str): The run's name.
+        config (CheckpointManager.Config | None): The manager's settings; its storage is replaced. Default: None.
+        storage_options (Mapping[str, Any] | None): Options of the store. Default: None.
+        timeout (float): Limit of the wait for other ranks, in seconds. Default: 600.
+    """
 
     def __init__(
         self,
@@ -241,7 +249,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         super().__init__(dataclasses.replace(config, storage_config=storage, pre_finalize_callback=then))
 
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> Any:
-        """As there; the checkpoint's name ends in the step's number."""
+        """As `CheckpointManager.save`; the checkpoint's name ends in the step's number."""
         step, ticket, error = step_of(checkpoint_id), None, None
         try:
             ticket = session.draw(self._store, self._run, step) if self._ranks.rank == 0 else None
@@ -251,7 +259,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         return super().save(f"step-{step}@{agreed.hex()}", checkpoint)
 
     def load(self, checkpoint_id: Any, into: Mapping[str, Any] | None = None, **more: Any) -> Mapping[str, Any]:
-        """As there; the name may be "latest". Unpickles what is loaded: see the module's text."""
+        """As `CheckpointManager.load`; the name may be "latest". The files are pickles: see the module."""
         found, error = None, None
         try:
             step = checkpoint_id if checkpoint_id == "latest" else step_of(checkpoint_id)
@@ -269,7 +277,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         return loaded
 
     def close(self) -> None:
-        """As there."""
+        """As `CheckpointManager.close`."""
         try:
             super().close()
         finally:
@@ -288,7 +296,7 @@ def _both(first: Callable[[CallbackArgs], None] | None, args: CallbackArgs) -> N
 
 
 class _Writing(io.RawIOBase):
-    """A file on its way into memory; it is there when it is closed, and not when the `with` ends in an error."""
+    """A file that is written to memory. It is kept when closed, unless the `with` ends in an error."""
 
     def __init__(self, done: Callable[[io.BytesIO], None]) -> None:
         super().__init__()
@@ -312,7 +320,7 @@ class _Writing(io.RawIOBase):
 
 
 class _Reading(io.RawIOBase):
-    """A file of a step; the step is leased until it is closed."""
+    """A file of a step. The step is leased until the file is closed."""
 
     def __init__(self, store: Store, opened: Step, saved: Saved, stack: contextlib.ExitStack) -> None:
         super().__init__()
@@ -342,7 +350,7 @@ class _Reading(io.RawIOBase):
         return count
 
     def _fill(self, view: memoryview) -> HeadraceError | None:
-        """The error without the frames that hold `view`: the caller could not let go of its memory otherwise."""
+        """Read into `view`. Returns an error without its frames, which would keep the caller's memory alive."""
         box = Box((self._size,), (self._at,), (len(view),))
         try:
             chunk_reader.read(self._store, self._opened, [Want(self._saved, box, _Into(view))])
@@ -364,7 +372,7 @@ class _Reading(io.RawIOBase):
         super().close()
 
     def __del__(self) -> None:
-        """Nothing: a file's own would close it in the garbage collector."""
+        """Does nothing: that of a file would close it during garbage collection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +399,7 @@ def _files(opened: Step) -> dict[str, Saved]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether the path names a file of a checkpoint rather than the checkpoint: that ends in its step."""
+    """Whether the path names a file of a checkpoint. The path of a checkpoint ends in its step."""
     return not re.search(r"\d$", Path(path).name) and not _AGREED.search(Path(path).name)
 
 

@@ -42,13 +42,22 @@ from headrace.dataio.core.log import get_logger
 
 _log = get_logger(__name__)
 _SCRATCH = ".headrace-unnamed"
-"""In `output_dir`: the folder of a save until it has an attempt."""
+"""The folder of a save in `output_dir`, until its attempt is drawn."""
 
 _written = declare("name.trainer-folder-written", "the Trainer has written its folder, hidden; no save has begun")
 
 
 class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-    """A Trainer with `checkpointer`, which stays the caller's to close."""
+    """A `Trainer` whose checkpoints are steps of the repository.
+
+    Args:
+        *args: Arguments of `Trainer`.
+        checkpointer (Checkpointer): Saves and restores. Close it yourself.
+        **given: Keyword arguments of `Trainer`.
+
+    Raises:
+        UnsupportedError: Under DeepSpeed.
+    """
 
     def __init__(self, *args: Any, checkpointer: Checkpointer, **given: Any) -> None:
         super().__init__(*args, **given)
@@ -60,7 +69,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._recover(self.args.output_dir)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **given: Any) -> Any:
-        """As the Trainer's. Returns when the checkpoints that it saved have their names."""
+        """As `Trainer.train`. Returns once the names of its checkpoints are published."""
         if resume_from_checkpoint:
             newest = isinstance(resume_from_checkpoint, bool)
             self._recover(self.args.output_dir if newest else Path(str(resume_from_checkpoint)).parent)
@@ -69,7 +78,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return done
 
     def _recover(self, folder: str | os.PathLike[str]) -> None:
-        """Publish what an earlier process committed and did not name; the ranks see the same folders afterwards."""
+        """Publish names that an earlier process left hidden. Afterwards all ranks see the same folders."""
         if self.args.should_save:
             self._names.recover(folder)
         self.accelerator.wait_for_everyone()
@@ -77,7 +86,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     # saving
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As the Trainer does it, in a hidden folder, but for the four that follow."""
+        """Save as the Trainer does, into a hidden folder. The next four methods replace its files."""
         run_dir = Path(super()._get_output_dir(trial))
         self._scratch = run_dir / _SCRATCH
         if self.args.should_save:
@@ -89,7 +98,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._name(run_dir, hidden)
 
     def _name(self, run_dir: Path, hidden: Path) -> None:
-        """Save the state; the folder gets its name when that is committed."""
+        """Save the state; the folder is published once the step is committed."""
         step = int(self.state.global_step)
         folder = f"checkpoint-{step}"
         if self.state.best_model_checkpoint == str(hidden / folder):
@@ -108,7 +117,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return super()._get_output_dir(trial) if self._scratch is None else str(self._scratch)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The model as files, unless it is a checkpoint that is saved."""
+        """Save the model as files, unless a checkpoint is being saved."""
         if self._scratch is None:
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
@@ -124,7 +133,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Saved with the model."""
 
     def _rotate(self, run_dir: Path, best: str | None) -> None:
-        """`save_total_limit`, as the Trainer counts: the newest and the best one stay."""
+        """Apply `save_total_limit` as the Trainer does: the newest and the best checkpoint stay."""
         limit = self.args.save_total_limit
         if not limit or limit <= 0:
             return
@@ -160,7 +169,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Loaded with the optimizer."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The Trainer calls it when it has skipped the batches that were trained on."""
+        """Restore the generators; the Trainer calls this after it has skipped the batches that were trained on."""
         if checkpoint is not None:
             self._restore({"rng": RNG()}, checkpoint)
 
@@ -175,7 +184,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     # data
 
     def get_train_dataloader(self) -> Any:
-        """A loader of ours as it is; what makes batches of samples as the Trainer makes it."""
+        """A Headrace loader is used unchanged; any other dataset gets the Trainer's DataLoader."""
         if _is_loader(self.train_dataset):
             return self.train_dataset
         return super().get_train_dataloader()
@@ -189,7 +198,12 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
 
 class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """`resume`: restore the run's newest step, if it has one, when training begins. Close the checkpointer yourself."""
+    """Saves when the Trainer does, in addition to its files.
+
+    Args:
+        checkpointer (Checkpointer): Saves and restores. Close it yourself.
+        resume (bool): Restore the run's newest step, if any, when training begins. Default: True.
+    """
 
     def __init__(self, checkpointer: Checkpointer, *, resume: bool = True) -> None:
         self._checkpointer, self._resume = checkpointer, resume
@@ -220,12 +234,12 @@ def _state(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_loader(data: Any) -> bool:
-    """Whether it makes batches by itself and knows its position, as our loaders do."""
+    """Whether the object makes batches and has a state, as Headrace loaders do."""
     return isinstance(data, IterableDataset) and hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
 
 def loader_in(data: Any) -> Any:
-    """The loader of ours that the Trainer iterates, None where it iterates something else."""
+    """The Headrace loader that the Trainer iterates; None if it iterates anything else."""
     if isinstance(data, _Moved):
         return data.loader
     if _is_loader(data):
@@ -242,14 +256,14 @@ def loader_in(data: Any) -> Any:
 
 
 def _to_next_batch(loader: Any) -> None:
-    """Past the end of an epoch, at which a loader whose state was just loaded would find nothing."""
+    """Move past the end of an epoch, where a loader with a restored state would yield no batch."""
     state = loader.state_dict()
     if next(iter(loader), None) is not None:
         loader.load_state_dict(state)
 
 
 class _Moved(IterableDataset[Any]):
-    """The Trainer's view of a loader: batches that were trained on before it was resumed are not skipped again."""
+    """A loader as the Trainer sees it: after a resume it continues by itself, so the Trainer must not skip batches."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -268,7 +282,7 @@ _skip = theirs.skip_first_batches
 
 
 def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """What the Trainer calls when it resumes within an epoch."""
+    """Replaces the Trainer's function that skips batches when it resumes within an epoch."""
     return dataloader if isinstance(dataloader, _Moved) else _skip(dataloader, num_batches)
 
 
