@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.checkpoint.repository import check, collect, tags
 from headrace.checkpoint.repository.retention import Keep, Plan
-from headrace.dataio.core.cli import Parser
+from headrace.dataio.core.cli import apply_option, command, json_option
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.core.limits import format_bytes
 from headrace.dataio.store.base import Store
@@ -31,9 +31,58 @@ if TYPE_CHECKING:
 _MOST_HITS = 5
 
 
-def ckpt(argv: Sequence[str]) -> int:
-    """Run `headrace ckpt ARGV` and return its exit code."""
-    options = _parser().parse_args(argv)
+_HELP = {
+    "show": "one step: its ranks, tensors and bytes, and how they are encoded",
+    "retain": "remove old steps: prints a plan; --apply executes it",
+    "gc": "delete what no step needs: prints a plan; --apply executes it",
+    "tag": "give a step a name, which also keeps it",
+    "untag": "forget a name",
+    "tags": "list names and their steps",
+}
+
+
+def _add_common(action: argparse.ArgumentParser) -> None:
+    action.add_argument("url", metavar="URL", help="the repository: a path, file:///path or s3://bucket/prefix")
+    action.add_argument("--run", help="only this run")
+    json_option()(action)
+    action.epilog = "exit codes: 0 clean · 2 wrong use or not there · 3 try again · 4 damage was found · 5 taken"
+
+
+def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Add the sub-commands; `common` adds the arguments that all have."""
+    made = {name: actions.add_parser(name, help=text) for name, text in _HELP.items()}
+    for parser in made.values():
+        common(parser)
+    made["retain"].add_argument("--last", type=int, metavar="N", help="keep the newest N steps")
+    made["retain"].add_argument("--every", type=int, metavar="N", help="keep steps whose number is a multiple of N")
+    made["retain"].add_argument(
+        "--keep-tags", action="append", metavar="PATTERN", help="keep steps with such a tag (default: any tag)"
+    )
+    for name in ("retain", "gc"):
+        apply_option("remove them")(made[name])
+    made["show"].add_argument("--tensors", action="store_true", help="every tensor as well")
+    for name in ("tag", "untag"):
+        made[name].add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
+    for name in ("tag", "show"):
+        made[name].add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
+    made["tag"].add_argument("--move", action="store_true", help="also when another step has the name")
+
+
+def _add_actions(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser("ls", help="list the steps")
+    checking = actions.add_parser("check", help="read every step and say whether it can be restored bit for bit")
+    checking.add_argument(
+        "--quick", action="store_true", help="only documents, manifests and pack tables, not the data"
+    )
+    for action in (listing, checking):
+        _add_common(action)
+    add(actions, _add_common)
+
+
+@command("ckpt", "List, check, name and remove the steps of a checkpoint repository.", _add_actions)
+def ckpt(options: argparse.Namespace) -> int:
+    """`headrace ckpt ACTION URL`"""
     with open_store(options.url) as store:
         if options.action in COMMANDS:
             return run(store, options)
@@ -48,29 +97,6 @@ def ckpt(argv: Sequence[str]) -> int:
     else:
         _print_check(report, quick=options.quick)
     return 0 if report.clean else CorruptionError.exit_code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = Parser(
-        prog="headrace ckpt", description="List, check, name and remove the steps of a checkpoint repository."
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listing = actions.add_parser("ls", help="list the steps")
-    checking = actions.add_parser("check", help="read every step and say whether it can be restored bit for bit")
-    checking.add_argument(
-        "--quick", action="store_true", help="only documents, manifests and pack tables, not the data"
-    )
-    for action in (listing, checking):
-        _add_common(action)
-    add(actions, _add_common)
-    return parser
-
-
-def _add_common(action: argparse.ArgumentParser) -> None:
-    action.add_argument("url", metavar="URL", help="the repository: a path, file:///path or s3://bucket/prefix")
-    action.add_argument("--run", help="only this run")
-    action.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    action.epilog = "exit codes: 0 clean · 2 wrong use or not there · 3 try again · 4 damage was found · 5 taken"
 
 
 def _print_steps(report: check.Report) -> None:
@@ -109,36 +135,6 @@ def _print_problems(report: check.Report) -> None:
 
 
 _MOST_LINES = 50
-_HELP = {
-    "show": "one step: its ranks, tensors and bytes, and how they are encoded",
-    "retain": "remove old steps: prints a plan; --apply executes it",
-    "gc": "delete what no step needs: prints a plan; --apply executes it",
-    "tag": "give a step a name, which also keeps it",
-    "untag": "forget a name",
-    "tags": "list names and their steps",
-}
-
-
-def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> None:
-    """Add the sub-commands; `common` adds the arguments that all have."""
-    made = {name: actions.add_parser(name, help=text) for name, text in _HELP.items()}
-    for parser in made.values():
-        common(parser)
-    made["retain"].add_argument("--last", type=int, metavar="N", help="keep the newest N steps")
-    made["retain"].add_argument("--every", type=int, metavar="N", help="keep steps whose number is a multiple of N")
-    made["retain"].add_argument(
-        "--keep-tags", action="append", metavar="PATTERN", help="keep steps with such a tag (default: any tag)"
-    )
-    for name in ("retain", "gc"):
-        made[name].add_argument(
-            "--apply", action="store_true", help="change the repository; without it only the plan is printed"
-        )
-    made["show"].add_argument("--tensors", action="store_true", help="every tensor as well")
-    for name in ("tag", "untag"):
-        made[name].add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
-    for name in ("tag", "show"):
-        made[name].add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
-    made["tag"].add_argument("--move", action="store_true", help="also when another step has the name")
 
 
 def run(store: Store, options: argparse.Namespace) -> int:

@@ -1,11 +1,10 @@
 """The `headrace` command: finds the sub-command, runs it, and turns errors into one clear message and an exit code.
 
-Invariant: nothing but this file and `headrace.dataio.core` is imported before a sub-command is chosen, so `headrace
---help` answers
-at once. Sub-commands are named by strings, so the dispatcher sits below all of them without importing any.
-Failure behaviour: a `HeadraceError` becomes `headrace NAME: error: …` on standard error (with `--json`, a JSON object
-on standard output) and its exit code, and so does what the machine refuses (full disks, read-only places, memory); anything else
-is a bug, said so, with exit code 70 and its traceback on request.
+Invariant: only this file and `headrace.dataio.core` are imported before a sub-command is chosen, so `headrace --help`
+answers at once. Commands are named by strings, so this module is below all of them and imports none.
+Failure behaviour: a `HeadraceError` becomes `headrace NAME: error: …` on standard error (with `--json`, a JSON object on
+standard output) and its exit code. So do a full disk, a read-only folder and too little memory. Any other exception is a
+bug: exit code 70, and its traceback with HEADRACE_DEBUG=1.
 """
 
 from __future__ import annotations
@@ -20,48 +19,63 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from headrace.dataio.core.cli import Command, Parser
 from headrace.dataio.core.errors import MORE_MEMORY, AccessDeniedError, CapacityError, HeadraceError, UsageError
 from headrace.dataio.core.imports import naming_extras
 from headrace.dataio.core.redact import printable, redact
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "pack": (
-        "headrace.dataio.shards.ingest.cli:pack",
-        "write media files into tar shards with an index, as a version of a dataset",
-    ),
-    "index": ("headrace.dataio.shards.in_place.cli:index", "make a dataset over WebDataset tars where they are"),
-    "info": ("headrace.dataio.shards.cli:info", "say what a dataset holds"),
-    "ls": ("headrace.dataio.shards.cli:ls", "list the samples of a dataset"),
-    "cat": ("headrace.dataio.shards.cli:cat", "write one member of one sample to standard output"),
-    "order": (
-        "headrace.loaders.sampling.cli:order",
-        "measure how well a dataset is shuffled, and what that costs in reads",
-    ),
-    "log": ("headrace.dataio.shards.cli_versions:log", "list the versions of a dataset"),
-    "filter": ("headrace.dataio.shards.cli_versions:filter_", "save the samples that meet a condition as a version"),
-    "remove": ("headrace.dataio.shards.cli_versions:remove", "make a version without some samples"),
-    "merge": ("headrace.dataio.shards.cli_versions:merge", "make a version that also holds other datasets"),
-    "tag": ("headrace.dataio.shards.cli_versions:tag", "name a version, or list the names"),
-    "diff": ("headrace.dataio.shards.cli_versions:diff", "say what changed between two versions"),
-    "export": ("headrace.dataio.shards.look.cli:export", "write the members of samples as files"),
-    "preview": ("headrace.dataio.shards.look.cli:preview", "make a page of pictures, durations and sizes"),
-    "verify": ("headrace.dataio.shards.verify.cli:verify", "check every byte of a dataset, and repair it from a copy"),
-    "quarantine": ("headrace.loaders.cli:quarantine", "list the samples that loaders left out, and why"),
-    "sidecar": ("headrace.dataio.sidecar.cli:sidecar", "run the node's daemon, or ask it for its status"),
-    "ckpt": ("headrace.checkpoint.cli:ckpt", "list and check the steps of a checkpoint repository"),
-    "trace": (
-        "headrace.dataio.core.cli_trace:trace",
-        "say from event logs where the time went, or draw them for Perfetto",
-    ),
-    "doctor": ("headrace.dataio.store.cli:doctor", "say whether a store gives what shared checkpoints need"),
-    "bench": ("headrace.bench.cli:bench", "measure loaders, checkpoints and stores beside their peers"),
-    "demo": ("headrace.bench.demo.cli:demo", "pack, train, kill, resume and prove it, on a local S3 server"),
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "make a dataset": {
+        "pack": ("headrace.dataio.shards.ingest.cli:pack", "write media files into tar shards with an index"),
+        "index": ("headrace.dataio.shards.ingest.cli:index", "make a dataset over existing WebDataset tars"),
+    },
+    "read a dataset": {
+        "info": ("headrace.dataio.shards.cli:info", "show what a dataset holds"),
+        "ls": ("headrace.dataio.shards.cli:ls", "list the samples of a dataset"),
+        "cat": ("headrace.dataio.shards.cli:cat", "write one member of one sample to standard output"),
+        "export": ("headrace.dataio.shards.cli:export", "write the members of samples as files"),
+        "preview": ("headrace.dataio.shards.cli:preview", "make an HTML page with pictures, durations and sizes"),
+        "order": ("headrace.loaders.sampling.cli:order", "measure how well a loader shuffles a dataset"),
+    },
+    "versions of a dataset": {
+        "log": ("headrace.dataio.shards.cli_versions:log", "list the versions"),
+        "tag": ("headrace.dataio.shards.cli_versions:tag", "name a version, or list the names"),
+        "diff": ("headrace.dataio.shards.cli_versions:diff", "show what changed between two versions"),
+        "filter": (
+            "headrace.dataio.shards.cli_versions:filter_",
+            "save the samples that meet a condition as a version",
+        ),
+        "remove": ("headrace.dataio.shards.cli_versions:remove", "make a version without some samples"),
+        "merge": ("headrace.dataio.shards.cli_versions:merge", "make a version that also holds other datasets"),
+    },
+    "damage": {
+        "verify": (
+            "headrace.dataio.shards.verify.cli:verify",
+            "check every byte of a dataset, and repair it from a copy",
+        ),
+        "quarantine": ("headrace.loaders.cli:quarantine", "list the samples that loaders skipped, and why"),
+    },
+    "checkpoints, nodes and stores": {
+        "ckpt": ("headrace.checkpoint.cli:ckpt", "list, check and remove the steps of a checkpoint repository"),
+        "sidecar": ("headrace.dataio.sidecar.cli:sidecar", "run the node's daemon, or show its status"),
+        "doctor": ("headrace.dataio.store.cli:doctor", "check whether a store supports shared checkpoints"),
+        "trace": ("headrace.dataio.core.cli_trace:trace", "show from event logs where the time went"),
+    },
+    "try and measure": {
+        "demo": ("headrace.bench.demo.cli:demo", "pack, train, kill, resume and compare, on a local S3 server"),
+        "bench": ("headrace.bench.cli:bench", "measure loaders, checkpoints and stores, also those of others"),
+    },
 }
-"""Sub-command → (module:function, one line of help). The function takes the remaining arguments and returns an exit code."""
+"""Heading → command → (module:function, one line of help). The function takes the arguments and returns an exit code."""
+COMMANDS = {name: entry for commands in GROUPS.values() for name, entry in commands.items()}
 
+_SHELLS = ("bash", "zsh")
 _EXIT_CODES = """\
+--version prints the version. --print-completion bash|zsh prints a completion script for the shell.
+Commands that delete or replace something only print their plan, unless --apply is given.
+
 exit codes: 0 done · 1 done in part (some inputs were skipped or found damaged, and are listed) · 2 wrong use or missing
-object · 3 passing trouble, try again · 4 stored data is damaged · 5 another writer won · 6 no space or above a limit ·
+object · 3 temporary failure, try again · 4 stored data is damaged · 5 another writer won · 6 no space or above a limit ·
 70 a bug in Headrace · 130 interrupted, also by SIGTERM"""
 
 
@@ -73,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _terminable():
             code = _run(args)
-        print(end="", flush=True)  # here, where somebody can still say that it failed; nothing when it is closed
+        print(end="", flush=True)  # flush here, where a failure is still reported
         return code
     except HeadraceError as error:
         _report(name, error, as_json="--json" in args)
@@ -85,9 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 0
     except OSError as error:
-        return _machine(name, error, as_json="--json" in args)
+        return _os_error(name, error, as_json="--json" in args)
     except MemoryError:
-        pass  # what is held by where it was raised is free again after this block
+        pass  # report below, after the memory held by the traceback is free
     except Exception as error:
         return _bug(name, error)
     found = CapacityError("this process got no more memory", hint=MORE_MEMORY)
@@ -104,6 +118,9 @@ def _run(args: list[str]) -> int:
 
         print(f"headrace {version('headrace')}")
         return 0
+    if args[0] == "--print-completion":
+        _print_completion(args[1:])
+        return 0
     name = args[0]
     if name not in COMMANDS:
         from difflib import get_close_matches
@@ -117,9 +134,31 @@ def _run(args: list[str]) -> int:
 def usage() -> str:
     """The text of `headrace --help`."""
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:{width}}  {help_line}" for name, (_, help_line) in COMMANDS.items())
-    head = "usage: headrace COMMAND [OPTION ...]\n\ndata in, checkpoints out"
-    return f"{head}\n\n{rows}\n\nheadrace COMMAND --help says more.\n\n{_EXIT_CODES}"
+    text = [
+        "usage: headrace COMMAND [OPTION ...]",
+        "",
+        "the I/O service of a training cluster: data in, checkpoints out",
+    ]
+    for heading, commands in GROUPS.items():
+        text += ["", f"{heading}:", *(f"  {name:{width}}  {line}" for name, (_, line) in commands.items())]
+    return "\n".join([*text, "", "headrace COMMAND --help shows the options of a command.", _EXIT_CODES])
+
+
+def _print_completion(shells: Sequence[str]) -> None:
+    """Print the completion script of a shell; this imports every command, but nothing that a command works with."""
+    import shtab
+
+    if len(shells) != 1 or shells[0] not in _SHELLS:
+        raise UsageError(f"--print-completion takes one of {', '.join(_SHELLS)}", hint="see headrace --help")
+    parser = Parser(prog="headrace")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    actions = parser.add_subparsers()
+    for name, (target, line) in COMMANDS.items():
+        added = actions.add_parser(name, help=line)
+        command = _load(target)
+        if isinstance(command, Command):
+            command.fill(added)
+    print(shtab.complete(parser, shells[0]))
 
 
 def _load(target: str) -> Callable[[list[str]], int]:
@@ -130,8 +169,8 @@ def _load(target: str) -> Callable[[list[str]], int]:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM is an interrupt, so that what was made on the way is taken away and what was started ends, also when a scheduler or
-    a time limit ends the command. A command that has another use for it sets its own."""
+    """Treat SIGTERM as an interrupt, so that temporary files are deleted and child processes end when a scheduler or a time
+    limit ends the command. A command that handles SIGTERM otherwise sets its own handler."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -143,24 +182,24 @@ def _terminable() -> Iterator[None]:
 
 
 def _open_standard() -> None:
-    """What the caller closed is nowhere; else the next file that is opened would get its number, and the text.
+    """Open /dev/null for each standard stream that the caller closed: else the next opened file would get its number.
 
-    What the locale has no letters for is escaped: keys and names of files are in all languages.
+    Characters that the locale cannot encode are escaped, since keys and file names are in all languages.
     """
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:
-            setattr(sys, stream, open(os.devnull, mode))  # noqa: SIM115 - for good, at the lowest free number
+            setattr(sys, stream, open(os.devnull, mode))  # noqa: SIM115 - stays open, at the lowest free number
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it
+        sys.stdout.reconfigure(errors="backslashreplace")  # as for standard error
 
 
 def _drop_output() -> None:
-    """Leave nothing for the interpreter to write, and to complain of, at its end."""
+    """Send remaining output to /dev/null, so that the interpreter does not report a failed flush when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _machine(name: str, error: OSError, *, as_json: bool) -> int:
-    """What no room foresaw: a full disk, behind standard output too, or a place where nobody may write, is no bug."""
+def _os_error(name: str, error: OSError, *, as_json: bool) -> int:
+    """Report an `OSError` that no module translated: a full disk or a read-only folder is not a bug."""
     from headrace.dataio.core.errors import LIMITS, from_os_error
 
     behind_output = error.filename is None and error.errno not in LIMITS

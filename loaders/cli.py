@@ -8,36 +8,42 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from pathlib import Path
 
 import msgspec
 
-from headrace.dataio.core.cli import Parser
+from headrace.dataio.core.cli import apply_option, argument, command, json_option, one_line, print_json_line
 from headrace.dataio.core.errors import HeadraceError, NotFoundError, UsageError
 from headrace.dataio.core.limits import counted
 from headrace.loaders.quarantine import records
 
-_ABOUT = "List the samples that loaders on this machine skipped, with the reason, or delete the records."
+_ABOUT = """\
+List the samples that loaders on this machine skipped, with the reason. With --clear, delete these records: without --apply,
+only print how many would be deleted."""
 _MORE = """\
-The records lie in $HEADRACE_QUARANTINE (`off`: none are kept), or in ~/.local/state/headrace/quarantine.
-No run reads them. To leave samples out of all runs, make a version without them:
-`headrace remove DATASET KEY ...`.
+The records are in $HEADRACE_QUARANTINE (`off`: none are kept), or in ~/.local/state/headrace/quarantine.
+Loaders never read them. To leave samples out of later runs, make a version without them:
+`headrace remove DATASET KEY ... --apply`.
 
-exit codes: 0 none listed, or forgotten · 1 some are listed · 2 wrong use"""
+exit codes: 0 none listed, or records deleted · 1 some are listed · 2 wrong use"""
 
 
-def quarantine(argv: list[str]) -> int:
+@command(
+    "quarantine",
+    _ABOUT,
+    argument("dataset", nargs="?", help="a dataset's URL or directory (default: all)"),
+    argument("--clear", action="store_true", help="delete the records instead of listing them"),
+    apply_option("with --clear: delete them"),
+    argument(
+        "--shared", metavar="URL", help="list the samples that runs share at this address (a loader's quarantine_list)"
+    ),
+    json_option("one JSON object per line"),
+    epilog=_MORE,
+)
+def quarantine(args: argparse.Namespace) -> int:
     """`headrace quarantine [DATASET]`"""
-    parser = Parser("headrace quarantine", description=_ABOUT, epilog=_MORE)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("dataset", nargs="?", help="a dataset's URL or directory (default: all)")
-    parser.add_argument("--clear", action="store_true", help="delete the records")
-    parser.add_argument(
-        "--shared", metavar="URL", help="list what runs share there instead (a loader's quarantine_list)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    args = parser.parse_args(argv)
+    if args.apply and not args.clear:
+        raise UsageError("--apply goes with --clear", hint="`headrace quarantine --clear --apply` deletes the records")
     if args.shared is not None:
         if args.clear or args.dataset is not None:
             raise UsageError(
@@ -52,7 +58,7 @@ def quarantine(argv: list[str]) -> int:
         )
     url = None if args.dataset is None else _url(args.dataset)
     if args.clear:
-        return _clear(folder, url, as_json=args.json)
+        return _clear(folder, url, apply=args.apply, as_json=args.json)
     return _list(folder, url, as_json=args.json)
 
 
@@ -79,9 +85,17 @@ def _is_missing(url: str) -> bool:
         return False
 
 
-def _clear(folder: Path, url: str | None, *, as_json: bool) -> int:
-    gone = records.clear(folder, url)
-    print(json.dumps({"cleared": gone}) if as_json else f"deleted the records of {gone} dataset{'s' * (gone != 1)}")
+def _clear(folder: Path, url: str | None, *, apply: bool, as_json: bool) -> int:
+    if apply:
+        count = records.clear(folder, url)
+    else:
+        count = len({record.skipped.dataset for record in records.distinct(folder, url)[0]})
+    if as_json:
+        print_json_line({"cleared": count if apply else 0, "applied": apply})
+        return 0
+    print(f"records of {counted(count, 'dataset')} {'deleted' if apply else 'would be deleted'}")
+    if not apply:
+        print("nothing was changed; --apply deletes them")
     return 0
 
 
@@ -106,22 +120,18 @@ def _shared(url: str, *, as_json: bool) -> int:
         numbered = bad.numbered()
     for version, entry in numbered:
         if as_json:
-            print(json.dumps({"version": version, **msgspec.to_builtins(entry)}, ensure_ascii=False))
+            print_json_line({"version": version, **msgspec.to_builtins(entry)})
         else:
             found = "suspected by one run: " if entry.suspected and not bad.is_lasting(entry.location, version) else ""
             where = f"{entry.dataset}, {entry.shard} at {entry.offset}"
-            print(_plain(f"{version}  {entry.key}: {found}{entry.reason}  [{where}]"))
+            print(one_line(f"{version}  {entry.key}: {found}{entry.reason}  [{where}]"))
     if not as_json:
         print(f"{counted(len(numbered), 'sample')}, version {max((version for version, _ in numbered), default=0)}")
     return 1 if numbered else 0
-
-
-def _plain(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _line(record: records.Record) -> str:
     one = record.skipped
     kind = "wrong bytes" if one.permanent else "a clip"
     where = f"{one.dataset} version {record.version}, {one.shard} at {one.offset}"
-    return _plain(f"{one.key}  {kind}: {one.reason}  [{where}]")
+    return one_line(f"{one.key}  {kind}: {one.reason}  [{where}]")

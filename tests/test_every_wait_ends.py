@@ -210,7 +210,12 @@ def test_every_public_call_ends(prepared: str, dripping: FaultProxy, tmp_path: P
     }
     commands = [
         *([name, ours] for name in ("info", "ls", "log", "verify", "order")),
-        *(["cat", ours, "0"], ["tag", ours, "name"], ["filter", ours, "duration > 0"], ["remove", ours, "0"]),
+        *(
+            ["cat", ours, "0"],
+            ["tag", ours, "name"],
+            ["filter", ours, "duration > 0"],
+            ["remove", ours, "0", "--apply"],
+        ),
         *(["merge", ours, ours], ["diff", ours, "1"], ["export", ours, "0", str(tmp_path)], ["doctor", run]),
         *(["ckpt", name, run] for name in ("ls", "check", "gc", "tags")),
         *(["ckpt", *more, run, "--run", "exp"] for more in (["show", "--step=1"], ["retain", "--last=1"])),

@@ -10,6 +10,7 @@ exit code is then 1. A file without a header is refused.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.dataio.core.cli import Parser
+from headrace.dataio.core.cli import argument, command, json_option, print_json
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.core.files import write_output
 from headrace.dataio.core.time_breakdown import SAVE, WAIT, Process, by_name, trained
@@ -31,18 +32,16 @@ SHOWN = 16
 """How many trainers and spans the tables show; --json has all."""
 
 
-def trace(argv: list[str]) -> int:
-    """Run `headrace trace` with these arguments; return the exit code."""
-    parser = Parser(
-        prog="headrace trace",
-        description="Say where the time went by event logs (HEADRACE_EVENTS=DIR); with -o also make one trace of them "
-        "for ui.perfetto.dev.",
-        epilog="exit codes: 0 done · 1 lines that are no events were skipped · 2 wrong use",
-    )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="event logs, or directories of them")
-    parser.add_argument("-o", "--output", type=Path, help="where to write the trace, in Chrome's JSON format")
-    parser.add_argument("--json", action="store_true", help="print sums of every process as one JSON object")
-    options = parser.parse_args(argv)
+@command(
+    "trace",
+    "Show from event logs (HEADRACE_EVENTS=DIR) where the time went. With -o, also write one trace for ui.perfetto.dev.",
+    argument("files", nargs="+", type=Path, metavar="FILE", help="event logs, or directories of them"),
+    argument("-o", "--output", type=Path, help="where to write the trace, in Chrome's JSON format"),
+    json_option("the sums of every process as one JSON object"),
+    epilog="exit codes: 0 done · 1 lines that are not events were skipped · 2 wrong use",
+)
+def trace(options: argparse.Namespace) -> int:
+    """`headrace trace FILE...`"""
     reader = _Reader()
     try:
         with _output(options.output) as out:
@@ -52,7 +51,7 @@ def trace(argv: list[str]) -> int:
     processes = [process for _, process in reader.tracks.values()]
     if options.json:
         found = {"events": events, "skipped": reader.skipped, "processes": [each.shown() for each in processes]}
-        print(json.dumps(found))
+        print_json(found)
     else:
         where = f"{options.output}: " if options.output else ""
         print(f"{where}{events} events of {len(processes)} processes")

@@ -62,26 +62,13 @@ def save(dataset: Opened, message: str) -> VersionDocument:
 
 def remove(dataset: Opened, keys: Iterable[str] | None, where: str | None, message: str) -> VersionDocument:
     """Make the newest version without some samples the next one."""
-    if (keys is None) == (where is None):
-        raise UsageError("remove takes either keys or where", hint="give one of them")
-    if isinstance(keys, str):
-        raise UsageError("keys must be a collection of keys, not one string", hint=f"keys=[{keys!r}]")
-    listed = None if keys is None else set(keys)
-    _refuse_view(dataset)
+    listed = _listed(dataset, keys, where)
 
     def build(base: VersionDocument) -> VersionDocument:
         with _mounted(dataset, base) as store:
             opened = OpenIndex(store, base)
-            if listed is not None:
-                gone, missing = query.rows_with_keys(opened, listed)
-                if missing:
-                    raise NotFoundError(f"{dataset.url} has no sample {_some(missing)}", hint="nothing was removed")
-            else:
-                gone = list(query.matching(opened, base, where or ""))
+            gone = _removed_rows(dataset, opened, base, listed, where)
             count = sum(len(rows) for rows, _ in gone)
-            if not count or count == len(opened):
-                which = "no sample is" if not count else "all samples are"
-                raise UsageError(f"{which} to be removed from {dataset.url}", hint="no version was made")
             left = [_without(opened, part, rows) for part, (rows, _) in enumerate(gone)]
             sizes = [part.left_bytes - size for part, (_, size) in zip(base.index, gone, strict=True)]
             parts = _narrowed(store, base, left, sizes)
@@ -89,6 +76,41 @@ def remove(dataset: Opened, keys: Iterable[str] | None, where: str | None, messa
         return _next(base, base.shards, parts, message or f"removed {counted(count, 'sample')}", base.mounts, how)
 
     return versions.commit(dataset.store, build)
+
+
+def count_removed(dataset: Opened, keys: Iterable[str] | None, where: str | None) -> int:
+    """How many samples `remove` would leave out of the version that is open; it raises the same errors."""
+    listed = _listed(dataset, keys, where)
+    with _mounted(dataset, dataset.document) as store:
+        opened = OpenIndex(store, dataset.document)
+        return sum(len(rows) for rows, _ in _removed_rows(dataset, opened, dataset.document, listed, where))
+
+
+def _listed(dataset: Opened, keys: Iterable[str] | None, where: str | None) -> set[str] | None:
+    """The keys to remove, or None for a condition."""
+    if (keys is None) == (where is None):
+        raise UsageError("remove takes either keys or where", hint="give one of them")
+    if isinstance(keys, str):
+        raise UsageError("keys must be a collection of keys, not one string", hint=f"keys=[{keys!r}]")
+    _refuse_view(dataset)
+    return None if keys is None else set(keys)
+
+
+def _removed_rows(
+    dataset: Opened, opened: OpenIndex, base: VersionDocument, listed: set[str] | None, where: str | None
+) -> list[tuple[Rows, int]]:
+    """For each index part, the rows to remove and the bytes of their members."""
+    if listed is not None:
+        gone, missing = query.rows_with_keys(opened, listed)
+        if missing:
+            raise NotFoundError(f"{dataset.url} has no sample {_some(missing)}", hint="nothing was removed")
+    else:
+        gone = list(query.matching(opened, base, where or ""))
+    count = sum(len(rows) for rows, _ in gone)
+    if not count or count == len(opened):
+        which = "no sample is" if not count else "all samples are"
+        raise UsageError(f"{which} to be removed from {dataset.url}", hint="no version was made")
+    return gone
 
 
 def merge(dataset: Opened, others: Sequence[Opened], message: str) -> tuple[VersionDocument, list[Mount]]:

@@ -1,102 +1,122 @@
-"""`headrace info`, `ls` and `cat`, and what other commands print with.
+"""The commands that read a dataset: `headrace info`, `ls`, `cat`, `export` and `preview`.
 
-Invariant: standard output holds results only (with `--json`, JSON only), progress goes to standard error and only to a
-terminal. Names from files are printed without control characters.
+Invariant: standard output holds results only (with `--json`, JSON only), and names from files are printed without control
+characters. A member is written only after its checksum was verified.
 Failure behaviour: errors are raised for `headrace.dataio.cli` to report.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.cli import Parser, positive_int
+from headrace.dataio.core.cli import (
+    argument,
+    command,
+    count_progress,
+    dataset,
+    json_option,
+    one_line,
+    positive_int,
+    print_json,
+    print_json_line,
+    print_rows,
+    trust_mounts,
+    version,
+    where,
+    workers,
+)
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import counted
 
 if TYPE_CHECKING:
     from headrace.dataio.shards.contract import Sample
     from headrace.dataio.shards.dataset import Dataset
-    from headrace.dataio.shards.report import PackReport
 
-_LISTED = 50
 _TEXT = {"txt", "json", "vtt", "srt", "csv", "tsv", "xml", "cls"}
 _SPOOL_BYTES = 64 * limits.MIB
+_CODECS_SHOWN = 12
+_PREVIEW = """\
+Make one HTML page that shows what a dataset holds: pictures of samples spread evenly over it, durations, sizes, codecs and
+captions. The page is one file, needs no network, and opens in any browser."""
 
 
-def info(argv: list[str]) -> int:
+@command(
+    "info",
+    "Show what a dataset holds: samples, hours, bytes, codecs and sizes.",
+    dataset(),
+    version(),
+    trust_mounts(),
+    where(),
+    json_option(),
+)
+def info(args: Namespace) -> int:
     """`headrace info DATASET`"""
-    parser = _parser("info", "Say what a dataset holds: samples, hours, bytes, codecs and sizes.")
-    _add_dataset(parser)
-    _add_where(parser)
-    _add_json(parser)
-    args = parser.parse_args(argv)
-    from headrace.dataio.shards.dataset import Dataset
     from headrace.dataio.shards.summary import summary
 
-    with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset:
-        found = summary(_narrowed(dataset, args.where))
+    with open_dataset(args) as opened:
+        found = summary(_narrowed(opened, args.where))
     if args.json:
-        _print_json(found)
+        print_json(found)
     else:
-        _print_info(found)
+        print_rows(_info_rows(found))
     return 0
 
 
-def ls(argv: list[str]) -> int:
+@command(
+    "ls",
+    "List the samples of a dataset, in the order of their numbers.",
+    dataset(),
+    version(),
+    trust_mounts(),
+    where(),
+    argument("--limit", metavar="N", type=positive_int, help="list only the first N samples"),
+    json_option("one JSON object per line"),
+)
+def ls(args: Namespace) -> int:
     """`headrace ls DATASET`"""
-    parser = _parser("ls", "List the samples of a dataset, in the order of their numbers.")
-    _add_dataset(parser)
-    _add_where(parser)
-    parser.add_argument("--limit", metavar="N", type=positive_int, help="list only the first N")
-    _add_json(parser, "one JSON object a line")
-    args = parser.parse_args(argv)
-    from headrace.dataio.shards.dataset import Dataset
-
-    with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset:
-        for number, sample in enumerate(_narrowed(dataset, args.where)):
+    with open_dataset(args) as opened:
+        for number, sample in enumerate(_narrowed(opened, args.where)):
             if args.limit is not None and number >= args.limit:
                 break
             if args.json:
-                print(json.dumps(_sample_json(sample)))
+                print_json_line(_sample_json(sample))
             else:
                 print(_sample_line(sample))
     return 0
 
 
-def cat(argv: list[str]) -> int:
+@command(
+    "cat",
+    "Write one member of one sample to standard output, after its checksum was verified.",
+    dataset(),
+    argument("key", metavar="KEY", help="the sample's key, as `headrace ls` prints it"),
+    version(),
+    trust_mounts(),
+    argument(
+        "--ext", help="the member's extension, such as mp4 (default: the video, else the audio, else the only member)"
+    ),
+)
+def cat(args: Namespace) -> int:
     """`headrace cat DATASET KEY`"""
-    parser = _parser("cat", "Write one member of one sample to standard output, after its checksum was verified.")
-    _add_dataset(parser)
-    parser.add_argument("key", metavar="KEY", help="the sample's key, as `headrace ls` prints it")
-    parser.add_argument(
-        "--ext", help="which member, such as mp4 (default: the video, else the sound, else the only one)"
-    )
-    args = parser.parse_args(argv)
-    from headrace.dataio.shards.dataset import Dataset
     from headrace.dataio.shards.members import chunks, find_member
 
-    with (
-        Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset,
-        tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool,
-    ):
-        sample = dataset.find(args.key)
+    with open_dataset(args) as opened, tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
+        sample = opened.find(args.key)
         member = find_member(sample, args.ext or _main_ext(sample))
         if sys.stdout.isatty() and member.ext not in _TEXT:
             raise UsageError(
-                f"{member.ext} of {args.key!r} is no text for a terminal",
-                hint="send it to a file or a program (> file), or use `headrace export`",
+                f"{member.ext} of {args.key!r} is not text, so it is not written to a terminal",
+                hint="redirect it to a file or a program (> file), or use `headrace export`",
             )
-        for piece in chunks(dataset.store, sample, member):
+        for piece in chunks(opened.store, sample, member):
             spool.write(piece)
         spool.seek(0)
         shutil.copyfileobj(spool, sys.stdout.buffer)
@@ -104,66 +124,80 @@ def cat(argv: list[str]) -> int:
     return 0
 
 
-# --- arguments
+@command(
+    "export",
+    "Write the members of samples as files into one folder, after their checksums were verified.",
+    dataset(),
+    argument("keys", metavar="KEY", nargs="+", help="the samples' keys, as `headrace ls` prints them"),
+    argument("folder", metavar="DIR", help="the folder to write to; a / in a key becomes %%2F in the file's name"),
+    version(),
+    trust_mounts(),
+    argument("--ext", help="write only this member, such as mp4 (default: all)"),
+    argument("--force", action="store_true", help="replace files that exist"),
+    json_option("one JSON object per line, with member and path,"),
+)
+def export(args: Namespace) -> int:
+    """`headrace export DATASET KEY... DIR`"""
+    from headrace.dataio.shards.look.export import export as export_members
+
+    with open_dataset(args) as opened:
+        for name, path in export_members(opened, args.keys, args.folder, ext=args.ext, force=args.force):
+            if args.json:
+                print_json_line({"member": name, "path": str(path)})
+            else:
+                print(one_line(f"{name} -> {path}"))
+    return 0
 
 
-def _parser(name: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-    return Parser(
-        prog=f"headrace {name}",
-        description=description,
-        epilog=epilog or "exit codes: see headrace --help",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+@command(
+    "preview",
+    _PREVIEW,
+    dataset(),
+    version(),
+    trust_mounts(),
+    where(),
+    argument("--limit", metavar="N", type=positive_int, default=48, help="samples to show pictures of (default: 48)"),
+    argument("--frames", metavar="N", type=positive_int, default=4, help="pictures per sample (default: 4)"),
+    workers("decoding processes"),
+    argument("-o", "--output", metavar="PAGE", required=True, help="the file to write, such as page.html"),
+    json_option("one JSON object about the page"),
+)
+def preview(args: Namespace) -> int:
+    """`headrace preview DATASET -o PAGE`"""
+    from headrace.dataio.core.files import write_output
+    from headrace.dataio.shards.look.export import said
+    from headrace.dataio.shards.look.preview import preview as make
+
+    path = Path(args.output)
+    with open_dataset(args) as opened, count_progress("decoding samples", quiet=args.json) as progress:
+        chosen = _narrowed(opened, args.where)
+        with said(path), write_output(path) as file:  # opened before the decoding, which may take long
+            page = make(chosen, limit=args.limit, frames=args.frames, workers=args.workers, progress=progress)
+            file.write(page.encode())
+        found = {
+            "page": str(path),
+            "bytes": path.stat().st_size,
+            "url": chosen.url,
+            "version": chosen.version,
+            "samples": len(chosen),
+            "shown": min(args.limit, len(chosen)),
+        }
+    if args.json:
+        print_json(found)
+    else:
+        print(one_line(f"{path}: {limits.format_bytes(path.stat().st_size)}"))
+    return 0
 
 
-def _add_dataset(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", metavar="DATASET", help="a folder or s3://bucket/prefix")
-    parser.add_argument("--version", metavar="N", type=_version, help="a version or tag (default: the newest)")
-    _add_trust(parser)
+def open_dataset(args: Namespace) -> Dataset:
+    """The dataset that the arguments `dataset`, `version` and `trust_mounts` name."""
+    from headrace.dataio.shards.dataset import Dataset
+
+    return Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts)
 
 
-def _add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trust-mounts",
-        action="store_true",
-        help="let the dataset name folders of this machine, private hosts and other S3 endpoints",
-    )
-
-
-def _add_where(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--where",
-        metavar="CONDITION",
-        help='only these samples: "duration > 2 and height >= 720" (headrace filter --help)',
-    )
-
-
-def _add_json(parser: argparse.ArgumentParser, what: str = "one JSON object") -> None:
-    parser.add_argument("--json", action="store_true", help=f"print {what}")
-
-
-def _add_workers(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--workers", metavar="N", type=_workers, help=f"{what} (default: one a core)")
-
-
-def _add_making(parser: argparse.ArgumentParser, strict: str, workers: str) -> None:
-    """What `pack` and `index` have in common."""
-    parser.add_argument("--strict", action="store_true", help=f"stop at the first {strict}")
-    _add_workers(parser, workers)
-    parser.add_argument("--name", help="name of the dataset (default: the last part of DST)")
-    _add_json(parser, "the report as one JSON object")
-
-
-def _narrowed(dataset: Dataset, where: str | None) -> Dataset:
-    return dataset if where is None else dataset.where(where)
-
-
-def _version(text: str) -> int | str:
-    return positive_int(text) if text.isdecimal() else text
-
-
-def _workers(text: str) -> int:
-    return positive_int(text, limits.WORKERS)
+def _narrowed(opened: Dataset, condition: str | None) -> Dataset:
+    return opened if condition is None else opened.where(condition)
 
 
 def _main_ext(sample: Sample) -> str:
@@ -172,35 +206,13 @@ def _main_ext(sample: Sample) -> str:
     if len(sample.members) == 1:
         return sample.members[0].ext
     have = ", ".join(member.ext for member in sample.members)
-    raise UsageError(f"sample {sample.key!r} has several members", hint=f"choose with --ext: {have}")
+    raise UsageError(f"sample {sample.key!r} has several members", hint=f"choose one with --ext: {have}")
 
 
 # --- output
 
 
-def _print_report(report: PackReport, url: str, version: int) -> None:
-    speed = report.bytes / 1e6 / max(report.seconds, 1e-3)
-    print(
-        f"{_printable(url)} version {version}: {counted(report.samples, 'sample')} from {counted(report.files, 'file')}"
-    )
-    print(
-        f"{counted(report.shards, 'shard')}, {limits.format_bytes(report.bytes)} in {report.seconds:.1f} s ({speed:.1f} MB/s)"
-    )
-    _print_some("skipped", [f"{item.path}: {item.reason}" for item in report.skipped])
-    _print_some("ignored, belonging to no media file", list(report.ignored))
-    _print_some("remarks", list(report.notes))
-
-
-def _print_some(what: str, lines: list[str]) -> None:
-    if lines:
-        print(f"{what}: {len(lines)}")
-    for line in lines[:_LISTED]:
-        print(f"  {_printable(line)}")
-    if len(lines) > _LISTED:
-        print(f"  and {len(lines) - _LISTED} more (--json lists all)")
-
-
-def _print_info(found: dict[str, Any]) -> None:
+def _info_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("dataset", f"{found['url']} ({found['name']})"),
         ("version", f"{found['version']} of {found['created']}, digest {found['digest'][:16]}"),
@@ -212,10 +224,10 @@ def _print_info(found: dict[str, Any]) -> None:
     ]
     for label in ("video codecs", "audio codecs", "sizes", "sample rates", "colors"):
         counts = list(found[label.replace(" ", "_")].items())
-        shown = ", ".join(f"{name} ({n})" for name, n in counts[:12])
-        rows.append((label, shown + (f", and {len(counts) - 12} more" if len(counts) > 12 else "") or "none"))
-    for label, value in rows:
-        print(f"{label:13} {_printable(value)}")
+        shown = ", ".join(f"{name} ({n})" for name, n in counts[:_CODECS_SHOWN])
+        more = f", and {len(counts) - _CODECS_SHOWN} more" if len(counts) > _CODECS_SHOWN else ""
+        rows.append((label, shown + more or "none"))
+    return rows
 
 
 def _bytes_in_shards(found: dict[str, Any]) -> str:
@@ -223,7 +235,7 @@ def _bytes_in_shards(found: dict[str, Any]) -> str:
 
 
 def _origin(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """How the version came to be, as far as there is something to say."""
+    """How the version was made, as far as that is recorded."""
     sources = ", ".join(f"{source['name']} version {source['version']}" for source in found["made_from"])
     made = [found["message"], f"from {sources}" if sources else "", "" if found["trunk"] else "a saved view"]
     rows = [("made by", ", ".join(filter(None, made))), ("where", " and ".join(found["where"]))]
@@ -238,55 +250,16 @@ def _sample_line(sample: Sample) -> str:
     if sample.audio:
         parts.append(f"{sample.audio.codec} {sample.audio.sample_rate} Hz x{sample.audio.channels}")
     members = " ".join(f"{m.ext}:{m.length}" for m in sample.members)
-    return _printable(f"{sample.id}\t{sample.key}\t{', '.join(parts)}\t{members}")
+    return one_line(f"{sample.id}\t{sample.key}\t{', '.join(parts)}\t{members}")
 
 
 def _sample_json(sample: Sample) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(sample, enc_hook=str)  # fractions are what it does not know
+    found: dict[str, Any] = msgspec.to_builtins(sample, enc_hook=str)  # str: msgspec does not know fractions
     if sample.video:
         found["video"]["key_frames"] = len(sample.video.key_frames)
     for shown, member in zip(found["members"], sample.members, strict=True):
         pieces = shown.pop("pieces")
-        if member.pieces is not None:  # the digests themselves are nothing to look at
+        if member.pieces is not None:  # only their numbers: the digests are binary
             counts = {"digests": len(member.pieces.digests) // 8, "marks": len(member.pieces.marks)}
             shown["pieces"] = {**pieces, **counts}
     return found
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, indent=1))
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() or c == "\t" else "?" for c in text)
-
-
-class _Bytes(Protocol):
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def bytes_total(self) -> int | None: ...
-
-
-Done = TypeVar("Done", bound=_Bytes)
-
-
-@contextlib.contextmanager
-def _byte_bar(verb: str, words: Callable[[Done], str], *, quiet: bool) -> Iterator[Callable[[Done], None] | None]:
-    """Shows what is done as a bar over bytes on a terminal's standard error; None where nobody would see it."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(verb + " {task.fields[what]}"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(
-        *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
-        task = bar.add_task("", what="…", total=None)
-
-        def show(done: Done) -> None:
-            bar.update(task, total=done.bytes_total, completed=done.bytes, what=words(done))
-
-        yield show

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.dataio.core import log
-from headrace.dataio.core.cli import Parser
+from headrace.dataio.core.cli import apply_option, command, json_option
 from headrace.dataio.core.errors import NotFoundError, TransientError
 from headrace.dataio.sidecar import settings, systemd
 
@@ -27,19 +27,9 @@ COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "head
 """The command that runs a staged job, by its kind. A string, since this layer must not import what it starts."""
 
 
-def sidecar(argv: list[str]) -> int:
-    """Entry point of `headrace sidecar`."""
-    options = _parser().parse_args(argv)
-    return {"run": _run, "status": _status, "forget": _forget}[options.action](options)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="headrace sidecar",
-        description="Run or query the node's daemon, which caches shards and commits staged checkpoints.",
-    )
-    actions = parser.add_subparsers(dest="action", required=True)
-    run = actions.add_parser("run", help="run the daemon in the foreground; SIGTERM drains and stops it")
+def _add_actions(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    run = actions.add_parser("run", help="run the daemon in the foreground until SIGTERM, which drains it")
     run.add_argument(
         "--config",
         metavar="FILE",
@@ -51,17 +41,21 @@ def _parser() -> argparse.ArgumentParser:
         run.add_argument(
             flag, dest=setting.name, metavar=setting.metavar, help=(setting.help + default).replace("%", "%%")
         )
-    status = actions.add_parser("status", help="show the status of the running daemon; exit code 2 if none is running")
-    status.add_argument("--socket", type=Path)
-    status.add_argument("--json", action="store_true", help="print the full status as one JSON object")
-    status.add_argument("--watch", action="store_true", help="refresh every 2 seconds until interrupted")
-    forget = actions.add_parser("forget", help="remove kept steps from the local tier; without --apply only list them")
-    forget.add_argument("run", help="name of the run")
+    status = actions.add_parser("status", help="show the running daemon's status; exit code 2 when none is running")
+    status.add_argument("--watch", action="store_true", help="show it again every 2 seconds, until interrupted")
+    forget = actions.add_parser("forget", help="remove steps from the node's tier; only lists them without --apply")
+    forget.add_argument("run", help="the run's name")
     forget.add_argument("--step", type=int, help="only this step")
-    forget.add_argument("--apply", action="store_true", help="remove them, even if the store may have no copy")
-    forget.add_argument("--socket", type=Path)
-    forget.add_argument("--json", action="store_true")
-    return parser
+    apply_option("remove them, also where the store may have no copy")(forget)
+    for action in (status, forget):
+        action.add_argument("--socket", type=Path, help="the daemon's socket (default: found as loaders find it)")
+        json_option()(action)
+
+
+@command("sidecar", "Run the node's daemon, which shares a cache and stages checkpoints, or ask it.", _add_actions)
+def sidecar(options: argparse.Namespace) -> int:
+    """`headrace sidecar run | status | forget`"""
+    return {"run": _run, "status": _status, "forget": _forget}[options.action](options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -122,4 +116,4 @@ def _text(records: list[Record], done: bool) -> str:
         f"step {r.step} of run {r.run}, rank {r.rank}: " + ("committed" if r.committed else "NOT KNOWN TO BE COMMITTED")
         for r in records
     ]
-    return "\n".join([*lines, "removed" if done else "nothing was removed: add --apply"])
+    return "\n".join([*lines, "removed" if done else "nothing was removed; --apply removes them"])

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -25,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headrace.dataio.core.cli import Parser, positive_int
-from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.core.cli import argument, command, json_option, positive_int, print_json
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.posix import TEMPORARY
@@ -46,41 +45,35 @@ class Check:
     detail: str = ""
 
 
-def doctor(argv: Sequence[str]) -> int:
-    """Run `headrace doctor` with these arguments; the exit code."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+def _thousand(text: str) -> int:
+    return positive_int(text, 1000)
+
+
+@command(
+    "doctor",
+    "Check whether a store supports what datasets and shared checkpoints need.",
+    argument("url", nargs="?", help="a path, file:///path or s3://bucket/prefix"),
+    argument(
+        "--memory",
+        action="store_true",
+        help="instead, measure how fast this machine copies a state, and advise settings",
+    ),
+    argument("--certify", action="store_true", help="also let many writers race for one key, several times"),
+    argument("--writers", type=_thousand, default=50, help="writers in a race (default: 50)"),
+    argument("--rounds", type=_thousand, default=5, help="races (default: 5)"),
+    json_option("the report as one JSON object"),
+    epilog="exit codes: 0 good for everything · 2 wrong use, no access, or not for several writers · 3 unreachable",
+)
+def doctor(options: argparse.Namespace) -> int:
+    """`headrace doctor URL`"""
     if options.memory:
         return subprocess.call([sys.executable, "-m", _COPIES, *(["--json"] if options.json else [])])
     if options.url is None:
-        parser.error("give the URL of a store, or --memory")
+        raise UsageError("give the URL of a store, or --memory", hint="see headrace doctor --help")
     with open_store(options.url) as store, _no_new_folders(store.location.url):
         checks = _examine(store, options.rounds if options.certify else 0, options.writers)
         _print(store, checks, options)
     return 0 if all(check.ok for check in checks) else UnsupportedError.exit_code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="headrace doctor",
-        description="Say whether a store gives what datasets and shared checkpoints need.",
-        epilog="exit codes: 0 good for everything · 2 wrong use, no access, or not for several writers · 3 unreachable",
-    )
-    parser.add_argument("url", nargs="?", help="a path, file:///path or s3://bucket/prefix")
-    parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="instead, measure how fast this machine copies a state, and say what to set",
-    )
-    parser.add_argument("--certify", action="store_true", help="also let many writers race for one key, several times")
-    parser.add_argument("--writers", type=_thousand, default=50, help="writers in a race (default: 50)")
-    parser.add_argument("--rounds", type=_thousand, default=5, help="races (default: 5)")
-    parser.add_argument("--json", action="store_true", help="report as one JSON object")
-    return parser
-
-
-def _thousand(text: str) -> int:
-    return positive_int(text, 1000)
 
 
 def _examine(store: Store, rounds: int, writers: int) -> list[Check]:
@@ -196,16 +189,13 @@ def _verdict(store: Store, checks: Sequence[Check]) -> str:
 def _print(store: Store, checks: Sequence[Check], options: argparse.Namespace) -> None:
     ok = all(check.ok for check in checks)
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "url": store.location.url,
-                    "ok": ok,
-                    "verdict": _verdict(store, checks),
-                    "checks": [*map(asdict, checks)],
-                }
-            )
-        )
+        found = {
+            "url": store.location.url,
+            "ok": ok,
+            "verdict": _verdict(store, checks),
+            "checks": [*map(asdict, checks)],
+        }
+        print_json(found)
         return
     print(store.location.url, *filter(None, [store.location.options.get("endpoint_url")]))
     for check in checks:

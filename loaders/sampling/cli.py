@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.dataio.core.cli import Parser, positive_int
+from headrace.dataio.core.cli import command, json_option, positive_int, print_json, trust_mounts, version, where
 from headrace.dataio.core.errors import UsageError
 from headrace.loaders.sampling.schedule import Population
 
@@ -25,13 +24,87 @@ if TYPE_CHECKING:
 _SHADES = " ░▒▓█"
 
 
-def order(argv: list[str]) -> int:
+def _shape(text: str) -> tuple[int, ...]:
+    parts = text.lower().split("x")
+    if len(parts) not in (2, 3):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 256x256 or 192x336x32")
+    return tuple(positive_int(part) for part in parts)
+
+
+def _pixels(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text[:20]) < 1 << 53:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of pixels")
+    return int(text)
+
+
+def _weights(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers") from None
+
+
+def _natural(text: str) -> int:
+    return 0 if text == "0" else positive_int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(positive_int(part) for part in text.split(","))
+    if max(counts) > 4096:
+        raise argparse.ArgumentTypeError("at most 4096 nodes")
+    return counts
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "datasets",
+        metavar="DATASET",
+        nargs="+",
+        help="a folder or s3://bucket/prefix; several are also measured as a mixture",
+    )
+    version()(parser)
+    trust_mounts()(parser)
+    where()(parser)
+    parser.add_argument(
+        "--batch", metavar="N", type=positive_int, default=64, help="size of the global batch (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the loader's seed (default: %(default)s)")
+    parser.add_argument("--epoch", type=_natural, default=0, help="which epoch (default: %(default)s)")
+    parser.add_argument("--no-shuffle", action="store_true", help="the order of a loader with shuffle=False")
+    parser.add_argument(
+        "--batches", type=positive_int, default=256, help="how many batches to measure (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--nodes", metavar="N,N", type=_counts, default=(1, 2, 4, 8), help="numbers of nodes (default: 1,2,4,8)"
+    )
+    parser.add_argument(
+        "--weights", metavar="W,W", type=_weights, help="weights of a mixture (default: the datasets' sizes)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="temperature of a mixture (default: %(default)s)"
+    )
+    shapes = parser.add_argument_group("buckets", "also measure videos in batches of one shape")
+    shapes.add_argument(
+        "--bucket", metavar="HxW[xFRAMES]", type=_shape, action="append", help="a shape; give one or more"
+    )
+    shapes.add_argument(
+        "--budget", metavar="PIXELS", type=_pixels, help="pixels of a global batch (default: --batch of the largest)"
+    )
+    shapes.add_argument(
+        "--frames", metavar="N", type=positive_int, default=16, help="frames of a clip (default: %(default)s)"
+    )
+    json_option()(parser)
+
+
+@command(
+    "order",
+    "Compare the order in which a loader reads a dataset's samples with a full shuffle, and count the reads it needs.",
+    _add_arguments,
+)
+def order(args: argparse.Namespace) -> int:
     """`headrace order DATASET...`"""
-    args = _parser().parse_args(argv)
     if len(args.datasets) == 1 and (args.weights is not None or args.temperature != 1.0):
-        raise UsageError(
-            "--weights and --temperature need a mixture, and this is one dataset", hint="name several datasets"
-        )
+        raise UsageError("--weights and --temperature need several datasets", hint="name the datasets of the mixture")
     from headrace.dataio.shards.dataset import Dataset
 
     found: list[Quality] = []
@@ -48,7 +121,7 @@ def order(argv: list[str]) -> int:
     mixed = _mix(sizes, args) if len(args.datasets) > 1 else None
     shaped = None if buckets is None else _mix_in(buckets, cells, args)
     if args.json:
-        print(json.dumps(_json(found, mixed, shaped)))
+        print_json(_json(found, mixed, shaped))
         return 0
     for url, one in zip(args.datasets, found, strict=True):
         print(f"{url}: ", end="")
@@ -149,51 +222,6 @@ def _measure(dataset: Dataset, args: argparse.Namespace) -> Quality:
     return quality(made, shards.indices.to_numpy(), epoch=args.epoch, batches=args.batches, nodes=args.nodes)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="headrace order",
-        description="Measure the order in which a loader takes a dataset's samples, compared with a full shuffle.",
-        epilog="exit codes: see headrace --help",
-    )
-    parser.add_argument(
-        "datasets",
-        metavar="DATASET",
-        nargs="+",
-        help="a folder or s3://bucket/prefix; several are also measured as a mixture",
-    )
-    parser.add_argument("--version", metavar="N", type=_version, help="a version or tag (default: the newest)")
-    parser.add_argument(
-        "--trust-mounts",
-        action="store_true",
-        help="let the datasets name folders of this machine, private hosts and other S3 endpoints",
-    )
-    parser.add_argument("--where", metavar="CONDITION", help="only these samples (headrace filter --help)")
-    parser.add_argument(
-        "--batch", metavar="N", type=positive_int, default=64, help="size of the global batch (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="the loader's seed (default: %(default)s)")
-    parser.add_argument("--epoch", type=_natural, default=0, help="which epoch (default: %(default)s)")
-    parser.add_argument("--no-shuffle", action="store_true", help="the order of a loader with shuffle=False")
-    parser.add_argument(
-        "--batches", type=positive_int, default=256, help="how many batches to look at (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--nodes", metavar="N,N", type=_counts, default=(1, 2, 4, 8), help="numbers of nodes (default: 1,2,4,8)"
-    )
-    parser.add_argument("--weights", metavar="W,W", type=_weights, help="of a mixture (default: the datasets' sizes)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of a mixture (default: %(default)s)")
-    shapes = parser.add_argument_group("buckets", "also measure videos in batches of one shape")
-    shapes.add_argument(
-        "--bucket", metavar="HxW[xFRAMES]", type=_shape, action="append", help="a shape; give one or more"
-    )
-    shapes.add_argument(
-        "--budget", metavar="PIXELS", type=_pixels, help="of a global batch (default: --batch of the largest)"
-    )
-    shapes.add_argument("--frames", metavar="N", type=positive_int, default=16, help="of a clip (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
 def _print(found: Quality) -> None:
     print(
         f"{found.samples} samples in {found.groups} shards, global batches of {found.batch}; {found.batches} looked at\n"
@@ -231,38 +259,3 @@ def _print_buckets(buckets: Buckets, shaped: Sequence[BucketBalance]) -> None:
         name = "x".join(map(str, (*shape.size, *([shape.frames] if shape.frames else []))))
         bits, off = f"{found.entropy:18.4f}{found.drawn_entropy:8.4f}", f"{found.away:16.1f}{found.drawn_away:8.1f}"
         print(f"{name:20}{one.share:8.2%}{found.batch:8}{bits}{off}")
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    parts = text.lower().split("x")
-    if len(parts) not in (2, 3):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 256x256 or 192x336x32")
-    return tuple(positive_int(part) for part in parts)
-
-
-def _pixels(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text[:20]) < 1 << 53:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of pixels")
-    return int(text)
-
-
-def _weights(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers") from None
-
-
-def _version(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
-
-
-def _natural(text: str) -> int:
-    return 0 if text == "0" else positive_int(text)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(positive_int(part) for part in text.split(","))
-    if max(counts) > 4096:
-        raise argparse.ArgumentTypeError("at most 4096 nodes")
-    return counts

@@ -1,6 +1,6 @@
-"""`headrace pack`, also with `--append`.
+"""The commands that make a dataset: `headrace pack` (also with `--append`) and `headrace index`.
 
-Invariant: as in `headrace.dataio.shards.cli`: standard output holds results only, progress goes to a terminal's standard error.
+Invariant: standard output holds results only, progress goes to a terminal's standard error.
 Failure behaviour: errors are raised for `headrace.dataio.cli` to report; 1 is returned when inputs were skipped.
 """
 
@@ -13,29 +13,96 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.cli import positive_int
+from headrace.dataio.core.cli import (
+    Argument,
+    argument,
+    byte_progress,
+    byte_rate,
+    command,
+    group,
+    json_option,
+    one_line,
+    positive_int,
+    print_json,
+    print_list,
+    trust_mounts,
+    workers,
+)
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.shards.cli import _add_making, _add_trust, _byte_bar, _parser, _print_json, _print_report
+from headrace.dataio.core.limits import counted
 
 if TYPE_CHECKING:
+    from headrace.dataio.shards.in_place.tally import IndexProgress
     from headrace.dataio.shards.media.facts import Recipe
     from headrace.dataio.shards.report import PackReport, Progress
 
-_HELP = """\
+_PACK = """\
 SRC is a file, a folder, a quoted glob, a manifest (.csv .tsv .jsonl .parquet) or a WebDataset .tar, local or s3://bucket/….
-Files of the same stem in one folder are one sample: clip.mp4 with clip.json (fields), clip.txt or clip.vtt (text), and so on.
+Files with the same stem in one folder are one sample: clip.mp4 with clip.json (fields), clip.txt or clip.vtt (text), and so on.
 DST is a folder or s3://bucket/prefix; S3 credentials and endpoint come from the usual AWS variables and profiles.
-A pack that was interrupted goes on where it was when the same command is given again."""
-_CODES = """\
+To continue an interrupted pack, give the same command again."""
+_PACK_CODES = """\
 exit codes: 0 all packed · 1 packed, but some files were skipped (they are listed) · 2 wrong use, or a source or bucket that
-does not exist · 3 passing trouble, try again · 4 a damaged file, with --strict · 5 DST already holds a dataset, or with
---append a sample of the same key"""
+does not exist · 3 temporary failure, try again · 4 a damaged file, with --strict · 5 DST already holds a dataset, or with
+--append a sample with the same key"""
+_INDEX = """\
+Make a dataset over existing WebDataset tars without moving them. Nothing is copied: DST gets only an index and a version.
+URL-PATTERN is a tar, a folder of tars, or a quoted pattern: 's3://bucket/set/{00000..09999}.tar', '/data/{train,extra}/*.tar'.
+Every shard is read once, to hash its members and to probe its media. S3 credentials and endpoint come from the usual AWS
+variables and profiles. Commands (pipe:…) and compressed tars are refused."""
+_INDEX_CODES = """\
+exit codes: 0 all indexed · 1 indexed, but samples or shards were skipped (they are listed) · 2 wrong use, or nothing to
+index · 3 temporary failure, try again · 4 a damaged shard, with --strict · 5 DST already holds a dataset"""
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min)?")
 
 
-def pack(argv: list[str]) -> int:
+def _seconds(text: str) -> float:
+    match = _SECONDS.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 10s, 1.5s or 2m")
+    return float(match[1]) * {"ms": 1e-3, "m": 60.0, "min": 60.0}.get(match[2], 1.0)
+
+
+def _making(strict: str, processes: str) -> tuple[Argument, ...]:
+    """The options that `pack` and `index` have in common."""
+    return (
+        argument("--strict", action="store_true", help=f"stop at the first {strict}"),
+        workers(processes),
+        argument("--name", help="name of the dataset (default: the last part of DST)"),
+        json_option("the report as one JSON object"),
+    )
+
+
+@command(
+    "pack",
+    _PACK,
+    argument("sources", metavar="SRC", nargs="+", help="what to pack"),
+    argument("destination", metavar="DST", help="where the dataset is written"),
+    argument("--shard-size", metavar="SIZE", default="256MiB", help="size of a shard (default: 256MiB)"),
+    argument("--append", action="store_true", help="add to the dataset at DST, as its next version"),
+    trust_mounts(),
+    argument("--engine", choices=("local", "ray"), default="local", help="where the work runs (default: local)"),
+    *_making("file that cannot be packed", "media processes"),
+    group(
+        "media",
+        argument("--transcode", choices=("h264",), help="re-encode the video, upright and with square pixels"),
+        argument("--gop", metavar="N", type=positive_int, default=32, help="a key frame every N frames (default: 32)"),
+        argument("--height", metavar="ROWS", type=positive_int, help="scale down to this many rows"),
+        argument("--remux", choices=("mp4", "mov", "mkv", "webm"), help="copy the streams into this container"),
+        argument("--faststart", action="store_true", help="put the index of MP4 files at the front"),
+        argument("--split", metavar="TIME", type=_seconds, help="cut at key frames into clips this long, e.g. 10s"),
+        description="convert video files while packing",
+    ),
+    group(
+        "manifests",
+        argument("--path-column", metavar="NAME", default="path", help="default: path"),
+        argument("--key-column", metavar="NAME", default="key", help="default: key"),
+        argument("--caption-column", metavar="NAME", default="caption", help="default: caption"),
+    ),
+    epilog=_PACK_CODES,
+)
+def pack(args: argparse.Namespace) -> int:
     """`headrace pack SRC... DST`"""
-    args = _arguments().parse_args(argv)
     if args.append and args.name:
         raise UsageError("--name is for a new dataset, not for --append", hint="leave one of them out")
     if args.trust_mounts and not args.append:
@@ -45,7 +112,7 @@ def pack(argv: list[str]) -> int:
     from headrace.dataio.shards.ingest.pack import pack as pack_files
 
     call = partial(append, trust_mounts=args.trust_mounts) if args.append else partial(pack_files, name=args.name)
-    with _byte_bar("packing", _words, quiet=args.json) as progress:
+    with byte_progress("packing", _pack_progress, quiet=args.json) as progress:
         dataset = call(
             args.sources,
             args.destination,
@@ -61,38 +128,52 @@ def pack(argv: list[str]) -> int:
         report = dataset.report
         assert report is not None
         if args.json:
-            _print_json({"url": dataset.url, "version": dataset.version, **dataclasses.asdict(report)})
+            print_json({"url": dataset.url, "version": dataset.version, **dataclasses.asdict(report)})
         else:
-            _print_report(report, dataset.url, dataset.version)
+            _print_report(report, dataset.url, dataset.version, ignored="ignored, belonging to no media file")
             _print_engine(report)
     return 1 if report.skipped else 0
 
 
-def _arguments() -> argparse.ArgumentParser:
-    parser = _parser("pack", _HELP, _CODES)
-    parser.add_argument("sources", metavar="SRC", nargs="+", help="what to pack")
-    parser.add_argument("destination", metavar="DST", help="where the dataset goes")
-    parser.add_argument("--shard-size", metavar="SIZE", default="256MiB", help="size of a shard (default: 256MiB)")
-    parser.add_argument("--append", action="store_true", help="add to the dataset that DST holds, as its next version")
-    _add_trust(parser)
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where to work (default: local)")
-    _add_making(parser, "file that cannot be packed", "media processes")
-    media = parser.add_argument_group("media", "files with pictures can be changed on the way")
-    media.add_argument("--transcode", choices=("h264",), help="re-encode the pictures, upright and with square pixels")
-    media.add_argument(
-        "--gop", metavar="N", type=positive_int, default=32, help="a key frame every N frames (default: 32)"
-    )
-    media.add_argument("--height", metavar="ROWS", type=positive_int, help="scale down to so many rows")
-    media.add_argument("--remux", choices=("mp4", "mov", "mkv", "webm"), help="copy the streams into this container")
-    media.add_argument("--faststart", action="store_true", help="put the index of MP4 files in front")
-    media.add_argument(
-        "--split", metavar="TIME", type=_seconds, help="cut at key frames into clips this long, e.g. 10s"
-    )
-    columns = parser.add_argument_group("manifests")
-    columns.add_argument("--path-column", metavar="NAME", default="path", help="default: path")
-    columns.add_argument("--key-column", metavar="NAME", default="key", help="default: key")
-    columns.add_argument("--caption-column", metavar="NAME", default="caption", help="default: caption")
-    return parser
+@command(
+    "index",
+    _INDEX,
+    argument("patterns", metavar="URL-PATTERN", nargs="+", help="which tars"),
+    argument("destination", metavar="DST", help="where the dataset is written: a folder or s3://bucket/prefix"),
+    argument(
+        "--keys",
+        choices=("member", "shard"),
+        default="member",
+        help="a sample's key: the name of its members, or that with the shard's path before it (default: member)",
+    ),
+    *_making("sample or shard that cannot be used", "probing processes"),
+    epilog=_INDEX_CODES,
+)
+def index(args: argparse.Namespace) -> int:
+    """`headrace index URL-PATTERN... DST`"""
+    from headrace.dataio.shards.in_place.indexing import index as index_tars
+
+    with byte_progress("indexing", _index_progress, quiet=args.json) as progress:
+        dataset = index_tars(
+            args.patterns,
+            args.destination,
+            name=args.name,
+            strict=args.strict,
+            keys=args.keys,
+            progress=progress,
+            workers=args.workers,
+        )
+    with dataset:
+        report = dataset.report
+        assert report is not None
+        if args.json:
+            mounts = {mount.name: mount.url for mount in dataset.document.mounts}
+            print_json({"url": dataset.url, "version": dataset.version, "mounts": mounts, **dataclasses.asdict(report)})
+        else:
+            _print_report(report, dataset.url, dataset.version, ignored="ignored, not named like a tar")
+            for mount in dataset.document.mounts:
+                print(f"shards stay in {one_line(mount.url)}")
+    return 1 if report.skipped else 0
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -108,21 +189,32 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     )
 
 
-def _seconds(text: str) -> float:
-    match = _SECONDS.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 10s, 1.5s or 2m")
-    return float(match[1]) * {"ms": 1e-3, "m": 60.0, "min": 60.0}.get(match[2], 1.0)
+# --- output
+
+
+def _print_report(report: PackReport, url: str, version: int, *, ignored: str) -> None:
+    print(
+        f"{one_line(url)} version {version}: {counted(report.samples, 'sample')} from {counted(report.files, 'file')}"
+    )
+    print(f"{counted(report.shards, 'shard')}, {byte_rate(report.bytes, report.seconds)}")
+    print_list("skipped", [f"{item.path}: {item.reason}" for item in report.skipped])
+    print_list(ignored, list(report.ignored))
+    print_list("remarks", list(report.notes))
 
 
 def _print_engine(report: PackReport) -> None:
     if report.resumed:
-        print(f"went on after an interrupted start: {report.resumed} units were done already")
+        print(f"continued an interrupted pack: {report.resumed} units were already done")
     for worker in report.workers if len(report.workers) > 1 else ():
         speed = worker.bytes / 1e6 / max(worker.seconds, 1e-3)
         print(f"  {worker.name}: {worker.groups} inputs in {worker.seconds:.1f} s ({speed:.1f} MB/s)")
 
 
-def _words(done: Progress) -> str:
+def _pack_progress(done: Progress) -> str:
     skipped = f" ({done.skipped} skipped)" if done.skipped else ""
     return f"{done.samples}/{done.samples_total}{skipped}"
+
+
+def _index_progress(done: IndexProgress) -> str:
+    skipped = f" ({done.skipped} skipped)" if done.skipped else ""
+    return f"shard {done.shards}/{done.shards_total}, {done.samples} samples{skipped}"

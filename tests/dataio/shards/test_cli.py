@@ -211,7 +211,7 @@ def test_cat_shows_a_terminal_text_only(dataset: Path) -> None:
     command = [sys.executable, "-m", "headrace.dataio.cli", "cat", str(dataset), "a"]
     refused = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, timeout=120, check=False)
     assert refused.returncode == 2
-    assert b"mp4 of 'a' is no text for a terminal" in refused.stderr
+    assert b"mp4 of 'a' is not text, so it is not written to a terminal" in refused.stderr
     shown = subprocess.run([*command, "--ext", "txt"], stdout=theirs, timeout=120, check=False)
     assert shown.returncode == 0
     assert os.read(ours, 1000) == b"caption"

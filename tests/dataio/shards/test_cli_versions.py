@@ -43,13 +43,21 @@ def test_samples_are_removed_by_key_file_and_condition(
     root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(capsys, "remove", root, "k00003") == [
+        f"file://{root} version 1: 1 sample would be removed",
+        "nothing was changed; --apply makes the version without them",
+    ]
+    assert json.loads("\n".join(run(capsys, "remove", root, "k00003", "--json")))["applied"] is False
+    assert len(run(capsys, "log", root)) == 1
+    assert run(capsys, "remove", "--apply", root, "k00003") == [
         f"file://{root} version 2: 19 samples (version 1: 20), removed 1 sample"
     ]
     (tmp_path / "keys").write_text("k00004\n\nk00005\n")
-    run(capsys, "remove", root, "--keys-from", str(tmp_path / "keys"))
+    run(capsys, "remove", "--apply", root, "--keys-from", str(tmp_path / "keys"))
     monkeypatch.setattr("sys.stdin", io.StringIO("k00006\n"))
-    run(capsys, "remove", root, "--keys-from", "-")
-    found = json.loads("\n".join(run(capsys, "remove", root, "--where", "duration > 17", "-m", "bad", "--json")))
+    run(capsys, "remove", "--apply", root, "--keys-from", "-")
+    found = json.loads(
+        "\n".join(run(capsys, "remove", "--apply", root, "--where", "duration > 17", "-m", "bad", "--json"))
+    )
     assert (found["version"], found["parent"], found["samples"], found["message"]) == (5, 4, 14, "bad")
     assert "either keys or --where" in run(capsys, "remove", root, code=2)[0]
     assert "no sample 'k00003'" in run(capsys, "remove", root, "k00003", code=2)[0]
@@ -58,7 +66,7 @@ def test_samples_are_removed_by_key_file_and_condition(
 
 def test_the_log_is_newest_first_and_marks_views(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "filter", root, "duration >= 15", "--tag", "long")
-    run(capsys, "remove", root, "k00003", "-m", "bad")
+    run(capsys, "remove", "--apply", root, "k00003", "-m", "bad")
     lines = run(capsys, "log", root)
     assert [line.split()[0] for line in lines] == ["3", "2*", "1"]
     assert lines[0].endswith("19 samples  bad")
@@ -69,7 +77,7 @@ def test_the_log_is_newest_first_and_marks_views(root: str, capsys: pytest.Captu
 
 def test_differing_versions_are_exit_code_1(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(open_store(tmp_path / "two"), range(20, 22), name="two")
-    run(capsys, "remove", root, "k00003")
+    run(capsys, "remove", "--apply", root, "k00003")
     made = run(capsys, "merge", root, str(tmp_path / "two"), "-m", "both")
     assert made == [f"file://{root} version 3: 21 samples (version 2: 19), both"]
     assert run(capsys, "diff", root, "--trust-mounts", "1", code=1) == [

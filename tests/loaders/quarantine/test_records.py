@@ -59,7 +59,7 @@ def test_a_refused_sample_is_listed_by_the_command_and_the_dataset_is_not_touche
     assert (found["key"], found["for_good"], found["version"], found["code"]) == ("h264-late", True, 1, "corruption")
     assert main(["quarantine"]) == 1
     assert "h264-late  wrong bytes: " in capsys.readouterr().out
-    assert main(["quarantine", str(damaged), "--clear"]) == 0
+    assert main(["quarantine", str(damaged), "--clear", "--apply"]) == 0
     assert main(["quarantine", str(damaged)]) == 0
     assert "0 skipped samples" in capsys.readouterr().out
 

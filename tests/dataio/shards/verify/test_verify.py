@@ -472,7 +472,7 @@ def test_the_command_says_what_is_wrong_and_returns_1_until_it_is_repaired(ds: P
     assert "1 damaged object; " in text
     found = json.loads(headrace("verify", ds, "--json").stdout)
     assert (found["damaged"], found["objects"][-3]["findings"][0]["code"]) == (1, "checksum")
-    done = headrace("verify", ds, "--repair", original)
+    done = headrace("verify", ds, "--repair", original, "--apply")
     assert done.returncode == 0
     assert "everything is right, 1 repaired" in done.stdout.decode()
 
