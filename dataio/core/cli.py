@@ -220,7 +220,7 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
     """Print a summary as rows of a name and a value."""
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
-        print(f"{name:{width}} {one_line(value)}")
+        print(f"{name:{width}}  {one_line(value)}")
 
 
 def byte_rate(size: int, seconds: float) -> str:

@@ -52,6 +52,14 @@ def test_without_a_command_the_usage_is_shown_and_the_exit_code_is_2(capsys: pyt
     assert "usage: headrace" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shells_completion_knows_the_options_of_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--print-completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in (*cli.COMMANDS, "--trust-mounts", "--keys-from", "--certify", "--socket"))
+    assert cli.main(["--print-completion", "fish"]) == 2
+
+
 def test_an_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fly"]) == 2
     assert "no command 'fly'\n  next: see headrace --help" in capsys.readouterr().err
