@@ -129,12 +129,12 @@ def test_events_are_lines_and_errors_survive_them() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "checkpoint",
+        "headrace.checkpoint",
         "headrace.checkpoint.saving.commit_worker",
         "headrace.checkpoint.repository.check",
         "headrace.checkpoint.cli",
-        "headrace.checkpoint.state.fit",
-        "headrace.checkpoint.state.save_plan",
+        "headrace.checkpoint.repository.collect",
+        "headrace.checkpoint.saving.copy_threads",
     ],
 )
 def test_the_daemons_side_never_imports_torch(module: str) -> None:
