@@ -21,7 +21,7 @@ from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.decode.dali import GPU_BATCH
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
-from headrace.loaders.processors.audio import PieceWork, WindowWork, lengths
+from headrace.loaders.processors.audio import PieceProcessor, WindowProcessor, lengths
 from headrace.loaders.processors.wrappers import by_stream
 from headrace.loaders.sampling.buckets import Durations
 from headrace.loaders.sampling.packing import Pack, Packed, PackedStream, Packing
@@ -123,17 +123,19 @@ class AudioLoader(Loader):
         def start_processor() -> Processor:
             isolated = config.subprocess_decoder(delivery.num_threads)
             if packing is not None:
-                inner: Processor = PieceWork(spec, packing, isolated)
+                inner: Processor = PieceProcessor(spec, packing, isolated)
             else:
                 windows = _windows(window, buckets, plan.buckets)
-                inner = by_stream([WindowWork(one, replace(spec, seconds=one.seconds), isolated) for one in windows])
+                inner = by_stream(
+                    [WindowProcessor(one, replace(spec, seconds=one.seconds), isolated) for one in windows]
+                )
             return config.finish(inner, spec, output.device, plan.names)
 
         pack, described, bad_samples = None, cast(Any, window), config.bad_samples
         if packing is not None:
-            PieceWork(spec, packing)  # checks that they go together
+            PieceProcessor(spec, packing)  # checks that they go together
             described = [packing.capacity, packing.lookahead, packing.long, packing.repack_each_epoch, spec.sample_rate]
-            described += [] if features == "waveform" else [features.hop]
+            described += [] if features == "waveform" else [features.hop_length]
             bad_samples = replace(config, on_error="skip").bad_samples
             pack = Pack(packing, partial(lengths, spec=spec))
         sampling, bucketing = config.sampling(config.batch_size), _bucketing(buckets, window)

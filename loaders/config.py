@@ -37,7 +37,7 @@ from headrace.loaders.validation import check_choice, check_count, check_type, c
 
 if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
     from headrace.loaders.audio.spec import AudioSpec
-    from headrace.loaders.decode.subprocess_decoder import IsolatedDecoder
+    from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder
     from headrace.loaders.quarantine.shared_list import QuarantineList
     from headrace.loaders.sampling.mixture import Mixture
     from headrace.loaders.sampling.packing import Pack
@@ -209,14 +209,14 @@ class LoaderConfig:
         on_error = self.on_error or ("skip" if self.evaluate else "replace")
         return BadSampleOptions(self.max_bad_samples, on_error, self.quarantine_list)
 
-    def subprocess_decoder(self, num_threads: int) -> IsolatedDecoder | None:
+    def subprocess_decoder(self, num_threads: int) -> SubprocessDecoder | None:
         """A decoder with a process for each thread, if `decode_in_subprocess`."""
         if self.decode_in_subprocess is False:
             return None
-        from headrace.loaders.decode.subprocess_decoder import SECONDS, IsolatedDecoder
+        from headrace.loaders.decode.subprocess_decoder import SECONDS, SubprocessDecoder
 
         limit = SECONDS if self.decode_in_subprocess is True else float(self.decode_in_subprocess)
-        return IsolatedDecoder(num_threads, limit)
+        return SubprocessDecoder(num_threads, limit)
 
     def open_plan(
         self,

@@ -22,7 +22,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
-from headrace.loaders.processors.files import BYTES, SIZES, FileWork
+from headrace.loaders.processors.files import BYTES, SIZES, FileProcessor
 from headrace.loaders.sampling.permutation import I64
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class FileLoader(Loader):
         delivery = replace(delivery, group=-(-(config.batch_size or 1) // threads))
 
         def start_processor() -> Processor:
-            return config.finish(FileWork(names), None, output.device, plan.names)
+            return config.finish(FileProcessor(names), None, output.device, plan.names)
 
         plan, owned = config.open_plan(
             config.url_or_dataset,

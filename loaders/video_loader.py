@@ -32,7 +32,7 @@ from headrace.loaders.decode.registry import AutoDecoder, Backend, explain
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
-from headrace.loaders.processors.video import ClipWork, Cut, Look, together
+from headrace.loaders.processors.video import ClipProcessor, ClipSpec, Cut, together
 from headrace.loaders.processors.wrappers import by_stream
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import Bucketing, Stream, column, samples_with
@@ -92,7 +92,7 @@ class VideoConfig(LoaderConfig):
     layout: str = "TCHW"
     decoder: Backend = "auto"
 
-    def look(self) -> Look:
+    def look(self) -> ClipSpec:
         """How a finished clip looks, checked."""
         check_type("clip", self.clip, Clip, "clip=Clip(frames=16)")
         if self.buckets is not None:
@@ -104,7 +104,7 @@ class VideoConfig(LoaderConfig):
         clip, sound = self.clip or Clip(), _audio_spec(self.audio)
         if sound is not None:
             sound.samples(clip)
-        return Look(
+        return ClipSpec(
             clip,
             _size(self.size),
             checked("rotate", self.rotate, bool),
@@ -169,7 +169,9 @@ class VideoLoader(Loader):
             decode = isolated or AutoDecoder(output.device.type, output.device.index or 0, decoder)
             hear = isolated.hear if isolated else None
             one_by_one = isolated is None and output.device.type == "cpu" and decoder != "dali"
-            each = [ClipWork(one, decode, hear, one_by_one=one_by_one) for one in _looks(look, buckets, plan.buckets)]
+            each = [
+                ClipProcessor(one, decode, hear, one_by_one=one_by_one) for one in _looks(look, buckets, plan.buckets)
+            ]
             return config.finish(by_stream(each), look.audio, output.device, plan.names)
 
         sampling = config.sampling(config.batch_size)
@@ -216,7 +218,7 @@ def _size(size: tuple[int, int] | None) -> tuple[int, int] | None:
     return check_count("size's height", height, MAX_SIDE), check_count("size's width", width, MAX_SIDE)
 
 
-def _bucketing(buckets: Buckets | None, look: Look) -> Bucketing | None:
+def _bucketing(buckets: Buckets | None, look: ClipSpec) -> Bucketing | None:
     """How videos are sorted into buckets."""
     if buckets is None:
         return None
@@ -245,7 +247,7 @@ def _lengths(stream: Stream, clip: Clip) -> npt.NDArray[np.float64]:
     return np.floor((column(stream.dataset, "frames", stream.ids) - 1) / clip.stride) + 1
 
 
-def _looks(look: Look, buckets: Buckets | None, streams: Sequence[int]) -> list[Look]:
+def _looks(look: ClipSpec, buckets: Buckets | None, streams: Sequence[int]) -> list[ClipSpec]:
     """The look of each stream's clips; `streams` are the numbers of their buckets."""
     if buckets is None:
         return [look]

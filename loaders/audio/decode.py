@@ -41,7 +41,7 @@ from headrace.loaders.fetch.partial_file import Media
 T = TypeVar("T")
 Made = tuple[F32, Fraction]
 """(channels, samples) as they are wanted, and up to which second there is sound."""
-Hear = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
+AudioDecoder = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
 """`decode_audio`, here or in another process."""
 
 _EDGE = Fraction(1, 25)

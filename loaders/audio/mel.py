@@ -34,7 +34,7 @@ _LINEAR_HZ, _BREAK_HZ, _LOG_STEP = 200 / 3, 1000.0, math.log(6.4) / 27  # Slaney
 def log_mel(sound: torch.Tensor, sample_rate: int, what: LogMel) -> torch.Tensor:
     """float32 (C, S) to float32 (C, bands, 1 + S // hop), on the same device."""
     window = torch.hann_window(what.n_fft, device=sound.device)
-    spectrum = torch.stft(sound, what.n_fft, what.hop, window=window, center=True, return_complex=True)
+    spectrum = torch.stft(sound, what.n_fft, what.hop_length, window=window, center=True, return_complex=True)
     power = spectrum.real.square() + spectrum.imag.square()
     mel = (_bands(what, sample_rate).to(sound.device) @ power).clamp_(min=what.floor)
     return mel.log_() if what.log == "natural" else mel.log10_()
@@ -43,9 +43,9 @@ def log_mel(sound: torch.Tensor, sample_rate: int, what: LogMel) -> torch.Tensor
 @functools.lru_cache(maxsize=16)
 def _bands(what: LogMel, sample_rate: int) -> torch.Tensor:
     """The triangles: float32 (bands, n_fft // 2 + 1)."""
-    high = sample_rate / 2 if what.high is None else what.high
-    ends = torch.tensor([_to_mel(what.low, what.scale), _to_mel(high, what.scale)], dtype=torch.float64)
-    steps = torch.linspace(float(ends[0]), float(ends[1]), what.bands + 2, dtype=torch.float64)
+    high = sample_rate / 2 if what.f_max is None else what.f_max
+    ends = torch.tensor([_to_mel(what.f_min, what.scale), _to_mel(high, what.scale)], dtype=torch.float64)
+    steps = torch.linspace(float(ends[0]), float(ends[1]), what.n_mels + 2, dtype=torch.float64)
     edges = torch.tensor([_to_hz(float(mel), what.scale) for mel in steps], dtype=torch.float64)
     bins = torch.linspace(0, sample_rate / 2, what.n_fft // 2 + 1, dtype=torch.float64)
     left, middle, right = edges[:-2, None], edges[1:-1, None], edges[2:, None]
@@ -112,7 +112,7 @@ class _Graph:
 
     def __init__(self, what: LogMel, sample_rate: int, device_id: int | None) -> None:
         dali, fn, types = (importlib.import_module(f"nvidia.dali{name}") for name in ("", ".fn", ".types"))
-        high = sample_rate / 2 if what.high is None else what.high
+        high = sample_rate / 2 if what.f_max is None else what.f_max
         unit = math.log(10) if what.log == "natural" else 1.0  # what a factor of ten in power is
 
         @dali.pipeline_def(  # type: ignore[untyped-decorator]
@@ -125,7 +125,7 @@ class _Graph:
                 sound if device_id is None else sound.gpu(),
                 nfft=what.n_fft,
                 window_length=what.n_fft,
-                window_step=what.hop,
+                window_step=what.hop_length,
                 window_fn=torch.hann_window(what.n_fft).tolist(),  # DALI's own is half a sample off
                 center_windows=True,
                 reflect_padding=True,
@@ -133,9 +133,9 @@ class _Graph:
             )
             bands = fn.mel_filter_bank(
                 power,
-                nfilter=what.bands,
+                nfilter=what.n_mels,
                 sample_rate=float(sample_rate),
-                freq_low=what.low,
+                freq_low=what.f_min,
                 freq_high=high,
                 mel_formula=what.scale,
                 normalize=what.scale == "slaney",

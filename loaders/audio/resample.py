@@ -132,7 +132,7 @@ _KEPT = _Kept()
 def resampled(source: F32, rate: int, layout: str, spec: AudioSpec) -> F32:
     """(channels, source length times the ratio of rates, rounded)."""
     wanted = LAYOUTS[spec.channels]
-    if spec.policy == "first":
+    if spec.downmix == "first":
         source, layout = _first(source, spec.channels), wanted
     if (layout, rate) == (wanted, spec.sample_rate):
         return source

@@ -28,30 +28,48 @@ MAX_BANDS = 1024
 
 @dataclass(frozen=True, slots=True)
 class LogMel:
-    """`bands` mel bands between `low` and `high` Hz (None: half the sample rate), from `n_fft` samples every `hop`
-    samples."""
+    """Log-mel spectrograms; arguments are named as in torchaudio.
 
-    bands: int = 80
+    Args:
+        n_mels (int): number of mel bands, 1 to 1024. Default: 80.
+        n_fft (int): samples of each Fourier transform, 2 to 65536. Default: 400.
+        hop_length (int): samples between two columns, 1 to 65536. Default: 160.
+        f_min (float): lowest frequency in Hz. Default: 0.
+        f_max (float | None): highest frequency in Hz; None is half the sample rate. Default: None.
+        scale (str): mel scale, "slaney" or "htk". Default: "slaney".
+        log (str): "natural" or "decadic" (base 10). Default: "natural".
+        floor (float): power below which the logarithm is clamped, above 0. Default: 1e-10.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    n_mels: int = 80
     n_fft: int = 400
-    hop: int = 160
-    low: float = 0.0
-    high: float | None = None
+    hop_length: int = 160
+    f_min: float = 0.0
+    f_max: float | None = None
     scale: Literal["slaney", "htk"] = "slaney"
     log: Literal["natural", "decadic"] = "natural"
     floor: float = 1e-10
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not (1 <= self.hop <= MAX_FFT and 2 <= self.n_fft <= MAX_FFT and 1 <= self.bands <= MAX_BANDS):
-            raise UsageError(f"{self} is not possible", hint=f"hop and n_fft up to {MAX_FFT}, bands up to {MAX_BANDS}")
+        if not (1 <= self.hop_length <= MAX_FFT and 2 <= self.n_fft <= MAX_FFT and 1 <= self.n_mels <= MAX_BANDS):
+            raise UsageError(
+                f"{self} is not possible", hint=f"hop_length and n_fft up to {MAX_FFT}, n_mels up to {MAX_BANDS}"
+            )
         if self.scale not in ("slaney", "htk") or self.log not in ("natural", "decadic") or not self.floor > 0:
-            raise UsageError(f"{self} is not possible", hint="scale 'slaney' or 'htk', log 'natural' or 'decadic'")
-        if not 0 <= self.low < math.inf or not (self.high is None or self.high > self.low):
-            raise UsageError(f"no bands lie between {self.low} and {self.high} Hz", hint="0 is the lowest `low`")
+            message = f"no bands lie between {self.f_min} and {self.f_max} Hz"
+            raise UsageError(message, hint="use f_min >= 0 and f_max above f_min")
+        if not 0 <= self.f_min < math.inf or not (self.f_max is None or self.f_max > self.f_min):
+            raise UsageError(
+                f"no bands lie between {self.f_min} and {self.f_max} Hz", hint="use f_min >= 0 and f_max above f_min"
+            )
 
     def frames(self, samples: Any) -> Any:
         """How many columns so many samples give; also of an array."""
-        return 1 + samples // self.hop
+        return 1 + samples // self.hop_length
 
     @property
     def silence(self) -> float:
@@ -62,8 +80,8 @@ class LogMel:
         """`UsageError` when windows of `samples` at this rate cannot be transformed."""
         if samples <= self.n_fft // 2:
             raise UsageError(f"{samples} samples are too few for n_fft={self.n_fft}", hint="take longer windows")
-        if self.low >= sample_rate / 2 or (self.high or 0) > sample_rate / 2:
-            raise UsageError(f"sound of {sample_rate} Hz holds nothing above {sample_rate / 2} Hz", hint="lower `high`")
+        if self.f_min >= sample_rate / 2 or (self.f_max or 0) > sample_rate / 2:
+            raise UsageError(f"sound of {sample_rate} Hz holds nothing above {sample_rate / 2} Hz", hint="lower f_max")
 
 
 LAYOUTS = {1: "mono", 2: "stereo"}
@@ -73,17 +91,25 @@ Features = Literal["waveform"] | LogMel
 
 @dataclass(frozen=True, slots=True)
 class AudioSpec:
-    """Sound at `sample_rate` Hz in `channels` (1 or 2), for `seconds` from the clip's first frame.
+    """The audio of a clip or window: float32 (channels, samples), or log-mel spectrograms of it.
 
-    `seconds=None` is the clip's own length, frames / fps, which exists only for clips spaced by `fps`. `policy="mix"` mixes
-    other numbers of channels as FFmpeg does; "first" takes the first channels as they are, and the last one again where there
-    are too few. `features=LogMel(...)` gives log-mel spectrograms in place of samples.
+    Args:
+        sample_rate (int): in Hz, 1000 to 384000. Default: 16000.
+        channels (int): 1 or 2. Default: 1.
+        seconds (float | None): length from the clip's first frame on; None is the clip's own length, frames / fps, which
+            only clips spaced by `fps` have. Default: None.
+        downmix (str): how other numbers of channels become `channels`. "mix" mixes them as FFmpeg does. "first" takes the
+            first channels unchanged, and repeats the last one if there are too few. Default: "mix".
+        features (str | LogMel): "waveform", or `LogMel(...)` for spectrograms in place of samples. Default: "waveform".
+
+    Raises:
+        UsageError: a value is out of range.
     """
 
     sample_rate: int = 16_000
     channels: int = 1
     seconds: float | None = None
-    policy: Literal["mix", "first"] = "mix"
+    downmix: Literal["mix", "first"] = "mix"
     features: Features = "waveform"
 
     def __post_init__(self) -> None:
@@ -95,10 +121,12 @@ class AudioSpec:
                 f"{self.seconds} seconds of sound cannot be asked for",
                 hint=f"more than 0, and at most {MAX_SAMPLES} samples",
             )
-        if self.policy not in ("mix", "first") or not (
+        if self.downmix not in ("mix", "first") or not (
             self.features == "waveform" or isinstance(self.features, LogMel)
         ):
-            raise UsageError(f"{self} is not known", hint="policy 'mix' or 'first', features 'waveform' or LogMel(...)")
+            raise UsageError(
+                f"{self} is not known", hint="downmix 'mix' or 'first', features 'waveform' or LogMel(...)"
+            )
 
     def samples(self, clip: Clip | None = None) -> int:
         """Samples a channel: seconds times rate, rounded half to even."""

@@ -34,7 +34,7 @@ _ASKED = 8
 COMMAND = run_module("headrace.loaders.decode.subprocess_worker")
 
 
-class IsolatedDecoder:
+class SubprocessDecoder:
     """A `Decoder` in at most `workers` processes; `hear` is `decode_audio` in them. They start when they are needed."""
 
     name = "isolated"

@@ -57,7 +57,7 @@ class PartialFile:
     `heads`, and is put there."""
 
     def __init__(
-        self, name: str, member: Member, read: Read, again: Read, heads: Heads, later: Read | None = None
+        self, name: str, member: Member, read: Read, again: Read, heads: HeadCache, later: Read | None = None
     ) -> None:
         assert member.pieces is not None
         self._name, self._member, self._read, self._heads = name, member, read, heads
@@ -225,7 +225,7 @@ Which = tuple[str, int, int]
 """A piece: the object, where its file begins there, its number."""
 
 
-class Heads:
+class HeadCache:
     """Pieces of the heads of files."""
 
     def __init__(self, most: int = HELD_BYTES) -> None:

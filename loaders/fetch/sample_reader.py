@@ -27,7 +27,7 @@ from headrace.dataio.store.base import Store
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.byte_ranges import Runs
-from headrace.loaders.fetch.partial_file import HELD_BYTES, Heads, Media, PartialFile
+from headrace.loaders.fetch.partial_file import HELD_BYTES, HeadCache, Media, PartialFile
 from headrace.loaders.interfaces import Needs
 
 _log = get_logger(__name__)
@@ -106,7 +106,7 @@ class SampleReader:
     """
 
     def __init__(self, reader: ShardReader, store: Store, held: int = HELD_BYTES) -> None:
-        self._reader, self._direct, self._heads = reader, StoreReader(store), Heads(held)
+        self._reader, self._direct, self._heads = reader, StoreReader(store), HeadCache(held)
 
     def fetch(self, sample: Sample, needs: Needs) -> dict[str, Media]:
         """The files that are needed, read-only, by extension. Of a file that is needed in part, the forecast pieces are

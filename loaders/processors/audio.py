@@ -19,9 +19,9 @@ import torch
 
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
 from headrace.dataio.shards.contract import AudioInfo, Sample
-from headrace.loaders.audio.decode import Hear, decode_audio
+from headrace.loaders.audio.decode import AudioDecoder, decode_audio
 from headrace.loaders.audio.spec import AudioSpec, LogMel, Window, begin
-from headrace.loaders.decode.subprocess_decoder import IsolatedDecoder
+from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.interfaces import (
     DAMAGE,
@@ -37,13 +37,13 @@ from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import Stream, column
 
 
-class WindowWork:
+class WindowProcessor:
     """Makes windows: "audio" float32 (C, S), "start" their beginning in seconds after the sound's
     own, and "audio_samples", how many samples are real sound."""
 
-    def __init__(self, window: Window, spec: AudioSpec, apart: IsolatedDecoder | None = None) -> None:
+    def __init__(self, window: Window, spec: AudioSpec, apart: SubprocessDecoder | None = None) -> None:
         self._window, self._spec, self._apart = window, spec, apart
-        self._hear: Hear = decode_audio if apart is None else apart.hear
+        self._hear: AudioDecoder = decode_audio if apart is None else apart.hear
 
     @property
     def layout(self) -> SampleLayout:
@@ -92,7 +92,7 @@ class WindowWork:
 
 
 def finished_sound(
-    hear: Hear,
+    hear: AudioDecoder,
     loaded: FetchedSample,
     info: AudioInfo,
     start: Fraction,
@@ -106,16 +106,20 @@ def finished_sound(
     return torch.from_numpy(sound), real
 
 
-class PieceWork(WindowWork):
+class PieceProcessor(WindowProcessor):
     """Makes pieces: "audio" float32 (C, L) of their own lengths, "start" in seconds after the sound's beginning, and
     "audio_samples", how many samples are real sound."""
 
-    def __init__(self, spec: AudioSpec, packing: Packing, apart: IsolatedDecoder | None = None) -> None:
+    def __init__(self, spec: AudioSpec, packing: Packing, apart: SubprocessDecoder | None = None) -> None:
         self._hop, self._least, silence = 1, 0, 0.0
         shape: tuple[int, ...] = (spec.channels,)
         if isinstance(spec.features, LogMel):
-            shape = (spec.channels, spec.features.bands)
-            self._hop, self._least, silence = spec.features.hop, spec.features.n_fft // 2 + 1, spec.features.silence
+            shape = (spec.channels, spec.features.n_mels)
+            self._hop, self._least, silence = (
+                spec.features.hop_length,
+                spec.features.n_fft // 2 + 1,
+                spec.features.silence,
+            )
             spec.features.check(spec.sample_rate, self._least)
         super().__init__(Window(packing.capacity * self._hop / spec.sample_rate), spec, apart)
         self._rows = RowLayout(packing.capacity, shape, silence)

@@ -22,7 +22,7 @@ BYTES, SIZES = "bytes", "sizes"
 _IN_PLACE = {BYTES: torch.empty(0, dtype=torch.uint8)}
 
 
-class FileWork:
+class FileProcessor:
     """Gives "bytes", uint8 (n,), and "sizes", how many of them each file has."""
 
     def __init__(self, files: Sequence[str]) -> None:

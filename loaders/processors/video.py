@@ -31,7 +31,7 @@ from headrace.loaders.interfaces import DAMAGE, FetchedSample, Needs, ProcessedS
 from headrace.loaders.validation import checked
 
 if TYPE_CHECKING:
-    from headrace.loaders.audio.decode import Hear
+    from headrace.loaders.audio.decode import AudioDecoder
     from headrace.loaders.audio.spec import AudioSpec
 
 _log = get_logger(__name__)
@@ -79,7 +79,7 @@ _MOST_SEEN = 64
 """Sets of extensions that are remembered to hold one video; samples of further sets are looked at each time."""
 
 
-class Look(msgspec.Struct, frozen=True):
+class ClipSpec(msgspec.Struct, frozen=True):
     """What a finished clip is like."""
 
     clip: Clip
@@ -91,7 +91,7 @@ class Look(msgspec.Struct, frozen=True):
     color: Color = "bt601"
 
 
-def together(looks: Sequence[Look], *, transformed: bool) -> Callable[[Sequence[SampleRef]], list[list[int]]]:
+def together(looks: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Sequence[SampleRef]], list[list[int]]]:
     """What tells which places of a batch are made together, in one thread: clips that may share their decoding, else those that
     are `LIGHT`, unless a transform or sound, which may take longer, comes after them. Looks by stream. Pure."""
     several = any(look.clip.per_video > 1 or look.clip.start == "every" for look in looks)
@@ -113,7 +113,7 @@ def together(looks: Sequence[Look], *, transformed: bool) -> Callable[[Sequence[
     return groups
 
 
-def _beginning(ref: SampleRef, look: Look) -> Hashable:
+def _beginning(ref: SampleRef, look: ClipSpec) -> Hashable:
     """Equal for clips that may share their decoding."""
     video = ref.sample.video
     try:
@@ -123,7 +123,7 @@ def _beginning(ref: SampleRef, look: Look) -> Hashable:
     return None if begins is None else (ref.source, ref.sample.id, begins)
 
 
-def _pixels(ref: SampleRef, look: Look) -> int:
+def _pixels(ref: SampleRef, look: ClipSpec) -> int:
     """About how many are decoded, but for what lies between the key frame and the clip."""
     video = ref.sample.video
     return 0 if video is None else video.width * video.height * min(video.frames, look.clip.frames * look.clip.stride)
@@ -139,11 +139,13 @@ def _instant(video: VideoInfo, frame: int) -> Fraction:
     return (video.start_pts + Fraction(frame, video.frames) * video.duration_pts) * video.time_base
 
 
-class ClipWork:
+class ClipProcessor:
     """Makes clips: "video" uint8 (T, 3, H, W), "clip" their start in seconds, and with sound "audio" float32 (C, S),
     of which "audio_samples" are real."""
 
-    def __init__(self, look: Look, decoder: Decoder, hear: Hear | None = None, *, one_by_one: bool = False) -> None:
+    def __init__(
+        self, look: ClipSpec, decoder: Decoder, hear: AudioDecoder | None = None, *, one_by_one: bool = False
+    ) -> None:
         """`hear` is `decode_audio` by default. `one_by_one`: the decoder cuts each picture to size when it has it, so no whole
         clip is ever held."""
         self._look, self._decoder, self._one_by_one = look, decoder, one_by_one

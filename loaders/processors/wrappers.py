@@ -30,7 +30,7 @@ Tensors = Mapping[str, torch.Tensor]
 Transform = Callable[[dict[str, torch.Tensor], torch.Generator], Tensors]
 
 
-class Around:
+class ProcessorWrapper:
     """A work that does what another does, and more."""
 
     def __init__(self, inner: Processor) -> None:
@@ -64,7 +64,7 @@ class Around:
         raise NotImplementedError
 
 
-class WithColumns(Around):
+class WithColumns(ProcessorWrapper):
     """Lists these columns of the index, or promoted fields of the samples' JSON, in every batch; None where a sample
     has none."""
 
@@ -98,7 +98,7 @@ def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tup
     return tuple(dict.fromkeys(columns))
 
 
-class Transformed(Around):
+class Transformed(ProcessorWrapper):
     """Calls `transform(tensors, generator)` for every sample, in the thread that decoded it; what it returns is batched."""
 
     def __init__(self, inner: Processor, transform: Transform) -> None:
@@ -144,7 +144,7 @@ def wrapped(work: Processor, columns: Sequence[str], transform: Transform | None
     return WithColumns(work, columns) if columns else work
 
 
-class Named(Around):
+class WithSource(ProcessorWrapper):
     """Lists the name of each sample's source as "source"."""
 
     def __init__(self, inner: Processor, names: Sequence[str]) -> None:
@@ -160,7 +160,7 @@ class Named(Around):
         return replace(finished, values={**finished.values, "source": self._names[ref.source]})
 
 
-class ByStream:
+class PerStreamProcessor:
     """One work for each of the plan's streams. They share what `close` closes: the first one's is called."""
 
     def __init__(self, works: Sequence[Processor]) -> None:
@@ -189,18 +189,18 @@ class ByStream:
 
 def by_stream(works: Sequence[Processor]) -> Processor:
     """One work, or one for each stream."""
-    return works[0] if len(works) == 1 else ByStream(works)
+    return works[0] if len(works) == 1 else PerStreamProcessor(works)
 
 
 def sourced(work: Processor, names: Sequence[str]) -> Processor:
     """`work` with the names of a mixture's sources, if there are any."""
-    return Named(work, names) if names else work
+    return WithSource(work, names) if names else work
 
 
 Make = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
-class WithMels(Around):
+class WithMels(ProcessorWrapper):
     """ "mel" in place of "audio"."""
 
     def __init__(self, inner: Processor, make: Make, close: Callable[[], None] = lambda: None) -> None:

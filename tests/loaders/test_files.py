@@ -26,7 +26,7 @@ from headrace.loaders.batch.sample_builder import PlannedRead, SampleBuilder
 from headrace.loaders.cancellation import Cancelled, cancelled_by
 from headrace.loaders.fetch.sample_reader import SampleReader, StoreReader
 from headrace.loaders.interfaces import FetchedSample, SampleRef
-from headrace.loaders.processors.files import FileWork
+from headrace.loaders.processors.files import FileProcessor
 from headrace.loaders.quarantine.quarantine import Quarantine
 
 SAMPLES, SHARD = 40, 9
@@ -157,10 +157,12 @@ def test_what_is_known_ahead_is_nothing_that_the_garbage_collector_looks_through
     """Thousands of objects a second, each held for some batches, had it look through everything that torch has made."""
     loader = make()
     refs = [ref for batch in loader._plan.refs(0, range(3)) for ref in batch]
-    located = FileWork(["json"]).layout.files_of
+    located = FileProcessor(["json"]).layout.files_of
     assert located is not None
     files = [located(ref.sample) for ref in refs]
-    made = FileWork(["json"]).process([FetchedSample(ref, {}, files=one) for ref, one in zip(refs, files, strict=True)])
+    made = FileProcessor(["json"]).process(
+        [FetchedSample(ref, {}, files=one) for ref, one in zip(refs, files, strict=True)]
+    )
     reads = [PlannedRead({"json": None}, 1) for _ in refs]
     for one in (*refs, *(ref.sample for ref in refs), *files, *made, *reads):
         assert not gc.is_tracked(one)

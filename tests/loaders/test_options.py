@@ -253,7 +253,7 @@ def test_windows_end_to_end_cover_each_recording_once(clips: Dataset) -> None:
 
 
 def test_log_mel_windows_are_those_of_the_waveform(clips: Dataset) -> None:
-    what = LogMel(bands=20)
+    what = LogMel(n_mels=20)
     options: dict[str, Any] = {"window": 0.5, "seed": 4, "sidecar": None, "num_threads": 2}
     with AudioLoader(clips, 2, **options) as waves, AudioLoader(clips, 2, features=what, **options) as mels:
         from headrace.loaders.audio.mel import log_mel
@@ -267,7 +267,7 @@ def test_log_mel_windows_are_those_of_the_waveform(clips: Dataset) -> None:
 
 
 def test_clips_carry_log_mel_too_and_silence_where_there_is_no_sound(make: Any, clips: Dataset) -> None:
-    batch = first(make(audio=AudioSpec(8000, 2, 0.5, features=LogMel(bands=10))))
+    batch = first(make(audio=AudioSpec(8000, 2, 0.5, features=LogMel(n_mels=10))))
     assert batch["mel"].shape == (6, 2, 10, 26)
     for slot, number in enumerate(batch["id"].tolist()):
         assert (batch["audio_samples"][slot] > 0) == (clips.sample(number).audio is not None)

@@ -61,7 +61,7 @@ _AT_ONCE = 1024
 
 
 @contextlib.contextmanager
-def nameless(parts: Sequence[Bytes]) -> Iterator[int]:
+def memfd(parts: Sequence[Bytes]) -> Iterator[int]:
     """The descriptor of a file that holds `parts`, one after the other; it is at its beginning."""
     descriptor = os.memfd_create("sound", os.MFD_CLOEXEC)
     try:

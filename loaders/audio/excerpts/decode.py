@@ -24,7 +24,7 @@ from av.filter import Graph
 from headrace.dataio.shards.contract import AudioInfo
 from headrace.dataio.shards.media.container import check_complete
 from headrace.loaders.audio.excerpts import flac, mp3, mp4, ogg, wav
-from headrace.loaders.audio.excerpts.base import Excerpt, nameless
+from headrace.loaders.audio.excerpts.base import Excerpt, memfd
 from headrace.loaders.audio.frames import F32
 from headrace.loaders.audio.resample import AT_ONCE, resampled, resampled_frame
 from headrace.loaders.audio.spec import LAYOUTS, AudioSpec
@@ -80,7 +80,7 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
             filters += [f"aformat=sample_fmts=fltp:channel_layouts={LAYOUTS[spec.channels]}"]
     filters += [f"asetnsamples=nb_out_samples={sounding + _MORE}:pad=0"]
     try:
-        with nameless(excerpt.parts) as descriptor:
+        with memfd(excerpt.parts) as descriptor:
             source = f"amovie=filename=/proc/self/fd/{descriptor}:format_name={excerpt.demuxer}"
             frame = _pulled([source, *filters, "abuffersink"])
     except (av.error.FFmpegError, OSError):
@@ -103,7 +103,7 @@ def _samples(frame: Any) -> F32:
 
 def _chosen(channels: int, spec: AudioSpec) -> list[str]:
     """The first channels as they are, where they are wanted so."""
-    if spec.policy == "mix":
+    if spec.downmix == "mix":
         return []
     chosen = [f"c{number}=c{min(number, channels - 1)}" for number in range(spec.channels)]
     return ["pan=" + "|".join([LAYOUTS[spec.channels], *chosen])]

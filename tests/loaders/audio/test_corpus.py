@@ -66,7 +66,7 @@ def test_windows_are_those_of_an_independent_decoder(kind: Kind) -> None:
     sound = whole(data, info.stream)
     assert sound is not None
     assert (info.start, info.sample_rate, info.channels) == (sound.first, sound.rate, len(sound.sound))
-    spec = AudioSpec(sound.rate, min(2, info.channels), seconds=SECONDS, policy="first")
+    spec = AudioSpec(sound.rate, min(2, info.channels), seconds=SECONDS, downmix="first")
     # behind a gap Matroska says in milliseconds where sound goes on
     shift = sound.rate // 1000 + 1 if kind.gap and kind.container == "matroska" else 0
     for at in starts(sound):
@@ -87,7 +87,7 @@ def test_windows_by_an_older_index_are_the_same(kind: Kind) -> None:
     sound = whole(data, info.stream)
     assert sound is not None
     older = replace(info, time_base=None, start_pts=0, marks=())
-    spec = AudioSpec(sound.rate, min(2, info.channels), seconds=SECONDS, policy="first")
+    spec = AudioSpec(sound.rate, min(2, info.channels), seconds=SECONDS, downmix="first")
     for at in (0, sound.rate, 5 * sound.rate + 7):
         window, _ = decode_audio(memoryview(data), older, Fraction(at, sound.rate), spec, spec.samples(), True)
         assert off(window, sound, at) <= max(kind.exact, 1e-6), at
@@ -117,7 +117,7 @@ def test_a_mark_that_is_elsewhere_leaves_the_file_to_libav(
     by = 1 if wrong == "at" else round(1 / info.time_base)
     kept = 1 if kind.codec == "libmp3lame" else 0  # MP3 itself does not say when a frame sounds: the first mark does
     moved = tuple(replace(m, **{wrong: getattr(m, wrong) + by * (n >= kept)}) for n, m in enumerate(info.marks))
-    spec = AudioSpec(sound.rate, 1, seconds=SECONDS, policy="first")
+    spec = AudioSpec(sound.rate, 1, seconds=SECONDS, downmix="first")
     for known, excerpted in ((info, True), (replace(info, marks=moved), False), (replace(info, marks=()), False)):
         taken.clear()
         window, _ = decode_audio(memoryview(data), known, Fraction(4), spec, spec.samples(), True)
@@ -149,7 +149,7 @@ def test_damage_from_before_packing_is_an_error_and_never_other_sound(name: str,
     assert sound is not None
     hurt[draw.randrange(len(data) // 3, 2 * len(data) // 3)] ^= 1 << draw.randrange(8)
     info, errors = indexed(bytes(hurt), kind.ext), 0
-    spec = AudioSpec(sound.rate, 2, seconds=1.0, policy="first")
+    spec = AudioSpec(sound.rate, 2, seconds=1.0, downmix="first")
     for second in range(kind.seconds - 1):
         try:
             window, _ = decode_audio(memoryview(hurt), info, Fraction(second), spec, sound.rate, True)

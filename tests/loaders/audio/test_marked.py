@@ -24,7 +24,7 @@ from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.pieces import Hasher
 from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.spec import AudioSpec
-from headrace.loaders.fetch.partial_file import GivenFile, Heads, PartialFile
+from headrace.loaders.fetch.partial_file import GivenFile, HeadCache, PartialFile
 
 KINDS: dict[str, tuple[int, str, int, dict[str, str]]] = {
     "constant": (44_100, "mono", 64_000, {}),
@@ -80,7 +80,7 @@ class Long:
 
     def part(self, pieces: Pieces | None = None) -> PartialFile:
         member = Member("mp3", 0, len(self.data), xxhash.xxh3_64_intdigest(self.data), pieces or self.pieces)
-        return PartialFile("shard", member, self._read, self._read, Heads(0))
+        return PartialFile("shard", member, self._read, self._read, HeadCache(0))
 
     def _read(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         self.read += sum(length for _, length in ranges)

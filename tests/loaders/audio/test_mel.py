@@ -26,22 +26,22 @@ def slow(sound: np.ndarray, what: LogMel) -> np.ndarray:
     n = what.n_fft
     padded = np.pad(sound.astype(np.float64), n // 2, mode="reflect")
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(n) / n)
-    frames = np.stack([padded[at : at + n] * window for at in range(0, len(padded) - n + 1, what.hop)])
+    frames = np.stack([padded[at : at + n] * window for at in range(0, len(padded) - n + 1, what.hop_length)])
     k = np.arange(n // 2 + 1)[:, None] * np.arange(n)[None]
     spectrum = frames @ np.exp(-2j * np.pi * k / n).T
     power = np.abs(spectrum) ** 2
-    high = what.high or RATE / 2
+    high = what.f_max or RATE / 2
 
     def mel(hz: float) -> float:
         if what.scale == "htk":
             return 2595 * math.log10(1 + hz / 700)
         return 3 * hz / 200 if hz < 1000 else 15 + 27 * math.log(hz / 1000) / math.log(6.4)
 
-    grid = np.linspace(mel(what.low), mel(high), what.bands + 2)
+    grid = np.linspace(mel(what.f_min), mel(high), what.n_mels + 2)
     hz = [_inverse(mel, m, high) for m in grid]
     bins = np.arange(n // 2 + 1) * RATE / n
-    bank = np.zeros((what.bands, len(bins)))
-    for band in range(what.bands):
+    bank = np.zeros((what.n_mels, len(bins)))
+    for band in range(what.n_mels):
         left, peak, right = hz[band : band + 3]
         for number, f in enumerate(bins):
             if left < f < right:
@@ -65,8 +65,8 @@ EACH = pytest.mark.parametrize(
     "what",
     [
         LogMel(),
-        LogMel(bands=40, n_fft=512, hop=128, scale="htk", log="decadic"),
-        LogMel(bands=23, low=60.0, high=7600.0, floor=1e-5),
+        LogMel(n_mels=40, n_fft=512, hop_length=128, scale="htk", log="decadic"),
+        LogMel(n_mels=23, f_min=60.0, f_max=7600.0, floor=1e-5),
     ],
 )
 
@@ -90,7 +90,7 @@ def test_log_mel_is_within_its_stated_tolerance(what: LogMel) -> None:
     sound = sweep()
     found = log_mel(torch.from_numpy(sound[None]), RATE, what)[0].numpy()
     expected = slow(sound, what)
-    assert found.shape == expected.shape == (what.bands, what.frames(RATE))
+    assert found.shape == expected.shape == (what.n_mels, what.frames(RATE))
     power = np.exp(expected) if what.log == "natural" else 10**expected
     loud = power >= 1e-6 * power.max()
     assert loud.mean() > 0.9
@@ -103,7 +103,7 @@ def test_silence_is_the_floor() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"hop": 0}, {"n_fft": 1}, {"bands": 5000}, {"low": 9.0, "high": 8.0}, {"scale": "bark"}]
+    "wrong", [{"hop_length": 0}, {"n_fft": 1}, {"n_mels": 5000}, {"f_min": 9.0, "f_max": 8.0}, {"scale": "bark"}]
 )
 def test_impossible_spectrograms_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
@@ -112,7 +112,7 @@ def test_impossible_spectrograms_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_spectrograms_that_the_sound_cannot_fill_are_refused_before_anything_starts() -> None:
     with pytest.raises(UsageError, match="nothing above"):
-        AudioSpec(8000, seconds=1.0, features=LogMel(high=8000.0)).samples()
+        AudioSpec(8000, seconds=1.0, features=LogMel(f_max=8000.0)).samples()
     with pytest.raises(UsageError, match="too few"):
         AudioSpec(16000, seconds=0.01, features=LogMel()).samples()
 

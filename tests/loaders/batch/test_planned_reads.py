@@ -11,7 +11,7 @@ import pytest
 from headrace.dataio import pack
 from headrace.loaders import AudioLoader, Window
 from headrace.loaders.interfaces import SampleRef
-from headrace.loaders.processors.audio import WindowWork
+from headrace.loaders.processors.audio import WindowProcessor
 
 RATE = 8_000
 
@@ -31,15 +31,15 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_what_a_part_of_a_long_file_needs_is_asked_once(recordings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, found, needs = Counter[tuple[int, int]](), list[bool](), WindowWork.needs
+    asked, found, needs = Counter[tuple[int, int]](), list[bool](), WindowProcessor.needs
 
-    def counted(self: WindowWork, ref: SampleRef) -> object:
+    def counted(self: WindowProcessor, ref: SampleRef) -> object:
         answer = needs(self, ref)
         asked[ref.epoch, ref.virtual] += 1
         found.append(answer["wav"] is not None)
         return answer
 
-    monkeypatch.setattr(WindowWork, "needs", counted)
+    monkeypatch.setattr(WindowProcessor, "needs", counted)
     window = Window(1.0, per_sample=20)
     with AudioLoader(
         recordings, 4, window=window, sample_rate=RATE, sidecar=None, num_threads=2, prefetch_batches=1

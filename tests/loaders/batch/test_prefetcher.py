@@ -19,7 +19,7 @@ from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, PLANNED_AT_ONCE
 from headrace.loaders.batch.sample_builder import SampleBuilder
 from headrace.loaders.fetch.sample_reader import Range
 from headrace.loaders.interfaces import FileTarget, ProcessedSample, SampleRef
-from headrace.loaders.processors.files import FileWork
+from headrace.loaders.processors.files import FileProcessor
 from headrace.loaders.quarantine.quarantine import Quarantine
 
 Batches = Iterator[Sequence[SampleRef]]
@@ -65,7 +65,7 @@ def start() -> Iterator[Callable[..., tuple[Prefetcher, Listening]]]:
     begun = list[Prefetcher]()
 
     def start(batches: Batches, build: Build = made) -> tuple[Prefetcher, Listening]:
-        processor, source, memory = FileWork(["bin"]), Listening(), MemoryBudget(1 << 30)
+        processor, source, memory = FileProcessor(["bin"]), Listening(), MemoryBudget(1 << 30)
         plan: Any = None
         builder = SampleBuilder(plan, processor, [source], quarantine=Quarantine(0), memory=memory)  # type: ignore[list-item]
         executor = BatchExecutor(build, processor.layout, Output(torch.device("cpu"), pinned=False), 2, group=2)

@@ -25,7 +25,7 @@ from headrace.loaders.decode.convert import Converter, Part, Quick, Whole
 from headrace.loaders.decode.geometry import Axis, Fit, axes
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.resize import Fitted
-from headrace.loaders.decode.subprocess_decoder import IsolatedDecoder
+from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder
 from headrace.loaders.decode.trim import Window, open_window
 from tests.loaders import plain
 
@@ -182,7 +182,7 @@ def test_a_process_of_its_own_fits_alike(color: Color, media: Path, info_of: Inf
     info = info_of(data, "mp4")
     wanted, fit = choose(info, Clip(5, 2), 0, 0, 0, 0), Fit((60, 72), True, (0.2, 0.9), mirror=True)
     asked = Request(memoryview(data), info, wanted, color, fit)
-    apart = IsolatedDecoder(1)
+    apart = SubprocessDecoder(1)
     try:
         (there,) = apart.decode([asked])
     finally:

@@ -23,7 +23,7 @@ from headrace.loaders.clip import Wanted, choose
 from headrace.loaders.config import LoaderConfig
 from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
-from headrace.loaders.decode.subprocess_decoder import IsolatedDecoder
+from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder
 from tests.loaders import made
 from tests.loaders.decode import doomed_worker
 
@@ -41,11 +41,11 @@ def clip() -> tuple[bytes, VideoInfo, AudioInfo]:
 
 
 @pytest.fixture
-def doomed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IsolatedDecoder]:
+def doomed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SubprocessDecoder]:
     """Processes that die on some clips, with half a second for each."""
     monkeypatch.setenv("DOOMED_MARK", str(tmp_path / "mark"))
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    decoder = IsolatedDecoder(2, 1.0, DOOMED)
+    decoder = SubprocessDecoder(2, 1.0, DOOMED)
     yield decoder
     decoder.close()
 
@@ -56,7 +56,7 @@ def request(data: bytes, info: VideoInfo, first: int) -> Request:
 
 def test_pixels_samples_and_errors_are_those_of_the_same_process(clip: tuple[bytes, VideoInfo, AudioInfo]) -> None:
     data, video, audio = clip
-    decoder = IsolatedDecoder(1)
+    decoder = SubprocessDecoder(1)
     try:
         good = Request(memoryview(data), video, choose(video, Clip(5, 2), 0, 0, 0, 0))
         bad = Request(memoryview(data[: len(data) // 2]), video, good.wanted)
@@ -76,7 +76,7 @@ def test_pixels_samples_and_errors_are_those_of_the_same_process(clip: tuple[byt
 
 
 def test_a_segmentation_fault_costs_one_clip_and_one_process(
-    clip: tuple[bytes, VideoInfo, AudioInfo], doomed: IsolatedDecoder, tmp_path: Path
+    clip: tuple[bytes, VideoInfo, AudioInfo], doomed: SubprocessDecoder, tmp_path: Path
 ) -> None:
     data, info, _ = clip
     before, crashed, after = doomed.decode([request(data, info, first) for first in (0, doomed_worker.CRASH, 20)])
@@ -88,7 +88,7 @@ def test_a_segmentation_fault_costs_one_clip_and_one_process(
 
 
 def test_a_hang_ends_at_the_limit_and_its_process_is_gone(
-    clip: tuple[bytes, VideoInfo, AudioInfo], doomed: IsolatedDecoder, tmp_path: Path
+    clip: tuple[bytes, VideoInfo, AudioInfo], doomed: SubprocessDecoder, tmp_path: Path
 ) -> None:
     data, info, _ = clip
     begun = time.monotonic()
@@ -104,7 +104,7 @@ def test_a_hang_ends_at_the_limit_and_its_process_is_gone(
 
 
 def test_a_loader_survives_both_and_puts_the_clips_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doomed: IsolatedDecoder
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doomed: SubprocessDecoder
 ) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
@@ -127,10 +127,10 @@ def test_a_loader_survives_both_and_puts_the_clips_aside(
 
 def test_processes_that_do_not_start_are_nobodys_damage(clip: tuple[bytes, VideoInfo, AudioInfo]) -> None:
     data, info, _ = clip
-    decoder = IsolatedDecoder(1, 5.0, run_module("tests.loaders.no_such_module"))
+    decoder = SubprocessDecoder(1, 5.0, run_module("tests.loaders.no_such_module"))
     (result,) = decoder.decode([request(data, info, 0)])
     decoder.close()
     assert isinstance(result, UnsupportedError)
     assert isinstance(result, HeadraceError)
     with pytest.raises(UsageError):
-        IsolatedDecoder(1, 0.0)
+        SubprocessDecoder(1, 0.0)

@@ -20,7 +20,7 @@ from headrace.loaders.decode.base import Color, Decoded, Request
 from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.resize import fit
-from headrace.loaders.decode.subprocess_decoder import IsolatedDecoder
+from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder
 from tests.support.pictures import pattern
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def test_it_is_cut_as_clips_are(width: int, height: int, mirror: bool, antialias
 
 @pytest.mark.parametrize("color", ["bt601", "fast"])
 def test_a_process_of_its_own_makes_the_same(color: Color) -> None:
-    request, apart = asked(encoded(), Fit((24, 32)), color), IsolatedDecoder(1)
+    request, apart = asked(encoded(), Fit((24, 32)), color), SubprocessDecoder(1)
     try:
         (one,) = apart.decode([request])
     finally:

@@ -128,13 +128,13 @@ def test_light_clips_of_a_batch_are_decoded_in_a_go_up_to_a_bound_unless_more_is
             (tmp_path / "clips" / f"{name}{number}.mkv").write_bytes(data)
     pack([tmp_path / "clips"], tmp_path / "ds", workers=1).close()
     done = list[list[int]]()
-    do = video.ClipWork.process
+    do = video.ClipProcessor.process
 
-    def watched(self: video.ClipWork, loaded: Any) -> Any:
+    def watched(self: video.ClipProcessor, loaded: Any) -> Any:
         done.append([one.ref.sample.video.width for one in loaded])
         return do(self, loaded)
 
-    monkeypatch.setattr(video.ClipWork, "process", watched)
+    monkeypatch.setattr(video.ClipProcessor, "process", watched)
     how: dict[str, Any] = {"transform": lambda tensors, _: tensors} if transformed else {}
     with VideoLoader(
         tmp_path / "ds", 6, clip=Clip(2), size=(24, 24), evaluate=True, num_threads=1, prefetch_batches=1, **how

@@ -13,7 +13,7 @@ from headrace.dataio.core.errors import CorruptionError, RangeError, TransientEr
 from headrace.dataio.shards.contract import Member, Pieces
 from headrace.loaders.fetch import partial_file as partial
 from headrace.loaders.fetch.byte_ranges import Runs
-from headrace.loaders.fetch.partial_file import GivenFile, Heads, MissingError, PartialFile
+from headrace.loaders.fetch.partial_file import GivenFile, HeadCache, MissingError, PartialFile
 
 OFFSET = 1000
 SIZE = 64
@@ -41,10 +41,10 @@ class Shard:
 
 
 def opened(
-    data: bytes, shard: Shard, again: Shard | None = None, heads: Heads | None = None, head: Runs = ()
+    data: bytes, shard: Shard, again: Shard | None = None, heads: HeadCache | None = None, head: Runs = ()
 ) -> PartialFile:
     member = Member("mp4", OFFSET, len(data), xxhash.xxh3_64_intdigest(data), pieces_of(data, SIZE, head))
-    return PartialFile("shards/a.tar", member, shard.read, (again or Shard(data)).read, heads or Heads())
+    return PartialFile("shards/a.tar", member, shard.read, (again or Shard(data)).read, heads or HeadCache())
 
 
 def some(length: int) -> bytes:
@@ -148,7 +148,7 @@ def test_trouble_of_the_store_is_no_damage() -> None:
         raise TransientError("the store does not answer")
 
     member = Member("mp4", OFFSET, 640, 0, pieces_of(some(640)))
-    file = PartialFile("shards/a.tar", member, fail, fail, Heads())
+    file = PartialFile("shards/a.tar", member, fail, fail, HeadCache())
     with pytest.raises(TransientError):
         file.foresee(((0, 1),))
     with pytest.raises(TransientError):
@@ -172,7 +172,7 @@ def test_another_process_gets_what_is_there_and_right_and_says_what_it_lacks() -
 
 
 def test_the_head_of_a_file_is_read_once_for_all_its_clips() -> None:
-    shard, heads = Shard(some(640)), Heads()
+    shard, heads = Shard(some(640)), HeadCache()
     first = opened(some(640), shard, None, heads, ((0, 2), (9, 1)))
     first.foresee(((0, 2), (5, 1), (9, 1)))
     assert bytes(first[0:384]) == some(640)[0:384]
@@ -186,7 +186,7 @@ def test_the_head_of_a_file_is_read_once_for_all_its_clips() -> None:
 
 
 def test_a_wrong_head_is_not_kept() -> None:
-    wrong, heads = bytearray(some(640)), Heads()
+    wrong, heads = bytearray(some(640)), HeadCache()
     wrong[3] ^= 1
     file = opened(some(640), Shard(bytes(wrong)), Shard(bytes(wrong)), heads, ((0, 1),))
     with pytest.raises(CorruptionError):
@@ -195,7 +195,7 @@ def test_a_wrong_head_is_not_kept() -> None:
 
 
 def test_heads_are_held_up_to_a_limit_and_the_least_used_go_first() -> None:
-    data, heads = some(640), Heads(3 * SIZE)
+    data, heads = some(640), HeadCache(3 * SIZE)
     members = [Member("mp4", offset, 640, 0, pieces_of(data, SIZE, ((0, 1),))) for offset in (0, 1000, 2000, 3000)]
     for member in members[:3]:
         heads.put("a.tar", member, 0, memoryview(data)[:SIZE])

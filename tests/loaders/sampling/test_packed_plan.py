@@ -27,7 +27,7 @@ from headrace.loaders.sampling.plan import _PACK
 RATE = 8_000
 LENGTHS = [0.1, 0.45, 0.3, 0.8, 0.2, 1.7, 0.5, 0.25, 0.6, 0.35, 0.15, 0.9]
 PACKING = Packing(RATE, lookahead=5)
-MEL = LogMel(20, n_fft=64, hop=25, high=3_900)
+MEL = LogMel(20, n_fft=64, hop_length=25, f_max=3_900)
 Make = Callable[..., AudioLoader]
 
 
@@ -329,7 +329,7 @@ def test_what_does_not_go_with_packing_is_refused(make: Make, recordings: Datase
         ("leave window and buckets out", {"window": 1.0}),
         ("leave window and buckets out", {"buckets": Durations((1,), 5), "batch_size": None}),
         ("start='every'", {"buckets": Durations((1,), 5), "packing": None, "window": Window(start="every")}),
-        ("nothing above 4000", {"features": LogMel(high=8_000)}),
+        ("nothing above 4000", {"features": LogMel(f_max=8_000)}),
     ):
         with pytest.raises(UsageError, match=match):
             make(**options)
@@ -337,7 +337,7 @@ def test_what_does_not_go_with_packing_is_refused(make: Make, recordings: Datase
 
 @pytest.mark.parametrize("log", ["natural", "decadic"])
 def test_a_piece_of_a_spectrogram_is_that_of_its_sound_alone(make: Make, log: Any) -> None:
-    what = LogMel(20, n_fft=64, hop=25, high=3_900, floor=1e-5, log=log)
+    what = LogMel(20, n_fft=64, hop_length=25, f_max=3_900, floor=1e-5, log=log)
     columns = RATE // 25  # a second
     seen = {f"{number:02}": list[int]() for number in range(len(LENGTHS))}
     for batch in make(features=what, packing=Packing(columns, lookahead=5)):
@@ -358,8 +358,10 @@ def test_a_piece_of_a_spectrogram_is_that_of_its_sound_alone(make: Make, log: An
 
 
 def test_the_step_of_spectrograms_is_part_of_the_state(make: Make) -> None:
-    what = LogMel(20, n_fft=64, hop=25, high=3_900)
-    one, other = (make(features=w, packing=Packing(400)) for w in (what, LogMel(20, n_fft=64, hop=50, high=3_900)))
+    what = LogMel(20, n_fft=64, hop_length=25, f_max=3_900)
+    one, other = (
+        make(features=w, packing=Packing(400)) for w in (what, LogMel(20, n_fft=64, hop_length=50, f_max=3_900))
+    )
     with pytest.raises(UsageError, match="clip was"):
         other.load_state_dict(one.state_dict())
 

@@ -161,7 +161,7 @@ def test_what_sounds_is_where_it_was(ways: Ways, file: Recording) -> None:
         frames[0].format.packed.name, (0, 1)
     )
     whole = (whole[0, ::width] - float(silence)) / one
-    spec, ways.open, ways.taken = AudioSpec(file.info.sample_rate, seconds=1.0, policy="first"), True, 0
+    spec, ways.open, ways.taken = AudioSpec(file.info.sample_rate, seconds=1.0, downmix="first"), True, 0
     for start in (8, 13):
         sound, real = decode_audio(memoryview(file.data), file.info, Fraction(start), spec, spec.samples())
         at = start * file.info.sample_rate - first

@@ -69,7 +69,7 @@ FILES = {
         AudioSpec,
         st.sampled_from([8000, 16_000, 22_050]),
         st.sampled_from([1, 2]),
-        policy=st.sampled_from(["mix", "first"]),
+        downmix=st.sampled_from(["mix", "first"]),
     ),
     seconds=st.sampled_from([0.1, 1.0, 2.5, 6.0]),
 )
@@ -95,7 +95,7 @@ def test_first_and_last_frames_are_decoded_at_once_too(
 ) -> None:
     data, info = FILES[which], info_of(FILES[which])
     monkeypatch.setattr(decode, "open_media", lambda _: pytest.fail("by packets"))
-    spec = AudioSpec(info.sample_rate, info.channels if info.channels < 3 else 1, policy="first")
+    spec = AudioSpec(info.sample_rate, info.channels if info.channels < 3 else 1, downmix="first")
     found, real = decode.decode_audio(memoryview(data), info, start, spec, 2 * info.sample_rate, True)
     first = int(start * info.sample_rate)
     expected = (
