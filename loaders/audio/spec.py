@@ -60,8 +60,7 @@ class LogMel:
                 f"{self} is not possible", hint=f"hop_length and n_fft up to {MAX_FFT}, n_mels up to {MAX_BANDS}"
             )
         if self.scale not in ("slaney", "htk") or self.log not in ("natural", "decadic") or not self.floor > 0:
-            message = f"no bands lie between {self.f_min} and {self.f_max} Hz"
-            raise UsageError(message, hint="use f_min >= 0 and f_max above f_min")
+            raise UsageError(f"{self} is not possible", hint="scale 'slaney' or 'htk', log 'natural' or 'decadic'")
         if not 0 <= self.f_min < math.inf or not (self.f_max is None or self.f_max > self.f_min):
             raise UsageError(
                 f"no bands lie between {self.f_min} and {self.f_max} Hz", hint="use f_min >= 0 and f_max above f_min"
