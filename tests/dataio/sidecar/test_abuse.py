@@ -218,7 +218,7 @@ def test_a_second_daemon_is_refused_and_told_who_holds_the_socket(daemon: Runnin
         [*command, "--cache-dir", str(daemon.folder / "c2")], capture_output=True, text=True, timeout=150
     )
     assert second.returncode == ConflictError.exit_code
-    assert f"runs as process {daemon.pid}" in second.stderr
+    assert f"with process id {daemon.pid}" in second.stderr
     assert daemon.answers()
 
 
@@ -260,7 +260,7 @@ def test_the_command_runs_a_daemon_until_sigterm(daemon: RunningDaemon) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--http-port", "70000"], "no port"),
+        (["--http-port", "70000"], "not a port"),
         (["--cache-bytes", "many"], "not a size"),
         (["--socket", "/tmp/x"], "private"),
     ],
