@@ -96,4 +96,4 @@ def test_datasets_without_videos_go_into_no_bucket(url: str, capsys: pytest.Capt
 
 def test_weights_of_one_dataset_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["order", url, "--weights", "1"]) == 2
-    assert "this is one dataset" in capsys.readouterr().err
+    assert "need several datasets" in capsys.readouterr().err
