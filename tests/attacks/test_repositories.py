@@ -32,7 +32,7 @@ def forge(folder: Path, change: Callable[[manifests.Manifest], manifests.Manifes
     """Change the step's manifest, and the decision that names its digest."""
     (path,) = folder.glob("runs/r/*/*/*/rank-*.manifest")
     data = manifests.encode(change(manifests.decode(path.read_bytes(), path.relative_to(folder).as_posix())))
-    fate = documents.decode((path.parent / "fate").read_bytes(), documents.Fate, "fate")
+    fate = documents.decode((path.parent / "fate").read_bytes(), documents.Decision, "fate")
     fate = msgspec.structs.replace(fate, manifests=(chunking.digest(data).hex(),))
     for target, body in ((path, data), (path.parent / "fate", documents.encode(fate))):
         target.unlink()
