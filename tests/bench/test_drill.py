@@ -433,8 +433,8 @@ def test_a_check_that_fails_is_an_error_of_the_part_and_the_others_go_on(monkeyp
 def test_what_dali_is_not_given_is_told_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.loaders.decode.dali.DaliDecoder", Standing)
     monkeypatch.setattr(nvdec, "_FRAMES", 6)
-    check, part = decode_nvdec.check, PartResult("checks", "Checks")
+    check, part = decode_nvdec.check_nvdec, PartResult("checks", "Checks")
     part.metric("wrong", "wrong", "%")
     checks.what_dali_makes_of_what_it_is_not_given(part, "")
     assert [part.candidates[kind]["metrics"]["wrong"] for kind in ("AV1", "interlaced")] == [[0.0], [0.0]]
-    assert decode_nvdec.check is check
+    assert decode_nvdec.check_nvdec is check

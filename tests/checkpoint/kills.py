@@ -18,7 +18,7 @@ import numpy as np
 import headrace.dataio.store.posix  # its crash points are declared when it is imported
 import headrace.dataio.store.s3
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.lineage import Parent
+from headrace.checkpoint.lineage import ParentLease
 from headrace.checkpoint.repository import collect, tags, writers
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.collect import Retention
@@ -82,11 +82,11 @@ def read_journal(path: str) -> list[list[str]]:
 def trainer(task: Task, store: Store, journal: Journal) -> None:
     """Restores the latest step, opens a timeline, and saves some steps, with a policy applied behind each."""
     repository.ensure_repo(store)
-    base, parent = repository.find(store, RUN, "latest"), Parent(store, life=LIFE)
+    base, parent = repository.find(store, RUN, "latest"), ParentLease(store, life=LIFE)
     if base is not None:
         parent.hold(RUN, base)
         assert load(store, base) == state_of(base.timeline, base.step), f"restored {base}, which is not what was saved"
-    standing = writers.Standing(writers.enter(), restored=base, anew=True)
+    standing = writers.WriterState(writers.enter(), restored=base, anew=True)
     first = base.step + 1 if base else 1
     number = writers.place(store, RUN, first, standing, lambda base: parent.hold(RUN, base)).timeline
     retention = Retention(store, RUN, Keep(last=task.last))

@@ -154,7 +154,7 @@ def test_bits_flipped_in_a_row_are_never_restored(s3_server: S3Server, s3_url: s
         checkpointer.save(1, state).result(60)
     with (
         FaultProxy(s3_server.endpoint) as proxy,
-        Checkpointer(s3_url, run="exp", sidecar=None, endpoint_url=proxy.endpoint) as checkpointer,
+        Checkpointer(s3_url, run="exp", sidecar=None, storage_options={"endpoint_url": proxy.endpoint}) as checkpointer,
     ):
         proxy.inject(Fault.FLIP_BIT, method="GET", path="/packs/", times=flips)
         found = {"w": torch.zeros(50_000)}

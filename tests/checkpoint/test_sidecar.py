@@ -226,7 +226,7 @@ def test_a_save_whose_daemon_is_gone_for_good_is_carried_here_and_its_arena_is_g
 
         def stage(self, kind: str, arena_fd: int, plan: bytes, about: str, **more: Any) -> StagedJob:
             staged = StagedJob("token")
-            staged.broke(TransientError("the connection to the sidecar ended"))
+            staged.connection_lost(TransientError("the connection to the sidecar ended"))
             return staged
 
         def close(self) -> None: ...

@@ -244,7 +244,7 @@ class History:
         with open_store(self.url) as store:
             if repository.read_repo(store) is None:
                 return seen
-            if repository.condemned(
+            if repository.pending_deletes(
                 store
             ):  # by a collector that was killed: readers are refused until another one has been
                 collect.collect(store, ())

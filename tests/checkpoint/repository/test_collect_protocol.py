@@ -19,7 +19,7 @@ from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.collect import collect, to_delete
-from headrace.checkpoint.repository.inventory import Inventory, Seen
+from headrace.checkpoint.repository.inventory import Inventory, SeenAttempt
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import TransientError
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
@@ -132,13 +132,13 @@ def test_a_great_many_bursts_lose_nothing() -> None:
         play(moves)
 
 
-def by_commit(seen: Inventory, attempt: Seen) -> bool:
+def by_commit(seen: Inventory, attempt: SeenAttempt) -> bool:
     """The rule that is wrong: an attempt counts only once its COMMIT is there."""
     found = seen.commits.get(attempt.step)
     return attempt.decision is not None and (found is None or found.tombstone or found.attempt != attempt.attempt)
 
 
-def without_fences(seen: Inventory, now: float) -> list[Seen]:
+def without_fences(seen: Inventory, now: float) -> list[SeenAttempt]:
     return []
 
 

@@ -26,7 +26,7 @@ from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.repository.retention import Keep
-from headrace.checkpoint.repository.writers import Standing
+from headrace.checkpoint.repository.writers import WriterState
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.saving import dedup
 from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError
@@ -241,7 +241,7 @@ def moments(prepare: Callable[[MemoryStore], Actor], meanwhile: Callable[[Memory
 
 def opened_by_saving(store: Store, step: int, restored: Base, parent: ParentLease) -> int:
     """What a trainer that starts does before its first save; the number of its timeline."""
-    standing = Standing("heir-1", restored=restored, anew=True)
+    standing = WriterState("heir-1", restored=restored, anew=True)
     return writers.place(store, RUN, step, standing, lambda base: parent.hold(RUN, base)).timeline
 
 

@@ -13,7 +13,7 @@ from headrace.checkpoint.repository import collect, commit, timeline, writers
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.retention import Keep
-from headrace.checkpoint.repository.writers import Place, Standing
+from headrace.checkpoint.repository.writers import SaveTarget, WriterState
 from headrace.dataio.core.errors import ConflictError, NotFoundError
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
@@ -36,7 +36,7 @@ class Writer:
 
     def save(self, *steps: int) -> Base:
         for step in steps:
-            standing = Standing(self.name, self.timeline, self.restored, anew=self.anew)
+            standing = WriterState(self.name, self.timeline, self.restored, anew=self.anew)
             self.timeline, self.restored = writers.place(self.store, RUN, step, standing).timeline, None
             made = save(self.store, make(self.store, tiny_state(step), step=step, number=self.timeline))
         return made
@@ -94,7 +94,7 @@ def test_what_is_restored_after_a_death_before_the_first_commit(
     writer = Writer(store)
     writer.save(1, 2, 3, 4)
     writer.restore(restored)
-    standing = Standing(writer.name, writer.timeline, writer.restored, anew=True)
+    standing = WriterState(writer.name, writer.timeline, writer.restored, anew=True)
     assert writers.place(store, RUN, saved, standing).timeline == 2
     assert steps(store) == until_committed
     writer.restored = None
@@ -212,7 +212,7 @@ def test_a_writer_whose_run_was_taken_over_stays_out_whatever_it_restores(store:
             zombie.save(4)
     assert steps(store) == [1, 2, 3]
     known = Writer(store)
-    standing = Standing(known.name, handed_on=True)
+    standing = WriterState(known.name, handed_on=True)
     writers.join([zombie.name])  # saves for this process are made by that one alone
     with pytest.raises(ConflictError, match="timeline 1 was taken over by timeline 2"):
         writers.place(store, RUN, 4, standing)
@@ -228,8 +228,8 @@ def test_another_writer_of_the_same_process_is_named_as_such(store: Store) -> No
     assert isinstance(action, commit.Stop)
     assert "timeline 1 was taken over by timeline 2, which this process opened itself" in str(action.error)
     assert first.timeline == 1
-    standing = Standing(first.name, first.timeline)
-    assert writers.place(store, RUN, 3, standing) == Place(2, repository.find(store, RUN, 2))
+    standing = WriterState(first.name, first.timeline)
+    assert writers.place(store, RUN, 3, standing) == SaveTarget(2, repository.find(store, RUN, 2))
 
 
 def test_of_two_writers_that_come_at_once_one_opens_the_timeline(store: Store) -> None:
@@ -245,7 +245,7 @@ def test_of_two_writers_that_come_at_once_one_opens_the_timeline(store: Store) -
     found: list[int] = []
     both = [Writer(Meeting(store)), Writer(Meeting(store))]
     threads = [
-        threading.Thread(target=lambda w=w: found.append(writers.place(w.store, RUN, 1, Standing(w.name)).timeline))  # type: ignore[misc]
+        threading.Thread(target=lambda w=w: found.append(writers.place(w.store, RUN, 1, WriterState(w.name)).timeline))  # type: ignore[misc]
         for w in both
     ]
     for thread in threads:
@@ -266,7 +266,7 @@ def test_a_step_that_is_removed_before_it_is_held_is_not_what_a_timeline_begins_
             raise NotFoundError("step 2 is being removed")
 
     heir = another_process(store)
-    place = writers.place(store, RUN, 3, Standing(heir.name), hold)
+    place = writers.place(store, RUN, 3, WriterState(heir.name), hold)
     assert [base.step for base in held] == [2, 1]
     parent = timeline.read_timeline(store, RUN, place.timeline).parent
     assert parent is not None
@@ -278,5 +278,5 @@ def test_a_step_that_is_removed_before_it_is_held_is_not_what_a_timeline_begins_
 
     held.clear()
     with pytest.raises(ConflictError, match="was removed by retention meanwhile"):
-        writers.place(store, RUN, 3, Standing(another_process(store).name), never)
+        writers.place(store, RUN, 3, WriterState(another_process(store).name), never)
     assert len(held) == 20

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.checkpoint.saving.progress import ProgressFile, RecordingStore
 from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.s3
 KILLED = """
 import os, sys
 from headrace.dataio.store.open import open_store
-from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.checkpoint.saving.progress import RecordingStore, ProgressFile
 url, path = sys.argv[1:]
 fd = os.open(path, os.O_RDWR | os.O_CREAT)
-Logged(open_store(url), ProgressFile(fd)).put_multipart("big", [os.urandom(8 << 20)] * 5)
+RecordingStore(open_store(url), ProgressFile(fd)).put_multipart("big", [os.urandom(8 << 20)] * 5)
 """
 
 
@@ -68,7 +68,7 @@ def test_an_upload_that_a_killed_process_left_is_aborted_by_the_next(s3_url: str
 def test_an_upload_that_is_complete_is_not_unfinished(s3_url: str) -> None:
     book, data = ProgressFile(None), bytes(8 * MIB + 1)
     with open_store(s3_url) as store:
-        assert Logged(store, book).put_multipart("big", [data]) == len(data)
+        assert RecordingStore(store, book).put_multipart("big", [data]) == len(data)
         assert store.stat("big").size == len(data)
     assert book.unfinished == {}
 
@@ -78,12 +78,12 @@ def test_the_gate_is_asked_before_each_piece(s3_url: str) -> None:
     with open_store(s3_url) as store:
         gated = PausableUploads(store, lambda: asked.append(1))
         assert gated.put_multipart("a", [b"x", b"y", b"z"]) == 3
-        assert Logged(gated, ProgressFile(None)).put_multipart("b", [b"x", b"y"]) == 2
+        assert RecordingStore(gated, ProgressFile(None)).put_multipart("b", [b"x", b"y"]) == 2
     assert len(asked) == 5
 
 
 def test_small_objects_and_directories_have_no_uploads(tmp_path: Path) -> None:
     with open_store(tmp_path / uuid.uuid4().hex) as store:
-        assert Logged(store, book := ProgressFile(None)).put_multipart("a", [b"x", b"y"]) == 2
+        assert RecordingStore(store, book := ProgressFile(None)).put_multipart("a", [b"x", b"y"]) == 2
         assert store.get("a") == b"xy"
     assert book.unfinished == {}

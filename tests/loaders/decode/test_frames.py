@@ -249,7 +249,7 @@ def test_a_clip_of_impossible_size_is_refused_before_anything_is_allocated(media
     assert isinstance(result, CapacityError)
 
 
-needs_gpu = pytest.mark.skipif(not (gpu_count() and dali.missing() is None), reason="DALI decodes on no GPU here")
+needs_gpu = pytest.mark.skipif(not (gpu_count() and dali.nvdec_missing() is None), reason="DALI decodes on no GPU here")
 
 
 def _within_two(gpu: Decoded, cpu: Decoded) -> None:
