@@ -26,8 +26,8 @@ from headrace.dataio.core.redact import printable, redact
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "make a dataset": {
-        "pack": ("headrace.dataio.shards.ingest.cli:pack", "write media files into tar shards with an index"),
-        "index": ("headrace.dataio.shards.ingest.cli:index", "make a dataset over existing WebDataset tars"),
+        "pack": ("headrace.dataio.shards.cli_pack:pack", "write media files into tar shards with an index"),
+        "index": ("headrace.dataio.shards.cli_pack:index", "make a dataset over existing WebDataset tars"),
     },
     "read a dataset": {
         "info": ("headrace.dataio.shards.cli:info", "show what a dataset holds"),
