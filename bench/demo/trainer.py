@@ -170,10 +170,6 @@ def _digest(model: nn.Module) -> str:
     return hasher.hexdigest()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def _down(channels_in: int, channels_out: int, stride: tuple[int, int, int]) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv3d(channels_in, channels_out, kernel_size=3, stride=stride, padding=1),
@@ -216,3 +212,7 @@ class MaskedClipModel(nn.Module):
         restored = nn.functional.pixel_shuffle(patches.transpose(1, 2), 2).transpose(1, 2)
         error: Tensor = (restored - clip).abs().mean()
         return error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

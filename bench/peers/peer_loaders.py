@@ -253,10 +253,6 @@ def _collate_mosaic(decode: Callable[[bytes], torch.Tensor], samples: list[Mappi
     return torch.stack([decode(the_file(sample)) for sample in samples])
 
 
-if __name__ == "__main__":
-    _write_mds(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
-
-
 def write_litdata(read: Callable[[Any], Any], inputs: list[Any], target: Path, chunk_bytes: str) -> None:
     """Write `read(input)` of all inputs into litdata's chunks in `target`, by one process.
 
@@ -276,3 +272,7 @@ def write_litdata(read: Callable[[Any], Any], inputs: list[Any], target: Path, c
         finally:
             os.environ.clear()
             os.environ.update(before)
+
+
+if __name__ == "__main__":
+    _write_mds(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -97,8 +97,8 @@ def document_of(value: object) -> Callable[[manifests.Manifest], manifests.Manif
         (PartsNode("coo", {"shape": [4]}, {"indices": TensorRef("w"), "values": TensorRef("w")}), "not sound"),
         (PartsNode("coo", {"shape": "x", "coalesced": True}, {"indices": TensorRef("w"), "values": 3}), "not sound"),
         (PartsNode("csr", {"shape": [4, 4]}, {"compressed": TensorRef("w"), "plain": 1, "values": 2}), "not sound"),
-        (MetaNode("os", (3,)), "without bytes"),
-        (MetaNode("float32", (1 << 40, 1 << 40)), "without bytes"),
+        (MetaNode("os", (3,)), "meta tensor"),
+        (MetaNode("float32", (1 << 40, 1 << 40)), "meta tensor"),
         (TensorRef("../../etc/passwd"), "does not hold it"),
     ],
 )
