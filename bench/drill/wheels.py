@@ -24,7 +24,7 @@ PIECE_BYTES = 50 << 20
 MANIFEST = "manifest.json"
 _MARK = "installed.json"
 NEEDED = (
-    *("msgspec", "blake3", "zstandard", "xxhash", "prometheus-client", "fsspec", "rich", "numpy", "pyarrow"),
+    *("msgspec", "blake3", "zstandard", "xxhash", "prometheus-client", "fsspec", "rich", "numpy", "pyarrow", "shtab"),
     *("duckdb", "simplejpeg", "av"),
     *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
     "nvidia-dali-cuda130",

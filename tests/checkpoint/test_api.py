@@ -493,7 +493,7 @@ def test_a_state_that_does_not_fit_is_told_how_a_part_of_it_is_restored(tmp_path
 
 def test_bad_options_are_refused_at_once(tmp_path: Path) -> None:
     for options, says in (
-        ({"compression": "lz4"}, "no compression 'lz4'"),
+        ({"compression": "lz4"}, "compression is 'lz4'"),
         ({"world_size": 2}, "init_process_group"),
         ({"rank": 3}, "rank 3 does not exist"),
         ({"run": "a/b"}, "name a run"),
@@ -504,7 +504,7 @@ def test_bad_options_are_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_what_is_no_place_is_refused() -> None:
-    with pytest.raises(UsageError, match="None is no place to store things"):
+    with pytest.raises(UsageError, match="None is not a place for objects"):
         Checkpointer(None, run="exp")  # type: ignore[arg-type]
 
 

@@ -113,7 +113,7 @@ def test_a_child_is_told_that_checkpointer_and_handle_are_its_parents_and_closes
 
         said = child(work)
         assert [str(os.getpid()) in each for each in said] == [True] * 6
-        assert "make another one" in said[0]
+        assert "create another Checkpointer in this process" in said[0]
         assert "wait for the save in the process that began it" in said[2]
     with Checkpointer(str(tmp_path), run="a", sidecar=None) as after:
         assert after.steps() == [1]

@@ -51,7 +51,7 @@ def test_a_preemption_save_does_not_wait_for_the_memory_of_saves_in_flight(tmp_p
 def test_an_unknown_priority_is_refused_before_anything_happens(tmp_path: Path) -> None:
     with (
         Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=None) as checkpointer,
-        pytest.raises(UsageError, match="no priority 'high'"),
+        pytest.raises(UsageError, match="priority is 'high'"),
     ):
         checkpointer.save(1, {"n": 1}, priority="high")
     assert not (tmp_path / "repo").exists()

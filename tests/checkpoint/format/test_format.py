@@ -389,7 +389,7 @@ def with_chunk(**fields: object) -> bytes:
         (changed(attempt="x"), "not an id"),
         (changed(packs=(PackName(ATTEMPT, "../../x"), PackName(ATTEMPT, "0-0badcafe-1"))), "bad pack name"),
         (changed(packs=()), "names pack 0 of 0"),
-        (changed(tensors=sound_manifest().tensors * 2), "there twice"),
+        (changed(tensors=sound_manifest().tensors * 2), "listed twice"),
         (changed(chunks=sound_manifest().chunks[:1]), "chunk 1 of 1"),
         (with_chunk(digest=b"short"), "digest"),
         (with_chunk(digest=digest(b"b")), "digest"),
