@@ -62,6 +62,19 @@ def get_logger(name: str) -> logging.Logger:
     return logger
 
 
+class _RedactingText(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = redact(record.getMessage()), ()
+        return True
+
+
+def redact_loggers(*names: str) -> None:
+    """Redact what other libraries log under these names: botocore writes whole requests, with their session tokens."""
+    for logger in map(logging.getLogger, names):
+        if not any(isinstance(one, _RedactingText) for one in logger.filters):
+            logger.addFilter(_RedactingText())
+
+
 def warn_once(logger: logging.Logger, message: str) -> None:
     """Log `message` as a warning, once per process."""
     if message not in _said and len(_said) < _ONCE_LIMIT:

@@ -45,6 +45,7 @@ from headrace.dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from headrace.dataio.core.log import redact_loggers
 from headrace.dataio.store.base import check_range, writable_bytes
 from headrace.dataio.store.credential_chain import CredentialChain, Keys, botocore_session
 from headrace.dataio.store.s3_config import S3Config
@@ -269,6 +270,7 @@ class _Worker:
                 if self._client is None:
                     import s3fs  # with botocore and aiohttp: half a second
 
+                    redact_loggers("botocore.auth", "botocore.endpoint", "botocore.httpsession")
                     arguments = self._config.s3fs_arguments()
                     if credentials := await self.credentials():
                         arguments["session"] = botocore_session(credentials)

@@ -214,3 +214,23 @@ def test_no_failing_operation_shows_a_secret_anywhere(url: str, server: S3Server
 
 def test_values_to_sign_with_have_no_repr_of_them() -> None:
     assert repr(Values("hidden", "hidden", "hidden")) == "Keys()"
+
+
+_DEBUGGING = """
+import logging
+logging.basicConfig(level=logging.DEBUG)
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.store.open import open_store
+keys = {"key": "AKIA" + "A" * 16, "secret": "hidden-secret", "token": "hidden-token"}
+with open_store("s3://bucket", storage_options={"endpoint_url": "http://127.0.0.1:9", "client": "s3fs", **keys}) as store:
+    try: store.get("a")
+    except HeadraceError as error: print(type(error).__name__)
+"""
+
+
+def test_a_trainer_that_logs_everything_logs_no_session_token() -> None:
+    done = subprocess.run([sys.executable, "-c", _DEBUGGING], capture_output=True, text=True, timeout=150)
+    assert done.stdout == "UnreachableError\n", done.stderr[-2000:]
+    assert "botocore.auth:" in done.stderr
+    assert "x-amz-security-token" in done.stderr
+    assert "hidden-" not in done.stderr
