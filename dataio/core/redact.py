@@ -24,10 +24,10 @@ _NAMED = rf"{_SECRET_WORDS}[\w-]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}}"  # bounded
 _PATTERNS = (
     (r"(?<=://)[^/\s\"'<>]+@", _HIDDEN + "@"),  # user:password@ in a URL
     (
-        r"(?i)(authorization[\"']?\s{0,8}[=:]\s{0,8}[\"']?)[^\s\"'][^\"'\r\n]*",
+        r"(?i)(authorization[\"']?\s{0,8}[=:]\s{0,8}(?:b?[\"'])?)[^\s\"'][^\"'\r\n]*",
         r"\1" + _HIDDEN,
     ),  # has several words
-    (rf"(?i)({_NAMED})([\"'])(?:(?!\2)[^\r\n])+\2", rf"\1\2{_HIDDEN}\2"),
+    (rf"(?i)({_NAMED}b?)([\"'])(?:(?!\2)[^\r\n])+\2", rf"\1\2{_HIDDEN}\2"),
     (rf"(?i)({_NAMED}[\"']?)([^\s\"'&,;)}}\]]+)", r"\1" + _HIDDEN),
     (r"(?i)([?&](?:sig|sas|key)=)[^\s\"'&]+", r"\1" + _HIDDEN),
     (r"(?i)(\b(?:cookie|pwd)[\"']?\s{0,8}[=:]\s{0,8}[\"']?)[^\s\"'][^\"'\r\n]*", r"\1" + _HIDDEN),
