@@ -2,9 +2,10 @@
 buffer.
 
 Why it exists: one read of an object is a request that the caller waits for anyway. Handing it to an event loop or to
-obstore's threads costs more than the request does. Client CPU per GiB at 8 MiB GETs with four threads, through `Store`,
-on two busy cores (24 November 2026, three alternating rounds): this client 0.31-0.34 s, obstore in the caller's thread
-0.61-0.66 s, obstore through the event loop 0.75-1.0 s. `HEADRACE_S3=obstore` does without this module.
+obstore's threads costs more than the request does. Client CPU seconds per GiB, on two busy cores, by
+`headrace bench store --operations get --sizes 8MiB --threads 4` (24 November 2026): this client 0.31-0.34 and obstore
+through the event loop 0.90-1.01 in three alternating rounds, obstore in the caller's thread 0.61-0.66 in two.
+`HEADRACE_S3=obstore` does without this module.
 
 Invariants:
 

@@ -102,7 +102,8 @@ def write(skipped: SkippedSample, version: int, folder: Path | None) -> None:
                 os.write(file, line)
             else:
                 warn_once(
-                    _log, f"{path} is full: skipped samples are no longer recorded (`headrace quarantine --clear`)"
+                    _log,
+                    f"{path} is full: skipped samples are no longer recorded (`headrace quarantine --clear --apply`)",
                 )
         finally:
             os.close(file)
