@@ -1,7 +1,8 @@
-"""WebDataset tars as input: their samples are packed again, with their keys.
+"""WebDataset tars as input: `pack` packs their samples again under the same keys.
 
-Invariant: only headers are read here; members are unpacked by the worker processes, one sample at a time.
-Failure behaviour: `CorruptionError` or `UnsupportedError` for an archive that is damaged or holds what a shard may not hold.
+Invariant: this module reads only headers. The worker processes read the members, one sample at a time. Failure
+behaviour: a damaged archive raises `CorruptionError`. An archive that holds something that a shard must not hold raises
+`UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7
 
 @contextlib.contextmanager
 def opened(path: str, remote: Remote) -> Iterator[tar.ReadAt]:
-    """How to read the archive at a path or a URL."""
+    """Open the archive at a path or a URL, and yield a function that reads a range of it."""
     if is_url(path):
         yield remote.reader(path)
         return
@@ -36,7 +37,7 @@ def opened(path: str, remote: Remote) -> Iterator[tar.ReadAt]:
 
 
 def samples(path: str, size: int, read_at: tar.ReadAt) -> Iterator[tuple[str, tuple[Span, ...]]]:
-    """Key and members of every sample of the tar."""
+    """Yield the key and the members of each sample in the tar."""
     program = _COMPRESSED.get(read_at(0, min(2, size)))
     if program:
         raise UnsupportedError(f"{path} is compressed by {program}", hint="decompress it first; media already is")

@@ -1,7 +1,8 @@
-"""Where the units of a plan are packed: in this process and its workers, or on the machines of a Ray cluster.
+"""Engines pack the units of a plan, either in this process and its workers or on the machines of a Ray cluster.
 
-Invariant: an engine packs and records every unit that it is given, in any order; which one it was cannot be seen in the dataset.
-Failure behaviour: `UsageError` for an engine that does not exist, `UnsupportedError` for one that is not installed.
+Invariant: an engine packs and records every unit that it is given, in any order. The dataset does not depend on the
+engine. Failure behaviour: an unknown engine raises `UsageError`. An engine that is not installed raises
+`UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def local(
     step: Step,
     remote: Remote,
 ) -> Sequence[WorkerReport]:
-    """Pack here, with `workers` processes reading media."""
+    """Pack on this machine; `workers` processes read the media."""
     started = time.monotonic()
     with ProbePool(workers, remote=remote) as pool:
         for _ in pack_units(store, journal, todo, settings, pool, scratch, step):
@@ -43,7 +44,7 @@ def local(
 
 
 def named(name: str) -> Engine:
-    """The engine called "local" or "ray"."""
+    """Return the engine with this name, "local" or "ray"."""
     if name == "local":
         return local
     if name == "ray":

@@ -1,14 +1,19 @@
-"""What an unfinished pack has done so far, kept in the destination until the version exists.
+"""The journal records the finished units of a pack. It stays in the destination until the version exists.
 
 ```
 packing/<plan>/begun                      the version that the pack builds on (0: none)      put_if_absent
-packing/<plan>/<number>.unit              a unit that is packed: its shards and rows         BLAKE3, then msgpack
+packing/<plan>/<number>.unit              a packed unit: its shards and rows                 BLAKE3, then msgpack
 ```
 
-Invariants: a unit's record is written after its shards are stored, so what a record names is there. Records are immutable and
-depend on the plan alone: two packers of one plan write the same. Nothing that readers see refers to this folder.
-Failure behaviour: a damaged record counts as absent, and its unit is packed again; the folder of a pack that is never resumed can
-be deleted by hand.
+Invariants:
+
+* The packer writes a unit's record after it has stored the unit's shards. Every shard that a record names therefore
+  exists.
+* Records are immutable and depend only on the plan. Two packers of one plan write the same records.
+* Nothing that readers use refers to this folder.
+
+Failure behaviour: a damaged record counts as absent, and the packer packs its unit again. You can delete by hand the
+folder of a pack that will never be resumed.
 """
 
 from __future__ import annotations
@@ -34,7 +39,11 @@ _NAME = re.compile(r"(\d{8})\.unit")
 
 
 class Packed(msgspec.Struct, frozen=True, kw_only=True):
-    """One unit as it was packed. The samples' numbers begin at 0. `files` and `bytes` are those of the input that was used."""
+    """The result of packing one unit.
+
+    The samples are numbered from 0. `files` counts only the input files that were packed. `groups` and `bytes` count
+    all input.
+    """
 
     shards: tuple[Shard, ...]
     samples: tuple[Sample, ...]
@@ -55,14 +64,17 @@ decode_packed = msgspec.msgpack.Decoder(Packed, dec_hook=decode_other).decode
 
 
 class Journal:
-    """The records of the plan `plan` in `store`."""
+    """Reads and writes the records of the plan `plan` in `store`."""
 
     def __init__(self, store: Store, plan: str) -> None:
         self.plan = plan
         self._store, self._prefix = store, f"packing/{plan}/"
 
     def begin(self, base: int) -> int:
-        """The version that the pack builds on: `base`, or what an earlier start of the same pack had said."""
+        """Return the version that the pack builds on.
+
+        This is `base`, unless an earlier start of the same pack recorded another version.
+        """
         key = f"{self._prefix}begun"
         mine = msgspec.json.encode(_Begun(base, secrets.token_hex(16)))
         if self._store.put_if_absent(key, mine):
@@ -73,19 +85,19 @@ class Journal:
             raise CorruptionError(f"{key} is damaged", hint="delete the folder packing/ and pack again") from error
 
     def done(self) -> set[int]:
-        """The units that have a record."""
+        """Return the numbers of the units that have a record."""
         matches = (_NAME.fullmatch(info.key.removeprefix(self._prefix)) for info in self._store.list(self._prefix))
         return {int(match[1]) for match in matches if match}
 
     def seal(self, number: int, packed: Packed) -> None:
-        """Record that a unit is packed."""
+        """Write the record of a packed unit."""
         body = encode_packed(packed)
         if len(body) > _RECORD_BYTES - 32:
             raise CapacityError("the index rows of one shard are too large", hint="pack into smaller shards")
         self._store.put(self._key(number), blake3.blake3(body).digest() + body)
 
     def read(self, number: int) -> Packed | None:
-        """The record of a unit; None when there is none, or a damaged one."""
+        """Return the record of a unit, or None if the record is missing or damaged."""
         with contextlib.suppress(NotFoundError, msgspec.MsgspecError):
             data = self._store.get(self._key(number), max_bytes=_RECORD_BYTES)
             if blake3.blake3(data[32:]).digest() == data[:32]:
@@ -94,7 +106,7 @@ class Journal:
         return None
 
     def records(self, count: int) -> Iterator[Packed]:
-        """All units in order; `CorruptionError` when one is not there."""
+        """Yield the records of all units in order. A missing or damaged record raises `CorruptionError`."""
         for number in range(count):
             packed = self.read(number)
             if packed is None:
@@ -104,7 +116,7 @@ class Journal:
             yield packed
 
     def delete(self) -> None:
-        """Remove everything of this pack."""
+        """Delete all records of this pack."""
         self._store.delete_many([info.key for info in self._store.list(self._prefix)])
 
     def _key(self, number: int) -> str:

@@ -1,11 +1,17 @@
-"""Lists of media files: CSV, TSV, JSON lines and Parquet.
+"""Manifests list media files, as CSV, TSV, JSON lines or Parquet.
 
-Purpose: one row is one sample: the path of its media file, optionally its key and caption, and any other columns as fields.
-Invariants: rows are read one after the other (Parquet by batches). Relative paths are relative to the manifest. A CSV cell is a
-number, true or false when it is one in JSON, nothing when it is empty, and else text; of the other formats, values keep their
-type.
-Failure behaviour: `UsageError` names the manifest and the row, and lists the columns where one is missing: a manifest is the
-user's own word, so nothing in it is guessed or passed over.
+Purpose: one row describes one sample. It holds the path of the media file and, optionally, a key and a caption. All
+other columns become the sample's fields.
+
+Invariants:
+
+* The reader reads rows one after the other, and Parquet in batches.
+* Relative paths are relative to the manifest.
+* A CSV cell becomes a number, true or false if it is one in JSON. An empty cell is null. Any other cell is text.
+* In the other formats, values keep their type.
+
+Failure behaviour: `UsageError` names the manifest and the row. If a column is missing, it also lists the columns that
+exist. The user wrote the manifest, so the reader guesses nothing and skips no row.
 """
 
 from __future__ import annotations
@@ -33,7 +39,10 @@ _FIELDS_BYTES = 1 * limits.MIB
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What the columns with a meaning are called. Only `path` must be there; the others too, once renamed."""
+    """The names of the columns that have a meaning.
+
+    `path` is required. `key` and `caption` are required only if you rename them.
+    """
 
     path: str = "path"
     key: str = "key"
@@ -45,7 +54,10 @@ USUAL = Columns()
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample as its manifest has it. `where` names the row; `fields` is a JSON object, or None without other columns."""
+    """One row of a manifest.
+
+    `where` names the row in errors. `fields` is a JSON object, or None if the manifest has no other columns.
+    """
 
     where: str
     path: str
@@ -55,7 +67,10 @@ class Row:
 
 
 def rows(manifest: Path, columns: Columns = USUAL, url: str | None = None) -> Iterator[Row]:
-    """The rows of a manifest, whose format its suffix says. `manifest` may be a copy of what lies at `url`."""
+    """Yield the rows of a manifest. Its suffix selects the format.
+
+    If `manifest` is a local copy of an object, `url` is the URL of that object.
+    """
     name = url or str(manifest)
     suffix = manifest.suffix[1:].lower()
     read = {"csv": _csv, "tsv": _csv, "parquet": _parquet}.get(suffix, _json_lines)
@@ -90,7 +105,7 @@ def _row(manifest: str, where: str, row: dict[str, Any], columns: Columns) -> Ro
 
 
 def _resolved(manifest: str, where: str, path: str) -> str:
-    """The row's path or URL; what is relative is so to the manifest."""
+    """Return the row's path or URL. A relative path is resolved against the manifest."""
     if is_url(path):
         try:
             return joined(*path.rsplit("/", 1))
@@ -123,7 +138,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# --- the formats
+# --- formats
 
 
 def _csv(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -147,7 +162,7 @@ def _csv(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _lines(file: TextIO, name: str) -> Iterator[str]:
-    """The lines of a text; one that is too long is not read whole."""
+    """Yield the lines of a text file. A line that is too long raises an error before it is read whole."""
     for number in itertools.count(1):
         line = file.readline(_FIELDS_BYTES + 1)
         if not line:

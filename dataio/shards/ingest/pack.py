@@ -1,20 +1,26 @@
-"""`pack` and `append`: media files in, a version of a dataset out.
+"""`pack` and `append` turn media files into a version of a dataset.
 
-Purpose: gather, plan, pack the units of the plan here or on many machines, store the index, publish.
+Purpose: gather the inputs, make a plan, pack its units on this machine or on many machines, store the index, publish
+the version.
 
 Invariants:
 
-* Nothing is visible before the version document, which is written last: a packer that dies leaves at most objects that no
-  version names. Run again with the same input, it goes on after the last unit that was finished, and what it makes is equal, byte
-  for byte, to what an undisturbed run makes. Run again after the version was made, it finds that and does nothing.
-* The same input gives the same shards, byte for byte, under the same names, and the same index: a shard is named by its
-  place and a digest of what it holds. So packers that race never overwrite each other's different bytes; one publishes.
-* Memory is bounded but for the names of all files: two units' metadata, the rows of an index part and a few megabytes of
-  payload, whatever the size of the files. Files made on the way (recipes, tars) take disk space for one unit, in `TMPDIR`.
-* The index describes the bytes that were stored: a file that changes between being read and being sent stops the packing.
+* Nothing is visible before the version document, which is written last. A packer that dies leaves at most objects that
+  no version names.
+* Run again with the same input, the packer continues after the last finished unit. The result is byte for byte equal to
+  that of an uninterrupted run. If the version exists already, the packer finds it and does nothing.
+* The same input gives the same shards, byte for byte, under the same names, and the same index. A shard's name holds
+  its unit and a digest of its contents. Racing packers therefore never overwrite each other's shards with other bytes,
+  and one of them publishes.
+* Memory is bounded, except for the names of all files. The packer holds the metadata of two units, the rows of one
+  index part and a few megabytes of payload, whatever the size of the files.
+* Temporary files (from recipes and tars) take disk space for one unit, in `TMPDIR`.
+* The index describes the bytes that were stored. A file that changes between being described and being sent stops the
+  packing.
 
-Failure behaviour: a file that cannot be packed is skipped and reported with its reason; with `strict` it is an error. An existing
-dataset is a `ConflictError` for `pack`, as are keys that it has for `append`; no usable file at all is a `UsageError`.
+Failure behaviour: a file that cannot be packed is skipped and reported with its reason. With `strict`, it is an error.
+`pack` raises `ConflictError` if a dataset exists already. `append` raises it if the dataset already has one of the
+keys. If no file is usable, both raise `UsageError`.
 """
 
 from __future__ import annotations
@@ -74,19 +80,34 @@ def pack(
     source_options: Mapping[str, Any] | None = None,
     **storage_options: Any,
 ) -> Dataset:
-    """Write media files into tar shards with an index at `url`, as version 1 of a dataset, and open it.
+    """Write media files into tar shards with an index, as version 1 of a new dataset at `url`, and open it.
 
-    `sources` are files, folders, globs, manifests (CSV, TSV, JSON lines, Parquet) and WebDataset tars, local or at URLs
-    (`s3://bucket/folder`), whose stores get `source_options`;
-    `headrace.dataio.shards.ingest.sources` says what becomes a sample and what its key is. A shard is closed before the sample
-    that would make it larger than `shard_bytes`, and at the end of a unit of the plan (`headrace.dataio.shards.ingest.plan`).
-    `captions` gives texts by key to samples without a `.txt` file, and are stored as one; `columns` names the columns of
-    manifests. `recipe` re-encodes, copies into another container or splits.
-    `engine` is "local" or "ray"; `workers` are processes (default: one a core, here or of the Ray cluster). `progress` is
-    called after every group of files. The dataset's `report` says what was packed and what was skipped.
+    `headrace.dataio.shards.ingest.sources` explains which files become a sample, and what its key is.
 
-    Raises `NotFoundError` (a source, or the bucket), `UsageError` (equal keys, nothing to pack), `ConflictError` (another dataset
-    is there already), and with `strict` the error of the first file that cannot be packed.
+    Args:
+        sources: files, folders, globs, manifests (CSV, TSV, JSON lines, Parquet) and WebDataset tars. They are local
+            paths or URLs (`s3://bucket/folder`).
+        url: where to write the dataset, or an open store.
+        shard_bytes: the size limit of a shard in bytes, by default 256 MiB. The packer closes a shard before the sample
+            that would exceed it, and at the end of each unit of the plan (`headrace.dataio.shards.ingest.plan`).
+        strict: raise the error of the first file that cannot be packed, rather than skip the file.
+        captions: texts by sample key. The packer stores each as the sample's `.txt` file, if the sample has none.
+        columns: the names of the columns in manifests.
+        recipe: how to re-encode media, copy them into another container, or split them.
+        engine: "local" or "ray".
+        progress: a function that is called as groups of files are finished.
+        workers: the number of processes. The default is one for each core of this machine, or of the Ray cluster.
+        name: the dataset's name. By default, it is derived from `url`.
+        source_options: options for the stores of the sources.
+        storage_options: options for the dataset's store.
+
+    Returns:
+        The dataset. Its `report` lists what was packed and what was skipped.
+
+    Raises:
+        NotFoundError: a source or the bucket does not exist.
+        UsageError: two samples have the same key, or there is nothing to pack.
+        ConflictError: another dataset exists at `url`.
     """
     job = _Job(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers, source_options)
     with job.remote:
@@ -110,11 +131,18 @@ def append(
     trust_mounts: bool = False,
     **storage_options: Any,
 ) -> Dataset:
-    """Add media files to the dataset at `url`, as its next version, and open that; `pack` explains the arguments.
+    """Add media files to the dataset at `url` as its next version, and open that version.
 
-    What the dataset holds stays as it is; the new samples come after it. Appenders that race all succeed, one after the other.
-    A key that the dataset already has is a `ConflictError`: remove the old sample first. `NotFoundError` without a dataset.
-    `trust_mounts` is that of `Dataset`.
+    `pack` explains the arguments that both functions have. The existing samples stay as they are, and the new samples
+    come after them. Racing appenders all succeed, one after the other.
+
+    Args:
+        message: the message of the new version. The default gives the number of samples.
+        trust_mounts: as for `Dataset`.
+
+    Raises:
+        ConflictError: the dataset already has one of the keys. Remove the old sample first.
+        NotFoundError: there is no dataset at `url`.
     """
     job = _Job(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers, source_options)
     with job.remote:
@@ -166,7 +194,7 @@ class _Job:
         self._started = time.monotonic()
 
     def pack(self, store: Store, sources: Sources, name: str | None) -> tuple[PackReport, int]:
-        """Make version 1."""
+        """Make version 1 of the dataset."""
         gathered = self._gather(sources, store)
         tally = _Tally(gathered, self._settings.strict, self._progress)
         journal = Journal(store, plan.digest(gathered.groups, self._settings, append=False))
@@ -190,7 +218,7 @@ class _Job:
         return self._finish(work, tally, workers, document)
 
     def append(self, store: Store, sources: Sources, message: str, trust_mounts: bool) -> tuple[PackReport, int]:
-        """Make the next version."""
+        """Make the next version of the dataset."""
         newest, _ = versions.load(store)
         gathered = self._gather(sources, store)
         tally = _Tally(gathered, self._settings.strict, self._progress)
@@ -258,7 +286,7 @@ class _Job:
 
 
 class _Work:
-    """The units of a plan, packed and recorded in the journal."""
+    """Packs the units of a plan and records them in the journal."""
 
     def __init__(self, store: Store, journal: Journal, units: list[plan.Unit], settings: plan.Settings) -> None:
         self.store, self.journal, self.units, self.settings = store, journal, units, settings
@@ -266,7 +294,7 @@ class _Work:
         self.resumed = 0
 
     def published(self) -> versions.VersionDocument | None:
-        """The version that an earlier, interrupted call made of this very plan."""
+        """Return the version that an earlier, interrupted call made from this same plan, or None."""
         if not self.units or not self.journal.done() >= set(range(len(self.units))):
             return None
         document, _ = versions.load(self.store)
@@ -291,7 +319,7 @@ class _Work:
             return engine(self.store, self.journal, todo, self.settings, workers, scratch, tally.step, remote)
 
     def index(self, first: int, nothing: Callable[[], UsageError]) -> tuple[Any, Any]:
-        """Store the index parts of all units, in order; all shards, all parts."""
+        """Store the index parts of all units, in order. Return all shards and all index parts."""
         shards, parts = list[versions.Shard](), PartWriter(self.store, first)
         for packed in self.journal.records(len(self.units)):
             shards += packed.shards
@@ -305,7 +333,7 @@ class _Work:
         return tuple(shards), tuple(stored)
 
     def report(self, tally: _Tally, workers: tuple[WorkerReport, ...], seconds: float) -> PackReport:
-        """What the records say."""
+        """Build the report from the records."""
         files = samples = shards = size = 0
         skipped, notes = list(tally.skipped), list[str]()
         for packed in self.journal.records(len(self.units)):
@@ -330,7 +358,7 @@ class _Work:
 
 
 class _Tally:
-    """Counts while packing, for whoever watches, and applies `strict` to what could not be gathered."""
+    """Counts finished groups for `progress`, and applies `strict` to the inputs that could not be gathered."""
 
     def __init__(self, gathered: Gathered, strict: bool, progress: Callable[[Progress], None] | None) -> None:
         self.gathered, self.skipped, self._progress = gathered, gathered.skipped, progress
@@ -341,7 +369,7 @@ class _Tally:
             raise error_of(gathered.skipped[0], "without strict it would be skipped")
 
     def step(self, groups: int, size: int, skipped: int) -> None:
-        """So many groups more were looked at."""
+        """Add finished groups, their bytes and the skipped groups to the counts."""
         self._groups += groups
         self._bytes += size
         self._skips += skipped
@@ -350,7 +378,7 @@ class _Tally:
             self._progress(done)
 
     def nothing(self) -> UsageError:
-        """The error of having nothing to pack."""
+        """Return the error for an empty input."""
         return _nothing(self.skipped, self.gathered.ignored)
 
 
@@ -367,7 +395,7 @@ def _nothing(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) -> UsageEr
 
 
 def _refuse_known(store: Store, base: versions.VersionDocument, keys: set[str], trust_mounts: bool) -> None:
-    """`ConflictError` when version `base` has one of `keys`."""
+    """Raise `ConflictError` if version `base` has one of `keys`."""
     mounted, _ = with_mounts(store, base, False, {}, trust_mounts)
     _, missing = query.rows_with_keys(OpenIndex(mounted, base), keys)
     known = sorted(keys.difference(missing))

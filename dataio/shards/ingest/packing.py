@@ -1,10 +1,15 @@
-"""Packing units of a plan: prepare their groups, store their shards, record them.
+"""Packs units of a plan: prepares their groups, stores their shards and records them.
 
-Invariants: a shard is named by its unit and a digest of what it holds, and is closed before the sample that would make it larger
-than asked. A shard that is already stored under its name is not sent again. The index rows describe the bytes that were stored: a
-file that changes between being described and being sent stops the packing.
-Failure behaviour: what cannot be prepared is in the unit's `skipped`; with `strict`, it is raised. A full scratch folder is a
-`CapacityError` and costs no sample. Recorded units stay recorded.
+Invariants:
+
+* A shard is named by its unit and a digest of its contents. The packer closes it before the sample that would exceed
+  the size limit.
+* The packer does not send a shard that is already stored under its name.
+* The index rows describe the bytes that were stored. A file that changes between being described and being sent stops
+  the packing.
+
+Failure behaviour: a group that cannot be prepared goes into the unit's `skipped`. With `strict`, its error is raised. A
+full scratch folder raises `CapacityError`, and no sample is skipped for it. Recorded units stay recorded.
 """
 
 from __future__ import annotations
@@ -57,9 +62,10 @@ def pack_units(
     scratch: str,
     step: Callable[[int, int, int], None],
 ) -> Iterator[tuple[Unit, Packed]]:
-    """Pack and record units one after the other, preparing ahead. `scratch` is a folder for files made on the way.
+    """Pack and record units one after the other. The workers prepare groups ahead.
 
-    `step` is called after every group with 1, its bytes and whether it was skipped.
+    `scratch` is a folder for temporary files. `step` is called after each group with 1, the group's bytes, and whether
+    it was skipped.
     """
     owners = ((unit, position) for unit in todo for position in range(len(unit.groups)))
     groups = (group for unit in todo for group in unit.groups)
@@ -78,7 +84,7 @@ def pack_units(
 
 
 def error_of(item: Skipped, hint: str) -> HeadraceError:
-    """The error that a skipped input is under `strict`."""
+    """Return the error that a skipped input raises with `strict`."""
     kinds: tuple[type[HeadraceError], ...] = (
         UnsupportedError,
         NotFoundError,
@@ -92,7 +98,7 @@ def error_of(item: Skipped, hint: str) -> HeadraceError:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """One sample waiting for its shard to be full."""
+    """A sample that waits until its shard is full."""
 
     key: str
     clip: Clip
@@ -103,7 +109,7 @@ class _Pending:
 
 
 class _Writer:
-    """Collects the samples of one unit into shards, and stores each as it is full."""
+    """Collects the samples of one unit into shards, and stores each shard when it is full."""
 
     def __init__(self, store: Store, number: int, settings: Settings, scratch: str) -> None:
         self._store, self._number, self._settings, self._scratch = store, number, settings, scratch
@@ -117,7 +123,7 @@ class _Writer:
         self._files = self._groups = self._bytes = 0
 
     def add(self, group: Group, outcome: Outcome) -> None:
-        """Take what became of one group; it may be stored later."""
+        """Add the outcome of one group. Its samples may be stored by a later call."""
         self._groups += 1
         self._bytes += group.bytes
         folder = scratch_of(group, self._settings.recipe, self._scratch)
@@ -151,7 +157,7 @@ class _Writer:
         self._notes += [f"{key}: {note}" for note in clip.described.notes]
 
     def finish(self) -> Packed:
-        """Store what is left."""
+        """Store the last shard, and return the result of the unit."""
         if self._pending:
             self._store_shard()
         self._drop_folders()
@@ -181,7 +187,10 @@ class _Writer:
         self._drop_folders()
 
     def _drop_folders(self) -> None:
-        """Remove what was made for groups that are stored; of a group that is being added, clips may still wait."""
+        """Delete the temporary files of groups that are stored.
+
+        The group that is being added keeps its files, since some of its clips may not be stored yet.
+        """
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         self._folders = []

@@ -1,10 +1,15 @@
-"""What a pack will do, decided before anything is read: which groups of files make which shards.
+"""The plan of a pack: it decides, before any file is read, which groups of files go into which shards.
 
-Invariants: the plan is a function of the inputs' names, sizes and times, of the recipe and of the library versions, and of
-nothing else. A unit is a run of neighbouring groups of at most `UNIT_GROUPS`, whose files as they are would fill one shard (with
-a recipe, four, since what comes of it is smaller). Its shards depend on it alone, so units can be packed in any order, by anyone,
-and again.
-Failure behaviour: none; whoever packs a unit finds that files changed.
+Invariants:
+
+* The plan depends only on the names, sizes and times of the inputs, the recipe and the other settings, and the library
+  versions.
+* A unit is a run of at most `UNIT_GROUPS` neighbouring groups, whose unchanged files would fill one shard. With a
+  recipe, they would fill four shards, since the results are smaller.
+* The shards of a unit depend only on the unit. Any process can therefore pack the units in any order, and pack a unit
+  again.
+
+Failure behaviour: none. If a file has changed since, the packer of its unit detects it.
 """
 
 from __future__ import annotations
@@ -22,11 +27,15 @@ FORMAT = 1
 UNIT_GROUPS = 20_000
 
 Step = Callable[[int, int, int], None]
-"""Called with groups, bytes and skipped ones that are further done."""
+"""A callback. Its arguments are the groups, bytes and skipped groups that were finished since the last call."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How every unit is packed. `salt` goes into shard names, so that later versions do not name shards of earlier ones."""
+    """How every unit is packed.
+
+    `salt` goes into the names of shards, so that a later version does not reuse the names of an earlier version's
+    shards.
+    """
 
     shard_bytes: int
     recipe: Recipe = Recipe()
@@ -35,14 +44,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unit(msgspec.Struct, frozen=True):
-    """The groups of one unit and its place in the plan."""
+    """The groups of one unit, and its number in the plan."""
 
     number: int
     groups: tuple[Group, ...]
 
 
 def units(groups: Sequence[Group], settings: Settings) -> list[Unit]:
-    """The plan."""
+    """Divide the groups into units."""
     limit = settings.shard_bytes * (4 if settings.recipe.changes else 1)
     return [Unit(number, run) for number, run in enumerate(_runs(groups, limit))]
 
@@ -61,7 +70,7 @@ def _runs(groups: Sequence[Group], limit: int) -> Iterator[tuple[Group, ...]]:
 
 
 def _expected(group: Group) -> int:
-    """What the group takes of a shard when nothing is changed."""
+    """Return the bytes that the group takes in a shard if no recipe changes it."""
     sizes = [(f"{group.key}.{ext}", size) for (ext, _), size in zip(group.files, group.sizes, strict=True)]
     for ext, text in (("txt", group.caption), ("json", group.fields)):
         if text is not None and all(ext != have for have, _ in group.files):
@@ -70,7 +79,7 @@ def _expected(group: Group) -> int:
 
 
 def digest(groups: Sequence[Group], settings: Settings, append: bool) -> str:
-    """The name of the plan: equal plans have equal names."""
+    """Return the name of the plan. Equal plans have equal names."""
     hasher = blake3.blake3(msgspec.json.encode([FORMAT, append, settings, _versions()]))
     for group in groups:
         hasher.update(encode_group(group))

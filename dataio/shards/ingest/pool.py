@@ -1,10 +1,12 @@
-"""Reading and converting media in worker processes: a file on which libav hangs or crashes costs that file and nothing else.
+"""Worker processes read and convert media. A file on which libav hangs or crashes costs only that file.
 
-Files that lie in stores are copied into the scratch folder of their group first, as many groups at once as are in flight.
-Invariants: at most `_AHEAD` samples per worker are in flight, and answers come in the order asked; time limits and the lives of
-the workers are `headrace.dataio.shards.workers.process`'s.
-Failure behaviour: a hang is a `Failure` with code "deadline", a crash one with code "corruption". A worker that cannot even start
-raises `UnsupportedError`, since then no file is to blame.
+The pool first copies the files that lie in stores into the scratch folder of their group. It copies as many groups at
+once as are in flight.
+
+Invariants: at most `_AHEAD` samples per worker are in flight. Results come in the order of the groups.
+`headrace.dataio.shards.workers.process` enforces the time limits and restarts workers. Failure behaviour: a hang is a
+`Failure` with code "deadline". A crash is a `Failure` with code "corruption". If a worker cannot start at all, no file
+is at fault, and the pool raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -34,14 +36,17 @@ _COMMAND = run_module("headrace.dataio.shards.workers.probe_worker")
 
 
 def seconds_for(group: Group, recipe: Recipe = _AS_IT_IS) -> float:
-    """The time limit for a sample: a minute, and a second per 4 MiB; to re-encode, ten minutes and a second per 128 KiB."""
+    """Return the time limit for a sample in seconds.
+
+    It is one minute plus one second per 4 MiB. To re-encode, it is ten minutes plus one second per 128 KiB.
+    """
     if recipe.codec is not None:
         return 600.0 + group.bytes / (128 * limits.KIB)
     return 60.0 + group.bytes / (4 * limits.MIB)
 
 
 class ProbePool:
-    """Use as a context manager. `command` starts one worker."""
+    """A pool of media workers, and a context manager. `command` starts one worker."""
 
     def __init__(
         self,
@@ -55,16 +60,16 @@ class ProbePool:
         self._copying = ThreadPoolExecutor(_AHEAD * self._pool.workers, thread_name_prefix="copy")
 
     def describe(self, groups: Iterable[Group]) -> Iterator[tuple[Group, Answer]]:
-        """Every group as it is, with its facts, in order."""
+        """Yield each group with its description, in order. The media stay as they are."""
         for group, outcome in self.prepare(groups):
             yield group, outcome if isinstance(outcome, Failure) else outcome.clips[0].described
 
     def prepare(
         self, groups: Iterable[Group], recipe: Recipe = _AS_IT_IS, scratch: str = ""
     ) -> Iterator[tuple[Group, Outcome]]:
-        """Every group with the samples made of it by `recipe`, in order.
+        """Yield each group with the samples that `recipe` makes from it, in order.
 
-        New files go into a folder of their own below `scratch`, which is `scratch_of(group, recipe, scratch)`.
+        New files go into the group's own folder below `scratch`, which is `scratch_of(group, recipe, scratch)`.
         """
         flying: deque[_Flying] = deque()
         for group in groups:
@@ -87,7 +92,7 @@ class ProbePool:
             yield _landed(flying)
 
     def _copied(self, task: Task, sizes: Sequence[int], seconds: float) -> Outcome:
-        """The outcome of a task whose files were copied into its folder first."""
+        """Copy the task's files into its folder, run the task, and return its outcome."""
         assert self._remote is not None
         try:
             os.makedirs(task.scratch, exist_ok=True)
@@ -105,7 +110,7 @@ class ProbePool:
         return msgspec.structs.replace(outcome, path=names.get(outcome.path, outcome.path))
 
     def _beside(self, span: Span, size: int, name: str) -> Span:
-        """A local file of what the span names; a local span is itself."""
+        """Copy the span to a local file and return that. A local span is returned as it is."""
         if not is_url(span.path):
             return span
         assert self._remote is not None
@@ -117,7 +122,7 @@ class ProbePool:
         return Span(span.ext, path)
 
     def close(self) -> None:
-        """Kill the workers, whatever they are doing, and give up what is being copied."""
+        """Kill the workers at once, and abort the copies."""
         if self._remote is not None:
             self._remote.stop()
         self._pool.close()
@@ -131,7 +136,7 @@ class ProbePool:
 
 
 def scratch_of(group: Group, recipe: Recipe, scratch: str) -> str:
-    """The folder for files made for `group`; empty where none are."""
+    """Return the folder for the temporary files of `group`, or "" if it needs none."""
     needed = recipe.changes or group.spans or group.is_remote or group.caption is not None or group.fields is not None
     return os.path.join(scratch, blake3.blake3(group.key.encode()).hexdigest()[:24]) if needed else ""
 

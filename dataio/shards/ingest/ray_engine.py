@@ -1,11 +1,18 @@
-"""Packing the units of a plan on the machines of a Ray cluster.
+"""Packs the units of a plan on the machines of a Ray cluster.
 
-Purpose: each of some number of Ray actors packs one unit at a time with one media worker of its own, on any machine.
-Invariants: actors open the store and the files by the same names as the caller, so both must be reachable everywhere; credentials
-come from each machine's environment and are never sent. What is passed between them is msgpack. Two units at most wait at an
-actor. An actor that dies with its machine is started again and its unit is packed again.
-Failure behaviour: `UnsupportedError` for a store opened with secrets; errors of actors are raised here as what they were;
-`TransientError` when an actor dies over and over. Units that were recorded by then stay so, and packing again goes on from there.
+Purpose: each Ray actor packs one unit at a time. It has its own media worker and can run on any machine.
+
+Invariants:
+
+* Actors open the store and the files by the caller's names, so both must be reachable from every machine.
+* Credentials come from the environment of each machine. They are never sent.
+* Messages between the caller and the actors are msgpack.
+* At most two units wait at an actor.
+* Ray restarts an actor that dies with its machine, and the actor packs its unit again.
+
+Failure behaviour: a store that was opened with secrets raises `UnsupportedError`. An error in an actor is raised here
+as the same error. An actor that dies repeatedly raises `TransientError`. Units that were recorded stay recorded, and
+the next pack continues after them.
 """
 
 from __future__ import annotations
@@ -41,7 +48,7 @@ _RESTARTS = 3
 
 
 class _Done(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor answers: `code` and the texts are those of an error, where there was one."""
+    """An actor's answer. If packing failed, `code`, `message` and `hint` are those of the error."""
 
     worker: str
     groups: int = 0
@@ -54,7 +61,7 @@ class _Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Packer:
-    """Runs on a machine of the cluster."""
+    """The actor: it packs units on a machine of the cluster."""
 
     def __init__(self, url: str, options: dict[str, Any], plan: str, settings: bytes) -> None:
         self._store = open_store(url, storage_options=options)
@@ -102,7 +109,10 @@ def run(
     step: Step,
     remote: Remote,
 ) -> Sequence[WorkerReport]:
-    """Pack on the cluster that `RAY_ADDRESS` names or that the caller has joined; without one, on this machine."""
+    """Pack on the cluster that `RAY_ADDRESS` names, or that the caller has joined.
+
+    Without a cluster, pack on this machine.
+    """
     location = store.location
     if not location.shareable or remote.options:
         raise UnsupportedError(

@@ -1,11 +1,16 @@
-"""Inputs that lie in stores: found, looked at, and copied beside the worker that reads them, a few at a time.
+"""Inputs in stores: `Remote` finds them, looks them up, and copies a few at a time to the worker's machine.
 
-Purpose: `pack` takes `s3://bucket/folder`, globs, manifests and tars (and other URLs that `open_store` opens) like local ones.
+Purpose: `pack` accepts `s3://bucket/folder`, globs, manifests and tars in stores like local ones. It accepts every
+other URL that `open_store` opens, too.
 
-Invariants: one store a bucket, opened when it is first needed, with this process's own credentials or `options`. An object is
-copied to a file in pieces of `_PIECE` bytes, so memory is bounded whatever its size. `is_url` tells a URL from a path.
-Failure behaviour: the stores' errors pass through, since a store out of reach is no fault of an input; an object that became
-shorter or vanished while it was copied is a `TransientError`.
+Invariants:
+
+* `Remote` opens one store per bucket, at first use, with this process's own credentials or `options`.
+* It copies an object in pieces of `_PIECE` bytes, so memory is bounded whatever the object's size.
+* `is_url` tells a URL from a path.
+
+Failure behaviour: errors of a store pass through, since no input is at fault if a store cannot be reached. An object
+that shrinks or vanishes while it is copied raises `TransientError`.
 """
 
 from __future__ import annotations
@@ -28,19 +33,19 @@ from headrace.dataio.store.open import open_store
 _PIECE = 4 * limits.MIB
 _AGAIN = "pack again when nothing writes to the input"
 _FEW = 16
-"""Up to this many objects are asked for one by one; more are looked up in a listing."""
+"""Up to this many objects are looked up one by one. More objects are looked up in a listing."""
 _URL = re.compile(r"(?i)(?!file:)[a-z][a-z0-9+.-]*://")
 WILDCARD = re.compile(r"[*?\[]")
 
 
 def is_url(text: str) -> bool:
-    """Whether `text` names something in a store rather than a local file."""
+    """Return whether `text` names an object in a store rather than a local file."""
     return _URL.match(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """Size in bytes and time of change in nanoseconds."""
+    """An object's size in bytes, and its modification time in nanoseconds."""
 
     size: int
     stamp: int
@@ -48,7 +53,10 @@ class Info:
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """What a source means: keys are relative to `root`. `named`: it is one object; `globbed`: it has wildcards."""
+    """The objects that a source matches. Sample keys are relative to `root`.
+
+    `named` means that the source is one object, `globbed` that it has wildcards.
+    """
 
     root: str
     objects: Mapping[str, Info]
@@ -57,7 +65,7 @@ class Matches:
 
 
 class Remote:
-    """The stores of a pack's inputs; a context manager, safe to share between threads."""
+    """The stores of a pack's inputs. It is a context manager, and threads can share it."""
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self.options = dict(options or {})
@@ -65,7 +73,10 @@ class Remote:
         self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def find(self, source: str) -> Matches:
-        """The objects that `source` means: one, all below a folder, or those that match. `NotFoundError` for none."""
+        """Return the objects that `source` matches: one object, all objects below a folder, or all that match a glob.
+
+        If there is none, raise `NotFoundError`.
+        """
         bucket, key = _split(source)
         if WILDCARD.search(key):
             return self._matching(source, bucket, key)
@@ -90,7 +101,7 @@ class Remote:
         return Matches(f"{bucket}/{literal.rpartition('/')[0]}".rstrip("/"), found, globbed=True)
 
     def look(self, urls: Iterable[str]) -> dict[str, Info]:
-        """Those of these objects that are there."""
+        """Return the size and time of those objects that exist."""
         by_bucket: dict[str, set[str]] = {}
         for url in urls:
             bucket, key = _split(url)
@@ -110,7 +121,7 @@ class Remote:
                 yield store.stat(key)
 
     def reader(self, url: str) -> Callable[[int, int], bytes]:
-        """(offset, length) → these bytes of the object."""
+        """Return a function of an offset and a length that reads these bytes of the object."""
         bucket, key = _split(url)
         store = self._store(bucket)
 
@@ -123,14 +134,14 @@ class Remote:
         return read_at
 
     def copy_whole(self, url: str, size: int, path: str) -> None:
-        """Write the object, which had this size when it was found, to a new file."""
+        """Copy the object to a new file. `size` is the size that it had when it was found."""
         info = self.look([url]).get(url)
         if info is None or info.size != size:
             raise TransientError(f"{url} changed while it was being packed", hint=_AGAIN)
         self.copy(url, 0, size, path)
 
     def copy(self, url: str, offset: int, length: int, path: str) -> None:
-        """Write these bytes of the object to a new file."""
+        """Copy `length` bytes of the object, from `offset`, to a new file."""
         read_at = self.reader(url)
         try:
             with open(path, "wb", buffering=0) as file:
@@ -138,12 +149,12 @@ class Remote:
                     if self._stopped.is_set():
                         raise TransientError(f"copying {url} was given up", hint=_AGAIN)
                     file.write(read_at(offset + at, min(_PIECE, length - at)))
-        except (NotFoundError, RangeError) as error:  # gone, or shorter than it was
+        except (NotFoundError, RangeError) as error:  # the object vanished or shrank
             raise TransientError(f"{url} changed while it was being packed: {error.message}", hint=_AGAIN) from error
 
     @contextlib.contextmanager
     def copied(self, url: str, size: int) -> Iterator[Path]:
-        """A local copy of the object, of the same suffix, as long as the block lasts."""
+        """Copy the object to a local file with the same suffix. The copy exists until the `with` block ends."""
         with scratch_folder("headrace-pack-") as folder:
             path = Path(folder, "copy" + posixpath.splitext(url)[1])
             self.copy_whole(url, size, str(path))
@@ -156,7 +167,7 @@ class Remote:
             return self._stores[bucket]
 
     def stop(self) -> None:
-        """Give up what is being copied, after the piece at hand."""
+        """Abort the copies that are running, each after its current piece."""
         self._stopped.set()
 
     def close(self) -> None:
@@ -174,7 +185,7 @@ class Remote:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """`s3://bucket`, and the key."""
+    """Split a URL into the bucket's URL, such as `s3://bucket`, and the key."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     if not bucket:
@@ -183,14 +194,14 @@ def _split(url: str) -> tuple[str, str]:
 
 
 def joined(folder: str, name: str) -> str:
-    """The URL of `name`, relative to the folder at a URL."""
+    """Return the URL of `name`, which is relative to the URL `folder`."""
     bucket, key = _split(f"{folder}/")
     there = posixpath.normpath(posixpath.join("/", key, name))
     return f"{bucket}{there}"
 
 
 def as_regex(glob: str) -> str:
-    """The pattern of a glob: `*`, `?` and `[…]` within a folder, `**` across folders."""
+    """Convert a glob to a regular expression. `*`, `?` and `[…]` match within a folder, `**` across folders."""
     out, at = [], 0
     while at < len(glob):
         if glob.startswith("**/", at):

@@ -1,26 +1,31 @@
-"""From what the user names to the samples that it means: files of the same stem in a folder are one sample.
+"""Finds the samples that the user's sources mean. Files with the same stem in one folder are one sample.
 
-Purpose: files, folders (recursively), globs, manifests and WebDataset tars, local or in stores, become groups of files, each with
-its key. Paths and URLs are plain strings here.
+Purpose: turn files, folders (recursively), globs, manifests and WebDataset tars, local or in stores, into groups of
+files with keys. Paths and URLs are plain strings here.
 
 Invariants:
 
-* The result depends on names only, not on the order in which a file system lists them. Groups come sorted by key.
-* A key is the path relative to the source (a folder: to itself; a glob: to the folder before its first wildcard; a file: to
-  its folder) without the last suffix. Dots, backslashes and control characters become `_`, so that a tar reader that cuts at the
-  first dot finds the same key. A file named twice counts once, under the first source that names it.
-* Two groups with one key are refused rather than renamed: a key that depended on what else is packed would not be stable.
-* A manifest (a `.csv`, `.tsv`, `.jsonl`, `.ndjson` or `.parquet` that is named or matched by a glob) gives one sample a row: its
-  media file, and the `.json`, `.txt` and `.vtt` of the same stem. Its key is the row's, else the path relative to the manifest.
-* A `.tar` gives the samples that it holds, under the keys that they have there.
-* What lies at or below `apart`, the dataset that is being made, is no input.
-* A sample needs at least one media file. In a folder, other files of the same stem are its members, and files that belong
-  to no media are passed over and reported as `ignored`; hidden files and symbolic links to folders are not looked at.
+* The result depends only on names, not on the order in which a file system lists them. Groups are sorted by key.
+* A key is the path relative to the source, without the last suffix. For a folder, it is relative to the folder; for a
+  glob, to the folder before the first wildcard; for a file, to the file's folder.
+* In keys, dots, backslashes and control characters become `_`. A tar reader that cuts at the first dot then finds the
+  same key.
+* A file that is named twice counts once, under the first source that names it.
+* Two groups with the same key are an error. A new name would depend on the other inputs, so the key would not be
+  stable.
+* A manifest (a `.csv`, `.tsv`, `.jsonl`, `.ndjson` or `.parquet` that the user names or that a glob matches) gives one
+  sample per row. The sample is the media file and the `.json`, `.txt` and `.vtt` files with its stem. Its key is the
+  row's key, or else the path relative to the manifest.
+* A `.tar` gives the samples that it holds, under their keys in the tar.
+* `apart` is the URL of the dataset that `pack` writes. `gather` takes no files from it that it finds in a folder or by a
+  glob.
+* A sample needs at least one media file. In a folder, other files with its stem become its members. Files that belong
+  to no media file are reported as `ignored`. Hidden files and symbolic links to folders are ignored without a report.
 
-Failure behaviour: `NotFoundError` for a source that does not exist or a glob without match, `UsageError` for equal keys, with
-both paths, and for a manifest that cannot be understood. What cannot be a member (not a regular file, a broken link, a name that
-is not UTF-8, a row whose file is missing, a damaged tar, a folder that may not be read) is reported as `Skipped`. What a store
-raises passes through.
+Failure behaviour: a source that does not exist, or a glob without a match, raises `NotFoundError`. Equal keys raise
+`UsageError` with both paths. A manifest that cannot be understood raises `UsageError`. Errors of a store pass through.
+These inputs are reported as `Skipped`: a file that is not regular, a broken link, a name that is not UTF-8, a row whose
+file is missing, a damaged tar, an unreadable folder.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ from headrace.dataio.shards.report import Skipped
 from headrace.dataio.store.base import check_key
 
 SIDECARS = ("json", "txt", "vtt")
-"""Of a manifest's media file, the files of the same stem that are taken along."""
+"""The extensions of the files that join a manifest's media file, if they have the same stem."""
 _EXTENSION = re.compile(r"[\w+-]+")
 _COMPRESSED = re.compile(r"(?i).*\.(?:tgz|tbz2?|txz|tzst|tar\.\w+)")
 _NOT_IN_KEYS = re.compile(r"[.\\\x00-\x1f\x7f]")
@@ -58,8 +63,9 @@ _NOT_IN_KEYS = re.compile(r"[.\\\x00-\x1f\x7f]")
 class Group:
     """The files of one sample: (extension, path), sorted by extension.
 
-    `bytes` is their size when they were found, `sizes` that of each, and `stamp` their newest time of change, in nanoseconds.
-    `spans`, where there are any, say where in its file each lies. `caption` and `fields` (a JSON object) are a manifest's.
+    `sizes` holds the size of each file when it was found, and `bytes` their sum. `stamp` is the newest modification
+    time in nanoseconds. `spans`, if there are any, give the offset and length of each member in its file. `caption` and
+    `fields` (a JSON object) come from a manifest.
     """
 
     key: str
@@ -72,19 +78,19 @@ class Group:
     fields: str | None = None
 
     def members(self) -> tuple[Span, ...]:
-        """The files as a worker is told."""
+        """Return the files in the form that a worker takes."""
         spans = self.spans or ((0, -1),) * len(self.files)
         return tuple(Span(ext, path, *span) for (ext, path), span in zip(self.files, spans, strict=True))
 
     @property
     def is_remote(self) -> bool:
-        """Whether any of it lies in a store."""
+        """Whether any of the files lies in a store."""
         return any(is_url(path) for _, path in self.files)
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What the sources mean."""
+    """The result of `gather`: groups, skipped inputs and ignored files."""
 
     groups: tuple[Group, ...]
     skipped: tuple[Skipped, ...]
@@ -95,13 +101,13 @@ class Gathered:
 class _Found:
     root: str
     path: str
-    named: bool = False  # by the user, rather than found in a folder
-    matched: bool = False  # by a glob
-    info: Info | None = None  # where it is known already
+    named: bool = False  # the user named this file; it was not found in a folder
+    matched: bool = False  # a glob matched this file
+    info: Info | None = None  # set if the listing gave it
 
     @property
     def stem(self) -> tuple[str, str]:
-        """Folder and stem."""
+        """The folder and the stem."""
         folder, name = os.path.split(self.path if is_url(self.path) else os.path.abspath(self.path))
         return folder, Path(name).stem
 
@@ -112,7 +118,10 @@ def gather(
     remote: Remote | None = None,
     apart: str | None = None,
 ) -> Gathered:
-    """Group the files of all sources into samples. `columns` are those of manifests, `apart` is a URL."""
+    """Group the files of all sources into samples.
+
+    `columns` names the columns of manifests. `apart` is the URL of a dataset whose files are no input.
+    """
     if remote is None:
         with Remote() as own:
             return gather(sources, columns, own, apart)
@@ -146,7 +155,7 @@ def _is_below(folder: str, path: str) -> bool:
 
 
 class _Collected:
-    """The groups found so far, and what was left."""
+    """The groups found so far, and the skipped and ignored files."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
@@ -155,7 +164,7 @@ class _Collected:
         self.ignored: list[str] = []
 
     def add_set(self, files: list[tuple[_Found, Info]]) -> None:
-        """Files of one stem in one folder."""
+        """Add the files that have one stem in one folder."""
         has_media = any(_ext(item.path) in KNOWN_EXTENSIONS for item, _ in files)
         members = [m for m in files if has_media and _EXTENSION.fullmatch(_ext(m[0].path))]
         if len(members) > tar.MAX_SAMPLE_MEMBERS:
@@ -197,7 +206,7 @@ class _Collected:
         self.skipped.append(Skipped(f"{path}: sample {key!r}", UnsupportedError.code, reason))
 
     def add_manifest(self, manifest: str, info: Info, columns: Columns) -> None:
-        """One sample a row."""
+        """Add one sample for each row of a manifest."""
         if is_url(manifest):
             with self._remote.copied(manifest, info.size) as copy:
                 listed = list(rows(copy, columns, manifest))
@@ -209,7 +218,7 @@ class _Collected:
             self._add_row(os.path.dirname(manifest), row, there)
 
     def _add_row(self, folder: str, row: Row, there: Mapping[str, Info]) -> None:
-        """`there` are the objects that a row may name, and what lies beside them."""
+        """Add the sample of one row. `there` holds the objects that rows name, and their sidecar files."""
         if _ext(row.path) not in KNOWN_EXTENSIONS:
             raise UsageError(f"{row.where}: {row.path} is not a media file", hint=f"media are {_media()}")
         skipped: list[Skipped] = []
@@ -234,7 +243,7 @@ def _archived(key: str, spans: list[Span], stamp: int) -> Group:
 
 
 def _local(source: str) -> str:
-    """`source` as a path, if it is a file URL."""
+    """Convert a file URL to a path. Return any other source as it is."""
     if not source.lower().startswith("file://"):
         return source
     host, _, path = source[7:].partition("/")
@@ -280,7 +289,7 @@ def _remote(source: str, remote: Remote, skipped: list[Skipped]) -> Iterator[_Fo
     for url, info in matches.objects.items():
         parts = url[len(matches.root) + 1 :].split("/")
         if not parts[-1] or (any(part.startswith(".") for part in parts) and not matches.named):
-            continue  # a mark of a folder, or hidden
+            continue  # a folder marker, or a hidden object
         try:
             check_key(url.partition("://")[2])
         except UsageError:
@@ -292,7 +301,7 @@ def _remote(source: str, remote: Remote, skipped: list[Skipped]) -> Iterator[_Fo
 
 
 def _beside(path: str) -> list[str]:
-    """Of a manifest's media file, what is taken along if it is there."""
+    """Return the paths that would be sidecar files of a manifest's media file."""
     return [f"{os.path.splitext(path)[0]}.{ext}" for ext in SIDECARS]
 
 
@@ -324,7 +333,7 @@ def _ext(path: str) -> str:
 
 
 def _without_media(extensions: list[str]) -> str:
-    """Why a sample of files with these extensions is not taken."""
+    """Return the reason why a sample with these extensions is skipped."""
     if apart := passed_over(extensions):
         named = ", ".join(f".{ext}" for ext in apart)
         return f"none of its media files ({named}) has the sample's own name; a sample has one video: make a sample of each"
