@@ -1,1 +1,1 @@
-"""Sound: windows of it, decoded and resampled to the sample, and what is computed from them."""
+"""Audio: windows of recordings, decoded and resampled, and the features computed from them."""

@@ -1,12 +1,11 @@
-"""The sound of a clip: the same window of time, resampled, of an exact length.
+"""The audio of a clip or a window: the wanted time span, resampled, with an exact length.
 
-Purpose: (compressed bytes, what the index says, when the clip begins) -> float32 samples.
+Purpose: turn compressed bytes, the index entry and a start time into float32 samples.
 
-Invariants: the result has exactly `AudioSpec.samples` samples a channel, the first of which is what sounds at the
-instant of the clip's first frame, by time stamps (`headrace.loaders.audio.frames`) and rounded to the nearest sample of
-the source.
-What the file does not hold (before its first sound, after its last, a gap) is zero. Equal arguments give equal samples.
-Failure behaviour: `CorruptionError` for what cannot be demultiplexed or decoded inside the window.
+Invariants: the result has exactly the requested number of samples per channel. Its first sample is the one that plays
+at `start`, by time stamps (`headrace.loaders.audio.frames`), rounded to the nearest sample of the source. Samples that
+the file does not hold (before its first, after its last, or in a gap) are zero. Equal arguments give equal samples.
+Failure behaviour: `CorruptionError` for data inside the window that cannot be demuxed or decoded.
 """
 
 from __future__ import annotations
@@ -40,29 +39,30 @@ from headrace.loaders.fetch.partial_file import Media
 
 T = TypeVar("T")
 Made = tuple[F32, Fraction]
-"""(channels, samples) as they are wanted, and up to which second there is sound."""
+"""(channels, samples) in the wanted format, and the second up to which there is audio."""
 AudioDecoder = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
-"""`decode_audio`, here or in another process."""
+"""`decode_audio`, in this process or in another one."""
 
 _EDGE = Fraction(1, 25)
-"""Seconds around the window that the resampler's filter looks at; whole samples of every usual rate, so that none is shifted."""
+"""Seconds around the window that the resampler's filter reads. A whole number of samples at every usual rate, so that
+no sample is shifted."""
 _FINE = Fraction(1, 4)
-"""Samples: stamps that are rounded by less say which one is meant."""
+"""Samples: stamps with a smaller rounding error still identify one sample."""
 _WITHOUT_MEMORY = frozenset(["flac", "alac", "wavpack", "adpcm_ima_wav", "adpcm_ms"])
-"""Codecs of which every packet says all by itself, as those of PCM."""
+"""Codecs whose packets decode independently of each other, like those of PCM."""
 _WITHOUT_GAPS = frozenset(["wav", "mp3", "flac"])
 _MORE_PACKETS = 1 << 12
-"""Packets that may be decoded for a window besides two for each of its samples."""
+"""Packets that may be decoded for a window in addition to two for each of its samples."""
 _STAMPED_BY_SEEKING = frozenset(["ogg", "mp3", "flac"])
-"""Containers in which libav works out what packets are stamped where it begins to read: sometimes wrongly."""
+"""Containers for which libav computes the stamps of packets after a seek. The computed stamps are sometimes wrong."""
 
 
 def decode_audio(
     data: Media, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool = False
 ) -> tuple[F32, int]:
-    """float32 (channels, samples) from `start` seconds, and how many of them are real sound.
+    """float32 (channels, samples) from `start` seconds, and how many of the samples are real audio.
 
-    `start` is on the file's own time line, or with `from_first` after the sound's first sample.
+    `start` is on the file's own time line. With `from_first` it counts from the first sample of the audio.
     """
     found = _found(data, info, start, Fraction(samples, spec.sample_rate), spec, from_first)
     if found is None:
@@ -78,8 +78,8 @@ def decode_audio(
 def _found(
     data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, spec: AudioSpec, from_first: bool
 ) -> Made | None:
-    """The window and what lies around it; None if it is all silence."""
-    first = _read(data, info, _first) if info.start is None else info.start  # an older index does not say
+    """The window with `_EDGE` on both sides; None if all of it is silence."""
+    first = _read(data, info, _first) if info.start is None else info.start  # an older index does not list the start
     start += first if from_first else 0
     excerpt = excerpt_of(data, info, start - _EDGE, start + seconds + _EDGE)
     made = None if excerpt is None else _at_once(excerpt, info, start - _EDGE, seconds, spec)
@@ -87,7 +87,7 @@ def _found(
 
 
 def _read(data: Media, info: AudioInfo, read: Callable[[InputContainer, AudioStream], T]) -> T:
-    """What is read of an open file's stream."""
+    """Open the file and return what `read` returns for its audio stream."""
     with open_media(data) as container:
         stream = container.streams[info.stream] if info.stream < len(container.streams) else None
         if not isinstance(stream, AudioStream) or stream.codec_context is None:
@@ -97,7 +97,7 @@ def _read(data: Media, info: AudioInfo, read: Callable[[InputContainer, AudioStr
 
 
 def _at_once(excerpt: Excerpt, info: AudioInfo, begin: Fraction, seconds: Fraction, spec: AudioSpec) -> Made | None:
-    """An excerpt's sound from `begin` on."""
+    """Decode an excerpt's audio from `begin` on."""
     first, count = -round(-begin * info.sample_rate), round((seconds + 2 * _EDGE) * info.sample_rate)
     made = decoded(excerpt, info, first, count, spec)
     return None if made is None else (made[0], Fraction(made[1], info.sample_rate))
@@ -112,19 +112,19 @@ def _by_packets(
     seconds: Fraction,
     spec: AudioSpec,
 ) -> Made | None:
-    """As libav demultiplexes the file, whose sound begins at `first`."""
+    """Decode the packets that libav demuxes from the whole file. The audio begins at `first`."""
     container, stream = file
     coarse, head = _is_coarse(stream), None
     before = _EDGE if _is_without_memory(info.codec) and not coarse else _EDGE + WARM_UP
     early, late = start - before, start + seconds + _EDGE
     if coarse and early > first:
-        # a decoder that depends on all that was before must not get the first packet twice
+        # a decoder whose state covers the whole stream must not get the first packet twice
         head = _head(container, stream) if _settles(info.codec) else _read(data, info, _head)
     sound = heard(_frames(container, stream, info, first, early, late), seconds + before + _EDGE)
     if sound is None:
         _check_silence(container, info, start - first, seconds)
         return None
-    if early <= first:  # it begins with the file's first
+    if early <= first:  # the decoded frames begin with the file's first one
         head = Head(sound.stamps[0], sound.lengths[0])
     source, covered = sound.placed(start - _EDGE, seconds + 2 * _EDGE, head)
     _check(data, container, info, early, late, sound)
@@ -134,8 +134,8 @@ def _by_packets(
 def _check(
     data: Media, container: InputContainer, info: AudioInfo, early: Fraction, late: Fraction, sound: Heard
 ) -> None:
-    """Raise `CorruptionError` for damage over which libav passes in silence."""
-    if container.format.name == "ogg" and (sound.gaps or info.marks):  # to look through all of a file takes long
+    """Raise `CorruptionError` for damage that libav ignores without an error."""
+    if container.format.name == "ogg" and (sound.gaps or info.marks):  # checking a whole file takes long
         ogg.check(data, info, early, late)
     ends = [stamp + length for stamp, length in zip(sound.stamps, sound.lengths, strict=True)]
     if container.format.name == "flac" and sound.tick == 1 and ends[:-1] != sound.stamps[1:]:
@@ -143,14 +143,15 @@ def _check(
 
 
 def _check_silence(container: InputContainer, info: AudioInfo, start: Fraction, seconds: Fraction) -> None:
-    """Raise `CorruptionError` where nothing decodes of a window that begins `start` after the sound, if it cannot be a gap."""
+    """Raise `CorruptionError` if a window without decoded audio cannot be a gap. The window begins `start` after the
+    audio does."""
     whole = Fraction(info.samples, info.sample_rate)
     if container.format.name in _WITHOUT_GAPS and start + seconds > _EDGE and start < whole - _EDGE:
         raise CorruptionError(f"no sound can be decoded {float(start):.2f} s after it begins, and the index lists some")
 
 
 def _is_coarse(stream: AudioStream) -> bool:
-    """Whether stamps are too coarse to say which sample is meant: no sample lies at a whole number of ticks."""
+    """Whether stamps are too coarse to identify a sample: no sample lies at a whole number of ticks."""
     tick = (stream.time_base or 0) * stream.sample_rate
     return tick > _FINE and tick.numerator != 1
 
@@ -160,12 +161,12 @@ def _is_without_memory(codec: str) -> bool:
 
 
 def _settles(codec: str) -> bool:
-    """Whether decoding may begin anywhere, a little before what is wanted."""
+    """Whether decoding may begin anywhere, a little before the wanted samples."""
     return codec in SETTLING or _is_without_memory(codec)
 
 
 def _head(container: InputContainer, stream: AudioStream) -> Head | None:
-    """The first frame, if the sound does not begin with damage."""
+    """The first frame; None if the audio begins with damage."""
     try:
         with closing(_decoded(container, stream, None, None)) as frames:
             first = next(frames, None)
@@ -175,7 +176,7 @@ def _head(container: InputContainer, stream: AudioStream) -> Head | None:
 
 
 def _first(container: InputContainer, stream: AudioStream) -> Fraction:
-    """When the sound begins: with the first frame that comes out, not with the first packet."""
+    """When the audio begins: the stamp of the first decoded frame, which may differ from that of the first packet."""
     head, base = _head(container, stream), stream.time_base or Fraction(0)
     return (head.pts if head is not None else stream.start_time or 0) * base
 
@@ -188,14 +189,14 @@ def _frames(
     start: Fraction,
     end: Fraction,
 ) -> Iterator[AudioFrame]:
-    """Decoded frames that end after `start` and begin before `end`; the sound begins at `first`."""
+    """Decoded frames that end after `start` and begin before `end`. The audio begins at `first`."""
     base = stream.time_base
     assert base is not None
     mark, seeks = None, start > first and _settles(info.codec)
     if container.format.name in _STAMPED_BY_SEEKING:
         mark = mark_before(info.marks, math.floor(start / base))
         seeks = seeks and (mark is not None or (info.start is None and info.codec != "flac"))
-    if container.format.name == "wav":  # in which libav reckons where compressed sound is by its rate
+    if container.format.name == "wav":  # libav seeks in compressed WAV by its bit rate, which is inexact
         seeks = seeks and info.codec.startswith("pcm_")
     for guide in _guides(container, stream) if seeks else ():
         assert guide.time_base is not None
@@ -209,7 +210,7 @@ def _frames(
         frames.close()
         if mark is None and guide is stream:
             return
-    if seeks:  # in vain
+    if seeks:  # no seek led to the wanted packet
         _seek(container, stream, min(Fraction(0), first))
     yield from _decoded(
         container, stream, start, end, all_packets=not _settles(info.codec), counted=container.format.name == "wav"
@@ -217,7 +218,8 @@ def _frames(
 
 
 def _seek(container: InputContainer, guide: AudioStream | VideoStream, start: Fraction) -> None:
-    """To `start`, or before it: near the end of FLAC libav finds no place, and says that it is not permitted."""
+    """Seek to `start` or before it. Near the end of a FLAC file libav finds no position and raises `PermissionError`,
+    so this tries earlier times."""
     assert guide.time_base is not None
     back = Fraction(0)
     while True:
@@ -231,8 +233,8 @@ def _seek(container: InputContainer, guide: AudioStream | VideoStream, start: Fr
 
 
 def _guides(container: InputContainer, stream: AudioStream) -> Iterator[AudioStream | VideoStream]:
-    """By which streams to look for an instant, one after the other. Matroska knows where pictures are; looking for sound, libav
-    would read all that lies before it."""
+    """The streams to seek by, in order of preference. Matroska indexes the video's positions; if asked for an audio
+    position, libav would read everything before it."""
     if "matroska" in container.format.name:
         yield from container.streams.video[:1]
     yield stream
@@ -248,12 +250,15 @@ def _decoded(
     all_packets: bool = False,
     counted: bool = False,
 ) -> Generator[AudioFrame]:
-    """Frames that end after `start` and begin before `end`; from the marked packet on, and none if that is not where the index
-    says. Where decoding depends on all that was before, `all_packets` are decoded. Of several frames in a packet only the first
-    has a stamp; if none has any, they are `counted` from the first one on."""
+    """Frames that end after `start` and begin before `end`.
+
+    With a `mark`, frames from the marked packet on; none if that packet is not where the index says. `all_packets`
+    decodes every packet, for codecs whose state covers the whole stream. Of several frames in a packet only the first
+    has a stamp. If no frame has one, `counted` computes stamps by counting from the first frame.
+    """
     base = stream.time_base
     assert base is not None
-    early = None if start is None else math.floor(start / base)  # whole numbers are quicker
+    early = None if start is None else math.floor(start / base)  # integers are faster than fractions
     late = None if end is None else math.ceil(end / base)
     behind: int | None = 0
     left = None if start is None or end is None else 2 * int((end - start) * stream.sample_rate) + _MORE_PACKETS
@@ -278,7 +283,7 @@ def _decoded(
 
 
 def _from_mark(packets: Iterator[Packet[AudioStream]], mark: SoundMark) -> Iterator[Packet[AudioStream]]:
-    """The packets from the marked one on; none if it is stamped otherwise, or does not come."""
+    """The packets from the marked one on; none if its stamp differs or it does not appear."""
     for packet in packets:
         if packet.pos == mark.at:
             if packet.pts == mark.pts:

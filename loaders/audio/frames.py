@@ -1,12 +1,13 @@
-"""Decoded frames of sound, put where their stamps say.
+"""Decoded audio frames, placed where their time stamps say.
 
-Purpose: (frames as a decoder gives them, a stretch of time) -> float32 samples of that stretch, at the source's rate.
-Invariants: frames that follow each other as far as their stamps tell do so without gap or overlap, and where all are of one
-length they lie where counting from the file's first sample has them: Matroska, WebM and FLV stamp in milliseconds. What no frame
-holds is zero. Samples become float32 as FFmpeg's own conversion makes them. Frames are copied as they come, so that the decoder
-can use their memory again; what becomes of them is decided for all that follow each other at once.
-Failure behaviour: `CorruptionError` for frames without stamps, for far more of them than a stretch has room for, and for sound
-that changes what it is in the middle; `UnsupportedError` for samples of another kind than decoders here give.
+Purpose: turn a decoder's frames and a time span into float32 samples of that span, at the source's rate.
+Invariants: frames whose stamps allow it follow each other without gap or overlap. Matroska, WebM and FLV stamp in
+milliseconds. Where all frames have one length, frames are therefore placed by counting from the file's first sample.
+Samples that no frame holds are zero. The conversion to float32 gives the values of FFmpeg's own conversion. Frames are
+copied on arrival, so that the decoder can reuse their memory. Consecutive frames are placed and converted together at
+the end.
+Failure behaviour: `CorruptionError` for frames without stamps, for far more frames than the span has room for, and for
+audio that changes its rate, channels or format midway. `UnsupportedError` for sample formats that are not in `_KINDS`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 
 F32 = npt.NDArray[np.float32]
 _ROUNDED = Fraction(1, 1000)
-"""Seconds in which Matroska, WebM and FLV count, and with them MP4 made of those."""
+"""Seconds: the tick of Matroska, WebM and FLV, and of MP4 files remuxed from them."""
 _KINDS: dict[str, tuple[Any, int, int]] = {
     "u8": (np.uint8, 1 << 7, 1 << 7),
     "s16": (np.int16, 0, 1 << 15),
@@ -34,11 +35,12 @@ _KINDS: dict[str, tuple[Any, int, int]] = {
     "flt": (np.float32, 0, 1),
     "dbl": (np.float64, 0, 1),
 }
-"""What a sample is, which one is silence, and which one is 1.0."""
+"""For each sample format: the dtype, the value of silence, and the value of 1.0."""
 
 
 MOST_OF_WINDOW = 4
-"""So many times the samples that a stretch should have are decoded for it: frames may overlap, but a few bytes may be hours."""
+"""The limit on decoded samples, as a multiple of the samples that the span should have. Frames may overlap, but a few
+bytes may decode to hours."""
 _MOST_OF_SHORT = 1 << 18
 
 
@@ -50,14 +52,14 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def pts(frame: AudioFrame) -> int:
-    """Its stamp, which it must have."""
+    """The frame's time stamp; `CorruptionError` if it has none."""
     if frame.pts is None:
         raise CorruptionError("the sound carries no time stamps")
     return frame.pts
 
 
 class Heard:
-    """Frames one after the other: about `seconds` of them, or more."""
+    """Collects consecutive frames: about `seconds` of audio, or more."""
 
     def __init__(self, first: AudioFrame, seconds: Fraction) -> None:
         kind = _KINDS.get(first.format.packed.name)
@@ -76,7 +78,7 @@ class Heard:
         self._most = MOST_OF_WINDOW * (room + _MOST_OF_SHORT) * self._width
 
     def add(self, frame: AudioFrame) -> None:
-        """Copy it."""
+        """Copy the frame's samples."""
         if frame.sample_rate != self.rate or frame.layout.name != self.layout or frame.format.name != self._format:
             raise CorruptionError("the sound changes its rate or channels in the middle")
         self.stamps.append(pts(frame))
@@ -92,7 +94,7 @@ class Heard:
         self._end = end
 
     def placed(self, start: Fraction, seconds: Fraction, head: Head | None) -> tuple[F32, Fraction]:
-        """The samples in `seconds` from `start`, and up to where there is sound."""
+        """The samples of `seconds` from `start`, and the second up to which there is audio."""
         canvas = np.zeros((self.channels, round(seconds * self.rate)), np.float32)
         held, end, at = self._held[:, : self._end], 0, 0
         if not self._planar:
@@ -117,7 +119,7 @@ class Heard:
 
 
 def heard(frames: Iterable[AudioFrame], seconds: Fraction) -> Heard | None:
-    """All of them; about so many seconds are expected. None if there are none."""
+    """Collect all frames. `seconds` is their expected duration, which sizes the buffer. None if there are no frames."""
     found: Heard | None = None
     for frame in frames:
         found = found or Heard(frame, seconds)
@@ -126,7 +128,7 @@ def heard(frames: Iterable[AudioFrame], seconds: Fraction) -> Heard | None:
 
 
 def _runs(places: list[int], lengths: list[int]) -> list[tuple[int, int]]:
-    """Frames without a gap between them, as one: where each begins, and how long it is."""
+    """Merge frames that follow each other without a gap into runs: (begin, length) of each."""
     out, end = list[tuple[int, int]](), None
     for place, length in zip(places, lengths, strict=True):
         if place == end:
@@ -138,11 +140,13 @@ def _runs(places: list[int], lengths: list[int]) -> list[tuple[int, int]]:
 
 
 def _places(sound: Heard, start: Fraction, head: Head | None) -> list[int]:
-    """Where each frame begins, in samples from `start`; stamps are in ticks of so many samples. Where they are within a
-    millisecond, or a tick, of what the lengths of the frames before say, frames follow each other, from the instant that fits
-    all their stamps best; where not, there is a gap, or an overlap."""
+    """Where each frame begins, in samples from `start`. Stamps are in ticks, and a tick is `sound.tick` samples.
+
+    Frames follow each other while each stamp is within a millisecond, or a tick, of the end of the frame before. Such a
+    run begins at the instant that fits all of its stamps best. Elsewhere there is a gap or an overlap.
+    """
     stamps, lengths, tick = sound.stamps, sound.lengths, sound.tick
-    one = tick.denominator  # whole numbers are quicker
+    one = tick.denominator  # integers are faster than fractions
     near = math.ceil(max(tick, _ROUNDED * sound.rate + 1) * one)
     places, first = list[int](), 0
     while first < len(stamps):
@@ -167,7 +171,8 @@ def _places(sound: Heard, start: Fraction, head: Head | None) -> list[int]:
 
 
 def _counted(head: Head, begin: Fraction, lengths: set[int], tick: Fraction) -> Fraction:
-    """What lies within a tick of `begin` and would begin a frame, if all since the first had this one length; else `begin`."""
+    """The frame boundary within a tick of `begin`, if all frames since the first had the one length in `lengths`.
+    Otherwise `begin`."""
     if len(lengths) != 1:
         return begin
     (length,) = lengths

@@ -42,7 +42,7 @@ def log_mel(sound: torch.Tensor, sample_rate: int, what: LogMel) -> torch.Tensor
 
 @functools.lru_cache(maxsize=16)
 def _bands(what: LogMel, sample_rate: int) -> torch.Tensor:
-    """The triangles: float32 (bands, n_fft // 2 + 1)."""
+    """The triangular filters: float32 (bands, n_fft // 2 + 1)."""
     high = sample_rate / 2 if what.f_max is None else what.f_max
     ends = torch.tensor([_to_mel(what.f_min, what.scale), _to_mel(high, what.scale)], dtype=torch.float64)
     steps = torch.linspace(float(ends[0]), float(ends[1]), what.n_mels + 2, dtype=torch.float64)
@@ -69,11 +69,12 @@ def _to_hz(mel: float, scale: str) -> float:
 
 
 MAX_CHANNELS = 64
-"""Channels that one run transforms; more are several runs."""
+"""Channels that one run of a graph transforms. More channels take several runs."""
 
 
 class DaliMel:
-    """Spectrograms on `device_id` (None: the CPU). Safe to share between threads: graphs are lent to one at a time."""
+    """Spectrograms on `device_id` (None: the CPU). Safe to share between threads: only one thread at a time uses a
+    graph."""
 
     def __init__(self, what: LogMel, sample_rate: int, device_id: int | None = None) -> None:
         if not dali_installed():
@@ -85,7 +86,7 @@ class DaliMel:
         self._lock = threading.Lock()
 
     def __call__(self, sounds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each float32 (C, S) on the CPU to float32 (C, bands, 1 + S // hop) on the graph's device."""
+        """Transform each float32 (C, S) on the CPU to float32 (C, bands, 1 + S // hop) on the graph's device."""
         channels = [channel for sound in sounds for channel in sound]
         rows = list[torch.Tensor]()
         for start in range(0, len(channels), MAX_CHANNELS):
@@ -108,12 +109,12 @@ class DaliMel:
 
 
 class _Graph:
-    """A built pipeline; one thread at a time."""
+    """A built DALI pipeline. Not safe to share between threads."""
 
     def __init__(self, what: LogMel, sample_rate: int, device_id: int | None) -> None:
         dali, fn, types = (importlib.import_module(f"nvidia.dali{name}") for name in ("", ".fn", ".types"))
         high = sample_rate / 2 if what.f_max is None else what.f_max
-        unit = math.log(10) if what.log == "natural" else 1.0  # what a factor of ten in power is
+        unit = math.log(10) if what.log == "natural" else 1.0  # the logarithm of a factor of ten in power
 
         @dali.pipeline_def(  # type: ignore[untyped-decorator]
             batch_size=MAX_CHANNELS, num_threads=1, device_id=device_id, exec_dynamic=True, prefetch_queue_depth=1
@@ -126,7 +127,7 @@ class _Graph:
                 nfft=what.n_fft,
                 window_length=what.n_fft,
                 window_step=what.hop_length,
-                window_fn=torch.hann_window(what.n_fft).tolist(),  # DALI's own is half a sample off
+                window_fn=torch.hann_window(what.n_fft).tolist(),  # DALI's default window is half a sample off
                 center_windows=True,
                 reflect_padding=True,
                 power=2,

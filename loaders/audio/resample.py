@@ -1,12 +1,13 @@
-"""From the source's rate and channels to those that are wanted.
+"""Convert audio from the source's rate and channels to the wanted ones.
 
-Purpose: (samples, what they are) -> float32 samples as `AudioSpec` says, by FFmpeg's own resampler, without the interpreter's
-lock and on this thread: PyAV's resampler has threads of its own, for which it waits.
-Invariants: before the samples and behind them is silence, whatever was resampled before, and the result does not depend on how
-they are handed over: some at a time, since a stretch of many seconds does not fit into the processor's caches. What is as wanted
-is given back as it is.
-A thread keeps its resamplers: making one takes a tenth of what decoding takes, most of it with the interpreter's lock held.
-Failure behaviour: libav's errors; a resampler that failed is not used again.
+Purpose: turn samples of a known format into the float32 samples that `AudioSpec` describes, with FFmpeg's own
+resampler. It runs without the GIL and on the calling thread. PyAV's resampler has threads of its own, for which it
+waits.
+Invariants: silence precedes and follows the samples, independently of what was resampled before. The result does not
+depend on how the samples are split into frames. They are resampled in pieces, since a span of many seconds does not fit
+into the CPU's caches. Samples that already have the wanted format are returned unchanged. Each thread keeps its
+resamplers: building one takes a tenth of the decoding time, most of it while holding the GIL.
+Failure behaviour: libav's errors pass through. A resampler that failed is not used again.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from headrace.loaders.audio.frames import F32
 from headrace.loaders.audio.spec import LAYOUTS, AudioSpec
 
 AT_ONCE = 1 << 13
-"""Samples of each channel, about."""
+"""Samples of each channel in a piece, about."""
 MOST_KEPT = 8
-"""Resamplers of a thread; of more, the one that was not used for longest goes."""
+"""Resamplers that a thread keeps. Beyond that, it drops the least recently used one."""
 _LONGEST = 1 << 26
-"""Samples of a frame: FFmpeg gives out no more than two gigabytes at once."""
+"""Samples in a frame: FFmpeg allocates at most two gigabytes at once."""
 _TAPS = 48
-"""Samples of the lower rate: more than FFmpeg's filters look at."""
+"""Samples at the lower rate: more than the length of FFmpeg's filters."""
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """Frames of sound, and what becomes of them."""
+    """The format of audio frames, and the format that they are converted to."""
 
     format: str
     layout: str
@@ -47,12 +48,12 @@ class _Kind(msgspec.Struct, frozen=True):
 
     @property
     def period(self) -> int:
-        """After so many samples the filter stands as at first."""
+        """The number of source samples after which the filter's phase repeats."""
         return self.rate // math.gcd(self.rate, self.wanted_rate)
 
     @property
     def reach(self) -> int:
-        """Samples of silence between two stretches, of which neither hears the other then."""
+        """Samples of silence that keep two consecutive spans from affecting each other's output."""
         return self._periods(-(-_TAPS * max(self.rate, self.wanted_rate) // self.wanted_rate))
 
     @property
@@ -67,10 +68,10 @@ class _Kind(msgspec.Struct, frozen=True):
 
 
 class _Resampler:
-    """Resamples one stretch after the other, each with silence behind it up to so many `pieces`.
+    """Resamples one span after the other. Silence fills each span up to `pieces` pieces.
 
-    Of the output, which comes out in frames as long as a stretch, the last samples need what follows. So stretches begin `lead`
-    behind a frame's beginning, and the first one has silence before it, too.
+    Output arrives in frames as long as a span, and the last samples of a frame need the input that follows. So each
+    span begins `lead` samples after the beginning of a frame, and silence also precedes the first span.
     """
 
     def __init__(self, kind: _Kind, pieces: int) -> None:
@@ -111,7 +112,7 @@ class _Resampler:
 
 
 class _Kept(threading.local):
-    """This thread's."""
+    """The resamplers of one thread."""
 
     def __init__(self) -> None:
         self._resamplers = OrderedDict[tuple[_Kind, int], _Resampler]()
@@ -144,7 +145,7 @@ def resampled(source: F32, rate: int, layout: str, spec: AudioSpec) -> F32:
 
 
 def resampled_frame(frame: AudioFrame, spec: AudioSpec) -> F32:
-    """The same of a decoder's frame, which is used up: all its channels are mixed."""
+    """Like `resampled`, for a decoder's frame, which this consumes. All of its channels are mixed."""
     kind = _Kind(frame.format.name, frame.layout.name, frame.sample_rate, LAYOUTS[spec.channels], spec.sample_rate)
     return _KEPT.resampled(kind, frame.samples, [frame])
 
@@ -161,5 +162,5 @@ def _silence(kind: _Kind, samples: int) -> AudioFrame:
 
 
 def _first(source: F32, channels: int) -> Any:
-    """The first channels, and the last one again where there are too few."""
+    """The first channels. The last one is repeated where there are too few."""
     return np.ascontiguousarray(source[np.minimum(np.arange(channels), len(source) - 1)])

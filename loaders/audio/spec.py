@@ -67,16 +67,16 @@ class LogMel:
             )
 
     def frames(self, samples: Any) -> Any:
-        """How many columns so many samples give; also of an array."""
+        """The number of columns for this number of samples. Also accepts an array."""
         return 1 + samples // self.hop_length
 
     @property
     def silence(self) -> float:
-        """What a column of no sound holds."""
+        """The value of every band in a column of silence."""
         return math.log(self.floor) if self.log == "natural" else math.log10(self.floor)
 
     def check(self, sample_rate: int, samples: int) -> None:
-        """`UsageError` when windows of `samples` at this rate cannot be transformed."""
+        """Raise `UsageError` if windows of `samples` at this rate cannot be transformed."""
         if samples <= self.n_fft // 2:
             raise UsageError(f"{samples} samples are too few for n_fft={self.n_fft}", hint="take longer windows")
         if self.f_min >= sample_rate / 2 or (self.f_max or 0) > sample_rate / 2:
@@ -128,7 +128,7 @@ class AudioSpec:
             )
 
     def samples(self, clip: Clip | None = None) -> int:
-        """Samples a channel: seconds times rate, rounded half to even."""
+        """Samples per channel: seconds times rate, rounded half to even."""
         if self.seconds is not None:
             count = max(1, round(Fraction(self.seconds) * self.sample_rate))
         elif clip is not None and clip.fps is not None:
@@ -148,12 +148,14 @@ MAX_SECONDS = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`seconds` of sound; `per_sample` windows of each recording.
+    """`seconds` of audio; `per_sample` windows of each recording.
 
-    `start="random"` draws the first sample uniformly from those where the whole window fits, anew for every epoch, sample and
-    window. `start="center"` takes the middle window, or the middles of `per_sample` equal parts. `start="every"` cuts each
-    recording into windows that follow each other without a gap, as many as fit whole, at least one. `jitter` moves "center"
-    and "every" windows by up to so many seconds either way, drawn anew each time.
+    - `start="random"` draws the first sample uniformly from those where the whole window fits. The loader draws again
+      for every epoch, sample and window.
+    - `start="center"` takes the middle window, or the middles of `per_sample` equal parts.
+    - `start="every"` cuts each recording into consecutive windows without gaps. It returns as many as fit whole, and at
+      least one.
+    - `jitter` moves "center" and "every" windows by up to this many seconds in either direction, drawn again each time.
     """
 
     seconds: float = 2.0
@@ -169,14 +171,15 @@ class Window:
 
 
 def counts(window: Window, seconds: Values) -> int | Counts:
-    """How many windows each recording has, whose durations these are; one number where all have as many."""
+    """The number of windows of each recording, given the recordings' durations. One number where all have the same
+    count."""
     if window.start != "every":
         return window.per_sample
     return np.maximum(1, np.floor(seconds / window.seconds + 1e-9)).astype(np.int64)
 
 
 def begin(info: AudioInfo, window: Window, ref: SampleRef) -> Fraction:
-    """Seconds from the sound's first sample to the window's, a whole number of the source's samples."""
+    """Seconds from the first sample of the audio to that of the window: a whole number of the source's samples."""
     span = Fraction(window.seconds) * info.sample_rate
     target = max(0, int(info.samples - span))
     where = (ref.seed, ref.epoch, ref.sample.id, ref.number, ref.attempt)

@@ -1,1 +1,1 @@
-"""From samples to their compressed bytes, checked."""
+"""Fetching: the compressed bytes of samples, verified."""

@@ -1,10 +1,10 @@
-"""Which pieces of a long file a clip or a window needs, from what the index says of it.
+"""Which pieces of a long file a clip or a window needs, computed from the index.
 
-Purpose: what can be foreseen can be announced and fetched in one go. Pure.
-Invariants: whether a file is read in part depends on the sample and on what is wanted of each, never on the place; so what is
-damaged for a place is what that place itself reads, whoever reads beside it. What is foreseen is a hint, on which no sample
-depends.
-Failure behaviour: none; where the index says too little, files are read whole.
+Purpose: predicted pieces can be announced and fetched in one request. Pure.
+Invariants: whether a file is read in part depends on the sample and the loader's settings, never on the single clip or
+window. So a read reports damage only in what it reads itself, independently of other reads. Predictions are hints: no
+sample depends on them.
+Failure behaviour: none. Files that the index describes too little are read whole.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from headrace.dataio.shards.contract import AudioInfo, Member, Sample, VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 
 MOST = 0.5
-"""Files of which a clip needs a larger share are read whole."""
+"""A file is read whole if a clip needs a larger share of it."""
 _READ_ON = 64 * limits.KIB
-"""A demuxer reads so many bytes at a time, also of what it does not need."""
+"""Bytes that a demuxer reads at a time, including bytes that it does not need."""
 _AROUND = Fraction(1, 2)
-"""Seconds by which sound may lie before or behind the pictures of its time, and codecs need some before."""
+"""Seconds by which audio may be stored before or after the pictures of the same time. It includes the audio that codecs
+need before the window."""
 _WITHOUT_STAMPS = frozenset(["avi"])
 _FROM_KEY_FRAMES = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 
 _RESERVOIR = 64 * 1152
-"""Samples before those that are wanted of MP3: a frame may need the bytes of some twenty before it, and what they left behind."""
+"""Samples of MP3 before the wanted ones. A frame may need bytes of some twenty earlier frames, and the decoder state
+that those left."""
 
 Runs = tuple[tuple[int, int], ...]
-"""Of a file's pieces: (first, how many), in order, disjoint."""
+"""Pieces of a file as (first, count), in order, disjoint."""
 Span = tuple[int, int]
-"""Bytes of a file: first, end."""
+"""Bytes of a file as (first, end)."""
 
 
 def member_of(sample: Sample, ext: str) -> Member | None:
-    """The sample's file of this extension, if it has pieces."""
+    """The sample's file with this extension; None if it does not exist or is not divided into pieces."""
     for member in sample.members:
         if member.ext == ext:
             return member if member.pieces is not None else None
@@ -45,7 +47,7 @@ def member_of(sample: Sample, ext: str) -> Member | None:
 
 
 def runs(member: Member, spans: Iterable[Span]) -> Runs:
-    """The pieces that hold these bytes, and those that opening the file reads."""
+    """The pieces that hold these bytes, and the pieces that opening the file reads."""
     pieces = member.pieces
     assert pieces is not None
     last = (member.length - 1) // pieces.size
@@ -55,7 +57,7 @@ def runs(member: Member, spans: Iterable[Span]) -> Runs:
 
 
 def merged(some: Iterable[tuple[int, int]]) -> Runs:
-    """The same pieces, in order, neighbours together."""
+    """The same pieces in order, with adjacent and overlapping runs joined."""
     out = list[tuple[int, int]]()
     for first, count in sorted(some):
         if out and first <= sum(out[-1]):
@@ -66,12 +68,12 @@ def merged(some: Iterable[tuple[int, int]]) -> Runs:
 
 
 def size(member: Member, some: Runs) -> int:
-    """Bytes of these pieces."""
+    """The number of bytes in these pieces."""
     return sum(length for _, length in ranges(member, some))
 
 
 def ranges(member: Member, some: Runs) -> list[tuple[int, int]]:
-    """Where these pieces lie in the shard: offset, length."""
+    """Where these pieces lie in the shard: (offset, length)."""
     assert member.pieces is not None
     each, end = member.pieces.size, member.length
     return [
@@ -85,7 +87,7 @@ def ranges(member: Member, some: Runs) -> list[tuple[int, int]]:
 
 
 def reads_part_of_video(member: Member, video: VideoInfo, clip: Clip, *, sound: bool) -> bool:
-    """Whether clips, maybe with their sound, are read without the rest of their file."""
+    """Whether clips, with their audio if `sound`, are read without the rest of their file."""
     known = video.codec in _FROM_KEY_FRAMES and video.ext not in _WITHOUT_STAMPS and video.key_frames[-1].at >= 0
     if not known or member.length <= 0:
         return False
@@ -101,7 +103,7 @@ def reads_part_of_video(member: Member, video: VideoInfo, clip: Clip, *, sound: 
 
 
 def of_clip(video: VideoInfo, wanted: Wanted, length: int) -> Span:
-    """The bytes from the clip's key frame to the first one behind the clip."""
+    """The bytes from the clip's key frame to the first key frame after the clip."""
     last = wanted.values[-1]
     first = bisect_right(video.key_frames, wanted.key.index, key=_index) - 1
     after = bisect_right(video.key_frames, last, key=_index if wanted.by == "index" else _pts)
@@ -109,7 +111,8 @@ def of_clip(video: VideoInfo, wanted: Wanted, length: int) -> Span:
 
 
 def of_time(video: VideoInfo, start: Fraction, end: Fraction, length: int) -> Span:
-    """The bytes in which sound of this time lies, in seconds of the file's own time line, between the pictures."""
+    """The bytes that hold the audio of this time, located by the video's key frames. Times are seconds of the file's
+    own time line."""
     low, high = (int(t / video.time_base) for t in (start - _AROUND, end + _AROUND))
     first = bisect_right(video.key_frames, low, key=_pts) - 1
     after = bisect_right(video.key_frames, high, key=_pts)
@@ -141,7 +144,7 @@ def _between(video: VideoInfo, first: int, after: int, length: int) -> Span:
 
 
 def reads_part_of_sound(sample: Sample, member: Member, audio: AudioInfo, seconds: float) -> bool:
-    """Whether windows of so many seconds are read without the rest of their file."""
+    """Whether windows of this many seconds are read without the rest of their file."""
     whole, among = audio.samples / audio.sample_rate, _pictures_of(sample, audio)
     if audio.ext in _WITHOUT_STAMPS or whole <= 0 or (among is not None and among.key_frames[-1].at < 0):
         return False
@@ -151,8 +154,11 @@ def reads_part_of_sound(sample: Sample, member: Member, audio: AudioInfo, second
 
 
 def of_window(sample: Sample, audio: AudioInfo, start: Fraction, seconds: Fraction, length: int) -> Span:
-    """The bytes of a window that begins `start` seconds after the sound: where there are pictures, by theirs, else by its share
-    of the file."""
+    """The bytes of a window that begins `start` seconds after the audio does.
+
+    Files with video are located by its key frames, files with marks by these. In other files the position is the
+    window's share of the duration.
+    """
     among = _pictures_of(sample, audio)
     if among is not None:
         start += among.start_pts * among.time_base
@@ -169,12 +175,12 @@ def of_window(sample: Sample, audio: AudioInfo, start: Fraction, seconds: Fracti
 
 
 def mark_before(marks: Sequence[tuple[int, int]], sample: int) -> int:
-    """The number of the mark from which decoding begins for this sample to be right."""
+    """The number of the mark at which decoding must begin for this sample to be right."""
     return max(0, bisect_right(marks, sample - _RESERVOIR, key=_samples) - 1)
 
 
 def mark_behind(marks: Sequence[tuple[int, int]], sample: int) -> int:
-    """The number of the first mark behind this sample; how many there are if there is none."""
+    """The number of the first mark after this sample; the number of marks if there is none."""
     return bisect_right(marks, sample, key=_samples)
 
 
@@ -182,11 +188,11 @@ _samples = itemgetter(1)
 
 
 def _pictures_of(sample: Sample, audio: AudioInfo) -> VideoInfo | None:
-    """The video in the same file."""
+    """The video in the same file as the audio."""
     video = sample.video
     return video if video is not None and video.ext == audio.ext and video.key_frames else None
 
 
 def together(needs: Sequence[Runs]) -> Runs:
-    """What several places of one sample need."""
+    """The pieces that several clips or windows of one sample need."""
     return needs[0] if len(needs) == 1 else merged(run for some in needs for run in some)

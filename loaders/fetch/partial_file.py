@@ -32,11 +32,11 @@ from headrace.loaders.fetch.byte_ranges import Runs, merged
 AHEAD_BYTES = 8 * limits.MIB
 KEPT_BYTES = 64 * limits.MIB
 Read = Callable[[Sequence[tuple[int, int]]], Sequence[memoryview]]
-"""Gives every (offset, length) of the object in which a file lies."""
+"""Reads every (offset, length) of the object that contains the file."""
 
 
 class Media(Protocol):
-    """A file's bytes: a memoryview, or something that reads them."""
+    """A file's bytes: a memoryview, or an object that reads them on access."""
 
     def __len__(self) -> int: ...
 
@@ -45,16 +45,21 @@ class Media(Protocol):
 
 @runtime_checkable
 class Marked(Media, Protocol):
-    """A file of which the index says more: `Pieces.marks`."""
+    """A file for which the index has marks (`Pieces.marks`)."""
 
     @property
     def marks(self) -> Sequence[tuple[int, int]]: ...
 
 
 class PartialFile:
-    """`member` of the object `name`. `read` may go through a cache, `again` goes straight to the store, `later`
-    does so after a while and by another connection; its head may be among
-    `heads`, and is put there."""
+    """The file `member` of the object `name`.
+
+    Args:
+        read: reads ranges of the object, possibly through a cache.
+        again: reads directly from the store.
+        heads: holds pieces of file heads. This file takes pieces from it and adds its own.
+        later: reads directly from the store after a delay, through another connection.
+    """
 
     def __init__(
         self, name: str, member: Member, read: Read, again: Read, heads: HeadCache, later: Read | None = None
@@ -63,7 +68,7 @@ class PartialFile:
         self._name, self._member, self._read, self._heads = name, member, read, heads
         self._looks = (again, later) if later is not None else (again,)
         self._pieces: Pieces = member.pieces
-        self._there = dict[int, memoryview]()  # not compared yet
+        self._there = dict[int, memoryview]()  # not compared with their digests yet
         self._right = dict[int, memoryview]()
         self._unforeseen = OrderedDict[int, None]()
         self._next, self._count = -1, 1
@@ -73,7 +78,7 @@ class PartialFile:
 
     @property
     def marks(self) -> Sequence[tuple[int, int]]:
-        """`Pieces.marks`."""
+        """The index's marks (`Pieces.marks`)."""
         return self._pieces.marks
 
     def __getitem__(self, where: slice) -> memoryview:
@@ -89,12 +94,12 @@ class PartialFile:
         return memoryview(b"".join([head, *inner, tail]))
 
     def foresee(self, runs: Runs) -> None:
-        """Fetch these pieces, all at once. What the store has not is missed when it is looked at."""
+        """Fetch these pieces in one request. A piece that the store lacks raises an error only when it is accessed."""
         with contextlib.suppress(NotFoundError, RangeError):
             self._fetch(self._heads.others(self._name, self._member, runs))
 
     def given(self) -> Given:
-        """What is there, and right, to be sent elsewhere."""
+        """The verified pieces in memory, for another process."""
         for first, count in self._pieces.head:
             for number in range(first, first + count):
                 view = self._heads.get(self._name, self._member, number)
@@ -111,7 +116,7 @@ class PartialFile:
         )
 
     def look_at(self, number: int) -> None:
-        """Have this piece, as if it was looked at."""
+        """Read and verify this piece."""
         self._piece(number)
 
     def _piece(self, number: int) -> memoryview:
@@ -141,7 +146,8 @@ class PartialFile:
         return view
 
     def _fetch_on(self, number: int) -> None:
-        """Fetch what was not foreseen, and more each time that reading goes on where the last such fetch ended."""
+        """Fetch an unpredicted piece. The fetch doubles in size each time that reading continues where the last such
+        fetch ended."""
         most = max(1, AHEAD_BYTES // self._pieces.size)
         count = min(2 * self._count, most) if number == self._next else 1
         last = -(-len(self) // self._pieces.size)
@@ -151,7 +157,7 @@ class PartialFile:
         except (NotFoundError, RangeError):
             if end == number + 1:
                 raise
-            end = number + 1  # a part of it may be there
+            end = number + 1  # the piece itself may exist even if the following ones do not
             self._fetch(((number, 1),))
         self._next, self._count = end, count
         self._unforeseen.update(dict.fromkeys(range(number, end)))
@@ -174,11 +180,11 @@ class PartialFile:
                 self._there[first + at // size] = view[at : at + size]
 
 
-# --- the same in another process, which cannot fetch
+# --- the file in another process, which cannot fetch
 
 
 class Given(msgspec.Struct, frozen=True):
-    """Some pieces, of `size` bytes each, of a file of `length` bytes."""
+    """Some pieces of a file of `length` bytes; each has `size` bytes."""
 
     length: int
     size: int
@@ -187,7 +193,7 @@ class Given(msgspec.Struct, frozen=True):
 
 
 class MissingError(Exception):
-    """A piece was looked at that was not given."""
+    """The decoder accessed a piece that was not sent."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"piece {number} was not given")
@@ -195,7 +201,7 @@ class MissingError(Exception):
 
 
 class GivenFile:
-    """The file of which those pieces are given; `MissingError` for others."""
+    """A file made of the pieces that were sent. Access to other pieces raises `MissingError`."""
 
     def __init__(self, given: Given) -> None:
         self._given = given
@@ -205,7 +211,7 @@ class GivenFile:
 
     @property
     def marks(self) -> Sequence[tuple[int, int]]:
-        """`Pieces.marks`."""
+        """The index's marks (`Pieces.marks`)."""
         return self._given.marks
 
     def __getitem__(self, where: slice) -> memoryview:
@@ -220,13 +226,13 @@ class GivenFile:
 
 
 HELD_BYTES = 64 * limits.MIB
-"""Of one loader, whose sources share it out evenly."""
+"""The limit of one loader. Its sources share it equally."""
 Which = tuple[str, int, int]
-"""A piece: the object, where its file begins there, its number."""
+"""A piece: the object's name, the file's offset in it, and the piece's number."""
 
 
 class HeadCache:
-    """Pieces of the heads of files."""
+    """A cache for pieces of file heads."""
 
     def __init__(self, most: int = HELD_BYTES) -> None:
         self._most, self._size = most, 0
@@ -235,11 +241,11 @@ class HeadCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Bytes in the cache."""
         return self._size
 
     def get(self, name: str, member: Member, number: int) -> memoryview | None:
-        """A piece of a file in the object `name`, if it is held."""
+        """A piece of a file in the object `name`; None if it is not cached."""
         with self._lock:
             found = self._held.get((name, member.offset, number))
             if found is not None:
@@ -247,7 +253,7 @@ class HeadCache:
             return found
 
     def put(self, name: str, member: Member, number: int, view: memoryview) -> None:
-        """Hold a copy of this piece, which is right, if it is of the file's head."""
+        """Cache a copy of this verified piece if it belongs to the file's head."""
         assert member.pieces is not None
         if not any(first <= number < first + count for first, count in member.pieces.head):
             return
@@ -260,7 +266,7 @@ class HeadCache:
                 self._size -= len(self._held.popitem(last=False)[1])
 
     def others(self, name: str, member: Member, runs: Runs) -> Runs:
-        """Of these pieces, those that are not held."""
+        """The pieces among `runs` that are not cached."""
         assert member.pieces is not None
         with self._lock:
             held = {

@@ -1,11 +1,11 @@
-"""From samples to their compressed bytes, checked.
+"""Read the compressed bytes of samples and verify them.
 
 Purpose: read the files of a sample through a `ShardReader`, and compare them with the index's checksums before a
-decoder sees them.
-Invariant: `fetch` returns bytes whose XXH3-64 is the index's, or raises. A long file that is needed in part checks each
-piece when it is read. Wrong bytes are read up to three times: a first mismatch may be the cache's fault (its disk may
-rot), so the store is read directly; a second one may be the network's, so the store is read again `LATER` seconds later
-through another connection.
+decoder receives them.
+Invariant: `fetch` returns bytes with the XXH3-64 that the index lists, or raises. In a long file that is needed in
+part, each piece is verified when it is read. Wrong bytes are read up to three times. After the first mismatch the
+reader bypasses the cache, whose disk may be faulty. After the second mismatch it reads the store again `LATER` seconds
+later through another connection, since the network may be faulty.
 Failure behaviour: `CorruptionError` naming shard, offset and length when the store's own bytes are wrong or missing.
 Other errors of the store pass through.
 """
@@ -49,8 +49,8 @@ def files(sample: Sample, exts: Sequence[str]) -> Files:
 
 
 def spans(files: Files) -> list[Range]:
-    """The ranges that `SampleReader.fetch_into` reads. Files next to each other are one range, with the tar headers
-    between."""
+    """The ranges that `SampleReader.fetch_into` reads. Adjacent files form one range, which includes the tar headers
+    between them."""
     shard, each = files.shard, files.each
     first, end, gaps = each[0].offset, 0, GAP_BYTES * (len(each) - 1)
     for member in each:  # a plain loop takes half the time, and thousands of samples a second pass here
@@ -97,20 +97,23 @@ class StoreReader:
 
 
 class SampleReader:
-    """Reads the samples of one dataset. Safe to share between threads, as `reader` is.
+    """Reads the samples of one dataset. Safe to share between threads if `reader` is.
 
     Args:
-        reader: reads ranges of shards, through a cache or not.
+        reader: reads ranges of shards, with or without a cache.
         store: the dataset's store, read directly when the cache returned wrong bytes.
-        held: bytes of the heads of long files that are kept in memory.
+        held: limit in bytes on the heads of long files in memory.
     """
 
     def __init__(self, reader: ShardReader, store: Store, held: int = HELD_BYTES) -> None:
         self._reader, self._direct, self._heads = reader, StoreReader(store), HeadCache(held)
 
     def fetch(self, sample: Sample, needs: Needs) -> dict[str, Media]:
-        """The files that are needed, read-only, by extension. Of a file that is needed in part, the forecast pieces are
-        read now; other pieces are read when a decoder asks for them."""
+        """The needed files, read-only, by extension.
+
+        Of a file that is needed in part, the predicted pieces are read now. Other pieces are read when a decoder
+        accesses them.
+        """
         members = [_member(sample, ext) for ext in needs]
         whole = [member for member in members if needs[member.ext] is None]
         found = dict[str, Media]()
@@ -126,7 +129,7 @@ class SampleReader:
         return found
 
     def _open(self, shard: str, member: Member, runs: Runs) -> PartialFile:
-        """A long file, with these pieces read."""
+        """Open a long file and fetch these pieces."""
         read, again, later = (
             functools.partial(read, shard) for read in (self._reader.read, self._direct.read, self._direct.read_later)
         )
@@ -135,10 +138,10 @@ class SampleReader:
         return file
 
     def fetch_into(self, files: Files, memory: memoryview) -> int:
-        """Read some files of a sample, one after the other, into writable `memory`, which is long enough.
+        """Read some files of a sample, one after the other, into writable `memory`, which must be long enough.
 
         Returns:
-            Bytes that were read.
+            The number of bytes that were read.
         """
         pieces = _pieces(files, memory)
         try:
@@ -151,10 +154,10 @@ class SampleReader:
         return sum([len(view) for _, view in pieces])
 
     def fetch_first(self, wanted: Sequence[tuple[Files, memoryview]]) -> int:
-        """`fetch_into` for many samples, up to the first one with which anything is wrong.
+        """`fetch_into` for many samples; stops at the first sample with an error.
 
         Returns:
-            How many samples were read. To learn what is wrong with the next one, call `fetch_into` or `fetch`.
+            The number of samples that were read. To get the error of the next one, call `fetch_into` or `fetch`.
         """
         done = 0
         with contextlib.suppress(HeadraceError):
@@ -170,7 +173,7 @@ class SampleReader:
         return done
 
     def ranges(self, sample: Sample, needs: Needs) -> list[Range]:
-        """The ranges that `fetch` reads, as far as the index lists them, without the pieces that are in memory."""
+        """The ranges that `fetch` reads, as far as the index predicts them, without the pieces that are in memory."""
         found = list[Range]()
         for member in sample.members:
             if member.ext not in needs:
@@ -196,7 +199,8 @@ class SampleReader:
         self._reader.close()
 
     def _read_again(self, shard: str, member: Member) -> memoryview:
-        """A file whose bytes were wrong, directly from the store: at once, then later through another connection."""
+        """Read a file whose bytes were wrong again, directly from the store: first at once, then later through another
+        connection."""
         offset, length, xxh3 = member.offset, member.length, member.xxh3
         again = self._direct.read(shard, [(offset, length)])[0]
         if _is_right(again, xxh3):

@@ -38,8 +38,11 @@ from headrace.loaders.sampling.plan import Stream, column
 
 
 class WindowProcessor:
-    """Makes windows: "audio" float32 (C, S), "start" their beginning in seconds after the sound's
-    own, and "audio_samples", how many samples are real sound."""
+    """Makes windows.
+
+    Each sample has "audio", float32 (C, S); "start", the window's beginning in seconds after the audio's; and
+    "audio_samples", the number of samples that are real audio.
+    """
 
     def __init__(self, window: Window, spec: AudioSpec, apart: SubprocessDecoder | None = None) -> None:
         self._window, self._spec, self._apart = window, spec, apart
@@ -54,7 +57,7 @@ class WindowProcessor:
         if audio is None:
             return {}
         member = byte_ranges.member_of(ref.sample, audio.ext)
-        if member is None:  # most files are short
+        if member is None:  # the file is read whole; most files are short
             return {audio.ext: None}
         stretch = self._stretch(ref, audio)
         if stretch is None or not byte_ranges.reads_part_of_sound(ref.sample, member, audio, self._window.seconds):
@@ -63,7 +66,7 @@ class WindowProcessor:
         return {audio.ext: byte_ranges.runs(member, [span])}
 
     def _stretch(self, ref: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
-        """From which second after the sound's beginning on a place is, and how long."""
+        """The start of the window, in seconds after the audio's beginning, and its length in seconds."""
         return begin(audio, self._window, ref), Fraction(self._window.seconds)
 
     def cost(self, sample: Sample) -> int:
@@ -101,14 +104,17 @@ def finished_sound(
     *,
     from_first: bool = False,
 ) -> tuple[torch.Tensor, int]:
-    """The tensor of `samples` samples from `start`, as `spec` wants it, and how many of them are real sound."""
+    """The tensor of `samples` samples from `start`, in the format of `spec`, and how many of them are real audio."""
     sound, real = hear(loaded.media[info.ext], info, start, spec, samples, from_first)
     return torch.from_numpy(sound), real
 
 
 class PieceProcessor(WindowProcessor):
-    """Makes pieces: "audio" float32 (C, L) of their own lengths, "start" in seconds after the sound's beginning, and
-    "audio_samples", how many samples are real sound."""
+    """Makes pieces.
+
+    Each sample has "audio", float32 (C, L) of the piece's own length; "start" in seconds after the audio's beginning;
+    and "audio_samples", the number of samples that are real audio.
+    """
 
     def __init__(self, spec: AudioSpec, packing: Packing, apart: SubprocessDecoder | None = None) -> None:
         self._hop, self._least, silence = 1, 0, 0.0
@@ -152,7 +158,7 @@ class PieceProcessor(WindowProcessor):
 
 
 def lengths(stream: Stream, spec: AudioSpec) -> I64:
-    """Samples of each recording of a stream at the wanted rate, as the index knows them, or columns of their
+    """The length of each recording of a stream, computed from the index: samples at the wanted rate, or columns of
     spectrograms."""
     samples, rates = (column(stream.dataset, name, stream.ids) for name in ("samples", "sample_rate"))
     count: I64 = _samples(samples, rates, spec.sample_rate)

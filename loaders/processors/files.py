@@ -1,9 +1,9 @@
-"""Files as they are stored: read, checked, and left as they are.
+"""Files as they are stored: read and checked, but not decoded.
 
-Purpose: the `Work` behind `FileLoader`.
-Invariants: those of `headrace.loaders.interfaces`; the bytes of a sample are those of its files, in the order in which
-they were asked for.
-Failure behaviour: none of its own: what is damaged or missing was found when it was read.
+Purpose: the processor behind `FileLoader`.
+Invariants: those of `headrace.loaders.interfaces`. The bytes of a sample are those of its files, in the requested
+order.
+Failure behaviour: none of its own. The sample reader has already reported damaged and missing files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _IN_PLACE = {BYTES: torch.empty(0, dtype=torch.uint8)}
 
 
 class FileProcessor:
-    """Gives "bytes", uint8 (n,), and "sizes", how many of them each file has."""
+    """Returns "bytes", uint8 (n,), and "sizes", the number of bytes of each file."""
 
     def __init__(self, files: Sequence[str]) -> None:
         self._files = tuple(files)

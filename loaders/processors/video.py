@@ -37,12 +37,15 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
-_TOP, _LEFT, _FLIP = 22, 23, 24  # keep the keys apart from those of clip starts and of the order
+_TOP, _LEFT, _FLIP = 22, 23, 24  # random streams, distinct from those of clip starts and of the order
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """`crop="center"` keeps the middle of what covers the wanted size, "random" draws the place; `flip_prob` is how likely a
-    clip is mirrored left to right."""
+    """Where a clip is cropped, and whether it is mirrored.
+
+    `crop="center"` keeps the middle of the scaled frames; "random" draws the position. `flip_prob` is the probability
+    that a clip is mirrored left to right.
+    """
 
     crop: Literal["center", "random"] = "center"
     flip_prob: float = 0.0
@@ -54,33 +57,34 @@ class Cut(msgspec.Struct, frozen=True):
             raise UsageError(f"flip_prob={self.flip_prob!r} is not a probability", hint="from 0 to 1")
 
     def at(self, ref: SampleRef) -> tuple[float, float]:
-        """Where the crop lies between top and bottom, and between left and right: each in [0, 1]."""
+        """The position of the crop between top and bottom, and between left and right: each in [0, 1]."""
         if self.crop == "center":
             return 0.5, 0.5
         return _uniform(ref, _TOP), _uniform(ref, _LEFT)
 
     def mirrored(self, ref: SampleRef) -> bool:
-        """Whether this clip is."""
+        """Whether this clip is mirrored."""
         return bool(self.flip_prob) and _uniform(ref, _FLIP) < self.flip_prob
 
 
 def _uniform(ref: SampleRef, purpose: int) -> float:
-    """A number in [0, 1), of 53 drawn bits."""
+    """A random number in [0, 1) with 53 bits."""
     return float(int(ref.key(purpose)[0]) >> 11) / float(1 << 53)
 
 
 _WHOLE = Cut()
 LIGHT = 1 << 20
-"""Pixels that one thread decodes in a go where clips have fewer: some milliseconds'. Of less much is Python's, and threads
-that share it out get into each other's way, since every call of a library gives the interpreter away."""
+"""Pixels that one thread decodes in a group of small clips: a few milliseconds of work. Smaller groups spend much of
+their time in Python. Threads that share such work slow each other down, since every library call releases the GIL."""
 _DECODING = 8
-"""Pictures that a decoder and a converter hold of a clip that is cut one picture at a time."""
+"""Frames that a decoder and a converter hold at a time for a clip that is cropped frame by frame."""
 _MOST_SEEN = 64
-"""Sets of extensions that are remembered to hold one video; samples of further sets are looked at each time."""
+"""Sets of extensions that are remembered as already checked for more videos. Samples with further sets are checked
+every time."""
 
 
 class ClipSpec(msgspec.Struct, frozen=True):
-    """What a finished clip is like."""
+    """The format of a finished clip."""
 
     clip: Clip
     size: tuple[int, int] | None = None
@@ -92,8 +96,11 @@ class ClipSpec(msgspec.Struct, frozen=True):
 
 
 def together(looks: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Sequence[SampleRef]], list[list[int]]]:
-    """What tells which places of a batch are made together, in one thread: clips that may share their decoding, else those that
-    are `LIGHT`, unless a transform or sound, which may take longer, comes after them. Looks by stream. Pure."""
+    """Group the samples of a batch that one thread processes together. `looks` are indexed by stream. Pure.
+
+    Clips that may share their decoding form a group. Otherwise, small clips form groups of up to `LIGHT` pixels. There
+    are no such groups if a transform or audio follows, since those may take longer.
+    """
     several = any(look.clip.per_video > 1 or look.clip.start == "every" for look in looks)
 
     def groups(refs: Sequence[SampleRef]) -> list[list[int]]:
@@ -124,30 +131,36 @@ def _beginning(ref: SampleRef, look: ClipSpec) -> Hashable:
 
 
 def _pixels(ref: SampleRef, look: ClipSpec) -> int:
-    """About how many are decoded, but for what lies between the key frame and the clip."""
+    """Approximately how many pixels are decoded, without the frames between the key frame and the clip."""
     video = ref.sample.video
     return 0 if video is None else video.width * video.height * min(video.frames, look.clip.frames * look.clip.stride)
 
 
 def wanted_by(ref: SampleRef, video: VideoInfo, clip: Clip) -> Wanted:
-    """The frames of a place."""
+    """The frames that this sample reference selects."""
     return choose(video, clip, ref.seed, ref.epoch, ref.sample.id, ref.number, ref.attempt)
 
 
 def _instant(video: VideoInfo, frame: int) -> Fraction:
-    """About when this frame is shown, in seconds of the file's own time line."""
+    """Approximately when this frame is shown, in seconds of the file's own time line."""
     return (video.start_pts + Fraction(frame, video.frames) * video.duration_pts) * video.time_base
 
 
 class ClipProcessor:
-    """Makes clips: "video" uint8 (T, 3, H, W), "clip" their start in seconds, and with sound "audio" float32 (C, S),
-    of which "audio_samples" are real."""
+    """Makes clips.
+
+    Each sample has "video", uint8 (T, 3, H, W), and "clip", its start in seconds. With audio it also has "audio",
+    float32 (C, S), and "audio_samples", the number of samples that are real audio.
+    """
 
     def __init__(
         self, look: ClipSpec, decoder: Decoder, hear: AudioDecoder | None = None, *, one_by_one: bool = False
     ) -> None:
-        """`hear` is `decode_audio` by default. `one_by_one`: the decoder cuts each picture to size when it has it, so no whole
-        clip is ever held."""
+        """Args:
+        hear: decodes the audio. Default: `decode_audio`.
+        one_by_one: whether the decoder crops and scales each frame at once, so that a clip of full-size frames
+            never exists.
+        """
         self._look, self._decoder, self._one_by_one = look, decoder, one_by_one
         if hear is None and look.audio is not None:
             from headrace.loaders.audio.decode import decode_audio
@@ -228,7 +241,7 @@ class ClipProcessor:
         return Request(loaded.media[video.ext], video, wanted, self._look.color, cut, loaded.target)
 
     def _tell_others(self, sample: Sample, video: VideoInfo) -> None:
-        """Once: samples have more videos than the one that is decoded."""
+        """Warn once that samples have more videos than the one that is decoded."""
         names = (video.ext, *[member.ext for member in sample.members])
         if names in self._seen:
             return
@@ -244,7 +257,7 @@ class ClipProcessor:
             )
 
     def _cut(self, ref: SampleRef, video: VideoInfo) -> Fit | None:
-        """What the decoder is to make of the frames; nothing where they are turned before."""
+        """The fit that the decoder applies to the frames; None where frames are rotated first."""
         look = self._look
         if look.size is None or self._turned(video):
             return None
@@ -285,7 +298,7 @@ class ClipProcessor:
         samples = spec.samples(self._look.clip)
         if info is None or self._hear is None:
             return torch.zeros(spec.channels, samples), 0
-        if info.ext != video.ext:  # a file of its own: it begins when the video does
+        if info.ext != video.ext:  # a separate audio file begins when the video does
             start -= video.start_pts * video.time_base
         from headrace.loaders.processors.audio import finished_sound
 

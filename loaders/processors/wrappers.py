@@ -24,14 +24,14 @@ from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, P
 if TYPE_CHECKING:
     from headrace.loaders.audio.spec import AudioSpec
 
-_TRANSFORM = 25  # keeps the generator's seed apart from everything else that is drawn
+_TRANSFORM = 25  # distinguishes the generator's seed from all other random streams
 _OURS = frozenset(["id", "key", "text", "video", "audio", "mel", "clip", "start", "audio_samples", "source", "bucket"])
 Tensors = Mapping[str, torch.Tensor]
 Transform = Callable[[dict[str, torch.Tensor], torch.Generator], Tensors]
 
 
 class ProcessorWrapper:
-    """A work that does what another does, and more."""
+    """A processor that delegates to `inner` and adds to its results."""
 
     def __init__(self, inner: Processor) -> None:
         self._inner = inner
@@ -57,7 +57,7 @@ class ProcessorWrapper:
         self._inner.close()
 
     def _given(self, loaded: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
-        """What the inner work gets."""
+        """The samples that the inner processor receives."""
         return loaded
 
     def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
@@ -65,11 +65,11 @@ class ProcessorWrapper:
 
 
 class WithColumns(ProcessorWrapper):
-    """Lists these columns of the index, or promoted fields of the samples' JSON, in every batch; None where a sample
-    has none."""
+    """Adds these index columns, or promoted fields of the samples' JSON, to every batch. None where a sample has no
+    value."""
 
     def __init__(self, inner: Processor, columns: Sequence[str]) -> None:
-        from headrace.dataio.shards.index.rows import to_row  # with Arrow, which loaders without columns do without
+        from headrace.dataio.shards.index.rows import to_row  # imports Arrow, which only loaders with columns need
 
         super().__init__(inner)
         self._columns, self._row = tuple(columns), to_row
@@ -87,7 +87,8 @@ class WithColumns(ProcessorWrapper):
 
 
 def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tuple[str, ...]:
-    """`columns`, if each is there and none hides what a batch holds anyway."""
+    """Return `columns` without duplicates. Raise `UsageError` if a column does not exist or has the name of something
+    that batches contain."""
     for name in columns:
         if name in _OURS:
             raise UsageError(f"columns cannot hold {name!r}: batches have something of that name", hint="leave it out")
@@ -99,14 +100,15 @@ def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tup
 
 
 class Transformed(ProcessorWrapper):
-    """Calls `transform(tensors, generator)` for every sample, in the thread that decoded it; what it returns is batched."""
+    """Calls `transform(tensors, generator)` for every sample, in the thread that decoded it. The returned tensors are
+    batched."""
 
     def __init__(self, inner: Processor, transform: Transform) -> None:
         super().__init__(inner)
         self._transform = transform
 
     def _given(self, loaded: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
-        """Without room in the batch: what the transform keeps, or returns turned, is memory of its own."""
+        """Withhold the batch's memory: tensors that the transform keeps, or returns as views, must own their memory."""
         return [replace(one, target=None) for one in loaded]
 
     def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
@@ -131,21 +133,21 @@ class Transformed(ProcessorWrapper):
 
 
 def known_columns(fields: Mapping[str, object]) -> list[str]:
-    """The names that `columns` may hold: those of the index and the promoted `fields` of a sample."""
+    """The names that `columns` may contain: the index's columns and a sample's promoted `fields`."""
     from headrace.dataio.shards.index import rows
 
     return [*(name for name in rows.SCHEMA.names if name not in ("key", "text")), *fields]
 
 
 def wrapped(work: Processor, columns: Sequence[str], transform: Transform | None) -> Processor:
-    """`work` with what was asked for around it."""
+    """`work` with the requested columns and transform."""
     if transform is not None:
         work = Transformed(work, transform)
     return WithColumns(work, columns) if columns else work
 
 
 class WithSource(ProcessorWrapper):
-    """Lists the name of each sample's source as "source"."""
+    """Adds the name of each sample's source, as "source"."""
 
     def __init__(self, inner: Processor, names: Sequence[str]) -> None:
         super().__init__(inner)
@@ -161,7 +163,8 @@ class WithSource(ProcessorWrapper):
 
 
 class PerStreamProcessor:
-    """One work for each of the plan's streams. They share what `close` closes: the first one's is called."""
+    """One processor for each of the plan's streams. They share the resources that `close` releases, so only the first
+    one is closed."""
 
     def __init__(self, works: Sequence[Processor]) -> None:
         self._works = tuple(works)
@@ -188,7 +191,7 @@ class PerStreamProcessor:
 
 
 def by_stream(works: Sequence[Processor]) -> Processor:
-    """One work, or one for each stream."""
+    """A single processor is returned as it is; several are combined by stream."""
     return works[0] if len(works) == 1 else PerStreamProcessor(works)
 
 
@@ -201,7 +204,7 @@ Make = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class WithMels(ProcessorWrapper):
-    """ "mel" in place of "audio"."""
+    """Replaces "audio" by "mel"."""
 
     def __init__(self, inner: Processor, make: Make, close: Callable[[], None] = lambda: None) -> None:
         super().__init__(inner)
@@ -223,8 +226,9 @@ class WithMels(ProcessorWrapper):
 
 
 def mels(inner: Processor, spec: AudioSpec, device: torch.device) -> Processor:
-    """`inner` with the features that `spec` wants: on a GPU by DALI where it is installed, else by the decoding thread."""
-    from headrace.loaders.audio.mel import DaliMel, log_mel  # needed by few loaders, and they slow down the start
+    """`inner` with the features that `spec` requests. DALI computes them on a GPU where it is installed; otherwise the
+    decoding thread does."""
+    from headrace.loaders.audio.mel import DaliMel, log_mel  # few loaders need these slow imports
     from headrace.loaders.audio.spec import LogMel
 
     if not isinstance(spec.features, LogMel):

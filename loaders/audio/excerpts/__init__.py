@@ -1,1 +1,1 @@
-"""The stretch of a recording that a window needs as a small file of its own, and that file decoded in one go."""
+"""Excerpts: small files that hold the part of a recording that a window needs, each decoded in one call."""

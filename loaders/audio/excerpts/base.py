@@ -26,8 +26,11 @@ from headrace.dataio.shards.contract import AudioInfo, SoundMark
 
 
 class Excerpt(msgspec.Struct, frozen=True):
-    """A file: `parts` one after the other, for libav's `demuxer`, maybe with options. `shift` and `until`, behind which is no
-    sound if it is known, are seconds of the recording's time line. `whole` from its beginning: nothing sounds before zero."""
+    """A file made of `parts` in order, for libav's `demuxer`, which may include options.
+
+    `shift` and `until` are seconds on the recording's time line; there is no audio after `until`, if it is known.
+    `whole` means that the excerpt starts at the recording's beginning, so silence precedes zero.
+    """
 
     parts: Sequence[Bytes]
     demuxer: str
@@ -46,8 +49,8 @@ def mark_before(marks: Sequence[SoundMark], pts: int) -> SoundMark | None:
 
 
 def around(info: AudioInfo, low: Fraction, high: Fraction) -> Sequence[SoundMark]:
-    """The marked packets from the last one before `low` to the first one behind `high`, in seconds of the file's own time line.
-    It is one packet at least, if any are marked."""
+    """The marked packets from the last one before `low` to the first one after `high`, in seconds of the file's own
+    time line. At least one packet, if any are marked."""
     if info.time_base is None:
         return ()
     first = bisect_right(info.marks, low / info.time_base, key=_pts)
@@ -57,18 +60,16 @@ def around(info: AudioInfo, low: Fraction, high: Fraction) -> Sequence[SoundMark
 
 Bytes = bytes | memoryview
 _AT_ONCE = 1024
-"""Parts that Linux takes in a call."""
+"""Buffers that Linux accepts in one call."""
 
 
 @contextlib.contextmanager
 def memfd(parts: Sequence[Bytes]) -> Iterator[int]:
-    """The descriptor of a file that holds `parts`, one after the other; it is at its beginning."""
+    """The descriptor of an in-memory file that holds `parts` in order. Its position is the beginning."""
     descriptor = os.memfd_create("sound", os.MFD_CLOEXEC)
     try:
         at = 0
-        for first in range(
-            0, len(parts), _AT_ONCE
-        ):  # few calls: after each one a thread waits for the interpreter's lock
+        for first in range(0, len(parts), _AT_ONCE):  # few calls: after each one the thread waits for the GIL
             some = parts[first : first + _AT_ONCE]
             end = at + sum(map(len, some))
             if os.pwritev(descriptor, some, at) != end - at:
@@ -80,19 +81,19 @@ def memfd(parts: Sequence[Bytes]) -> Iterator[int]:
 
 
 Mark = tuple[int, int]
-"""A byte at which decoding may begin, and the samples before it."""
+"""A byte offset at which decoding may begin, and the number of samples before it."""
 Find = Callable[[int], Mark | None]
-"""The first mark behind a byte, if there is one not far behind."""
+"""Returns the first mark after a byte, or None if there is none within reach."""
 
 NEAR = 64 * limits.KIB
-"""Bytes before what is wanted from which on marks are looked at one by one."""
+"""Bytes: when the wanted position is at most this far ahead, `before` walks from mark to mark."""
 _GUESSES, _STEPS = 6, 40
 
 
 def before(find: Find, low: Mark, high: Mark, wanted: int, near: int = NEAR) -> Mark:
-    """The last mark, from `low` to `high`, with no more than `wanted` samples before it."""
+    """The last mark between `low` and `high` that has at most `wanted` samples before it."""
     for step in range(_STEPS):
-        ahead = (high[0] - low[0]) * (wanted - low[1]) // max(1, high[1] - low[1])  # by its share
+        ahead = (high[0] - low[0]) * (wanted - low[1]) // max(1, high[1] - low[1])  # by interpolation
         if min(ahead, high[0] - low[0]) <= near:
             break
         at = low[0] + ahead - near // 2 if step < _GUESSES else (low[0] + high[0]) // 2

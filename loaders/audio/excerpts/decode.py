@@ -32,14 +32,15 @@ from headrace.loaders.decode.trim import ViewFile
 from headrace.loaders.fetch.partial_file import Media
 
 WARM_UP = Fraction(23, 50)
-"""Seconds decoded before what is wanted: codecs need some sound before what they say is right (Opus and MP3 a few packets)."""
+"""Seconds that are decoded before the wanted audio. Codecs need some audio before their output is right (Opus and MP3 a
+few packets)."""
 SETTLING = frozenset(["aac", "ac3", "eac3", "mp1", "mp2", "mp3", "opus", "vorbis"])
-"""Codecs that are right after so much; those that are not, and have a memory, are decoded from the file's beginning."""
+"""Codecs whose output is right after `WARM_UP`. Other codecs with a state are decoded from the file's beginning."""
 _IN_MP4 = SETTLING | {"alac", "flac"}
 
 
 def excerpt_of(data: Media, info: AudioInfo, start: Fraction, end: Fraction) -> Excerpt | None:
-    """What `start` to `end`, seconds of the file's own time line, are decoded from."""
+    """The excerpt from which `start` to `end` are decoded, in seconds of the file's own time line."""
     if info.ext in wav.EXTENSIONS:
         return wav.excerpt(data, info, start, end)
     if not info.marks:
@@ -57,12 +58,15 @@ def excerpt_of(data: Media, info: AudioInfo, start: Fraction, end: Fraction) -> 
 
 
 _MORE = 1 << 12
-"""Samples that may be more than there should be, which is found out so."""
+"""Extra samples in the output frame, so that a result with too many samples is detected."""
 
 
 def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: AudioSpec) -> tuple[F32, int] | None:
-    """`count` samples from the recording's `first` on, as counted by its stamps, as `spec` wants them: (channels, about count
-    times the ratio of rates), and how many of `count` are sound."""
+    """Decode `count` samples from the recording's sample `first` on, counted by its stamps, in the format of `spec`.
+
+    Returns (channels, about count times the ratio of rates), and how many of `count` are audio. None if the caller has
+    to read the whole file.
+    """
     rate = info.sample_rate
     begin = first - round(excerpt.shift * rate)
     silent = max(0, -begin) if excerpt.whole else 0
@@ -86,7 +90,7 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
     except (av.error.FFmpegError, OSError):
         return None
     late = frame.pts is None or abs(frame.pts * frame.time_base * rate - begin - silent) > 1
-    if late or frame.samples != sounding:  # there is a gap, or an overlap, or it broke off
+    if late or frame.samples != sounding:  # a gap, an overlap, or decoding stopped early
         return None
     if not part:
         return _samples(frame) if rate == spec.sample_rate else resampled_frame(frame, spec), left
@@ -96,13 +100,13 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
 
 
 def _samples(frame: Any) -> F32:
-    """(channels, samples), of one channel in the frame's own memory."""
+    """(channels, samples). A single channel stays in the frame's own memory."""
     planes = [np.frombuffer(plane, np.float32, frame.samples) for plane in frame.planes]
     return planes[0][None] if len(planes) == 1 else np.stack(planes)
 
 
 def _chosen(channels: int, spec: AudioSpec) -> list[str]:
-    """The first channels as they are, where they are wanted so."""
+    """The filter that selects the first channels unchanged, for `downmix="first"`."""
     if spec.downmix == "mix":
         return []
     chosen = [f"c{number}=c{min(number, channels - 1)}" for number in range(spec.channels)]
@@ -110,7 +114,7 @@ def _chosen(channels: int, spec: AudioSpec) -> list[str]:
 
 
 def _pulled(filters: list[str]) -> Any:
-    """The first frame that comes out."""
+    """The first frame that the filter chain produces."""
     graph = Graph()
     graph.threads = 1
     chain = [graph.add(*one.partition("=")[::2]) for one in filters]

@@ -32,15 +32,16 @@ _SYNC = b"\xff\xf8"
 _ALIKE, _MOST_OF_FRAME_HEADER = 4, 16
 _FIRST_BYTES, _NEXT_BYTES = 16 * limits.KIB, 64 * limits.KIB
 _LARGEST = 1 * limits.MIB
-"""Bytes of a frame, about: 65,535 samples of eight channels are none that anybody has seen."""
+"""Bytes of a frame, about. The theoretical maximum, 65,535 samples of eight channels, does not occur in practice."""
 _NEAR_IN_MEMORY = 8 * limits.KIB
 MOST_LOOKED = 1 << 14
-"""Places in a file that are looked at for one window; of frames as short as FLAC allows, a third as many are in 64 KiB."""
+"""Candidate positions that are examined for one window. With the shortest frames that FLAC allows, 64 KiB hold a third
+as many."""
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """Of a file: the block that says what is in it, where its frames begin, how the first one does, how many samples each has,
-    and all."""
+    """The header of a file: the STREAMINFO block, the byte at which frames begin, the first bytes of the first frame,
+    the samples per frame, and the total number of samples."""
 
     info: bytes
     end: int
@@ -58,7 +59,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
-    """From `low` to `high`, seconds of the file's own time line."""
+    """The excerpt from `low` to `high`, seconds of the file's own time line."""
     header, marks = _header(data), around(info, low, high)
     if header is None or not marks or not _agrees(data, header, info, marks):
         return None
@@ -73,7 +74,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
         return None
     end, second = len(data) if behind is None else behind[0], looked.find(first[0])
     packets = [(0, data[first[0] : end])]
-    # the first packet is read when the file is opened, with the interpreter's lock held
+    # libav reads the first packet when it opens the file, which holds the GIL
     if second is not None and second[0] < end:
         packets = [(0, data[first[0] : second[0]]), (second[1] - first[1], data[second[0] : end])]
     parts = file(b"A_FLAC", _OPENING + header.info, header.rate, header.channels, packets)
@@ -82,7 +83,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
 
 
 def _agrees(data: Media, header: _Header, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:
-    """Whether the file is as the index says, and the frames that it marks are there."""
+    """Whether the file matches the index, and the frames that the index marks are there."""
     said = header.rate, header.channels, header.samples
     if said != (info.sample_rate, info.channels, info.samples) or info.time_base != Fraction(1, header.rate):
         return False
@@ -110,7 +111,9 @@ def _header(data: Media) -> _Header | None:
         return None
     first = bytes(data[at : at + _ALIKE])
     least, most, samples = info[0:2], info[2:4], int.from_bytes(info[13:18], "big") & (1 << 36) - 1
-    if len(info) < _STREAMINFO or not samples or least != most or not any(most):  # frames may be counted by samples
+    if (
+        len(info) < _STREAMINFO or not samples or least != most or not any(most)
+    ):  # variable blocks are numbered by samples
         return None
     if len(first) < _ALIKE or not first.startswith(_SYNC):
         return None
@@ -118,17 +121,19 @@ def _header(data: Media) -> _Header | None:
 
 
 class _Looked:
-    """Looks for frames, and gives up where nearly everything looks like one: that is no sound."""
+    """Searches for frames. It stops with an error where nearly every position looks like one, since such data is not
+    audio."""
 
     def __init__(self, data: Media, header: _Header) -> None:
         self._data, self._header, self._left = data, header, MOST_LOOKED
 
     def find(self, at: int) -> Mark | None:
-        """The first frame that begins behind that byte, if one does before long."""
+        """The first frame that begins after this byte; None if there is none within reach."""
         return next(self.frames(at), None)
 
     def frames(self, at: int) -> Iterator[Mark]:
-        """The frames that begin behind that byte, and the samples before each; none far behind the last one."""
+        """The frames that begin after this byte, each with the number of samples before it. The search ends when no
+        frame follows the last one within `_LARGEST`."""
         data, header = self._data, self._header
         at, size, begun = at + 1, _FIRST_BYTES, at
         while at - begun < _LARGEST and at + _MOST_OF_FRAME_HEADER < len(data):
@@ -151,7 +156,8 @@ class _Looked:
 
 
 def _number(head: bytes, file: _Header) -> int | None:
-    """Which frame it is that begins so, if one does: like the first, but for the number of samples in the last one."""
+    """The number of the frame that begins with these bytes; None if they are not a frame header. Frames match the first
+    one, except for the number of samples in the last frame."""
     if len(head) < _MOST_OF_FRAME_HEADER or (head[2] ^ file.first[2]) & 0xF or (head[3] ^ file.first[3]) & 0xF:
         return None
     if head[2] < 0x10 or head[3] >= 0xB0:
@@ -202,7 +208,8 @@ _NANOSECONDS = 1_000_000_000
 
 
 def file(codec: bytes, private: bytes, rate: int, channels: int, packets: Sequence[tuple[int, Bytes]]) -> list[Bytes]:
-    """The parts of a file of these packets, each with the samples before it; `private` is what the codec wants to know first."""
+    """The parts of a Matroska file with these packets, each given with the number of samples before it. `private` is
+    the codec's initialization data."""
     audio = _element(_RATE, struct.pack(">d", rate)) + _element(_CHANNELS, bytes([channels]))
     track = _element(_NUMBER, b"\x01") + _element(_UID, b"\x01") + _element(_TYPE, _SOUND)
     track += _element(_CODEC, codec) + _element(_PRIVATE, private) + _element(_AUDIO, audio)

@@ -1,11 +1,11 @@
-"""Excerpts of MP3, from a frame on that the index marked, or the first: the file does not say where in it an instant is.
+"""Excerpts of MP3, from a frame that the index marked. The file itself does not say where in it a time is.
 
-Purpose: libav would read all that lies before it, to count the frames.
-Invariants: frames are the file's, whole, from some before those that are wanted, since a frame needs the bytes of some before it
-and what they left behind, to behind them or to where the index says that the sound ends: what fills the last frame is no sound.
-Every frame begins where the one before ends.
-Failure behaviour: None for long files without marks, for what begins with the sound, and where no frame begins at the mark, or
-behind a frame: libav reads the file then as it does others.
+Purpose: to find a time, libav would read everything before it and count the frames.
+Invariants: frames are whole and unchanged. They begin some frames before the wanted ones, since a frame needs bytes of
+earlier frames and the decoder state that those left. They end after the wanted ones, or where the index says that the
+audio ends: the padding of the last frame is not audio. Every frame begins where the one before ends.
+Failure behaviour: None for files without marks, for windows at the beginning of the audio, and where no frame begins at
+the mark or directly after another frame. libav then reads the file itself.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ _KBITS = (
     (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
     (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
 )
-"""Of layer III: MPEG 1, and MPEG 2 and 2.5."""
+"""Bit rates of layer III: first MPEG 1, then MPEG 2 and 2.5."""
 _RATES = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_000, 8_000)}
-"""By the two bits of the version: 1, 2, 2.5."""
+"""Sample rates by the two version bits: MPEG 1, 2 and 2.5."""
 _RESERVOIR = 2048
-"""Bytes before the first frame that is wanted: a frame may need those of some before it, 511 at most, and these theirs."""
+"""Bytes before the first wanted frame. A frame may need at most 511 bytes of the frames before it, and those need bytes
+of earlier ones."""
 _AT_FIRST = Fraction(1, 2)
-"""Seconds at the beginning that are libav's."""
+"""Seconds at the beginning of the audio that libav reads itself."""
 _MORE = 2
-"""Frames behind the last one that is wanted."""
+"""Frames after the last wanted one."""
 
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
-    """From `low` to `high`, seconds of the file's own time line. Some frames are known, or the first one."""
+    """The excerpt from `low` to `high`, seconds of the file's own time line. It starts from a known mark."""
     rate, begin, base = info.sample_rate, info.start, info.time_base
     if (
         begin is None or base is None or not info.marks or low <= begin + _AT_FIRST
-    ):  # some of the first frame is left out
+    ):  # decoders drop part of the first frame
         return None
     known = [(mark.at, int(mark.pts * base * rate)) for mark in info.marks]
     marks = (data.marks if isinstance(data, Marked) else ()) or known
@@ -63,7 +64,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
 
 
 def _agree(offsets: Sequence[int], marks: Sequence[Mark], at: int, before: int, length: int) -> bool:
-    """Whether those of the marked packets that lie here are frames, with as many samples before them as they should have."""
+    """Whether the marked packets within this range are frames that have the right number of samples before them."""
     here = [mark for mark in marks if at <= mark[0] < at + offsets[-1]]
     return all(offsets[-1] and _is_at(offsets, place - at, samples - before, length) for place, samples in here)
 
@@ -74,7 +75,7 @@ def _is_at(offsets: Sequence[int], place: int, samples: int, length: int) -> boo
 
 
 def _offsets(view: memoryview, rate: int, count: int) -> list[int] | None:
-    """Where so many frames begin that follow each other, and where the last one ends."""
+    """Where `count` consecutive frames begin, and where the last one ends."""
     at = [0]
     for _ in range(count):
         size = _bytes(bytes(view[at[-1] : at[-1] + 3]), rate)
@@ -86,7 +87,7 @@ def _offsets(view: memoryview, rate: int, count: int) -> list[int] | None:
 
 @functools.lru_cache(1 << 10)
 def _bytes(head: bytes, rate: int) -> int:
-    """How long the frame is that begins with these three; 0 if none does."""
+    """The length of the frame that begins with these three bytes; 0 if none does."""
     if len(head) < 3 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
         return 0
     version, kbits, which, padding = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3, head[2] >> 1 & 1

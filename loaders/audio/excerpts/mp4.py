@@ -1,12 +1,14 @@
-"""Excerpts of MP4, M4A and MOV, by the tables in which they say where each packet lies.
+"""Excerpts of MP4, M4A and MOV, found through the tables that list where each packet lies.
 
-Purpose: libav makes an object of each packet of a file when it opens it, ten milliseconds for an hour; here arrays are made, and
-the small file's tables are written from a part of them. What says which codec it is, is copied as it is.
-Invariants: packets are the file's, whole, from the one that holds `low` to behind the one that holds `high`; the excerpt's stamps
-count from its first packet. Only what one could hardly misread: a track of sound without fragments, whose packets are shown as
-they are stored, behind at most one silence and without cuts, and in which the packets that the index marks around the window have
-their places and stamps. Neither its first packets nor its last ones, of which parts are left out by rules that are libav's.
-Failure behaviour: None for everything else, which libav reads by itself.
+Purpose: libav makes an object of each packet when it opens a file, which takes ten milliseconds for an hour of audio.
+Here the tables become arrays, and the small file's tables are written from a part of them. The codec's description is
+copied unchanged.
+Invariants: packets are whole and unchanged, from the one that holds `low` to a few after the one that holds `high`. The
+excerpt's stamps count from its first packet. Only simple files are cut: an audio track without fragments, whose packets
+play in stored order, after at most one initial silence and without cuts. The packets that the index marks around the
+window must have their positions and stamps. The first and last packets of a file are not used: libav trims parts of
+those by its own rules.
+Failure behaviour: None for every other file; libav then reads it itself.
 """
 
 from __future__ import annotations
@@ -29,17 +31,21 @@ from headrace.loaders.fetch.partial_file import Media
 
 EXTENSIONS = mp4.EXTENSIONS
 _EDGE = 8
-"""So many packets at the beginning and at the end are not taken."""
+"""Packets at the beginning and at the end of a file that an excerpt never includes."""
 _MOST_CHUNKS = 1 << 14
-"""Chunks of packets that an excerpt may have."""
+"""Limit on the chunks of packets in an excerpt."""
 _MOST_TRACKS = 64
 _MORE = 4
-"""Packets behind the last one that is wanted: decoders give some later than they get them."""
+"""Packets after the last wanted one: decoders output some audio later than they receive it."""
 
 
 class Track(msgspec.Struct, frozen=True):
-    """Of packets: how many have how many ticks each, their bytes, and where they lie. `start` is when its first sample sounds,
-    `end` when it is cut off, and `lead` the ticks of its packets before `start`."""
+    """The tables of a track: runs of packets with equal duration (`counts`, `ticks`), the packets' sizes, and their
+    chunks.
+
+    `start` is when its first sample plays, `end` when the edit cuts it off, and `lead` the ticks of its packets before
+    `start`.
+    """
 
     scale: int
     start: Fraction
@@ -55,8 +61,8 @@ class Track(msgspec.Struct, frozen=True):
 
 
 def track(data: Media, info: AudioInfo, marks: Sequence[SoundMark]) -> Track | None:
-    """The file's track of this sound, if it is a plain one: that in which these packets lie where the index says. libav may
-    number tracks otherwise than the file does, since it counts a cover picture."""
+    """The file's simple track with these packets at the positions that the index lists; None if there is none. libav
+    may number tracks differently from the file, since it counts cover pictures."""
     try:
         moov = mp4.find(data)
         found = [] if moov is None else [view for kind, view in mp4.inside(moov) if kind == b"trak"][:_MOST_TRACKS]
@@ -71,7 +77,7 @@ def track(data: Media, info: AudioInfo, marks: Sequence[SoundMark]) -> Track | N
 
 
 def _fits(track: Track, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:
-    """Whether the marked packets are this track's, and begin when the index says."""
+    """Whether the marked packets belong to this track and begin when the index says."""
     base, ends = info.time_base, np.cumsum(track.counts * track.ticks)
     if base is None or not marks or (track.scale % info.sample_rate and info.sample_rate % track.scale):
         return False
@@ -86,7 +92,7 @@ def _fits(track: Track, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:
 
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
-    """From `low` to `high`, seconds of the file's own time line."""
+    """The excerpt from `low` to `high`, seconds of the file's own time line."""
     track_ = track(data, info, around(info, low, high))
     return None if track_ is None else _excerpt(data, track_, low, high)
 
@@ -102,7 +108,7 @@ def _excerpt(data: Media, track: Track, low: Fraction, high: Fraction) -> Excerp
         return None
     stretches = list(itertools.islice(_stretches(track, first, last), _MOST_CHUNKS + 1))
     if len(stretches) > _MOST_CHUNKS or sum(size for _, size in stretches) > len(data):
-        return None  # the same bytes more than once: a small file would become a large one
+        return None  # the tables list the same bytes more than once, so a small file would become a large one
     if any(begin + size > len(data) for begin, size in stretches):
         return None
     parts = [data[begin : begin + size] for begin, size in stretches]
@@ -143,7 +149,7 @@ def _track(moov: memoryview, view: memoryview) -> Track | None:
 
 
 def _packet(track: Track, ends: Ints, time: int) -> int:
-    """Which packet holds this tick; -1 before the first, and their number behind the last."""
+    """The number of the packet that holds this tick: -1 before the first packet, the number of packets after the last."""
     if time < 0:
         return -1
     run = int(np.searchsorted(ends, time, side="right"))
@@ -154,18 +160,18 @@ def _packet(track: Track, ends: Ints, time: int) -> int:
 
 
 def _run(track: Track, packet: int) -> int:
-    """In which run of packets that take as long as each other it is."""
+    """The number of the run of equally long packets that holds this packet."""
     return int(np.searchsorted(np.cumsum(track.counts), packet, side="right"))
 
 
 def _time(track: Track, ends: Ints, packet: int) -> int:
-    """At which tick it begins."""
+    """The tick at which the packet begins."""
     run = _run(track, packet)
     return int(ends[run]) - (int(track.counts[: run + 1].sum()) - packet) * int(track.ticks[run])
 
 
 def _stretches(track: Track, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Where in the file these packets lie: offset, bytes."""
+    """Where in the file these packets lie: (offset, bytes) of each chunk's part."""
     low = int(np.searchsorted(track.first_of_chunk, first, side="right")) - 1
     high = int(np.searchsorted(track.first_of_chunk, last, side="left"))
     for chunk in range(low, high):
@@ -176,7 +182,7 @@ def _stretches(track: Track, first: int, last: int) -> Iterator[tuple[int, int]]
 
 
 def _moov_of(track: Track, first: int, last: int, place: int) -> bytes:
-    """The tables of a file whose packets these are, one after the other from `place` on."""
+    """The tables of a file that stores these packets one after the other from `place` on."""
     ticks, count = int(track.ticks[_run(track, first)]), last - first
     tables = [
         mp4.box(b"stsd", track.described),

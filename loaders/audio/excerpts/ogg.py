@@ -1,11 +1,13 @@
 """Excerpts of Ogg (Opus and Vorbis), page by page.
 
-Purpose: a page says how many samples there are up to its end; pages can be put behind the file's headers as they are.
-Invariants: pages are the file's, whole, from one that begins `_BEFORE` earlier than `low` to behind the one that holds `high`;
-they keep their stamps, which count from the file's beginning. Between two packets that the index marks no page is missing, and
-pages count as libav did when the file was indexed. Only files of one stream, and not from its first page; not FLAC in
-Ogg, of which libav counts what it gets.
-Failure behaviour: None for everything else, and where no page begins where the one before ends; libav reads the file then.
+Purpose: each page lists the number of samples up to its end. Pages can follow the file's headers unchanged.
+Invariants: pages are whole and unchanged, from the one that holds `low` minus `_BEFORE` to the one that holds
+`high` plus `_BEFORE`. They keep their stamps, which count from the file's beginning. No page is missing between two
+packets that the index marks, and the pages' counts agree with the stamps that libav found during indexing. Only files
+with one stream are cut, and never from the first audio page. FLAC in Ogg is not cut, since libav counts the packets
+that it gets.
+Failure behaviour: None for every other file, and where no page begins at the end of the one before; libav then reads
+the file itself. `check` raises `CorruptionError` for damaged or missing pages.
 """
 
 from __future__ import annotations
@@ -27,30 +29,31 @@ from headrace.loaders.fetch.partial_file import Media
 EXTENSIONS = frozenset(["ogg", "oga", "opus"])
 _CODECS = frozenset(["opus", "vorbis"])
 _BEFORE = Fraction(1, 10)
-"""Seconds that pages say more than stamps do: what is left out at the beginning counts in them."""
+"""Seconds by which pages may count more than stamps: pages also count the samples that decoders drop at the beginning.
+"""
 _PAGE = struct.Struct("<4sBBqIIIB")
 _MOST_HEADERS = 4 * limits.MIB
 _MOST_PAGES = 1 << 16
 _FIRST_PAGE = 512
 _PAGES = Fraction(5)
-"""Seconds of some pages."""
+"""Seconds: the duration of several pages."""
 _AT_ONCE = 64 * limits.KIB
 _LONGEST_PACKET = 1 << 13
-"""Samples of a packet, which may have begun on the page before."""
+"""Samples of a packet. A packet may begin on the page before."""
 
 
 class _Page(msgspec.Struct, frozen=True):
     at: int
     end: int
     samples: int
-    """Up to its end, by its last packet; -1 if none ends in it."""
+    """Samples up to the end of the page's last complete packet; -1 if no packet ends in it."""
     serial: int
     number: int
 
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
-    """From `low` to `high`, seconds of the file's own time line."""
-    rate = 48_000 if info.codec == "opus" else info.sample_rate  # in which pages count
+    """The excerpt from `low` to `high`, seconds of the file's own time line."""
+    rate = 48_000 if info.codec == "opus" else info.sample_rate  # the rate at which pages count
     head = _headers(data) if info.codec in _CODECS else None
     if head is None or info.time_base != Fraction(1, rate):
         return None
@@ -72,7 +75,8 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
 
 
 def _agree(pages: Sequence[_Page], marks: Sequence[SoundMark], lead: int) -> bool:
-    """Whether none of these pages is missing, and marked packets begin pages, `lead` samples before what the last page says."""
+    """Whether no page is missing, and marked packets begin pages at the right time: `lead` samples before the count of
+    the page before."""
     if any(other.number != (one.number + 1) % (1 << 32) for one, other in pairwise(pages)):
         return False
     before, said = dict[int, int](), -1
@@ -94,12 +98,13 @@ def _lead(data: Media, info: AudioInfo) -> int:
 
 
 def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
-    """Raise `CorruptionError` if pages between these instants are damaged or missing: libav leaves them out, and counts on."""
+    """Raise `CorruptionError` if pages between these times are damaged or missing. libav skips such pages without an
+    error."""
     first = _page(data, 0)
     lead, rate = _lead(data, info), 48_000 if info.codec == "opus" else info.sample_rate
     at, said = 0, -1
     for mark in info.marks if info.time_base == Fraction(1, rate) else ():
-        if mark.pts >= (low - _PAGES) * rate:  # behind a page that is left out, stamps may be those of that page
+        if mark.pts >= (low - _PAGES) * rate:  # after a skipped page, stamps may be those of that page
             break
         at, said = mark.at, mark.pts + lead
     number, fault = None, -1
@@ -109,7 +114,7 @@ def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
             fault, at = at, _next(data, at + 1)
             continue
         if page.serial != first.serial:
-            return  # several streams, of which others may count otherwise
+            return  # several streams; the others may count differently
         if number not in (None, page.number) or not _is_whole(data, page):
             fault = at
         elif page.samples >= 0:
@@ -120,13 +125,13 @@ def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
         at, number = (
             page.end,
             (page.number + 1) % (1 << 32) if page.samples else None,
-        )  # sound may be cut off behind the headers
+        )  # page numbers may jump after the headers where the audio was cut
     if fault >= 0:
         raise CorruptionError(f"the page of Ogg at byte {fault} is damaged, or one before it is missing")
 
 
 def _next(data: Media, at: int) -> int:
-    """Where something begins that may be a page; the end if nothing does."""
+    """Where the next possible page begins; the end of the data if there is none."""
     while at < len(data):
         view = bytes(data[at : at + _AT_ONCE])
         found = view.find(b"OggS")
@@ -141,7 +146,7 @@ def _is_whole(data: Media, page: _Page) -> bool:
 
 
 def _page(data: Media, at: int) -> _Page | None:
-    """The page that begins there, if one does."""
+    """The page that begins at this byte; None if there is none."""
     head = data[at : at + _PAGE.size]
     if len(head) < _PAGE.size:
         return None
@@ -153,7 +158,7 @@ def _page(data: Media, at: int) -> _Page | None:
 
 
 def _headers(data: Media) -> _Page | None:
-    """The last page before the sound."""
+    """The last page before the audio."""
     last, at = None, 0
     while at < _MOST_HEADERS:
         page = _page(data, at)
@@ -166,7 +171,7 @@ def _headers(data: Media) -> _Page | None:
 
 
 def _until(data: Media, at: int, serial: int, wanted: int, least: int) -> Iterator[_Page]:
-    """Pages from there to the one behind which there are more than `wanted` samples, and to the one at `least`."""
+    """Pages from `at` to the first one that ends beyond `wanted` samples and is not before byte `least`."""
     for _ in range(_MOST_PAGES):
         page = _page(data, at)
         if page is None or page.serial != serial or page.end > len(data):
@@ -178,7 +183,8 @@ def _until(data: Media, at: int, serial: int, wanted: int, least: int) -> Iterat
 
 
 def _crc(page: bytes) -> int:
-    """Zero if the page's checksum is right. It is zlib's CRC-32, but for the order of bits, the ones before, and those behind."""
+    """Zero if the page's checksum is right. Ogg's CRC differs from zlib's CRC-32 in bit order, initial value and final
+    XOR."""
     stored, zeroed = page[22:26].translate(_TURNED), page[:22] + bytes(4) + page[26:]
     return zlib.crc32(zeroed.translate(_TURNED), 0xFFFFFFFF) ^ 0xFFFFFFFF ^ int.from_bytes(stored, "big")
 

@@ -1,9 +1,9 @@
-"""Excerpts of WAV: samples lie one after the other, so that where an instant is needs only to be reckoned.
+"""Excerpts of WAV. Samples are stored one after the other, so the position of a time is computed.
 
-Purpose: libav makes packets of 4 KiB, some of which last three milliseconds.
-Invariants: samples are the file's, from the one at `low` to the one at `high`, or to where the file's samples end.
-Failure behaviour: None for what is compressed, is larger than its header can say, or begins after `low`, and where the index says
-otherwise: libav reads the file then.
+Purpose: libav reads WAV in packets of 4 KiB, some of which last three milliseconds.
+Invariants: samples are unchanged, from the one at `low` to the one at `high`, or to the file's last sample.
+Failure behaviour: None for compressed files, for files larger than their header can express, for windows without
+samples, and where the index disagrees. libav then reads the file itself.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from headrace.loaders.fetch.partial_file import Media
 
 EXTENSIONS = frozenset(["wav"])
 _CODECS = frozenset(["pcm_u8", "pcm_s16le", "pcm_s24le", "pcm_s32le", "pcm_f32le", "pcm_f64le"])
-_DEMUXER = "wav:format_opts=probesize=32"  # else it looks through all of it for DTS, which the index has not found
+_DEMUXER = "wav:format_opts=probesize=32"  # otherwise libav probes all of it for DTS, which the index has ruled out
 _MOST_CHUNKS = 64
 _UNKNOWN = 0xFFFFFFFF
 
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
-    """From `low` to `high`, seconds from the first sample."""
+    """The excerpt from `low` to `high`, in seconds from the first sample."""
     found = _chunks(data) if info.codec in _CODECS else None
     if found is None:
         return None
@@ -46,7 +46,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
 
 
 def _agrees(info: AudioInfo, at: int, samples: int) -> bool:
-    """Whether libav, too, found so many samples at that byte; an older index says only how many."""
+    """Whether libav found the same number of samples at the same byte. An older index lists only the number."""
     if info.time_base is None:
         return samples == info.samples
     first = info.marks[0] if info.marks else None
@@ -54,7 +54,7 @@ def _agrees(info: AudioInfo, at: int, samples: int) -> bool:
 
 
 def _chunks(data: Media) -> tuple[bytes, int, int] | None:
-    """What samples are like, where they lie, and their bytes."""
+    """The payload of the format chunk, the offset of the samples, and their size in bytes."""
     if bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"WAVE":
         return None
     at, form = 12, b""
