@@ -1,1 +1,1 @@
-"""The main job in one command: pack real clips, train, kill the trainer, resume, and prove that nothing changed."""
+"""`headrace demo`: pack real clips, train, kill the trainer, resume, and prove that the training did not change."""

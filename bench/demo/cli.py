@@ -1,7 +1,7 @@
 """`headrace demo`: runs the demo with a progress display, then prints a summary.
 
-Invariant: exit code 0 means that the proof held and the loss fell; anything else is not 0.
-Failure behaviour: `DemoError` of the part that failed; nothing is left running.
+Invariant: exit code 0 means that the proof held and the loss fell. Any other outcome gives another exit code.
+Failure behaviour: `DemoError` names the part that failed. No process is left running.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _PROOF_FAILED = 1
 
 
 def demo(argv: list[str]) -> int:
-    """Run the demo; see `headrace demo --help`."""
+    """Run the demo and return the exit code; see `headrace demo --help`."""
     args = _parser().parse_args(argv)
     settings = _settings(args)
-    args.out.mkdir(parents=True, exist_ok=True)  # before a minute of work
+    args.out.mkdir(parents=True, exist_ok=True)  # fail early: the demo runs for a minute
     from headrace.bench.demo.journey import travel
     from headrace.bench.demo.page import (
-        figures,  # what the journey needs takes a second to import: not for --help
+        figures,  # imported late: these modules take a second, which --help does not need
         page,
     )
 
@@ -85,7 +85,10 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 @contextmanager
 def _progress() -> Iterator[Tell]:
-    """A progress bar a part on a terminal, a plain line a part elsewhere; on standard error, so --json stays clean."""
+    """Show progress: a bar for each part on a terminal, otherwise plain lines.
+
+    Progress goes to standard error, so that standard output holds only the JSON of `--json`.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -123,7 +126,7 @@ def _plain_lines() -> Tell:
 
 
 def rows(journey: Journey, known: Figures, seconds: float) -> list[tuple[str, str]]:
-    """The figures for people, as (name, text)."""
+    """Return the figures as text to display: (name, text) pairs."""
     settings = journey.settings
     written, state = format_bytes(known.bytes_written), format_bytes(known.bytes_state)
     rate, waited = _number(known.samples_per_second, ".1f"), _percent(known.data_wait_share)

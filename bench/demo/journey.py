@@ -1,8 +1,10 @@
-"""The demo's main job: an S3 server, a packed dataset, a sidecar, three trainers (one is killed), and the proof.
+"""The demo itself: an S3 server, a packed dataset, a sidecar, three trainers (one is killed), and the proof.
 
-The proof compares the uninterrupted run with the killed and resumed one: losses, sample ids and final weights, bit for bit.
-Invariant: every process ends with the journey. Failure behaviour: `DemoError` names the part that failed, with the end of its
-log; a trainer that takes too long is killed.
+The proof compares the uninterrupted run with the killed and resumed one: losses, sample ids and final weights, bit for
+bit.
+Invariant: every process ends before `travel` returns.
+Failure behaviour: `DemoError` names the part that failed and quotes the end of its log. A trainer that takes too long
+is killed.
 """
 
 from __future__ import annotations
@@ -30,21 +32,21 @@ from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.testing.s3_server import start_seaweedfs
 
 Tell = Callable[[str, float], None]
-"""Told the name of the part at work and the share of it that is done, 0.0 to 1.0."""
+"""A callback for progress. It gets the name of the running part and the share that is done, 0.0 to 1.0."""
 
 _RUN_SECONDS = 300.0
 _DAEMON_SECONDS = 30.0
 
 
 class DemoError(HeadraceError):
-    """A part of the demo failed; its last words are in the message."""
+    """A part of the demo failed. The message quotes the end of its log."""
 
     code = "demo"
 
 
 @dataclass(frozen=True)
 class Journey:
-    """What happened: events of the three trainers, and what was measured around them (seconds, bytes)."""
+    """The record of a demo: the events of the three trainers, the measurements (seconds, bytes) and the proof."""
 
     settings: Settings
     clips: str
@@ -59,7 +61,7 @@ class Journey:
 
 
 def travel(settings: Settings, media: Path | None, tell: Tell) -> Journey:
-    """Run the whole journey in a scratch folder and return what happened."""
+    """Run the demo in a scratch folder and return its record."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-demo-")))
         tell("S3 server", 0.0)
@@ -101,7 +103,7 @@ def _share(name: str, tell: Tell) -> Callable[[Progress], None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process for a while: `pack` runs in it."""
+    """Set environment variables of this process within the block, because `pack` runs in this process."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -168,7 +170,7 @@ def _last_words(log: Path) -> str:
 
 @dataclass(frozen=True)
 class _Run:
-    """One named run of the trainer; may be started several times."""
+    """One named run of the trainer. It may be started several times."""
 
     settings: Settings
     name: str
@@ -201,7 +203,7 @@ class _Run:
                 if staged and event["event"] == "step":
                     process.send_signal(signal.SIGKILL)
                     break
-            events += list(stream)  # what it had said before it died
+            events += list(stream)  # events that the trainer wrote before it died
             if process.wait() != -signal.SIGKILL:
                 raise DemoError(f"the {part} was not killed in mid-run: {_last_words(self._log(part))}")
         self.tell(part, 1.0)
@@ -257,7 +259,10 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Proof:
-    """`differences` in plain words, at most 20 of them; `repeated` are the steps done by both trainers of the killed run."""
+    """The result of the comparison.
+
+    `differences` has at most 20 sentences. `repeated` are the steps that both trainers of the interrupted run did.
+    """
 
     steps: int
     samples: int
@@ -270,7 +275,7 @@ class Proof:
 
 
 def compare(reference: Iterable[Event], killed: Iterable[Event], resumed: Iterable[Event], steps: int) -> Proof:
-    """Hold the events of the two trainers of an interrupted run against those of an uninterrupted one."""
+    """Compare the events of an interrupted run, which has two trainers, with those of the uninterrupted one."""
     reference, killed, resumed = list(reference), list(killed), list(resumed)
     whole, before, after = _by_step(reference), _by_step(killed), _by_step(resumed)
     differences = _missing("uninterrupted run", whole, steps) + _missing("interrupted run", {**before, **after}, steps)

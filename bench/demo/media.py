@@ -1,7 +1,7 @@
 """The clips that the demo trains on: real ones if there are any, otherwise generated ones.
 
-Invariant: generated clips are a pure function of their number. They are real files of several containers and codecs, and they
-move, so that the model can learn.
+Invariant: a generated clip is a pure function of its number. Generated clips are real files in several containers and
+codecs. Their shapes move, so that the model can learn.
 Failure behaviour: a `--media` folder without files is a `UsageError`.
 """
 
@@ -21,7 +21,7 @@ _FPS = 25
 
 
 def find_clips(given: Path | None, scratch: Path) -> tuple[list[Path], str]:
-    """The folder to pack and a phrase that says what it is."""
+    """Return the paths to pack, and a phrase that describes them."""
     if given is not None:
         if not given.is_dir() or not any(given.iterdir()):
             raise UsageError(f"{given} is not a folder with clips", hint="give --media a folder of video files")
@@ -36,7 +36,7 @@ def find_clips(given: Path | None, scratch: Path) -> tuple[list[Path], str]:
 
 
 def make_clip(folder: Path, number: int, *, seconds: int = 4, width: int = 192, height: int = 128) -> Path:
-    """Write one clip of moving shapes; container and codec go by the number."""
+    """Write one clip of moving shapes. `number` decides the container and the codec."""
     suffix, codec = _KINDS[number % len(_KINDS)]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"made_{number:02d}.{suffix}"
@@ -55,7 +55,7 @@ def make_clip(folder: Path, number: int, *, seconds: int = 4, width: int = 192, 
 
 
 def _picture(number: int, index: int, width: int, height: int) -> np.ndarray:
-    """Frame `index` of clip `number`: a shaded disc that circles over a slowly turning gradient, (H, W, 3) uint8."""
+    """Frame `index` of clip `number`, (H, W, 3) uint8: a shaded disc circles over a slowly turning gradient."""
     rng = np.random.default_rng(number)
     tint, ground = rng.integers(60, 255, 3), rng.integers(0, 160, 3)
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)

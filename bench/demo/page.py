@@ -1,8 +1,8 @@
-"""The demo's page: two loss curves over each other, as one self-contained HTML file.
+"""The demo's page: the loss curves of both runs, superimposed, as one self-contained HTML file.
 
-Invariant: no script, no network, no dependency; everything that came from files or stores is escaped; readable in light and
-dark and from 400 pixels up. The curves are drawn from the reported losses alone.
-Failure behaviour: none; figures that are missing show as a dash.
+Invariant: the page has no script, no network access and no dependency. All text from files or stores is escaped. The
+page is readable in light and dark mode and from 400 pixels up. The curves are drawn from the reported losses alone.
+Failure behaviour: none. A missing figure is a dash.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 900, 360, 76, 44, 16, 24
 
 
 def page(journey: Journey, rows: Sequence[tuple[str, str]]) -> str:
-    """The HTML of one journey; `rows` are the figures as (name, text)."""
+    """Return the HTML of one demo. `rows` are the figures as (name, text)."""
     proof = journey.proof
     verdict = (
         "The interrupted run equals the uninterrupted one bit for bit."
@@ -62,7 +62,7 @@ def _chart(journey: Journey) -> str:
 
 
 class _Scale:
-    """Maps steps and losses to the drawing's coordinates."""
+    """Maps steps and losses to coordinates in the drawing."""
 
     def __init__(self, steps: int, low: float, high: float) -> None:
         self.steps, self.low, self.high = max(steps, 2), low, high
@@ -96,7 +96,10 @@ class _Scale:
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds, bytes and samples per second; `data_wait_share` is the part of step time spent waiting for batches."""
+    """The figures, in seconds, bytes and samples per second.
+
+    `data_wait_share` is the share of the step time that the trainer spent waiting for batches.
+    """
 
     samples_per_second: float | None
     data_wait_share: float | None
@@ -114,7 +117,7 @@ class Figures:
 
 
 def figures(journey: Journey) -> Figures:
-    """Work the figures out of what the trainers reported."""
+    """Compute the figures from the events that the trainers reported."""
     steps = _named(journey.reference, "step")
     committed = _named(journey.reference, "committed")
     ready = next(iter(_named(journey.resumed, "ready")), None)
@@ -139,7 +142,7 @@ def figures(journey: Journey) -> Figures:
 
 
 def loss_curve(events: Iterable[Event]) -> list[tuple[int, float]]:
-    """(step, loss) of every step event."""
+    """Return the (step, loss) of every step event."""
     return [(event["step"], float.fromhex(event["loss"])) for event in events if event["event"] == "step"]
 
 

@@ -1,4 +1,4 @@
-"""What the demo does, as plain numbers: read by the command line before anything heavy is imported."""
+"""The demo's settings, as plain numbers. The command line reads them before it imports any large package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """What the demo does. `kill_at` is a step that is saved and not the last one."""
+    """The numbers that define a run of the demo. `kill_at` is a step that is saved and is not the last one."""
 
     steps: int = 48
     save_every: int = 12

@@ -1,9 +1,11 @@
 """The demo's trainer: one process, or one rank, that saves and restores and does not know that it will be killed.
 
-Purpose: show that an ordinary loop needs five lines of Headrace, and report what happens as JSON lines on standard output.
-Invariant: the line of a step is written whole, after the step and before the next one, so the lines of a killed trainer are
-correct for every step that it finished. Losses are written as hexadecimal floats: equal text means equal bits.
-Failure behaviour: errors end the process with their message and exit code; it retries nothing that the library has given up.
+Purpose: show that an ordinary loop needs five lines of Headrace, and report what happens as JSON lines on standard
+output.
+Invariant: the line of a step is written whole, after the step and before the next one, so the lines of a killed trainer
+are correct for every step that it finished. Losses are written as hexadecimal floats: equal text means equal bits.
+Failure behaviour: errors end the process with their message and exit code; it retries nothing that the library has
+given up.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _WAIT_SECONDS = 120.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says; the exit code is that of the error, if any."""
+    """Train as the command line says. The exit code is that of the error, if there is one."""
     args = _parser().parse_args(argv)
     try:
         train(args, _emitter())
@@ -67,7 +69,7 @@ def _emitter() -> Emit:
 
 
 def train(args: argparse.Namespace, emit: Emit) -> None:
-    """The loop itself."""
+    """Run the training loop, and report every event with `emit`."""
     started = time.perf_counter()
     device = _set_up_torch(args.seed)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -101,7 +103,7 @@ def train(args: argparse.Namespace, emit: Emit) -> None:
 
 
 def _set_up_torch(seed: int) -> str:
-    """Make torch repeatable, join the process group if torchrun started us, and name the device."""
+    """Make torch deterministic, join the process group if torchrun started this process, and return the device."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -162,7 +164,7 @@ def _watch(handle: Any, step: int, emit: Emit) -> None:
 
 
 def _digest(model: nn.Module) -> str:
-    """BLAKE3 over the bytes of all parameters and buffers, by name."""
+    """BLAKE3 of the bytes of all parameters and buffers, in the order of their names."""
     hasher = blake3.blake3()
     for name, tensor in sorted(model.state_dict().items()):
         hasher.update(name.removeprefix("module.").encode())
@@ -188,10 +190,10 @@ def _up(channels_in: int, channels_out: int, scale: tuple[float, float, float]) 
 
 
 class MaskedClipModel(nn.Module):
-    """Masked autoencoder over clips, about 0.4 million parameters.
+    """A masked autoencoder for clips, with about 0.4 million parameters.
 
-    `forward` takes uint8 video (B, T, 3, H, W) with T divisible by 4 and H, W by 8 and returns the mean absolute error
-    of the reconstruction, a float32 scalar.
+    `forward` takes uint8 video (B, T, 3, H, W), with T divisible by 4 and H and W by 8. It returns the mean absolute
+    error of the reconstruction, a float32 scalar.
     """
 
     def __init__(self, hidden_share: float = 0.5) -> None:
@@ -201,7 +203,9 @@ class MaskedClipModel(nn.Module):
             _down(3, 24, (1, 2, 2)), _down(24, 48, (2, 2, 2)), _down(48, 96, (2, 2, 2)), nn.Dropout3d(0.1)
         )
         self.decoder = nn.Sequential(_up(96, 64, (2.0, 2.0, 2.0)), _up(64, 32, (2.0, 2.0, 2.0)))
-        self.head = nn.Conv3d(32, 3 * 4, kernel_size=3, padding=1)  # four colours a place: a 2x2 patch of pixels
+        self.head = nn.Conv3d(
+            32, 3 * 4, kernel_size=3, padding=1
+        )  # 4 RGB values at each position: a 2x2 patch of pixels
 
     def forward(self, video: Tensor) -> Tensor:
         clip = video.transpose(1, 2).float().div(255.0).sub(0.5)

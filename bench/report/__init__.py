@@ -1,5 +1,6 @@
-"""What people read: `headrace bench report` (one page, or Markdown) and `headrace bench compare` (what changed beyond noise).
+"""Reports of results: `headrace bench report` (one page, or Markdown) and `headrace bench compare` (changes beyond
+noise).
 
-`charts` draws (SVG, pure), `views` chooses what a part is shown as, `page` and `markdown` put it together, `compare`
-judges, `cli` holds the two commands.
+`charts` chooses and draws the SVG charts of a part, `page` makes the HTML, `compare` judges changes, and `cli` has the
+two commands.
 """

@@ -1,8 +1,9 @@
-"""Charts of a part as inline SVG: curves for sweeps, bars for candidates side by side. No script, font or file from elsewhere.
+"""Charts of a part as inline SVG: curves for sweeps, bars for comparisons of candidates. They load no script, font or
+file.
 
-Invariant: pure; the same data give the same text, and everything from a results file is escaped. Colours are classes (`c0` …
-`c7`) with a light and a dark value in the page's style; curves also differ by their markers. Every metric with samples is in
-the page's table, whether or not it is drawn.
+Invariant: the functions are pure: the same data give the same text. All text from a results file is escaped. Colours
+are classes (`c0` … `c7`) that have a light and a dark value in the page's style. Curves also differ by their markers.
+The page's table has every metric with samples, whether or not it is drawn.
 Failure behaviour: without samples a chart is an empty string.
 """
 
@@ -26,7 +27,7 @@ _BAR, _GAP, _NAME = 22, 8, 160
 
 @dataclass(frozen=True)
 class Point:
-    """One place of a curve: all samples there."""
+    """One x value of a curve, with all its samples."""
 
     x: float
     values: Sequence[float]
@@ -43,7 +44,7 @@ def curves(
     labels: Mapping[float, str] | None = None,
     limit: float | None = None,
 ) -> str:
-    """Medians by x, evenly spaced, with whiskers from the smallest to the largest sample."""
+    """Draw medians by x, evenly spaced, with whiskers from the smallest to the largest sample."""
     places = sorted({point.x for points in series.values() for point in points})
     values = [
         value for points in series.values() for point in points for value in point.values if value > 0 or not log_y
@@ -75,7 +76,7 @@ def _curve(name: str, points: Sequence[Point], scale: _Scale, colour: int, unit:
 
 
 def _marker(colour: int, x: float, y: float) -> str:
-    """A shape of its own for each of the first four colours; later ones repeat them, hollow."""
+    """Draw a marker. Each of the first four colours has its own shape; the other four repeat these shapes, hollow."""
     hollow = ' class="hollow"' if colour >= 4 else ""
     shapes = (
         f'<circle{hollow} cx="{x:.1f}" cy="{y:.1f}" r="4"/>',
@@ -87,7 +88,7 @@ def _marker(colour: int, x: float, y: float) -> str:
 
 
 class _Scale:
-    """Maps places and values to the drawing."""
+    """Maps x values and samples to coordinates in the drawing."""
 
     def __init__(self, places: Sequence[float], values: Sequence[float], *, log_y: bool) -> None:
         self._places, self._log = list(places), log_y
@@ -154,7 +155,7 @@ def bars(
     limit: float | None = None,
     goal: float | None = None,
 ) -> str:
-    """One bar a candidate: its median, a whisker from smallest to largest, and every sample as a dot."""
+    """Draw a bar for each candidate: its median, a whisker from smallest to largest, and up to 64 samples as dots."""
     known = {name: values for name, values in rows.items() if values}
     if not known:
         return ""
@@ -167,7 +168,7 @@ def bars(
     out = []
     for place, (name, values) in enumerate(rows.items()):
         y = _TOP + place * (_BAR + _GAP)
-        shown = name if len(name) <= 22 else f"{name[:10].rstrip()}…{name[-8:].lstrip()}"  # names differ at their ends
+        shown = name if len(name) <= 22 else f"{name[:10].rstrip()}…{name[-8:].lstrip()}"  # the ends of names differ
         out.append(
             f'<text x="{_NAME - 8}" y="{y + 15}" text-anchor="end">{escape(shown)}<title>{escape(name)}</title></text>'
         )
@@ -198,20 +199,21 @@ def _svg(width: float, height: float, title: str, inner: str) -> str:
 
 
 X_AXES = ("concurrency", "gpus", "ranks", "interval")
-"""Axes that become the x axis of a curve; the first that a metric has."""
+"""Axes that can be the x axis of a curve. The first one that a metric has is used."""
 _PERCENTILES = {0.5: "50 %", 0.9: "90 %", 0.99: "99 %", 0.999: "99.9 %", 0.9999: "99.99 %"}
 _PERCENTILE_QUANTITIES = ("latency p50", "latency p99", "latency p999")
-"""They have charts of their own, by percentile."""
+"""Quantities that have their own charts, by percentile."""
 _LOG = ("gpus", "interval")
 
 
 def colours_of(part: Part) -> dict[str, int]:
-    """A colour for each candidate, the same in all charts of the part."""
+    """Return a colour for each candidate. It is the same in all charts of the part."""
     return {name: place % COLOURS for place, name in enumerate(part.candidates)}
 
 
 def charts_of(part: Part) -> list[tuple[str, list[str]]]:
-    """(heading, charts) of a part: one heading for each operation, then what was measured side by side."""
+    """Return the (heading, charts) of a part: one heading for each operation, then the bars of metrics without a
+    sweep."""
     found: dict[str, list[str]] = {}
     for heading, chart in (*_swept(part), *_latencies(part), *(("Side by side", chart) for chart in _beside(part))):
         if chart:
@@ -224,7 +226,7 @@ def _axis(metric: Metric) -> str:
 
 
 def _swept(part: Part) -> Iterator[tuple[str, str]]:
-    """(operation, chart): one chart for each quantity and each setting of the axes that are not x."""
+    """Yield (operation, chart): one chart for each quantity and each setting of the axes other than x."""
     lines: dict[tuple[str, str, tuple[tuple[str, str | float], ...]], list[tuple[str, Metric]]] = {}
     for name, metric in part.metrics.items():
         if not metric.quantity or not _axis(metric) or metric.quantity in _PERCENTILE_QUANTITIES:
@@ -271,7 +273,7 @@ def _spans_decades(series: Mapping[str, list[Point]]) -> bool:
 
 
 def _latencies(part: Part) -> Iterator[tuple[str, str]]:
-    """(operation, chart): percentiles of latency at the highest concurrency, for each operation and size."""
+    """Yield (operation, chart): latency percentiles at the highest concurrency, for each operation and size."""
     widest: dict[tuple[str, str | float], tuple[str, Metric]] = {}
     for name, metric in part.metrics.items():
         if any(name in samples.histograms for samples in part.candidates.values()):
@@ -299,7 +301,7 @@ def _percentiles(part: Part, name: str, metric: Metric) -> str:
 
 
 def _beside(part: Part) -> Iterator[str]:
-    """Bars for what was not swept."""
+    """Yield bars for the metrics that were not swept."""
     for name, metric in part.metrics.items():
         if metric.quantity:
             continue
@@ -321,7 +323,10 @@ def _unit(metric: Metric) -> str:
 
 
 def limits(part: Part) -> list[tuple[str, str, str, float, str]]:
-    """(candidate, metric, median, share of the physical limit, how the limit was found) of all that have one."""
+    """Describe all metrics that have a physical limit.
+
+    Each row is (candidate, metric, median, share of the limit, how the limit was found).
+    """
     return [
         (name, full_title(metric), f"{short(middle)} {metric.unit}", _share(metric, middle), metric.limit_why)
         for key, metric in part.metrics.items()
@@ -332,20 +337,20 @@ def limits(part: Part) -> list[tuple[str, str, str, float, str]]:
 
 
 def full_title(metric: Metric) -> str:
-    """The title of a metric that stands alone."""
+    """Return the title of a metric with its group and operation, for use outside a table."""
     before = [f"{metric.group}:"] if metric.group else []
     before += [str(metric.axes["operation"])] if "operation" in metric.axes else []
     return " ".join([*before, metric.title.strip()])
 
 
 def says_unit(metric: Metric) -> bool:
-    """Whether the title has the unit in it."""
+    """Return whether the title contains the unit."""
     words = metric.title.replace(",", " ").split()
     return metric.unit in words or (metric.unit == "1/s" and any(word.endswith("/s") for word in words))
 
 
 def in_words(value: object, name: str = "") -> str:
-    """A setting for people: lists by commas, yes and no, bytes in their units."""
+    """Format a setting: lists with commas, booleans as yes and no, bytes with their units."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):

@@ -1,7 +1,8 @@
 """`headrace bench report` and `headrace bench compare`.
 
-Invariant: they measure nothing; they show what results files hold. Failure behaviour: a file that is none is a
-`UsageError` naming it; `compare` ends with 1 when something got worse beyond noise, so a script can use it.
+Invariant: the commands measure nothing. They show what results files contain.
+Failure behaviour: a file without results is a `UsageError` that names it. `compare` returns exit code 1 when a metric
+got worse beyond noise, so that scripts can use it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from headrace.dataio.core.files import write_output
 
 
 def report(argv: Sequence[str]) -> int:
-    """`headrace bench report`."""
+    """Write the page, or print Markdown, of results files; `headrace bench report`."""
     parser = Parser(
         prog="headrace bench report",
         description="Make one self-contained page (or Markdown tables) of what `headrace bench … -o FILE` wrote.",
@@ -44,7 +45,7 @@ def report(argv: Sequence[str]) -> int:
 
 
 def compare_(argv: Sequence[str]) -> int:
-    """`headrace bench compare`."""
+    """Print the changes between two results files; `headrace bench compare`."""
     parser = Parser(
         prog="headrace bench compare",
         description="Say what changed from A to B beyond noise: exact Mann–Whitney test with a false discovery rate of 5 %,\n"

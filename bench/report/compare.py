@@ -1,13 +1,18 @@
-"""What changed between two runs beyond noise: `headrace bench compare`.
+"""Changes between two runs beyond noise: `headrace bench compare`.
 
-The test is the exact Mann–Whitney U test (H. B. Mann and D. R. Whitney, "On a test of whether one of two random variables is
-stochastically larger than the other", 1947). The p values of all metrics are judged together by the procedure of Benjamini and
-Hochberg (1995), which bounds the share of false alarms. The size of a change is the ratio of medians with a
-percentile-bootstrap interval (Efron, 1979), seeded.
-Invariant: pure and deterministic. Only samples of one benchmark with equal settings, one candidate and one metric are compared,
-on one machine unless the caller allows two, which the result then says. With too few samples to reach the level, the answer is
-"too few samples", not "no change".
-Failure behaviour: two machines are a `MismatchError` that names the differences; empty samples are a `ValueError`.
+The test is the exact Mann–Whitney U test (H. B. Mann and D. R. Whitney, "On a test of whether one of two random
+variables is stochastically larger than the other", 1947). The procedure of Benjamini and Hochberg (1995) judges the p
+values of all metrics together, which bounds the share of false alarms. The size of a change is the ratio of medians,
+with a seeded percentile-bootstrap interval (Efron, 1979).
+
+Invariants:
+
+- The comparison is pure and deterministic.
+- Only samples of the same benchmark, settings, candidate and metric are compared.
+- Both runs come from one machine, unless the caller allows two. The result then says so.
+- With too few samples to reach the level, the verdict is "too few samples", not "no change".
+
+Failure behaviour: two machines are a `MismatchError` that names the differences. Empty samples are a `ValueError`.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from headrace.bench.core.results import Metric, Part, Run
 from headrace.dataio.core.errors import MismatchError
 
 LEAST_CHANGE = 0.02
-"""Changes of medians below two per cent are not reported, however certain."""
+"""Changes of medians below two per cent are not reported, even if they are significant."""
 
 Verdict = Literal["better", "worse", "changed little", "no change seen", "too few samples"]
 
@@ -49,14 +54,14 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """All changes, and what a reader must know before believing them."""
+    """All changes, and warnings about differences between the runs."""
 
     changes: list[Change]
     warnings: list[str]
 
 
 def compare(a: Run, b: Run, *, any_machine: bool = False) -> Comparison:
-    """Compare B with A."""
+    """Compare `b` with `a`. Runs from two machines are refused unless `any_machine` is true."""
     machines = differences(a.environment, b.environment)
     if machines and not any_machine:
         hint = "run both on one machine, or say --different-machines"
@@ -139,7 +144,7 @@ def _verdict(metric: Metric, interval: Interval | None, *, enough: bool, certain
 
 
 def as_text(found: Comparison) -> str:
-    """Markdown: warnings, what changed, and how much did not."""
+    """Return Markdown: the warnings, a table of the changes, and counts of the metrics that did not change."""
     lines = [f"- {warning}" for warning in found.warnings]
     changed = [change for change in found.changes if change.verdict in ("better", "worse")]
     if changed:
@@ -164,7 +169,11 @@ _RESAMPLES = 2000
 
 
 def mann_whitney(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Two-sided p value; exact up to 50,000 deals, of which more are sampled (seeded)."""
+    """Return the two-sided p value.
+
+    It is exact for up to 50,000 splits of the samples into two groups. Otherwise 50,000 splits are sampled with a fixed
+    seed.
+    """
     if not ours or not theirs:
         raise ValueError("no samples")
     ranks = _ranks([*ours, *theirs])
@@ -180,12 +189,13 @@ def mann_whitney(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def smallest_p(ours: int, theirs: int) -> float:
-    """What `mann_whitney` returns at the least for so many samples that are all different."""
+    """Return the smallest value that `mann_whitney` can return for samples that are all different. Arguments are
+    counts."""
     return 2 / math.comb(ours + theirs, ours)
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Ranks from 1; equal values share the mean of theirs."""
+    """Return the ranks, from 1. Equal values share the mean of their ranks."""
     order = sorted(range(len(values)), key=values.__getitem__)
     ranks = [0.0] * len(values)
     for _, group in itertools.groupby(enumerate(order), key=lambda pair: values[pair[1]]):
@@ -197,7 +207,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def benjamini_hochberg(p_values: Mapping[str, float], level: float = LEVEL) -> set[str]:
-    """The names whose p values count as discoveries at this false discovery rate."""
+    """Return the names whose p values are discoveries at the false discovery rate `level`."""
     order = sorted(p_values, key=p_values.__getitem__)
     cut = max((place for place, name in enumerate(order, 1) if p_values[name] <= level * place / len(order)), default=0)
     return set(order[:cut])
@@ -205,7 +215,7 @@ def benjamini_hochberg(p_values: Mapping[str, float], level: float = LEVEL) -> s
 
 @dataclass(frozen=True)
 class Interval:
-    """Ratio of medians, and the 95 % bootstrap interval around it."""
+    """A ratio of medians with its 95 % bootstrap interval."""
 
     ratio: float
     low: float
@@ -213,7 +223,7 @@ class Interval:
 
 
 def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float]) -> Interval | None:
-    """Median of `ours` over that of `theirs`; None where a median of `theirs` is zero."""
+    """Return the median of `ours` divided by that of `theirs`, or None if the median of `theirs` is zero."""
     if not statistics.median(theirs):
         return None
     rng = random.Random(0)

@@ -1,8 +1,9 @@
-"""The report of `headrace bench report`: one self-contained HTML file about one or several runs.
+"""The page of `headrace bench report`: one self-contained HTML file about one or several runs.
 
-Invariant: no script, no network, no dependency. Everything from a results file is escaped. The page is readable in light and dark
-and from 400 pixels up. A part that failed, was interrupted or was left out is shown as such, before everything else.
-Failure behaviour: none; a metric without samples is a dash.
+Invariant: the page has no script, no network access and no dependency. All text from a results file is escaped. The
+page is readable in light and dark mode and from 400 pixels up. It first lists the parts that failed, were interrupted
+or were left out.
+Failure behaviour: none. A metric without samples is a dash.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.bench.report.charts import charts_of, colours_of, full_title, in_w
 
 
 def page(runs: Sequence[tuple[str, Run]], title: str = "Headrace benchmarks") -> str:
-    """The HTML of `runs`, each with the name it is called by."""
+    """Return the HTML of `runs`, which are (name, run) pairs."""
     body = "\n".join(_run(place, name, run) for place, (name, run) in enumerate(runs))
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -33,7 +34,7 @@ def _style() -> str:
 
 
 def _troubles(runs: Sequence[tuple[str, Run]]) -> str:
-    """What is missing, and why, at the top."""
+    """List the parts that are incomplete, with the reasons."""
     lines = [
         f"<li><b>{escape(part.name)}</b> {_state(part)}</li>" for _, run in runs for part in run.parts if _state(part)
     ]
@@ -75,7 +76,7 @@ def _run(place: int, name: str, run: Run) -> str:
 
 
 def _machine(run: Run) -> str:
-    """What a reader must know before believing a figure, in one line."""
+    """Describe the machine and the run in one line, with a warning if the machine was busy."""
     facts = run.environment
     cores, load = facts.get("cpus"), facts.get("load_before")
     known = [
@@ -112,7 +113,7 @@ def _part(anchor: str, part: Part) -> str:
 
 
 def _rounds(part: Part) -> str:
-    """How often everything was measured, at the most."""
+    """State the largest number of samples that a figure has."""
     counts = [len(values) for found in part.candidates.values() for values in found.metrics.values()]
     return (
         f"{max(counts)} samples of a figure · "
@@ -124,7 +125,7 @@ def _rounds(part: Part) -> str:
 
 
 def _lines(part: Part) -> str:
-    """What the dashed lines in its charts are."""
+    """Return the legend of the dashed lines in the charts of a part."""
     beside = [metric for metric in part.metrics.values() if not metric.quantity and len(part.candidates) > 1]
     swept = [metric for metric in part.metrics.values() if metric.quantity]
     kinds = ("limit", "what the machine allows", [*beside, *swept]), ("goal", "goal", beside)

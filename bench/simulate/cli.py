@@ -37,7 +37,7 @@ _QUANTITIES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the model; the exit code."""
+    """Run the model and return the exit code."""
     return command.run(argv, "simulate", __doc__ or "", fill, _options, rounds=5, show=show)
 
 
@@ -56,7 +56,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """All sizes and variants; a round is a seed."""
+    """Compute every cluster size and variant. Each round is one seed."""
     args = job.args
     cluster, work = _settings(args.set)
     for path in args.measured:
@@ -85,7 +85,7 @@ def _better(text: str) -> Any:
 
 
 def answer(cluster: Cluster, work: Job, features: Features, seeds: range) -> dict[str, list[float]]:
-    """All answers for one cluster; goodput once a seed."""
+    """Return every quantity of one cluster, with one goodput for each seed."""
     known = costs(cluster, work, features)
     wall = max(30 * _DAY, 20 * known.mtbf)
     best, goodput = best_interval(cluster, known, wall=wall, seeds=seeds)
@@ -126,7 +126,7 @@ def _built(default: Any, values: dict[str, float]) -> Any:
 
 
 def show(part: Part) -> str:
-    """A table for each size."""
+    """Return one table for each cluster size."""
     lines = []
     for gpus in sorted({int(metric.axes["gpus"]) for metric in part.metrics.values()}):
         titles = " | ".join(f"{title}, {unit}" for title, unit, _ in _QUANTITIES.values())
@@ -140,7 +140,10 @@ def show(part: Part) -> str:
 
 
 def calibrated(run: Run, cluster: Cluster, work: Job) -> tuple[Cluster, Job, list[str]]:
-    """A node's best read from a store (`store`) and copies to the host (the drill's `staging`)."""
+    """Replace settings by measured medians.
+
+    The `store` benchmark gives a node's fastest read. The drill's `staging` part gives the rate of copies to the host.
+    """
     notes: list[str] = []
     for part in run.parts:
         if part.name in ("store", "directory"):

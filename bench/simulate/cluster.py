@@ -1,14 +1,15 @@
-"""A cluster and a training job in numbers, what each part of Headrace changes, and the goodput of the job by discrete events.
+"""A model of a cluster and a training job: what each part of Headrace changes, and the goodput of the job by discrete
+events.
 
 Sources: checkpoint sizes by number of processes are those of the MLPerf Storage rules v2.0, table 2 (8B, 70B, 405B, 1T;
-unofficial use). The rate of interruptions is that of "The Llama 3 Herd of Models" (arXiv:2407.21783, section 3.3.4: 419
-unexpected ones in 54 days on 16,384 GPUs, 78 % of them hardware). Everything else is a setting.
+unofficial use). The rate of interruptions is that of "The Llama 3 Herd of Models" (arXiv:2407.21783, section 3.3.4):
+419 unexpected interruptions in 54 days on 16,384 GPUs, 78 % of them caused by hardware. Everything else is a setting.
 
-Goodput is the share of wall time whose work is in the model at the end. An interruption loses what was computed after the last
-durable checkpoint; stalls and restarts are time without work. A save stalls the steps, then runs during them; the next save
-begins when the last one is in the store. With the sidecar a software failure does not lose a staged save.
-Invariant: deterministic for a seed; work plus loss plus every pause is the wall time. Failure behaviour: `ValueError` for an
-interval that is not positive.
+Goodput is the share of wall time whose work is in the model at the end. An interruption loses all work since the last
+durable checkpoint. Stalls and restarts are time without work. A save first stalls the steps, then runs during them. The
+next save begins when the last one is in the store. With the sidecar, a software failure does not lose a staged save.
+Invariant: the result is deterministic for a seed. Work, lost work and pauses add up to the wall time.
+Failure behaviour: an interval that is not positive is a `ValueError`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SIZES = ((8, 105e9), (64, 912e9), (512, 5.29e12), (1 << 30, 18e12))
 
 @dataclass(frozen=True)
 class Cluster:
-    """Rates in bytes a second, times in seconds. `store_requests`: requests a second that the store answers."""
+    """Rates are in bytes a second, times in seconds. `store_requests` is the number of requests that the store answers
+    a second."""
 
     gpus: int
     gpus_a_node: int = 8
@@ -53,10 +55,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """One training job: seconds a step computes, bytes a GPU reads for it, bytes of a whole checkpoint.
+    """One training job: the compute time of a step, the bytes that a GPU reads for it, and the bytes of a whole
+    checkpoint.
 
-    `changed` is the share of a checkpoint's bytes that are new since the last one; `slow_down` how much an upload slows
-    the steps during it, as a share.
+    `changed` is the share of a checkpoint's bytes that are new since the last one. `slow_down` is the share by which an
+    upload slows the steps that run during it.
     """
 
     step_seconds: float = 1.0
@@ -70,7 +73,7 @@ class Job:
     cached: float = 0.0
 
     def sized(self, gpus: int) -> Job:
-        """With the state of the model that the rules train on so many processes, unless one is given."""
+        """Return the job with the checkpoint size that the rules give for `gpus` processes, unless a size is set."""
         if self.state_bytes:
             return self
         return replace(self, state_bytes=next(size for most, size in _SIZES if gpus <= most))
@@ -78,7 +81,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Features:
-    """Which parts of Headrace are used. Without any: each rank reads for itself, and a save is lost with its trainer."""
+    """The parts of Headrace in use. Without any, each rank reads for itself, and a save is lost when its trainer
+    fails."""
 
     name: str
     sidecar: bool = False
@@ -96,10 +100,11 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Costs:
-    """What follows for one job on one cluster. Seconds, but for `amplification` and `data_stall` (share of wall time).
+    """The costs of one job on one cluster, in seconds except for `amplification` and `data_stall` (share of wall time).
 
-    `durable`: from the save until it outlives the loss of a node; `upload`: until the store has it, before which no next save
-    begins, or the nodes' tiers would fill up."""
+    `durable` is the time from the save until it survives the loss of a node. `upload` is the time until the store has
+    the save. The next save waits for the upload, because the nodes' tiers would fill up otherwise.
+    """
 
     amplification: float
     data_stall: float
@@ -113,7 +118,8 @@ class Costs:
 
 
 def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
-    """Fluid rates by symmetry: all nodes do the same at the same time, so each has its share of the store."""
+    """Compute the costs from steady rates: all nodes do the same at the same time, so each gets an equal share of the
+    store."""
     job = job.sized(cluster.gpus)
     ranks = min(cluster.gpus, cluster.gpus_a_node)
     amplified = amplification(
@@ -129,10 +135,11 @@ def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
     written = node_state * (job.changed if features.dedup else 1.0)
     upload = written / min(cluster.nic_rate, cluster.store_write / cluster.nodes)
     stall = job.state_bytes / cluster.gpus / (cluster.d2h_rate * job.stage_efficiency)
-    # the tier has the node's own bytes and, for when the node is lost, its buddy's: both are written before a save counts
+    # The tier holds the node's own bytes and those of its buddy, in case the buddy is lost.
+    # A save counts after both writes.
     kept = max(2 * written / cluster.tier_write, written / cluster.nic_rate)
     durable = min(kept, upload) if features.tier else upload
-    # all wait for the slowest: a new node, whose bytes come from the buddy
+    # All nodes wait for the slowest: a new node, which reads its bytes from its buddy.
     near, far = node_state / min(cluster.tier_read, cluster.nic_rate), node_state / read
     return Costs(
         amplified,
@@ -148,14 +155,19 @@ def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
 
 
 def young(cost: float, mtbf: float) -> float:
-    """Seconds between checkpoints: J. W. Young, "A first order approximation to the optimum checkpoint interval",
-    CACM 17(9), 1974."""
+    """Seconds between checkpoints, to first order.
+
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
+    """
     return math.sqrt(2 * cost * mtbf)
 
 
 def daly(cost: float, mtbf: float) -> float:
-    """The same to higher order: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
-    dumps", FGCS 22(3), 2006, equation 37; seconds of computing between checkpoints."""
+    """Seconds of computing between checkpoints, to higher order.
+
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006,
+    equation 37.
+    """
     if cost >= 2 * mtbf:
         return mtbf
     x = cost / (2 * mtbf)
@@ -164,7 +176,7 @@ def daly(cost: float, mtbf: float) -> float:
 
 @dataclass
 class Outcome:
-    """Seconds of a run's wall time by what they were; `saves` durable ones, `interruptions` of them."""
+    """The seconds of a run's wall time by kind, the number of staged `saves`, and the number of `interruptions`."""
 
     useful: float = 0.0
     lost: float = 0.0
@@ -185,7 +197,7 @@ class Outcome:
 
 
 def simulate(cluster: Cluster, known: Costs, interval: float, *, wall: float, seed: int) -> Outcome:
-    """Run until `wall` seconds have passed; a checkpoint after every `interval` seconds of computing."""
+    """Run the job for `wall` seconds, with a checkpoint after every `interval` seconds of computing."""
     if interval <= 0:
         raise ValueError("the interval between checkpoints is a positive number of seconds")
     rng, out = random.Random(seed), Outcome()
@@ -196,18 +208,18 @@ def simulate(cluster: Cluster, known: Costs, interval: float, *, wall: float, se
 
 
 class _Run:
-    """From one start of the job to its next interruption."""
+    """Simulates the job from a start to its next interruption."""
 
     def __init__(self, cluster: Cluster, known: Costs, interval: float, rng: random.Random, out: Outcome) -> None:
         self._cluster, self._known, self._interval, self._rng, self._out = cluster, known, interval, rng, out
 
     def life(self, wall: float) -> None:
-        """One life: cycles of computing and saving until the interruption, or the end of the run."""
+        """Compute and save in cycles until the interruption or the end of the run."""
         out, known = self._out, self._known
         left = min(self._rng.expovariate(1 / known.mtbf), wall - out.wall)
         interrupted = left < wall - out.wall
         kept, held, clock, durable_at = 0.0, 0.0, 0.0, 0.0
-        # so that the last save is in the store when the next begins
+        # The last save must be in the store before the next one begins.
         cycle = max(self._interval, known.durable - known.stall, known.upload)
         while True:
             slowed = min(known.slow_down, cycle)
@@ -229,7 +241,10 @@ class _Run:
             durable_at = clock + known.durable - known.stall
 
     def _interrupt(self, partial: float, kept: float, held: float, durable: bool, interrupted: bool) -> None:
-        """In the middle of computing: what was computed since the last save is lost; the last save may be, too."""
+        """End the life while the job computes.
+
+        An interruption loses the work since the last save, and the last save too if it does not survive.
+        """
         out, known = self._out, self._known
         work = partial * (1 - known.data_stall)
         out.waiting += partial - work
@@ -240,7 +255,7 @@ class _Run:
         self._lose(kept, held, staged=True, interrupted=interrupted, durable=durable)
 
     def _lose(self, kept: float, held: float, *, staged: bool, interrupted: bool, durable: bool = False) -> None:
-        """`held` is the work whose save is staged but perhaps not durable."""
+        """Count the work that is kept and lost. `held` is the work of the last save, which may not be durable yet."""
         out, known, cluster = self._out, self._known, self._cluster
         survives = not interrupted or durable
         if interrupted:
@@ -253,7 +268,7 @@ class _Run:
 
 
 def best_interval(cluster: Cluster, known: Costs, *, wall: float, seeds: range) -> tuple[float, list[float]]:
-    """The best of the intervals around Daly's, by the mean goodput over `seeds`; (seconds, goodput of each seed)."""
+    """Return the interval around Daly's with the highest mean goodput over `seeds`, and its goodput for each seed."""
     start = max(daly(known.stall + known.slow_down, known.mtbf), 1.0)
     tried = {
         interval: [simulate(cluster, known, interval, wall=wall, seed=seed).goodput for seed in seeds]

@@ -1,10 +1,11 @@
-"""Time, processes, and links that flows share.
+"""The discrete-event engine: time, processes, and links that flows share.
 
-A process is a generator that yields what it waits for: `Sleep(seconds)`, `Transfer(size, links)` or a `Latch`. Flows
-share each link max-min fairly (progressive filling: D. Bertsekas and R. Gallager, "Data Networks", 2nd ed., section
-6.5.2); a link may also bound how many flows it serves at once (a store's request limit), later ones queue in order.
-Invariant: deterministic; time never goes back; bytes are conserved (`Link.carried`). Failure behaviour: a run that needs
-more than `MAX_EVENTS` events, or in which processes wait for each other forever, is a `SimulationError`.
+A process is a generator. It yields the thing that it waits for: `Sleep(seconds)`, `Transfer(size, links)` or a `Latch`.
+Flows share each link max-min fairly (progressive filling: D. Bertsekas and R. Gallager, "Data Networks", 2nd ed.,
+section 6.5.2). A link may also bound how many flows it serves at once, as a store limits requests. Later flows queue in
+order.
+Invariant: a run is deterministic, time never goes back, and bytes are conserved (`Link.carried`).
+Failure behaviour: a run is a `SimulationError` if it needs more than `MAX_EVENTS` events or its processes deadlock.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _DONE = 1e-6
 
 
 class SimulationError(Exception):
-    """The model cannot go on."""
+    """The simulation needs too many events or is deadlocked."""
 
 
 @dataclass(eq=False)
 class Link:
-    """`rate` in bytes a second for all flows together; at most `slots` flows at once."""
+    """A link that serves at most `slots` flows at once. `rate` is in bytes a second for all flows together."""
 
     name: str
     rate: float
@@ -37,21 +38,22 @@ class Link:
 
 @dataclass(frozen=True)
 class Sleep:
-    """Wait for so many seconds."""
+    """Wait for `seconds`."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Move `size` bytes over all of `links` at once; the first link's slots bound how many do so."""
+    """Move `size` bytes over all of `links` at once. The slots of the first link bound the number of concurrent
+    transfers."""
 
     size: float
     links: Sequence[Link]
 
 
 class Latch:
-    """Opened once; processes that wait for it go on then."""
+    """A latch opens once. The processes that wait for it then continue."""
 
     def __init__(self) -> None:
         self.open = False
@@ -70,7 +72,7 @@ class _Flow:
 
 
 class Simulation:
-    """Runs processes until all have ended; `now` is in seconds."""
+    """Runs processes until all have ended. `now` is in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -81,11 +83,11 @@ class Simulation:
         self._blocked = 0
 
     def start(self, process: Process) -> None:
-        """Let `process` run from now on."""
+        """Start `process` at the current time."""
         self._ready.append(process)
 
     def open(self, latch: Latch) -> None:
-        """Let those go on that wait for `latch`."""
+        """Open `latch` and resume the processes that wait for it."""
         if not latch.open:
             latch.open = True
             self._blocked -= len(latch.waiting)
@@ -93,7 +95,7 @@ class Simulation:
             latch.waiting.clear()
 
     def run(self) -> float:
-        """Until nothing is left to do; the time then."""
+        """Run until no process is left, and return the time."""
         for _ in range(MAX_EVENTS):
             while self._ready:
                 self._step(self._ready.popleft())
@@ -129,7 +131,7 @@ class Simulation:
         self._share()
 
     def _advance(self) -> None:
-        """To the next timer or the end of the next flow."""
+        """Advance the time to the next timer or the end of the next flow."""
         ends = min((flow.left / flow.rate for flow in self._flows), default=float("inf"))
         timer = self._timers[0][0] - self.now if self._timers else float("inf")
         passed = min(ends, timer)
@@ -157,7 +159,8 @@ class Simulation:
         self._share()
 
     def _share(self) -> None:
-        """Max-min fair rates: fill all flows alike until a link is full, fix its flows, go on with the rest."""
+        """Set max-min fair rates: raise all flows equally until a link is full, fix its flows, and continue with the
+        rest."""
         left = {link: link.rate for flow in self._flows for link in flow.links}
         open_flows = set(self._flows)
         while open_flows:

@@ -1,11 +1,17 @@
-"""The ranks of one node: reading an epoch from a store with and without the daemon, saving a checkpoint, restoring it.
+"""A model of one node's ranks: they read an epoch from a store, with and without the daemon, save a checkpoint and
+restore it.
 
-Reading: every rank reads its batches in order and requests the blocks of the next ones ahead of time. Without the daemon each
-rank fetches the blocks of its own samples; with it the node fetches each block once.
-A save: plan, copy the bytes into host memory (there the stall ends), hash chunk by chunk on the node's cores, and send the new
-chunks while later ones are hashed; when all ranks have done so, the commit. A restore: plan, then fetch and hash chunks.
-`ReadCosts` and `SaveCosts` are the measured numbers.
-Invariant: pure; bytes fetched are whole blocks, bytes sent are those of new chunks. Failure behaviour: that of the engine.
+Reading: every rank reads its batches in order and requests the blocks of later batches ahead of time. Without the
+daemon each rank fetches the blocks of its own samples. With the daemon the node fetches each block once.
+
+Saving: a rank plans, then copies the bytes into host memory, where the stall ends. It then hashes chunk by chunk on the
+node's cores and sends new chunks while it hashes later ones. The commit follows when all ranks are done.
+
+Restoring: a rank opens the checkpoint, then fetches and hashes chunks.
+
+`ReadCosts` and `SaveCosts` hold the measured numbers.
+Invariant: the model is pure. Fetched bytes are whole blocks, sent bytes are those of new chunks.
+Failure behaviour: that of the engine.
 """
 
 from __future__ import annotations
@@ -24,12 +30,13 @@ from headrace.bench.simulate.engine import Latch, Link, Process, Simulation, Sle
 
 Block = tuple[str, int]
 _SAMPLES = 100_000
-"""Of the data set whose order is looked at: enough for all lanes."""
+"""Samples of the dataset whose order `amplification` examines: enough for all lanes."""
 
 
 @dataclass(frozen=True)
 class ReadCosts:
-    """What is measured: seconds of CPU a sample, seconds of a request beside its bytes, seconds until the first request."""
+    """Measured costs in seconds: CPU time of a sample, a request without its bytes, and the time until the first
+    request."""
 
     sample_seconds: float = 0.0002
     request_seconds: float = 0.002
@@ -39,7 +46,7 @@ class ReadCosts:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Wall seconds until the last rank is done, and bytes that the store sent."""
+    """Wall seconds until the last rank is done, and the bytes that the store sent."""
 
     seconds: float
     fetched: float
@@ -47,13 +54,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one rank reads: for each batch the blocks that it needs and how many samples they are."""
+    """The batches that one rank reads: for each batch its blocks and its number of samples."""
 
     batches: Sequence[tuple[Sequence[Block], int]]
 
 
 class _Cache:
-    """Which blocks are there or on their way; one for the node, or one for each rank."""
+    """The blocks that are cached or being fetched. The node has one cache, or each rank has its own."""
 
     def __init__(
         self, simulation: Simulation, sizes: dict[Block, float], links: Sequence[Link], pieces: ReadCosts
@@ -63,7 +70,7 @@ class _Cache:
         self._free, self._queue = pieces.threads, deque[Block]()
 
     def want(self, block: Block) -> Latch:
-        """The latch that opens when the block is there; the first who asks has it fetched."""
+        """Return the latch that opens when the block is cached. The first request starts the fetch."""
         if block not in self._known:
             self._known[block] = Latch()
             self._queue.append(block)
@@ -91,7 +98,7 @@ def predict(
     ahead: int = 8,
     pieces: ReadCosts = ReadCosts(),
 ) -> Prediction:
-    """What an epoch takes: `shared` is with the daemon; rates in bytes a second."""
+    """Predict one epoch. `shared` means with the daemon. Rates are in bytes a second."""
     simulation, store, nic = Simulation(), Link("store", store_rate), Link("nic", nic_rate)
     node = _Cache(simulation, sizes, (store, nic), pieces)
     for epoch in epochs:
@@ -118,7 +125,7 @@ def _rank(epoch: Epoch, cache: _Cache, ahead: int, pieces: ReadCosts) -> Process
 
 
 def blocks_of(ranges: Iterator[tuple[str, int, int]], block_bytes: int) -> list[Block]:
-    """The blocks that (key, offset, length) ranges lie in, each once, in order."""
+    """Return the blocks that hold the (key, offset, length) ranges, each once, in order."""
     found: dict[Block, None] = {}
     for key, offset, length in ranges:
         for number in range(offset // block_bytes, (offset + max(length, 1) - 1) // block_bytes + 1):
@@ -130,10 +137,11 @@ def blocks_of(ranges: Iterator[tuple[str, int, int]], block_bytes: int) -> list[
 def amplification(
     gpus: int, gpus_a_node: int, batch: int, sample_bytes: float, block_bytes: float, *, shared: bool
 ) -> float:
-    """Bytes that a node fetches over bytes that its ranks need, in an epoch in the loaders' own order.
+    """Read amplification: the bytes that a node fetches divided by the bytes that its ranks need.
 
-    Whole blocks are fetched; a block that several samples of one reader lie in is fetched once. `shared`: the reader is the node
-    (with the daemon), else each rank. Two nodes stand for all. `batch` is a rank's.
+    The epoch is in the loaders' own order. Readers fetch whole blocks. A reader fetches a block once, however many of
+    its samples the block holds. With `shared` the reader is the node (with the daemon), otherwise each rank. The result
+    is that of at most two nodes, which stand for all. `batch` is the batch size of one rank.
     """
     from headrace.loaders.sampling.order import Order
 
@@ -152,7 +160,7 @@ def amplification(
 
 
 def _blocks(samples: npt.NDArray[np.int64], sample_bytes: float, block_bytes: float) -> int:
-    """How many blocks these samples lie in, when all lie one after the other."""
+    """Count the blocks that hold these samples. Samples are stored one after the other."""
     first = np.floor(samples * sample_bytes / block_bytes).astype(np.int64)
     last = np.floor(((samples + 1) * sample_bytes - 1) / block_bytes).astype(np.int64)
     most = int((last - first).max())
@@ -164,8 +172,11 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class SaveCosts:
-    """What is measured: bytes a second of copying in memory (all ranks together) and of hashing (one core); seconds of planning,
-    of a request beside its bytes, and of what a commit and an opening cost beside the bytes."""
+    """Measured costs of saves and restores.
+
+    Rates are in bytes a second: copying in memory for all ranks together, hashing for one core. The seconds are those
+    of planning, and of a request, a commit and an opening without their bytes.
+    """
 
     copy_rate: float = 8e9
     hash_rate: float = 2e9
@@ -179,7 +190,7 @@ class SaveCosts:
 
 @dataclass(frozen=True)
 class Saved:
-    """Seconds until the last rank goes on, seconds until the commit, and bytes that went to the store."""
+    """Seconds until the last rank continues, seconds until the commit, and the bytes sent to the store."""
 
     stall: float
     durable: float
@@ -188,7 +199,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Restored:
-    """Seconds until the last rank has its bytes, and bytes that came from the store."""
+    """Seconds until the last rank has its bytes, and the bytes that the store sent."""
 
     seconds: float
     fetched: float
@@ -202,7 +213,8 @@ def predict_save(
     pieces: SaveCosts = SaveCosts(),
     chunk: float = CHUNK_BYTES,
 ) -> Saved:
-    """A save of a node whose ranks have so many bytes each; `changed` is the share of them that the store does not have."""
+    """Predict a save of one node. `ranks` are the bytes of each rank. `changed` is the share that the store does not
+    have yet."""
     node = _Node(pieces, store_rate, chunk)
     staged, sent = [Latch() for _ in ranks], [Latch() for _ in ranks]
     times: dict[str, float] = {}
@@ -217,7 +229,8 @@ def predict_save(
 def predict_restore(
     ranks: Sequence[float], *, store_rate: float, pieces: SaveCosts = SaveCosts(), chunk: float = CHUNK_BYTES
 ) -> Restored:
-    """A restore of a node whose ranks want so many bytes each, which nobody else has."""
+    """Predict a restore of one node. `ranks` are the bytes of each rank. Ranks share no bytes, and all come from the
+    store."""
     node = _Node(pieces, store_rate, chunk)
     for size in ranks:
         node.simulation.start(node.restore(size))
@@ -226,7 +239,7 @@ def predict_restore(
 
 
 class _Node:
-    """Memory, cores and the link to the store, which all ranks share."""
+    """The memory, the cores and the link to the store that all ranks share."""
 
     def __init__(self, pieces: SaveCosts, store_rate: float, chunk: float) -> None:
         self.simulation = Simulation()
@@ -237,7 +250,7 @@ class _Node:
         self.store = Link("store", store_rate)
 
     def _core(self) -> Link:
-        """Ranks hash in one thread each; they are dealt to the cores in turn."""
+        """Return the core for the next rank. Each rank hashes in one thread, and cores are assigned in turn."""
         self._next += 1
         return self._cores[(self._next - 1) % len(self._cores)]
 
@@ -246,7 +259,7 @@ class _Node:
         return [self._chunk] * int(whole) + ([rest] if rest else [])
 
     def save(self, size: float, changed: float, copied: Latch, done: Latch) -> Process:
-        """One rank: the stall, then hashing, with the sending behind it."""
+        """Simulate one rank: the stall, then hashing while new chunks are sent."""
         core = self._core()
         yield Sleep(self._pieces.plan_seconds)
         yield Transfer(size, [self._memory])
@@ -274,7 +287,7 @@ class _Node:
         self.simulation.open(finished)
 
     def restore(self, size: float) -> Process:
-        """One rank: several fetchers, each of which hashes what it got."""
+        """Simulate one rank: several fetchers, each of which hashes its own chunks."""
         core = self._core()
         yield Sleep(self._pieces.open_seconds)
         chunks = self._chunks(size)
@@ -291,7 +304,7 @@ class _Node:
         self.simulation.open(finished)
 
     def then(self, latches: Sequence[Latch], what: str, times: dict[str, float], after: float = 0.0) -> Process:
-        """Note when all of them are open, and `after` seconds have passed."""
+        """Record the time `after` seconds after all of `latches` are open."""
         yield from latches
         yield Sleep(after)
         times[what] = self.simulation.now
