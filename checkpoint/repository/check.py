@@ -1,9 +1,9 @@
 """Reports about a repository: `check` reads everything, `survey` lists steps, `look` shows one step.
 
-Invariant: a step that the report calls sound was read and compared with its digests; with `data=False`, only
-documents, manifests and pack tables were. Damage is traced to the steps and tensors that it affects. Complete
-attempts without COMMIT are finished on the way; nothing else is changed. A step that a collection removes meanwhile
-does not count as damaged.
+Invariant: every byte of a step that the report calls sound was read and compared with its digest. With `data=False`
+only documents, manifests and pack tables were. Each problem names the steps and tensors that it affects. A check
+writes the missing COMMIT of a complete attempt and changes nothing else. A step that a collection removes during the
+check does not count as damaged.
 Failure behaviour: `check` and `survey` put damage into the report. `look` raises `NotFoundError` or
 `CorruptionError`. Transient errors and refused access are raised.
 """
@@ -32,7 +32,7 @@ from headrace.dataio.store.base import Store
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Damage. `what` is one sentence; `hits` names the steps and tensors that need the damaged object."""
+    """A damaged or missing object. `what` is one sentence; `hits` names the steps and tensors that need the object."""
 
     object: str
     what: str
@@ -41,7 +41,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One committed step. Bytes over all ranks."""
+    """One committed step. Byte counts are sums over all ranks."""
 
     run: str
     timeline: int
@@ -68,7 +68,7 @@ class Unfinished:
 
 @dataclass(slots=True)
 class Report:
-    """What was found. `clean` when every committed step can be restored bit for bit."""
+    """The result of a check. `clean`: every committed step can be restored bit for bit."""
 
     steps: list[StepLine] = field(default_factory=list)
     unfinished: list[Unfinished] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Report:
 
 @dataclass(slots=True)
 class _Needs:
-    """For every pack the chunks that steps need, and which manifests need them."""
+    """By pack key, the chunks that steps need (by offset) and the manifests that need them."""
 
     chunks: dict[str, dict[int, Chunk]] = field(default_factory=lambda: defaultdict(dict))
     users: dict[str, list[tuple[Step, Manifest]]] = field(default_factory=lambda: defaultdict(list))
@@ -99,7 +99,7 @@ class _Needs:
 
 
 def survey(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) -> tuple[Report, list[Step]]:
-    """All steps and attempts of the repository, or of one run, with the manifests that could be read."""
+    """List all steps and attempts of the repository, or of one run. Returns the report and the steps that could be read."""
     if repository.read_repo(store) is None:
         raise NotFoundError(f"no checkpoint repository at {store.location.url}", hint="check the URL")
     runs = repository.runs(store)
@@ -113,7 +113,7 @@ def survey(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) ->
 
 
 def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clock = SYSTEM_CLOCK) -> Report:
-    """The full report; with `data=False` without reading the chunks."""
+    """Check the repository, or one run. With `data=False` the chunks themselves are not read."""
     report, steps = survey(store, run, clock)
     needs = _Needs()
     for step in steps:
@@ -130,7 +130,7 @@ def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clo
 
 
 def _of_steps_that_stay(store: Store, steps: list[Step], problems: list[Problem]) -> list[Problem]:
-    """Without those of steps that a collection removed while they were checked."""
+    """Drop problems that affect only steps that a collection removed during the check."""
     gone = {_label(step) for step in steps if repository.is_removed(store, step.run, step.base)}
     found = []
     for problem in problems:
@@ -184,7 +184,7 @@ def _survey_step(
 
 
 def _was_removed(store: Store, run: str, number: int, at: int) -> bool:
-    """Whether a collection removed the step while it was looked at."""
+    """Whether a collection removed the step during the check."""
     try:
         found = commit.find_commit(store, names.commit(run, number, at))
     except (CorruptionError, UnsupportedError):
@@ -220,7 +220,7 @@ def _state(store: Store, attempt: Attempt, base: Base | None, seen: ListedStep, 
 
 
 def _check_table(store: Store, key: str, needs: _Needs, report: Report) -> bool:
-    """Whether the pack's own table can be trusted and holds what the manifests say."""
+    """Compare the pack's own table with the manifests and report differences. Returns whether the pack exists."""
     report.packs += 1
     if not store.exists(key):
         report.problems.append(Problem(key, "it is missing", _hits(needs, key, needs.chunks[key].values())))
@@ -270,7 +270,7 @@ def _hits(needs: _Needs, key: str, chunks: Iterable[Chunk]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TensorLine:
-    """One shard of a tensor; `stored`: its share of the stored bytes of its chunks."""
+    """One shard of a tensor. `stored` is its share of the stored bytes of its chunks."""
 
     name: str
     rank: int
@@ -284,8 +284,11 @@ class TensorLine:
 
 @dataclass(slots=True)
 class Shown:
-    """`encodings`: by codec, [raw, stored] bytes of every chunk that the step needs, also of earlier steps' packs, of which
-    `packs` counts `earlier_packs`. `bases`: the steps that were looked through for what need not be stored again."""
+    """One step in detail.
+
+    `bases`: the steps whose chunks the saver compared with. `packs`: all packs that the step needs; `earlier_packs` of them
+    belong to earlier steps. `encodings`: by codec, [raw, stored] bytes of every chunk that the step needs, in any pack.
+    """
 
     run: str
     timeline: int
@@ -303,12 +306,12 @@ class Shown:
 
 
 def step_of(text: str) -> int | str:
-    """A step as typed: a number, or a word such as latest."""
+    """Convert a step from the command line: digits to a number; other words, such as latest, stay as they are."""
     return int(text) if text.isdecimal() else text
 
 
 def look(store: Store, run: str, step: str, *, tensors: bool = False) -> Shown:
-    """What the step is made of."""
+    """Describe one step: its sizes, packs and codecs; with `tensors` also each tensor shard."""
     base = repository.find(store, run, step_of(step))
     if base is None:
         raise repository.missing(store, run)
@@ -346,7 +349,7 @@ def _lines(manifest: Manifest) -> list[TensorLine]:
 
 
 def text(shown: Shown) -> str:
-    """For people."""
+    """Format the step as text for the command line."""
     lines = [
         f"{shown.run}  timeline {shown.timeline}  step {shown.step}  attempt {shown.attempt}  ranks {shown.world_size}",
         f"{format_bytes(shown.bytes_state)} of state, {format_bytes(shown.bytes_written)} written, "

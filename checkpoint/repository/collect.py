@@ -1,22 +1,22 @@
-"""Garbage collection: removes steps that the policy lets go and leftovers of dead attempts, while savers and readers run.
+"""Garbage collection: removes steps that the policy does not keep, and leftovers of dead attempts. Savers and readers run on.
 
-Order (`docs/design/0012-retention.md`; the tests stop it at every store operation):
+Order (`docs/design/0012-retention.md`; the tests stop the collection at every store operation):
 
 0. Write COMMIT for every complete attempt that has none.
-1. Write `gc/<id>` with the steps to delete. From then on no process references, reads or tags them. A record that
-   another collection deletes too early is written once more.
-2. Read leases. Abort every attempt without a decision whose lease is over. Spare the steps that a live lease
-   references. Then apply the policy again, and spare what it keeps now: a tag or a timeline may have been added
-   meanwhile.
-3. Replace the COMMITs of the remaining steps by tombstones, which is final.
-4. Look at the repository again, and delete what no live attempt needs.
-5. Delete `gc/<id>`, and records of dead collectors whose steps are all tombstones or that are a day old.
+1. Write `gc/<id>` with the steps to delete. From then on no process references, reads or tags them. If another
+   collection deletes the record too early, this one writes it again.
+2. Read the leases. Abort every attempt that has no decision and whose lease has expired. Spare the steps that a live
+   lease references. Then apply the policy again and spare the steps that it keeps now, because a tag or a timeline
+   may have been added in the meantime.
+3. Replace the COMMITs of the remaining steps by tombstones. This is final.
+4. Read the repository again, and delete the objects that no live attempt needs.
+5. Delete `gc/<id>`. Delete records of dead collectors if all their steps are tombstones, or if they are a day old.
 
-`Retention` runs this in a thread of the trainer after each commit. Its errors are logged; the steps stay until the
-next commit.
-Invariant: a pack that a committed step needs is never missing, wherever a process stops or sleeps. A step that the
-policy keeps at the time of the tombstone does not become one.
-Failure behaviour: an error or a crash leaves a record in `gc/`; the next collection finishes its steps.
+`Retention` runs this in a thread of the trainer after each commit. It logs errors; the steps stay until the next
+commit.
+Invariant: a pack that a committed step needs is never missing, even if a process stops or sleeps at any point. A step
+that the policy keeps at the time of the tombstone does not become one.
+Failure behaviour: an error or a crash leaves a record in `gc/`. The next collection finishes its steps.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ _tombstones = declare("gc.tombstones", "the steps to delete are tombstones, thei
 _deleting = declare("gc.deleting", "some objects of removed steps are deleted")
 _deleted = declare("gc.deleted", "only the record is left")
 _TRIES = 10
-"""How often a record is written that others settle at once."""
+"""Attempts to write a record that other collections keep deleting."""
 _BATCH = 256
 _BURIAL_SECONDS = plans.RECORD_SECONDS / 24
-"""From its record on a collector takes at most this long until its last tombstone."""
+"""Seconds from a collector's record to its last tombstone, at most."""
 
 
 def to_delete(store: Store, run: str, keep: Keep, removed: Iterable[StepOfRun] = ()) -> set[StepOfRun]:
-    """The steps of the run that the policy removes. `removed`: those that are known to be tombstones.
+    """The steps of the run that the policy removes. `removed`: steps that are known to be tombstones.
 
-    All steps are listed before the branch is looked at: one that is committed meanwhile then is in the branch at most, where
-    it is the newest. The other way round it would look abandoned, and be removed.
+    The function lists all steps before it reads the branch. A step that is committed in between is then seen only in the
+    branch, as its newest step. In the opposite order that step would look abandoned and be removed.
     """
     known = {StepName(step.timeline, step.step) for step in removed if step.run == run}
     everything = _committed(store, run) - known
     branch = [StepName(base.timeline, base.step) for base in repository.visible(store, run, known)]
     others = everything - set(branch)
     named: dict[StepName, set[str]] = {}
-    # last, after leases when a collection applies the policy again: see `lifecycle.tags`
+    # read tags last; a collection that applies the policy again has read the leases before (see `repository.tags`)
     for tag in (tag for records in tag_records.standing(store).values() for tag in records):
         if tag.run == run:
             named.setdefault(StepName(tag.timeline, tag.step), set()).add(tag.name)
@@ -72,7 +72,7 @@ def to_delete(store: Store, run: str, keep: Keep, removed: Iterable[StepOfRun] =
 
 
 def _committed(store: Store, run: str) -> set[StepName]:
-    """All steps with a COMMIT, of every timeline."""
+    """All steps with a COMMIT or tombstone, of every timeline of the run."""
     found: set[StepName] = set()
     for info in store.list(f"{names.RUNS}{run}/"):
         key = names.parse_step_key(info.key)
@@ -82,7 +82,7 @@ def _committed(store: Store, run: str) -> set[StepName]:
 
 
 def preview(store: Store, pending_deletes: Iterable[StepOfRun], clock: Clock = SYSTEM_CLOCK) -> Plan:
-    """What `collect` would do; nothing is changed."""
+    """Return what `collect` would do, without changing anything."""
     _require_repo(store)
     reader = Reader(store)
     return plans.foresee(reader.look(), pending_deletes, reader.packs_of, clock.time())
@@ -91,7 +91,7 @@ def preview(store: Store, pending_deletes: Iterable[StepOfRun], clock: Clock = S
 def retain(
     store: Store, run: str, keep: Keep, clock: Clock = SYSTEM_CLOCK, reader: Reader | None = None
 ) -> Plan | None:
-    """Remove the steps that the policy does not keep. Returns what was done, None when there is nothing to remove."""
+    """Remove the steps that the policy does not keep. Returns what was done; None if there is nothing to remove."""
     _require_repo(store)
     reader = reader or Reader(store)
     gone = to_delete(store, run, keep, reader.removed)
@@ -105,9 +105,10 @@ def collect(
     reader: Reader | None = None,
     keep: Keep | None = None,
 ) -> Plan:
-    """Remove the given steps and leftovers of dead attempts; return what was done.
+    """Remove the given steps and the leftovers of dead attempts; return what was done.
 
-    `keep`: the policy that selected them; a step that it keeps at the time of the removal stays. None: all are removed.
+    `keep` is the policy that selected the steps. A step that the policy keeps at the time of the removal stays. With None
+    the collection removes all given steps that no live lease references.
     """
     _require_repo(store)
     reader = reader or Reader(store)
@@ -130,8 +131,10 @@ def collect(
 
 
 def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clock) -> dict[str, PendingDelete]:
-    """What this collection records, by key: its own steps, and what earlier ones left, each under the policy that selected
-    it."""
+    """The records of this collection, by key, one for each policy.
+
+    They hold this collection's own steps and the steps that earlier collections left, under the policy that selected them.
+    """
     by_policy: dict[Policy | None, set[StepOfRun]] = {keep.policy if keep is not None else None: own}
     for record in seen.records.values():
         by_policy.setdefault(record.pending_deletes.policy, set()).update(record.pending_deletes.steps)
@@ -139,24 +142,24 @@ def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clo
     made: dict[str, PendingDelete] = {}
     for policy, steps in by_policy.items():
         there = tuple(sorted(steps & wanted, key=plans.order))
-        if there or not made:  # one at least: it says what time the store has
+        if there or not made:  # at least one record is written, because it shows the store's time
             made[f"{names.GC}{names.new_id(clock)}.json"] = PendingDelete(steps=there, policy=policy)
     return made
 
 
 def _write(store: Store, records: dict[str, PendingDelete]) -> float:
-    """The time when the records were there, by the store's clock, which also dates the leases."""
+    """Write the records and return when the last was written, by the store's clock, which also dates the leases."""
     for _ in range(_TRIES):
         for key, record in records.items():
             store.put_if_absent(key, encode(record))
         _recorded()
-        with contextlib.suppress(NotFoundError):  # another collection has settled it already: once more, for the time
+        with contextlib.suppress(NotFoundError):  # another collection deleted it already: write it again, for the time
             return max(store.stat(key).modified for key in records)
     raise TransientError("other collections keep settling the records of this one", hint="collect again later")
 
 
 def _still_pending(store: Store, records: Iterable[PendingDelete], removed: Iterable[StepOfRun]) -> set[StepOfRun]:
-    """Steps that are removed unconditionally, and those that the policy still selects."""
+    """The recorded steps that a policy still selects, and the steps that were recorded without a policy."""
     found: set[StepOfRun] = set()
     for record in records:
         steps = set(record.steps)
@@ -175,7 +178,10 @@ def _finish_complete(store: Store, seen: Inventory, clock: Clock) -> None:
 
 
 def _fence(store: Store, seen: Inventory, wanted: set[StepOfRun], now: float) -> tuple[tuple[str, ...], set[StepOfRun]]:
-    """Fence what is dead *before* anything is spared or not: see the note for what goes wrong otherwise."""
+    """Abort every attempt whose lease has expired; return those attempts and the spared steps.
+
+    All aborts are written before any step is removed. `docs/design/0012-retention.md` shows what goes wrong otherwise.
+    """
     safe = plans.spared(seen, wanted, now)
     aborted = []
     for attempt in plans.to_fence(seen, now):
@@ -207,8 +213,10 @@ def _delete(store: Store, keys: list[str]) -> None:
 
 
 def _settled_records(seen: Inventory, gone: tuple[StepOfRun, ...], now: float) -> list[str]:
-    """Records that are no longer needed: of collectors whose steps are all removed, and of dead collectors. A step that a
-    dead collector selected and this one spared is an ordinary step again."""
+    """Records that are no longer needed: of collectors whose steps are all removed, and of dead collectors.
+
+    A step that a dead collector selected and this collection spared is an ordinary step again.
+    """
     buried = {*seen.tombstones, *gone}
     return [
         key
@@ -218,8 +226,11 @@ def _settled_records(seen: Inventory, gone: tuple[StepOfRun, ...], now: float) -
 
 
 def _outdated_tags(store: Store, now: float) -> list[str]:
-    """Records of tags that nothing depends on: all collectors at work by now have seen those that replaced them, and no request
-    for an older one is late by more than a tombstone is kept."""
+    """Tag records that nothing depends on any more.
+
+    Every collector that is still running has seen the records that replaced them. A late request for an older record is
+    late by less than the time for which a tombstone is kept.
+    """
     return tag_records.outdated(store, now - plans.RECORD_SECONDS, now - plans.TOMBSTONE_SECONDS)
 
 
@@ -232,7 +243,7 @@ _log = get_logger(__name__)
 
 
 class Retention:
-    """Applies `keep` to `run` whenever `committed` is called."""
+    """Applies the policy `keep` to `run` after each call of `committed`."""
 
     def __init__(self, store: Store, run: str, keep: Keep) -> None:
         self._store, self._run, self._keep = store, run, keep
@@ -242,20 +253,20 @@ class Retention:
         self._thread: threading.Thread | None = None
 
     def committed(self) -> None:
-        """A step was committed: remove others, in a thread."""
+        """Report a commit: a thread then removes the steps that the policy does not keep."""
         with self._lock:
             self._again = True
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="headrace-retention")
                 try:
                     thread.start()
-                except RuntimeError as error:  # no room for a thread, or the program ends
+                except RuntimeError as error:  # the process can start no thread, or it is shutting down
                     _log.warning("old steps of run %s could not be removed now: %s", self._run, error)
                 else:
                     self._thread = thread
 
     def wait(self, timeout: float) -> None:
-        """Until nothing is being removed, at most `timeout` seconds."""
+        """Wait until the thread has ended, at most `timeout` seconds."""
         with self._lock:
             thread = self._thread
         if thread is not None:

@@ -2,9 +2,9 @@
 
 Invariant: COMMIT names an attempt only if that attempt's decision is "commit". A decision "commit" is written only
 when every rank's manifest is stored and sound, no newer timeline is open, and the writer's lease is alive. Once the
-decision is written the step is complete: any process may write COMMIT, and writing it twice changes nothing.
-Failure behaviour: `ConflictError` names the winner or the new owner; `TransientError` when the lease ran out or a
-collector aborted the attempt; `DeadlineError` names the missing ranks. Each of these leaves the step absent or
+decision is written the step is complete. Any process may then write COMMIT, and writing it twice changes nothing.
+Failure behaviour: `ConflictError` names the winner or the new owner. `TransientError` is raised when the lease ran
+out or the attempt was aborted. `DeadlineError` names the missing ranks. Each of these leaves the step absent or
 complete.
 """
 
@@ -36,10 +36,10 @@ from headrace.dataio.store.base import Store
 
 _POLL, _POLL_MAX = 0.02, 1.0
 _TURN_SECONDS = 2.0
-"""A rank that waited leaves the decision to the last rank for so long, multiplied by its own rank plus one."""
+"""A rank that waited leaves the decision to the last rank for this many seconds, times its own rank plus one."""
 _REASON_CHARACTERS = 500
 Gone = Callable[[Sequence[int]], str]
-"""Which of these ranks can never come, in words; "" when none is known to be."""
+"""Describes which of the given ranks can never store a manifest; "" if none is known to have ended."""
 
 _before_decision = declare("ckpt.before-decision", "all manifests are checked; no decision: the step is invisible")
 _decision_written = declare(
@@ -49,11 +49,11 @@ _commit_written = declare("ckpt.commit-written", "COMMIT is there, the lease too
 
 
 class FinalError(TransientError):
-    """This attempt cannot become the step any more, whatever the store does later; another save can."""
+    """This attempt can never become the step, even if the store recovers. Another save can."""
 
 
 class LateError(FinalError, DeadlineError):
-    """Other ranks did not come."""
+    """Other ranks did not store their manifests in time."""
 
     code = DeadlineError.code
 
@@ -85,8 +85,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a saver sees. `manifests`: ranks whose manifest is there; `newer`: a timeline that took over;
-    `same_process`: opened by the process that opened the attempt's."""
+    """What the store holds of an attempt and its step, as a saver read it.
+
+    `manifests`: ranks whose manifest is stored. `newer`: a newer timeline that took over the run. `same_process`: the process
+    that opened the attempt's timeline opened the newer one, too.
+    """
 
     manifests: frozenset[int] = frozenset()
     decision: Decision | None = None
@@ -98,7 +101,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The step is this attempt."""
+    """COMMIT names this attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +116,14 @@ class WriteDecision:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Other ranks have not come yet."""
+    """Manifests of other ranks are missing."""
 
     missing: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """This attempt cannot become the step any more."""
+    """This attempt can never become the step."""
 
     error: HeadraceError
 
@@ -129,7 +132,7 @@ Action = Committed | WriteCommit | WriteDecision | Wait | Stop
 
 
 def decide(attempt: Attempt, view: View) -> Action:
-    """The one thing to do next. Pure."""
+    """Return the next action for the attempt. Pure."""
     if view.commit is not None:
         mine = view.commit.attempt == attempt.id and not view.commit.tombstone
         return Committed() if mine else Stop(_taken(attempt, view.commit))
@@ -144,7 +147,7 @@ def decide(attempt: Attempt, view: View) -> Action:
 
 
 def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
-    """What the store holds of this attempt and its step."""
+    """Read what the store holds of this attempt and its step."""
     commit = find_commit(store, attempt.commit_key)
     if commit is not None:
         return View(commit=commit)
@@ -161,7 +164,7 @@ def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
 
 
 def none_known(ranks: Sequence[int]) -> str:
-    """Nothing is known of other ranks."""
+    """A `Gone` for callers that cannot observe other ranks."""
     return ""
 
 
@@ -175,14 +178,13 @@ def finish(
     gone: Gone = none_known,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Commit:
-    """Take the attempt from "my manifest is written" to committed; wait at most `timeout` seconds for other ranks.
+    """Commit the attempt once this rank's manifest is written. Waits at most `timeout` seconds for other ranks.
 
     A rank that finds all manifests at its first look (the last rank does) checks them and writes the decision. The other
-    ranks wait for it, because each of them would have to read all manifests. If no decision comes, they take over in turn.
+    ranks wait for that decision, so that not every rank reads all manifests. If no decision appears, they take over in turn.
 
-    When a missing rank is `gone`, the attempt is aborted, for every rank that waits.
-
-    A step that retention has removed meanwhile counts as committed.
+    If `gone` reports a missing rank twice in a row, this rank aborts the attempt for all ranks. If retention has already
+    removed the committed step, the step counts as committed.
     """
     deadline, pause, lost = clock.monotonic() + timeout, _POLL, ""
     waited, turn = False, None
@@ -210,20 +212,20 @@ def finish(
                 if lost and lost == before:
                     abort(store, attempt, lost)
                 if lost:
-                    continue  # what is gone may have stored its manifest as the last thing it did: look once more
+                    continue  # the ended rank may have stored its manifest last of all: look once more
                 if clock.monotonic() >= deadline:
                     raise _late(attempt, missing, timeout)
                 waited, pause = True, _sleep(clock, pause, deadline)
 
 
 def _sleep(clock: Clock, pause: float, until: float) -> float:
-    """Wait a little before looking again; the next pause."""
+    """Sleep before the next look, and return the next pause."""
     clock.sleep(min(pause, max(until - clock.monotonic(), 0)))
     return min(pause * 1.5, _POLL_MAX)
 
 
 def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
-    """Check every rank's manifest and write the decision. If another rank was faster, its decision counts."""
+    """Check every rank's manifest and write the decision. If another rank wrote it first, that decision counts."""
     digests = _sound_manifests(store, attempt)
     _before_decision()
     lease.require_alive()
@@ -233,27 +235,27 @@ def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
 
 
 def abort(store: Store, attempt: Attempt, reason: str) -> None:
-    """Decide that the attempt never becomes a step, unless it is decided already."""
+    """Write the decision "abort", unless the attempt has a decision."""
     document = Decision(attempt=attempt.id, outcome="abort", reason=reason[:_REASON_CHARACTERS])
     store.put_if_absent(attempt.decision_key, encode(document))
 
 
 def abort_without(store: Store, attempt: Attempt, gone: Gone) -> None:
-    """Abort if the attempt still waits for a rank that is `gone`."""
+    """Abort the attempt if it waits for a rank that `gone` reports."""
     action = decide(attempt, look(store, attempt, lease_alive=True))
     if isinstance(action, Wait) and (lost := gone(action.missing)):
         abort(store, attempt, lost)
 
 
 def write_commit(store: Store, attempt: Attempt, clock: Clock = SYSTEM_CLOCK) -> None:
-    """Make the step visible. If another process did so first, its COMMIT counts."""
+    """Make the step visible. If another process wrote COMMIT first, that one counts."""
     document = Commit(step=attempt.step, attempt=attempt.id, committed=clock.time())
     store.put_if_absent(attempt.commit_key, encode(document))
     _commit_written()
 
 
 def find_commit(store: Store, key: str) -> Commit | None:
-    """The step's COMMIT, or None while there is none."""
+    """The step's COMMIT, which may be a tombstone; None if there is none."""
     try:
         found = read(store, key, Commit)
     except NotFoundError:
@@ -265,7 +267,7 @@ def find_commit(store: Store, key: str) -> Commit | None:
 
 
 def find_decision(store: Store, key: str) -> Decision | None:
-    """The attempt's decision, or None while it has none."""
+    """The attempt's decision; None if there is none."""
     try:
         return read(store, key, Decision)
     except NotFoundError:
@@ -273,7 +275,10 @@ def find_decision(store: Store, key: str) -> Decision | None:
 
 
 def recognise(store: Store, attempt: Attempt) -> Commit | None:
-    """COMMIT of a step whose saver may have died, written now if the decision is "commit"; None when it is not complete."""
+    """The COMMIT of a step whose saver may have died; None if the step is not complete.
+
+    If the decision is "commit" and COMMIT is missing, this function writes it.
+    """
     commit = find_commit(store, attempt.commit_key)
     if commit is None:
         decision = find_decision(store, attempt.decision_key)

@@ -1,15 +1,15 @@
 """Reads a committed step: its manifests, and chunks out of packs.
 
 - `open_step` reads the manifests that the step's decision names, and compares each with its digest there.
-- `fetch` reads chunks in coalesced ranges with bounded memory, and checks every chunk. A bad chunk is fetched once
-  more, then from every other copy that the store knows. A raw chunk may be read straight to its destination (`room`),
+- `fetch` reads chunks in coalesced ranges with bounded memory, and checks every chunk. It reads a bad chunk again,
+  then from every other copy that the store knows. It can read a raw chunk directly to its destination (`room`),
   without a copy.
-- A chunk that is stored as a difference also needs its base, which is read and checked in the same way.
+- A chunk that is stored as a difference also needs its base chunk, which is read and checked in the same way.
 
-Invariant: a returned manifest is the one that was sealed, and a chunk that is handed out matches its digest. At most
+Invariant: a returned manifest is the one that the decision names, and a returned chunk matches its digest. At most
 `workers` batches of `BATCH_BYTES` are in memory; a batch is one call to the store.
-Failure behaviour: `CorruptionError` for a manifest that is missing or damaged in every copy. A chunk that is wrong in
-every copy is handed out as None, and the caller reports what needed it. Transient errors of the store pass through.
+Failure behaviour: `CorruptionError` for a manifest that is missing or damaged in every copy. A chunk that is damaged
+in every copy is passed on as None; the caller reports which tensors need it. Transient errors of the store are raised.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from headrace.dataio.store.base import Store
 _log = get_logger(__name__)
 BATCH_BYTES = 4 * CHUNK_BYTES
 THREADS = 4
-"""The default. More threads than hash at once, because some wait for the store."""
+"""Default number of threads. It is larger than the number that hash at once, because some threads wait for the store."""
 _COPIES = 4
 _GAP = 64 * KIB
-"""Ranges closer than this are read as one: cheaper than another request."""
+"""Ranges with at most this many bytes between them are read as one, which is cheaper than another request."""
 
 
 class Place(Protocol):
-    """Where a chunk lies in its pack, and what it must be."""
+    """A chunk's position in its pack, its sizes, codec and digest."""
 
     @property
     def digest(self) -> bytes: ...
@@ -64,7 +64,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[P]):
-    """Chunks of one pack, by offset, and the ranges (offset, length) that hold them."""
+    """Chunks of one pack, in the order of their offsets, and the ranges (offset, length) that hold them."""
 
     pack: str
     chunks: tuple[P, ...]
@@ -72,7 +72,7 @@ class Batch(Generic[P]):
 
 
 def batches(pack: str, chunks: Iterable[P]) -> Iterator[Batch[P]]:
-    """The chunks of one pack in batches of at most `BATCH_BYTES`. Pure."""
+    """Group the chunks of one pack into batches of at most `BATCH_BYTES`. Pure."""
     taken: list[P] = []
     ranges: list[tuple[int, int]] = []
     for chunk in sorted(chunks, key=lambda c: c.offset):
@@ -96,7 +96,7 @@ def _join(ranges: Sequence[tuple[int, int]], chunk: Place) -> list[tuple[int, in
 
 
 def no_room(pack: str, chunk: object) -> None:
-    """Every chunk goes through a buffer of ours."""
+    """The default `room`: every chunk is read into an internal buffer."""
 
 
 def fetch(
@@ -106,10 +106,10 @@ def fetch(
     room: Callable[[str, P], memoryview | None] = no_room,
     workers: int = THREADS,
 ) -> None:
-    """Read every batch and hand each chunk to `use(pack, chunk, payload)`, from several threads.
+    """Read every batch and pass each chunk to `use(pack, chunk, payload)`, from several threads.
 
-    `room(pack, chunk)` is where the bytes of a raw chunk may be put before they are checked, or None; the payload is then that
-    memory. Any other payload is valid during the call only.
+    `room(pack, chunk)` returns memory for the bytes of a raw chunk, or None. `fetch` writes the bytes there before it checks
+    them, and the payload is that memory. Any other payload is valid only during the call.
     """
     store.read_once(names.PACKS)
     buffers = local()
@@ -142,9 +142,9 @@ def _read_batch(
 def _places(
     chunks: Sequence[Place], rooms: Sequence[memoryview | None], buffer: memoryview
 ) -> tuple[list[tuple[int, memoryview]], list[memoryview]]:
-    """What is to be read, as (offset, memory), and where each chunk's stored bytes then are. Pure.
+    """Return the reads, as (offset, memory), and the memory that then holds each chunk's stored bytes. Pure.
 
-    Chunks without room lie in `buffer`, ranges that are near each other as one.
+    Chunks without `room` are read into `buffer`. Ranges with small gaps are joined.
     """
     views = [(chunk.offset, room) for chunk, room in zip(chunks, rooms, strict=True) if room is not None]
     runs: list[tuple[int, int]] = []
@@ -166,7 +166,7 @@ def _places(
 
 
 def _read_again(store: Store, pack: str, chunk: Place, stored: memoryview) -> memoryview | None:
-    """The chunk by itself, then from the other copies, of which a store has a few at most."""
+    """Read the chunk again by itself, then from the other copies. A store has a few copies at most."""
     for _ in range(_COPIES):
         if _try_read(store, pack, [(chunk.offset, stored)]):
             good = _unpacked(store, chunk, stored)
@@ -178,12 +178,12 @@ def _read_again(store: Store, pack: str, chunk: Place, stored: memoryview) -> me
 
 
 def read_one(store: Store, pack: str, chunk: Place) -> memoryview | None:
-    """One chunk by itself; None when it cannot be had."""
+    """Read one chunk and check it; None if every copy is missing or damaged."""
     return _read_again(store, pack, chunk, memoryview(bytearray(chunk.stored)))
 
 
 def _unpacked(store: Store, chunk: Place, stored: memoryview) -> memoryview | None:
-    """The chunk's bytes when they are the right ones; of a difference, with its base, which is read for it."""
+    """Decode the chunk and compare its digest; None if it is damaged. For a difference, the base chunk is read as well."""
     if chunk.codec not in DELTAS:
         return codec.unpack(stored, chunk.codec, chunk.raw, chunk.digest)
     link = codec.link_of(stored)
@@ -198,16 +198,16 @@ def _unpacked(store: Store, chunk: Place, stored: memoryview) -> memoryview | No
 
 
 def _try_read(store: Store, pack: str, views: Sequence[tuple[int, memoryview]]) -> bool:
-    """Whether the pack has all of these ranges."""
+    """Read the ranges; False if the pack is missing or too short."""
     try:
         store.get_ranges_into(pack, views)
-    except (NotFoundError, RangeError):  # no such pack, or it ends before the range does
+    except (NotFoundError, RangeError):  # the pack is missing, or it ends before the range does
         return False
     return True
 
 
 def in_order(pool: Executor, work: Callable[[T], R], items: Iterable[T], ahead: int) -> Iterator[R]:
-    """`map(work, items)` on `pool`, lazily."""
+    """`map(work, items)` on `pool`, in order, with at most `ahead` items in flight."""
     window: deque[Future[R]] = deque()
     for item in items:
         if len(window) >= ahead:
@@ -218,7 +218,7 @@ def in_order(pool: Executor, work: Callable[[T], R], items: Iterable[T], ahead: 
 
 
 _AT_ONCE = 8
-"""Manifests that are read at once: most of what one takes is the store's answer."""
+"""Manifests that are read at once. Most of the time of one read is the store's latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A committed step as its decision describes it: the attempt, and the digests of its ranks' manifests."""
+    """A committed step as its decision describes it: the attempt, and the digest of each rank's manifest."""
 
     run: str
     base: Base
@@ -240,12 +240,12 @@ class Sealed:
     digests: tuple[bytes, ...]
 
     def decode(self, rank: int, data: bytes) -> Manifest:
-        """The manifest of a rank, checked, from the bytes of its object."""
+        """Decode and check a rank's manifest from the bytes of its object."""
         return manifests.decode(data, self.attempt.manifest_key(rank), self.digests[rank])
 
 
 def open_step(store: Store, run: str, base: Base) -> Step:
-    """The step's manifests, each checked against the digest in the decision, and all against each other."""
+    """Read the step's manifests. Each is compared with its digest in the decision, and all with each other."""
     found = sealed(store, run, base)
     return together(found, read(store, found, range(len(found.digests)), found.decode))
 
@@ -253,8 +253,11 @@ def open_step(store: Store, run: str, base: Base) -> Step:
 def manifests_like(
     store: Store, run: str, base: Base, rank: int, world_size: int, replicas: bytes
 ) -> tuple[Manifest, ...]:
-    """What holds all that `rank` is likely to save again: its own manifest where as many ranks divided the same work, which they
-    then did alike, else those of all."""
+    """The manifests to deduplicate `rank`'s next save against.
+
+    If the world size and `replicas` are the same, the ranks divided the work in the same way, and the rank's own manifest is
+    enough. Otherwise the manifests of all ranks are returned.
+    """
     found = sealed(store, run, base)
     if replicas and len(found.digests) == world_size > 1:
         own = found.decode(rank, _encoded(store, found, rank))
@@ -264,7 +267,7 @@ def manifests_like(
 
 
 def sealed(store: Store, run: str, base: Base) -> Sealed:
-    """The step's decision."""
+    """Read the step's decision. Raises `CorruptionError` if it does not commit the attempt that COMMIT names."""
     where = Attempt(run, base.timeline, base.step, base.attempt, 0)
     decision = commit.find_decision(store, where.decision_key)
     if decision is None:
@@ -273,19 +276,19 @@ def sealed(store: Store, run: str, base: Base) -> Sealed:
         raise CorruptionError(f"{where.decision_key} does not commit the attempt that COMMIT names")
     try:
         return Sealed(run, base, where, tuple(bytes.fromhex(each) for each in decision.manifests))
-    except ValueError:  # of a document without a digest of its own, as older ones are
+    except ValueError:  # possible in older documents, which have no digest of their own
         raise CorruptionError(f"{where.decision_key} names manifests by what is no digest") from None
 
 
 def read(store: Store, found: Sealed, ranks: Sequence[int], take: Callable[[int, bytes], T]) -> list[T]:
-    """What `take` makes of the manifests of these ranks, one after another, as they lie in the store."""
+    """Fetch the encoded manifests of these ranks in parallel; return `take(rank, data)` for each, called in order."""
     with ThreadPoolExecutor(_AT_ONCE, "headrace-manifests") as pool:
         coming = in_order(pool, lambda rank: _encoded(store, found, rank), ranks, _AT_ONCE)
         return [take(rank, data) for rank, data in zip(ranks, coming, strict=True)]
 
 
 def together(found: Sealed, given: Sequence[Manifest]) -> Step:
-    """The step of these manifests, by rank, once they were seen to belong together."""
+    """Check that the manifests, given by rank, belong together, and return them as a step."""
     for each in given:
         if each.world_size != len(given):
             raise CorruptionError(
@@ -298,8 +301,10 @@ def together(found: Sealed, given: Sequence[Manifest]) -> Step:
 
 
 def _encoded(store: Store, found: Sealed, rank: int) -> bytes:
-    """The manifest with the decision's digest, from any copy that has it. The last copy is read twice: a byte may have changed
-    on the way."""
+    """The bytes of a rank's manifest, from any copy that has the decision's digest.
+
+    The last copy is read twice, because a byte may have changed in transit.
+    """
     key = found.attempt.manifest_key(rank)
     while digest(data := _get(store, key)) != found.digests[rank]:
         if not store.invalidate(key):

@@ -1,11 +1,12 @@
 """Reads the whole repository for a collection: attempts and decisions, COMMITs, leases, records of collectors, packs.
 
 Order: tombstones first, then attempts and decisions, then packs. A step becomes a tombstone only when no process can
-start to reference it, so an attempt that does is seen when attempts are listed *after* tombstones. The listings are
-not snapshots: a change during a listing may be missed, anything older is seen. A lease that was seen before and is
-not listed is looked up by name, because tmpfs may miss a name that is being replaced.
-Invariant: documents that never change are read once per `Reader`, and forgotten together with their objects.
-Failure behaviour: errors of the store; `CorruptionError` for an unreadable document. Nothing is collected then.
+start to reference it. So attempts that reference the step are seen if attempts are listed *after* tombstones. A
+listing is no snapshot: it may miss a change that happens during the listing, but not an older one. A lease that was
+seen before and is not listed is looked up by name, because tmpfs may miss a name that is being replaced.
+Invariant: a `Reader` reads documents that never change once, and forgets them when their objects are deleted.
+Failure behaviour: errors of the store are raised; an unreadable document raises `CorruptionError`. The collection then
+removes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class SeenLease:
-    """A lease, its key, and when the store says that it was written last."""
+    """A lease, its key, and the store's time of its last write."""
 
     key: str
     lease: Lease
@@ -39,7 +40,7 @@ class SeenLease:
 
     @property
     def reads_only(self) -> bool:
-        """Whether it is a reader's: a reader's lease references the step that it names, a saver's never does."""
+        """Whether the lease is a reader's. A reader's lease references the step that it names; a saver's never does."""
         lease = self.lease
         at = StepOfRun(lease.run, lease.timeline, lease.step)
         return any(base.of(lease.run) == at for base in lease.bases)
@@ -47,7 +48,7 @@ class SeenLease:
 
 @dataclass(frozen=True, slots=True)
 class SeenRecord:
-    """A collector's record, and when the store says that it was written."""
+    """A collector's record, and the store's time of its write."""
 
     pending_deletes: PendingDelete
     modified: float
@@ -55,7 +56,7 @@ class SeenRecord:
 
 @dataclass(slots=True)
 class SeenAttempt:
-    """One attempt: its step, the ranks whose manifest is there, its decision if it has one."""
+    """One attempt: its step, the ranks whose manifest was listed, and its decision if it has one."""
 
     step: StepOfRun
     attempt: str
@@ -63,7 +64,7 @@ class SeenAttempt:
     decision: Decision | None = None
 
     def manifest_keys(self) -> list[str]:
-        """All manifests that the decision names, or else those that were listed."""
+        """Keys of the manifests that were listed or that the decision names."""
         s, known = self.step, len(self.decision.manifests) if self.decision else 0
         return [
             names.manifest(s.run, s.timeline, s.step, self.attempt, r) for r in sorted({*self.ranks, *range(known)})
@@ -81,8 +82,11 @@ class SeenAttempt:
 
 @dataclass(slots=True)
 class Inventory:
-    """What was seen. `packs`: by attempt, every pack's object; `leases`: by attempt, as several processes may hold one on it;
-    `records`: collectors' records by key; `tombstones`: when each was written."""
+    """The contents of a repository.
+
+    `packs`: the listed packs, by attempt. `leases`: by attempt, because several processes may hold a lease on one attempt.
+    `records`: collectors' records, by key. `tombstones`: the time when each was written.
+    """
 
     attempts: dict[str, SeenAttempt] = field(default_factory=dict)
     commits: dict[StepOfRun, Commit] = field(default_factory=dict)
@@ -97,7 +101,7 @@ class Inventory:
 
 
 class Reader:
-    """Reads inventories of one repository, and remembers what cannot change."""
+    """Reads inventories of one repository, and caches the documents that cannot change."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -107,7 +111,7 @@ class Reader:
         self._leases: set[str] = set()
 
     def look(self) -> Inventory:
-        """Read everything, in the order of the module's docstring."""
+        """Read everything, in the order that the module's docstring gives."""
         seen = Inventory()
         self._look_at_commits(seen)
         decided = self._list_attempts(seen)
@@ -122,12 +126,12 @@ class Reader:
 
     @property
     def removed(self) -> list[StepOfRun]:
-        """Steps that were tombstones when this reader looked last."""
+        """Steps that were tombstones at this reader's last `look`."""
         keys = map(names.parse_step_key, self._tombstones)
         return [StepOfRun(key.run, key.timeline, key.step) for key in keys if key is not None]
 
     def packs_of(self, attempts: Iterable[SeenAttempt]) -> set[str] | None:
-        """Keys of all packs that the manifests of these attempts name; None when one of them is not there (any more)."""
+        """Keys of all packs that the manifests of these attempts name; None if a manifest is missing."""
         keys = {key for attempt in attempts for key in attempt.manifest_keys()}
         fresh = [key for key in keys if key not in self._packs]
         self._packs |= dict(self._many(self._packs_in, fresh))
@@ -147,7 +151,7 @@ class Reader:
         kept = {}
         for step, info, commit in self._many(self._commit, listed):
             seen.commits[step] = commit
-            if commit.tombstone:  # it may have been written after it was listed as COMMIT: then its own date counts
+            if commit.tombstone:  # if it replaced the listed COMMIT only now, the time in the tombstone itself counts
                 seen.tombstones[step] = max(info.modified, commit.committed)
                 kept[info.key] = commit
         self._tombstones = kept
@@ -166,7 +170,7 @@ class Reader:
         return decided
 
     def _read_decisions(self, seen: Inventory, decided: list[SeenAttempt]) -> None:
-        for attempt in decided:  # an attempt without its decision was removed meanwhile by another collector
+        for attempt in decided:  # if the decision is gone now, another collector has removed the attempt
             del seen.attempts[attempt.attempt]
         kept = {}
         for attempt, decision in self._many(self._decision, decided):
@@ -189,7 +193,7 @@ class Reader:
             return None
 
     def _many(self, work: Callable[[T], R | None], items: list[T]) -> Iterator[R]:
-        """`work` on every item by a few threads; what has vanished meanwhile (None) is left out."""
+        """Call `work` on every item, with a few threads if there are many. None (the object was deleted) is dropped."""
         if len(items) <= _FEW:
             yield from (found for found in map(work, items) if found is not None)
             return
@@ -206,7 +210,7 @@ class Reader:
         key = names.parse_step_key(info.key)
         assert key is not None
         commit = self._tombstones.get(info.key) or commits.find_commit(self._store, info.key)
-        if commit is None:  # an old tombstone that another collector deleted
+        if commit is None:  # another collector deleted this old tombstone
             return None
         return StepOfRun(key.run, key.timeline, key.step), info, commit
 
@@ -220,17 +224,17 @@ class Reader:
     def _record(self, info: ObjectInfo) -> tuple[str, SeenRecord] | None:
         try:
             return info.key, SeenRecord(read(self._store, info.key, PendingDelete), info.modified)
-        except NotFoundError:  # that collector is done
+        except NotFoundError:  # its collector has finished and deleted it
             return None
 
     def _packs_in(self, key: str) -> tuple[str, frozenset[str]] | None:
         try:
             data = self._store.get(key, max_bytes=manifests.MAX_BYTES)
-        except NotFoundError:  # another collector removes that attempt
+        except NotFoundError:  # another collector is removing the attempt
             return None
         return key, frozenset(pack.key for pack in manifests.decode(data, key).packs)
 
 
 def born(attempt: str) -> float:
-    """When the attempt was drawn, in seconds since the epoch by the clock of its process; 0 for an invalid id."""
+    """The time in the attempt's id: seconds since the epoch, by the clock of its process. 0 for an invalid id."""
     return int.from_bytes(names.id_to_bytes(attempt)[:6], "big") / 1000 if names.is_id(attempt) else 0.0

@@ -1,10 +1,11 @@
 """Leases: a saver or a reader states that it is alive, and which steps it references.
 
-Invariant: a lease is renewed at a third of its life. The holder trusts it until one life after the *start* of the
-last successful renewal, by its own monotonic clock, so it stops before any other process does. A holder that cannot
-renew in time stops before the decision. The clocks of machines must agree to well within a third of a life.
-Failure behaviour: a failed renewal is retried until the lease is over; then `require_alive` raises `TransientError`.
-`release` never raises: a lease that is left behind expires.
+Invariant: the holder renews its lease at a third of the lease's life. It trusts the lease until one life after the
+*start* of the last successful renewal, by its own monotonic clock. So it stops before other processes consider the
+lease expired. A holder that cannot renew in time stops before the decision. The clocks of machines must agree to well
+within a third of a life.
+Failure behaviour: a failed renewal is retried until the lease has expired; then `require_alive` raises
+`TransientError`. `release` never raises: a lease that is not deleted expires.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Holding:
         self._renewed = float("-inf")
 
     def renewed(self, started: float) -> None:
-        """A write of the lease that began at `started` has succeeded."""
+        """Record that a write of the lease, begun at `started`, has succeeded."""
         self._renewed = max(self._renewed, started)
 
     def due(self, now: float) -> bool:
@@ -47,15 +48,15 @@ class Holding:
         return now - self._renewed < self.life
 
     def wait(self, now: float) -> float:
-        """Seconds until the next renewal should be tried; never less than a hundredth of a life."""
+        """Seconds until the next renewal; at least a hundredth of a life."""
         return max(self._renewed + self.life / 3 - now, self.life / 100)
 
 
 class LeaseKeeper:
-    """Writes a lease on entry, keeps it renewed in a thread, deletes it on `release`.
+    """Writes a lease on entry, renews it in a thread, and deletes it on `release`.
 
-    All holders of one key name the same bases, so it does no harm which of their renewals is applied last. A process that names
-    others gives itself a `holder`, and so a key of its own.
+    All holders of one key name the same bases, so the order of their renewals does not matter. A process that names other
+    bases gives a `holder`, and so gets its own key.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class LeaseKeeper:
         self._key = names.lease(attempt, holder)
         self._attempt, self._run, self._timeline, self._step = attempt, run, timeline, step
         self._bases = tuple(bases)
-        self._stop = SimpleQueue[None]()  # an Event has a lock, under which the garbage collector may run
+        # the finalizer below uses this; an Event would take a lock, and the garbage collector may run while it is held
+        self._stop = SimpleQueue[None]()
         name = f"headrace-lease-{attempt}"
         self._thread = threading.Thread(target=_keep, args=(weakref.ref(self), self._stop), name=name, daemon=True)
         weakref.finalize(self, self._stop.put, None)  # a keeper that is dropped lets its lease expire
@@ -86,12 +88,12 @@ class LeaseKeeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Stop renewing. The lease itself stays, unless `release` was called: it protects what an attempt left."""
+        """Stop renewing. Unless `release` was called the lease itself stays, to protect what the attempt has stored."""
         self._stop.put(None)
         self._thread.join(self._holding.life)
 
     def tick(self) -> None:
-        """Renew if it is time to; a failure is logged and left to the next tick."""
+        """Renew the lease if it is due. A failure is logged, and the next tick tries again."""
         if not self._holding.due(self._clock.monotonic()):
             return
         try:
@@ -100,16 +102,16 @@ class LeaseKeeper:
             _log.warning("the lease of attempt %s could not be renewed: %s", self._attempt, error)
 
     def alive(self) -> bool:
-        """Whether the lease may still be trusted."""
+        """Whether the holder may still trust the lease."""
         return self._holding.alive(self._clock.monotonic())
 
     def require_alive(self) -> None:
-        """Raise `TransientError` when the lease is over."""
+        """Raise `TransientError` if the lease has expired."""
         if not self.alive():
             raise lost(self._attempt)
 
     def release(self) -> None:
-        """Stop renewing and delete the lease. A forked child does neither: the lease is its parent's."""
+        """Stop renewing and delete the lease. In a forked child nothing happens: the lease belongs to the parent."""
         if os.getpid() != self._pid:
             return
         self._stop.put(None)
@@ -142,7 +144,7 @@ class LeaseKeeper:
 
 
 def _keep(held: weakref.ref[LeaseKeeper], stop: SimpleQueue[None]) -> None:
-    """Renew while the keeper is referenced; the thread alone does not keep it alive."""
+    """Renew the lease while the keeper is referenced. The thread holds only a weak reference to it."""
     while (keeper := held()) is not None:
         pause = keeper.pause()
         del keeper

@@ -1,12 +1,12 @@
 """Retention policy and collection plan: which steps a policy keeps, and which objects a collection removes. Pure decisions.
 
 Invariant, policy: the newest step of the branch and every step with a matching tag stay. Steps of abandoned branches
-go unless a tag names them, but only once the current branch has come as far. A trainer that started by mistake
-deletes nothing.
-Invariant, plan: an attempt is dead only if its decision is "abort", or if the step's COMMIT names another attempt. An
-attempt without a decision is kept whole, and so is every pack that a manifest of a live attempt names. Packs without
-lease, manifest and decision go when they are a week old. The decisions of a removed step go with the last of its
-packs, its tombstone a week later.
+are removed unless a tag names them, but only up to the newest step number of the current branch. So a trainer that
+started by mistake deletes nothing.
+Invariant, plan: an attempt is dead only if its decision is "abort", if the step's COMMIT is a tombstone, or if COMMIT
+names another complete attempt. An attempt without a decision is kept whole, and so is every pack that a manifest of a
+live attempt names. Packs without lease, manifest and decision are deleted when they are a week old. The decision of a
+removed step is deleted with the last of its attempt's packs, and the tombstone when it is a week old.
 Failure behaviour: `UsageError` for an impossible policy; nothing else fails.
 """
 
@@ -49,24 +49,24 @@ class Keep:
         for name, value in (("last", self.last), ("every", self.every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"Keep({name}={value!r}): give a whole number from 1")
-        if not isinstance(self.tags, tuple):  # a single pattern would be taken for many of one letter
+        if not isinstance(self.tags, tuple):  # a str would be read as many patterns of one character
             raise UsageError(f"Keep(tags={self.tags!r}): give a tuple of patterns")
 
     @property
     def policy(self) -> Policy:
-        """As it is recorded."""
+        """The policy as a collector's record stores it."""
         return Policy(self.last, self.every, self.tags)
 
     @classmethod
     def of(cls, policy: Policy) -> Keep:
-        """As it was recorded."""
+        """The inverse of `policy`."""
         return cls(policy.last, policy.every, policy.tags)
 
 
 def steps_to_delete(
     keep: Keep, branch: Sequence[StepName], others: Iterable[StepName], tagged: Mapping[StepName, Iterable[str]]
 ) -> set[StepName]:
-    """The steps to remove. `branch`: what readers see, newest first; `others`: steps of abandoned timelines."""
+    """The steps to remove. `branch`: the steps that readers see, newest first; `others`: steps of abandoned timelines."""
     if keep.last is None and keep.every is None:
         return set()
     newest = set(branch[: keep.last or 1])
@@ -78,21 +78,22 @@ def steps_to_delete(
 
 ORPHAN_SECONDS = 7 * 24 * 3600.0
 MOST_STEPS = 10_000
-"""Steps removed by one collection; the others are left to the next."""
+"""The most steps that one collection removes; the next collection removes the others."""
 TOMBSTONE_SECONDS = 7 * 24 * 3600.0
 """A saver that sleeps between decision and COMMIT could bring a removed step back; the tombstone prevents that."""
 RECORD_SECONDS = 24 * 3600.0
-"""A collector whose record is older removes nothing any more: it stops after a small part of this time."""
+"""A collector with an older record removes nothing any more: every collector stops after a small part of this time."""
 SLACK_SECONDS = 5.0
-"""Stores date objects by the second; a lease is over only clearly."""
+"""Added to a lease's life before it counts as expired, because stores date objects by the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a collection removes.
 
-    `tombstones`: removed steps. `spared`: selected steps that a live lease references. `aborted`: attempts that are aborted.
-    `objects`: (key, bytes) of deleted packs, manifests and leases. `kept_bytes`: bytes of packs that stay.
+    `tombstones`: removed steps. `spared`: selected steps that a live lease references or that the policy keeps now.
+    `aborted`: attempts that are aborted. `objects`: (key, bytes) of deleted objects; the size is given for packs only.
+    `kept_bytes`: bytes of packs that stay.
     """
 
     tombstones: tuple[StepOfRun, ...] = ()
@@ -112,12 +113,12 @@ class Plan:
 
 
 def is_over(held: SeenLease, now: float) -> bool:
-    """Whether the lease's life has passed since it was written, both by the store's clock (`now` is the store's)."""
+    """Whether the lease has expired. Its last write and `now` are both times of the store's clock."""
     return now - held.modified > held.lease.life + SLACK_SECONDS
 
 
 def to_fence(seen: Inventory, now: float) -> list[SeenAttempt]:
-    """Attempts without a decision whose lease is over or missing."""
+    """Attempts without a decision whose lease has expired or is missing."""
     named = dict(seen.attempts)
     for attempt, (held, *_) in seen.leases.items():
         if attempt not in named and not held.reads_only:
@@ -131,22 +132,22 @@ def to_fence(seen: Inventory, now: float) -> list[SeenAttempt]:
 
 
 def _is_alive(leases: Iterable[SeenLease], now: float) -> bool:
-    """Whether an attempt with these leases may go on."""
+    """Whether one of the attempt's leases is alive."""
     return any(not is_over(held, now) for held in leases)
 
 
 def spared(seen: Inventory, pending_deletes: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
-    """Steps to delete that a living attempt or reader references.
+    """Steps to delete that a live attempt or reader references.
 
-    An attempt lives as long as one of its leases does, and is not fenced then. So all that its leases name is spared: the holder
-    of one that is over may renew it.
+    An attempt is alive while one of its leases is, and is not fenced then. So the steps that any of its leases names are
+    spared: the holder of an expired lease may still renew it.
     """
     alive = [held for leases in seen.leases.values() if _is_alive(leases, now) for held in leases]
     return set(pending_deletes) & {base.of(held.lease.run) for held in alive for base in held.lease.bases}
 
 
 def unfinished(seen: Inventory) -> list[SeenAttempt]:
-    """Attempts that are complete and whose step has no COMMIT yet."""
+    """Attempts whose decision is "commit" and whose step has no COMMIT yet."""
     return [
         a
         for a in seen.attempts.values()
@@ -155,7 +156,7 @@ def unfinished(seen: Inventory) -> list[SeenAttempt]:
 
 
 def is_dead(seen: Inventory, attempt: SeenAttempt) -> bool:
-    """Whether nothing of the attempt is needed for its own sake."""
+    """Whether the attempt is dead (see the module's docstring). Live attempts may still need some of its packs."""
     if attempt.decision is None:
         return False
     commit = seen.commits.get(attempt.step)
@@ -165,7 +166,7 @@ def is_dead(seen: Inventory, attempt: SeenAttempt) -> bool:
 
 
 def _lost(seen: Inventory, attempt: SeenAttempt, commit: Commit) -> bool:
-    """Whether COMMIT names another attempt, and that one is there and complete."""
+    """Whether COMMIT names another attempt of the step, and that attempt exists and is complete."""
     winner = seen.attempts.get(commit.attempt)
     if winner is None or winner is attempt or winner.step != attempt.step:
         return False
@@ -175,7 +176,7 @@ def _lost(seen: Inventory, attempt: SeenAttempt, commit: Commit) -> bool:
 def garbage(
     seen: Inventory, packs_of: Callable[[Iterable[SeenAttempt]], set[str] | None], now: float
 ) -> tuple[list[tuple[str, int]], int]:
-    """((key, bytes) of what goes, bytes of the packs that stay)."""
+    """Return (key, bytes) of every object to delete, and the bytes of the packs that stay."""
     live = [attempt for attempt in seen.attempts.values() if not is_dead(seen, attempt)]
     needed = packs_of(live)
     gone: list[tuple[str, int]] = []
@@ -193,7 +194,7 @@ def garbage(
 
 
 def _may_go(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool:
-    """Whether a pack that no live manifest names may go."""
+    """Whether a pack that no live manifest names may be deleted."""
     known = seen.attempts.get(attempt)
     if known is not None:
         return known.decision is not None
@@ -212,7 +213,7 @@ def _leases(seen: Inventory, now: float) -> list[str]:
 
 
 def _decisions(seen: Inventory, gone: set[str]) -> list[str]:
-    """Decisions under tombstones. A decision stays while other steps need a pack of its attempt, because it explains the pack."""
+    """Decisions of removed steps. A decision stays while other steps need a pack of its attempt, because it explains the pack."""
     return [
         a.decision_key
         for a in seen.attempts.values()
@@ -223,7 +224,7 @@ def _decisions(seen: Inventory, gone: set[str]) -> list[str]:
 
 
 def _tombstones(seen: Inventory, now: float) -> list[str]:
-    """Tombstones without objects below them that are so old that no sleeping saver can still write COMMIT."""
+    """Tombstones of steps without other objects, so old that no sleeping saver can still write COMMIT."""
     busy = {a.step for a in seen.attempts.values()}
     old = (step for step, written in seen.tombstones.items() if now - written > TOMBSTONE_SECONDS and step not in busy)
     return [names.commit(step.run, step.timeline, step.step) for step in sorted(old, key=order)]
@@ -235,7 +236,7 @@ def foresee(
     packs_of: Callable[[Iterable[SeenAttempt]], set[str] | None],
     now: float,
 ) -> Plan:
-    """The plan of a collection that starts now, if nothing else changes meanwhile."""
+    """The plan of a collection that starts now, if no other process changes the repository."""
     wanted = to_remove(seen, pending_deletes)
     safe = spared(seen, wanted, now)
     fenced = to_fence(seen, now)
@@ -256,7 +257,7 @@ def foresee(
 
 
 def to_remove(seen: Inventory, pending_deletes: Iterable[StepOfRun]) -> set[StepOfRun]:
-    """The steps to delete that exist, including those of earlier unfinished collections; at most `MOST_STEPS`."""
+    """The steps to delete that exist, including those of unfinished collections; at most `MOST_STEPS`."""
     there = [step for step in {*pending_deletes, *seen.pending_deletes()} if _is_step(seen, step)]
     return set(sorted(there, key=order)[:MOST_STEPS])
 
@@ -270,5 +271,5 @@ def _is_step(seen: Inventory, step: StepOfRun) -> bool:
 
 
 def order(step: StepOfRun) -> tuple[str, int, int]:
-    """The key to sort steps by."""
+    """Sort key of steps."""
     return step.run, step.timeline, step.step

@@ -2,9 +2,9 @@
 
 Invariant: a step exists when its COMMIT names an attempt; a tombstone is not a step. A reader that finds an attempt
 whose decision is "commit" writes its COMMIT before it answers.
-Failure behaviour: `UnsupportedError` for a newer format and for a checkpoint in DCP's own files; `MissingStepError`
-says what is there instead; `CorruptionError` for unreadable documents. A reader without write access logs that once
-and sees only committed steps.
+Failure behaviour: `UnsupportedError` for a newer format and for a checkpoint in DCP's own files. The text of
+`MissingStepError` lists what exists instead. `CorruptionError` for unreadable documents. A reader without write access
+logs that once and sees only committed steps.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from headrace.dataio.store.base import Store
 _log = get_logger(__name__)
 
 _LISTED = 20_000
-"""Objects that are listed to find the names of other runs, for an error or a warning."""
+"""The most objects that are listed to find the names of other runs, for an error or a warning."""
 _SHOWN = 8
 _OF_DCP = ".metadata"
 _LOOKS = 20
-"""How often the latest step is looked for while new ones keep coming."""
+"""Attempts to find the latest step while new steps keep being committed."""
 
 _repo_created = declare("ckpt.repo-created", "an empty repository")
 
 
 @dataclass(slots=True)
 class ListedStep:
-    """The objects of one step as listed. `ranks[attempt]`: whose manifests are there; `decided`: attempts with a decision."""
+    """The objects of one step as listed. `ranks[attempt]`: ranks with a manifest; `decided`: attempts with a decision."""
 
     committed: bool = False
     ranks: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -58,11 +58,11 @@ class ListedStep:
 
 
 class MissingStepError(NotFoundError, FileNotFoundError):
-    """A run or a step does not exist; the message lists what does. Also a `FileNotFoundError`, for other software."""
+    """A run or a step does not exist; the message lists what does. It is also a `FileNotFoundError`, for other software."""
 
 
 def read_repo(store: Store) -> Repo | None:
-    """The repository's own document, or None where there is no repository yet."""
+    """The repository's own document; None if there is no repository yet."""
     try:
         repo = read(store, names.REPO, Repo)
     except NotFoundError:
@@ -73,7 +73,7 @@ def read_repo(store: Store) -> Repo | None:
 
 
 def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
-    """The repository's document, created after the store has shown that it can have only one winner."""
+    """The repository's document. If it is missing, it is created after a check that the store supports conditional writes."""
     repo = read_repo(store)
     if repo is not None:
         return repo
@@ -89,7 +89,7 @@ def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
 
 
 def runs(store: Store, most: int | None = None) -> list[str]:
-    """Names of all runs that have a timeline; with `most`, of those among so many objects."""
+    """Names of all runs that have a timeline. With `most`, only this many objects are listed."""
     parsed = (names.parse_timeline_key(info.key) for info in islice(store.list(names.RUNS), most))
     return sorted({name_and_number[0] for name_and_number in parsed if name_and_number})
 
@@ -112,7 +112,7 @@ def scan(store: Store, run: str, number: int) -> dict[int, ListedStep]:
 
 
 def settle(store: Store, run: str, number: int, at: int, seen: ListedStep) -> Base | None:
-    """The attempt that is this step, or None. A complete attempt is committed first."""
+    """The attempt that is this step, or None. If the step has only a complete attempt, its COMMIT is written first."""
     if seen.committed:
         return _base_of(commit.find_commit(store, names.commit(run, number, at)), number)
     for attempt_id in sorted(seen.decided):
@@ -137,8 +137,10 @@ def _base_of(found: Commit | None, number: int) -> Base | None:
 def visible(
     store: Store, run: str, removed: Container[StepName] = (), branch: Iterable[Segment] | None = None
 ) -> Iterator[Base]:
-    """Steps of the run's newest branch, newest first. `removed`: known to be tombstones, which need no second look; `branch`:
-    when the caller has read it."""
+    """Steps of the run's newest branch, newest first.
+
+    `removed`: steps that are known to be tombstones and are skipped. `branch`: the branch, if the caller has read it already.
+    """
     seen: set[int] = set()
     for segment in timeline.branch(store, run) if branch is None else branch:
         listed = scan(store, run, segment.timeline)
@@ -154,10 +156,11 @@ def visible(
 
 
 def find(store: Store, run: str, step: int | str | Base) -> Base | None:
-    """The newest step (`latest`; None when there is none), that step, the one that a tag names (`tag:NAME`), or that attempt.
+    """Find a step of the run.
 
-    `NotFoundError` when it is not there. A step by number is looked for in the newest branch, a tag's or an attempt in any
-    timeline.
+    `step` is a number, `latest`, a tag (`tag:NAME`) or a certain attempt (a `Base`). A number is looked up in the newest
+    branch; a tag or an attempt may be in any timeline. `latest` returns None if the run has no step. Otherwise a missing
+    step raises `NotFoundError`.
     """
     repo = read_repo(store)
     if isinstance(step, Base):
@@ -189,9 +192,9 @@ def find(store: Store, run: str, step: int | str | Base) -> Base | None:
 
 
 def step_or_tag(step: int | str, tag: str | None) -> int | str:
-    """The step as `find` takes it, of a caller's two arguments; `UsageError` when both are given.
+    """Combine a caller's arguments `step` and `tag` into the step that `find` takes; `UsageError` if both are given.
 
-    A name is for `tag` alone, so that "tag:best" is not two ways to say one thing.
+    A `step` such as "tag:best" is refused, so that there is one way to name a tag.
     """
     if isinstance(step, str) and step.startswith(tag_records.PREFIX):
         raise UsageError(
@@ -205,7 +208,7 @@ def step_or_tag(step: int | str, tag: str | None) -> int | str:
 
 
 def _require_nothing(store: Store) -> None:
-    """Where there is no repository nothing lies in it either, or its own document was lost."""
+    """Raise if there is no repository document, although runs or a DCP checkpoint exist here."""
     if next(iter(store.list(names.RUNS)), None) is not None:
         raise CorruptionError(f"{names.REPO} is missing although there are runs at {store.location.url}")
     if store.exists(_OF_DCP):
@@ -216,7 +219,7 @@ def _require_nothing(store: Store) -> None:
 
 
 def missing(store: Store, run: str, step: int | None = None) -> MissingStepError:
-    """The error for a missing step (None: the run has none); its message lists what exists instead."""
+    """The error for a missing step (None: the run has no step at all). Its message lists what exists instead."""
     what = f"run {run} has no step" if step is None else f"run {run} has no step {step}"
     if read_repo(store) is None:
         where = f"there is no checkpoint repository at {store.location.url}{_other_files(store)}"
@@ -232,7 +235,7 @@ def missing(store: Store, run: str, step: int | None = None) -> MissingStepError
 
 
 def warn_of_mistakes(store: Store, run: str) -> None:
-    """A run without a step may be a new one. It may be mistyped where there are other runs, or other files."""
+    """Warn if the run has no step, although there are other runs or other files: its name or the URL may be mistyped."""
     if read_repo(store) is None:
         if files := _other_files(store):
             _log.warning(
@@ -243,7 +246,7 @@ def warn_of_mistakes(store: Store, run: str) -> None:
 
 
 def _no_such_run(store: Store, run: str) -> str:
-    """In words: the runs that there are, those with the most similar names first."""
+    """Text that lists the existing runs, the most similar names first."""
     others = sorted(runs(store, _LISTED), key=lambda other: -SequenceMatcher(None, run, other).ratio())
     if not others:
         return f"there are no runs at {store.location.url}"
@@ -252,7 +255,7 @@ def _no_such_run(store: Store, run: str) -> str:
 
 
 def _other_files(store: Store) -> str:
-    """In words, "" when there are none."""
+    """Text that lists a few objects at this location; "" if there are none."""
     found = [info.key for info in islice(store.list(""), _SHOWN + 1)]
     if not found:
         return ""
@@ -263,8 +266,8 @@ def _other_files(store: Store) -> str:
 def _latest(store: Store, run: str) -> Base | None:
     """The newest step of the newest branch at one moment.
 
-    Looking takes many requests. What was newest when steps were listed may be gone when it is read, and then an older one, or
-    none, would be found in the place of those that came meanwhile: so look again until nothing came.
+    The search takes many requests. A collection may remove the newest listed step before it is read, while newer steps are
+    committed. The search would then return an older step, or none. So it is repeated until no newer step has appeared.
     """
     before = _newest_listed(store, run)
     for _ in range(_LOOKS):
@@ -279,14 +282,14 @@ def _latest(store: Store, run: str) -> Base | None:
 
 
 def _newest_listed(store: Store, run: str) -> tuple[int, int]:
-    """(timeline, step) of the newest step that is committed or complete, also when it is removed, in the newest timeline."""
+    """(timeline, step) of the newest listed step that has a COMMIT, a tombstone or a decision, in the newest timeline."""
     number = max(timeline.numbers(store, run), default=0)
     listed = scan(store, run, number) if number else {}
     return number, max((at for at, seen in listed.items() if seen.committed or seen.decided), default=-1)
 
 
 def _say_what_is_hidden(store: Store, run: str) -> None:
-    """A run without a latest step may have steps all the same: silence would cost them."""
+    """Warn if the run has no latest step but has steps in older timelines, which the caller may not expect to lose."""
     numbers = timeline.numbers(store, run)
     left = [n for n in numbers[:-1] if any(seen.committed for seen in scan(store, run, n).values())]
     if left:
@@ -300,14 +303,14 @@ def _say_what_is_hidden(store: Store, run: str) -> None:
 
 
 def settled(store: Store, run: str, attempt: Base) -> bool:
-    """Whether this attempt is the step, after finishing it if it was complete."""
+    """Whether this attempt is the step. If it is complete, its COMMIT is written first."""
     seen = scan_one(store, run, attempt.timeline, attempt.step)
     found = settle(store, run, attempt.timeline, attempt.step, seen) if seen else None
     return found is not None and found.attempt == attempt.attempt
 
 
 def scan_one(store: Store, run: str, number: int, step: int) -> ListedStep | None:
-    """The listed objects of one step; None when it has neither COMMIT nor a decision."""
+    """The listed objects of one step, without manifests; None if it has neither COMMIT nor a decision."""
     seen = ListedStep()
     for info in store.list(names.step(run, number, names.check_step(step))):
         key = names.parse_step_key(info.key)
@@ -319,14 +322,14 @@ def scan_one(store: Store, run: str, number: int, step: int) -> ListedStep | Non
 
 
 def require_there(store: Store, run: str, base: Base) -> None:
-    """Raise `NotFoundError` when the step is removed, or being removed. The caller wrote its lease before."""
+    """Raise `NotFoundError` if the step is removed or being removed. The caller must have written its lease before."""
     going = (run, base.timeline, base.step) in pending_deletes(store)
     if going or is_removed(store, run, base):
         raise removed(run, base.step)
 
 
 def is_removed(store: Store, run: str, base: Base) -> bool:
-    """Whether the step was removed."""
+    """Whether the step has no COMMIT or a tombstone."""
     found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
     return found is None or found.tombstone
 
@@ -337,9 +340,9 @@ def removed(run: str, step: int) -> NotFoundError:
 
 
 def pending_deletes(store: Store) -> set[tuple[str, int, int]]:
-    """(run, timeline, step) of what collectors are about to remove."""
+    """(run, timeline, step) of the steps that collectors are about to remove."""
     found: set[tuple[str, int, int]] = set()
     for info in store.list(names.GC):
-        with suppress(NotFoundError):  # a collector that is done deletes its record
+        with suppress(NotFoundError):  # a collector deletes its record when it has finished
             found |= {(s.run, s.timeline, s.step) for s in read(store, info.key, PendingDelete).steps}
     return found

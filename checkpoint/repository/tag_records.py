@@ -3,9 +3,9 @@
     tags/<name>.json                the first record of a tag, number 0
     tags/_<name>.<number>.json      records of its moves and its removal, version 2
 
-Invariant: a record is written if absent and never changed. The newest record of a tag counts, so a late request for
-an older one moves nothing. A record names one attempt of one run, in any timeline. If its step was removed before the
-move was confirmed, the previous record counts.
+Invariant: a record is written with `put_if_absent` and never changed. The newest record of a tag counts, so a late
+request that writes an older record moves nothing. A record names one attempt of one run, in any timeline. If the step
+was removed before the move was confirmed, the previous record counts.
 Failure behaviour: `NotFoundError` for a tag that does not exist or whose step was removed; `UsageError` for a tag of
 another run.
 """
@@ -26,16 +26,16 @@ from headrace.dataio.store.base import ObjectInfo, Store
 
 TAGS = "tags/"
 PREFIX = "tag:"
-"""Before a name it makes a step: `--step tag:best` of the command line."""
+"""Prefix of a tag's name where a step is given, as in `--step tag:best` of the command line."""
 MOST = 10**9
-"""Numbers of records are below this."""
+"""Numbers of records are smaller than this."""
 _KEY = re.compile(r"tags/(?:_([^/]+)\.(\d{9})|([^_/][^/]*))\.json")
 _LOOKS = 10
-"""How often records are looked for while others replace them."""
+"""Attempts to read the records while other processes replace them."""
 
 
 class Tag(Document, frozen=True, kw_only=True):
-    """`name` stands for this step; `removed`: from this record on for none."""
+    """A record of the tag `name`: it names this step. With `removed` the tag names no step from this record on."""
 
     newest: ClassVar[int] = 2
     name: str
@@ -53,7 +53,7 @@ class Tag(Document, frozen=True, kw_only=True):
 
 
 def key_of(name: str, number: int = 0) -> str:
-    """Where the tag's record with this number lies; `UsageError` for what cannot be a name."""
+    """Key of the tag's record with this number; `UsageError` for an invalid name."""
     names.check_run(name, "tag")
     if number >= MOST:
         raise UsageError(f"tag {name} has been moved {MOST} times", hint="choose another name")
@@ -61,7 +61,7 @@ def key_of(name: str, number: int = 0) -> str:
 
 
 def listed(store: Store, name: str = "") -> dict[str, list[tuple[int, ObjectInfo]]]:
-    """The records of all tags, or of one, as listed: (number, object) by name, newest first."""
+    """List the records of all tags, or of one: (number, object) by name, newest first."""
     found: dict[str, list[tuple[int, ObjectInfo]]] = defaultdict(list)
     for info in store.list(TAGS):
         match = _KEY.fullmatch(info.key)
@@ -71,15 +71,16 @@ def listed(store: Store, name: str = "") -> dict[str, list[tuple[int, ObjectInfo
 
 
 def standing(store: Store, name: str = "") -> dict[str, list[Tag]]:
-    """What counts of all tags, or of one: their records since they were removed last, newest first, by name.
+    """The current records of all tags, or of one, by name: the records since the tag's last removal, newest first.
 
-    The first is the tag. Those behind it are of an earlier value, until the move is sure; a policy keeps their steps too.
+    The first record is the tag. The others are earlier values, which stay until the move is confirmed; a policy keeps their
+    steps, too.
     """
     for _ in range(_LOOKS):
         records = listed(store, name)
         try:
             found = {each: list(_standing(store, (info for _, info in records[each]))) for each in records}
-        except NotFoundError:  # a move has replaced it since
+        except NotFoundError:  # another process moved the tag and deleted this record
             continue
         return {each: tags for each, tags in found.items() if tags}
     raise TransientError(f"others keep moving the tags of {store.location.url}", hint="try again")
@@ -94,7 +95,7 @@ def _standing(store: Store, records: Iterator[ObjectInfo]) -> Iterator[Tag]:
 
 
 def find(store: Store, name: str) -> Tag:
-    """The step that the tag names; whether it is still there is for the reader to see."""
+    """The tag's newest record. The caller checks whether the step still exists."""
     return _of(store, name)[0]
 
 
@@ -113,7 +114,7 @@ def all_tags(store: Store) -> Iterator[Tag]:
 
 
 def step_of(store: Store, run: str, name: str) -> Base:
-    """The committed step of `run` that the tag names, also in an abandoned timeline."""
+    """The committed step of `run` that the tag names, in any timeline."""
     records = _of(store, name)
     there = next((tag for tag in records if is_there(store, tag)), None)
     tag = there or records[0]
@@ -131,10 +132,10 @@ def is_there(store: Store, tag: Tag) -> bool:
 
 
 def outdated(store: Store, replaced: float, removed: float) -> list[str]:
-    """Keys of records that say nothing any more, for a collector to delete.
+    """Keys of records that are no longer needed, for a collector to delete.
 
-    Where a move was made before the time `replaced`, and its step is there: the records before it. Of tags that were removed
-    before the time `removed`: all, the removal last, in a collection of its own.
+    - If a tag's last move or removal is older than the time `replaced`: the earlier records. For a move, its step must exist.
+    - If a tag was removed before the time `removed`: the record of the removal, in a later collection than the others.
     """
     keys: list[str] = []
     for records in listed(store).values():

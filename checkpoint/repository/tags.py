@@ -1,11 +1,11 @@
 """Sets, moves and removes tags: names for steps, such as `best` or `release-1`.
 
-Invariant: a tag names one committed attempt. A policy keeps tagged steps, also one that was tagged during a
-collection: the process that sets a tag holds a lease on the step, checks that no collector is about to remove it, and
-writes the record while the lease is alive. A collection reads leases first, then tags. Older records are deleted
-last: until a move is confirmed, the previous step is kept as well.
-Failure behaviour: `ConflictError` for a name that is taken (unless `move`); `NotFoundError` for a missing step or
-tag, or a step that is being removed; `TransientError` when the lease ran out.
+Invariant: a tag names one committed attempt. A policy keeps tagged steps, including a step that is tagged during a
+collection. The process that sets a tag first takes a lease on the step. It then checks that no collector is about to
+remove the step, and writes the record while the lease is alive. A collection reads leases first, then tags. Older
+records are deleted last, so the previous step is kept until the move is confirmed.
+Failure behaviour: `ConflictError` for a name that is taken (unless `move`). `NotFoundError` for a missing step or tag,
+or for a step that is being removed. `TransientError` when the lease ran out.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from headrace.dataio.store.base import Store
 
 __all__ = ["Tag", "all_tags", "find", "tag", "untag"]
 _TRIES = 10
-"""How often a number is taken by others."""
+"""Attempts to write a record, each with the next free number."""
 
 
 def tag(
     store: Store, name: str, run: str, step: int | str = "latest", *, move: bool = False, clock: Clock = SYSTEM_CLOCK
 ) -> Tag:
-    """Give the step a name; with `move` also when another step has it."""
+    """Give the step a name. With `move`, a name that another step has is moved."""
     key_of(name)
     found = repository.find(store, run, step)
     if found is None:
@@ -60,7 +60,7 @@ def _tag(name: str, run: str, base: Base, clock: Clock) -> Tag:
 
 
 def _write(store: Store, made: Tag, *, move: bool) -> int:
-    """Write it as the newest record of its name; the record's number."""
+    """Write the record as the newest of its name, and return its number."""
     for _ in range(_TRIES):
         records = tag_records.listed(store, made.name).get(made.name, [])
         there = tag_records.standing(store, made.name).get(made.name)
@@ -79,13 +79,13 @@ def _write(store: Store, made: Tag, *, move: bool) -> int:
 
 
 def _delete_before(store: Store, name: str, number: int) -> None:
-    """Delete the records that this one has replaced."""
+    """Delete the records that record `number` has replaced."""
     records = tag_records.listed(store, name).get(name, [])
     store.delete_many([info.key for other, info in records if other < number])
 
 
 def untag(store: Store, name: str, clock: Clock = SYSTEM_CLOCK) -> None:
-    """Remove the name. The step stays until a policy removes it."""
+    """Remove the tag. The step stays until a policy removes it."""
     old = find(store, name)
     removal = msgspec.structs.replace(_tag(name, old.run, old.base, clock), removed=True)
     _delete_before(store, name, _write(store, removal, move=True))

@@ -1,9 +1,9 @@
 """Timelines: one per start of a trainer, each branching off the step that was restored.
 
-Invariant: numbers only grow, and each has one owner (`put_if_absent`). The latest step is that of the newest
-timeline, and then of its parents up to the step where the child branched off. A parent is always older than its
-child. Numbers have no gaps and documents are never removed, so objects of a timeline without a document mean that the
-document was lost.
+Invariant: numbers only grow, and each has one owner (`put_if_absent`). The latest step is the newest step of the
+newest timeline. If that timeline has none, it is the newest step of its parent, up to the step where the child
+branched off, and so on. A parent is always older than its child. Numbers have no gaps and documents are never removed.
+So if a timeline has objects but no document, the document was lost.
 Failure behaviour: `ConflictError` when other processes keep taking the numbers; `CorruptionError` for a parent that
 is not older, and when the newest timeline's document is lost, because an older timeline must not replace it.
 """
@@ -40,7 +40,7 @@ def numbers(store: Store, run: str) -> list[int]:
 
 
 def read_timeline(store: Store, run: str, number: int) -> Timeline:
-    """The timeline's document, checked."""
+    """Read the timeline's document and check its parent."""
     key = names.timeline(run, number)
     try:
         found = read(store, key, Timeline)
@@ -59,7 +59,7 @@ def lost(store: Store, run: str) -> list[int]:
 
 
 def _newest(store: Store, run: str) -> int:
-    """The newest timeline's number, 0 when there is none."""
+    """The newest timeline's number; 0 if there is none. Raises `CorruptionError` if its document is lost."""
     newest = max(numbers(store, run), default=0)
     if _is_lost(store, run, newest + 1):
         raise CorruptionError(
@@ -71,7 +71,7 @@ def _newest(store: Store, run: str) -> int:
 
 
 def _is_lost(store: Store, run: str, number: int) -> bool:
-    """Whether there are objects of a timeline that was not there before; one opened just now has its document by now."""
+    """Whether a timeline that was not listed has objects but no document. One that was opened just now has its document."""
     there = next(iter(store.list(names.timeline_steps(run, number))), None) is not None
     return there and not store.exists(names.timeline(run, number))
 
@@ -79,7 +79,7 @@ def _is_lost(store: Store, run: str, number: int) -> bool:
 def take(
     store: Store, run: str, number: int, parent: StepName | None, writer: str = "", clock: Clock = SYSTEM_CLOCK
 ) -> bool:
-    """Open this timeline; False when another writer has opened it."""
+    """Open this timeline; False if another writer has opened it."""
     document = Timeline(run=run, timeline=number, parent=parent, created=clock.time(), who=me(), writer=writer)
     if not store.put_if_absent(names.timeline(run, number), encode(document)):
         return False
@@ -88,7 +88,7 @@ def take(
 
 
 def open_timeline(store: Store, run: str, parent: StepName | None, clock: Clock = SYSTEM_CLOCK) -> int:
-    """Take the next number for this process."""
+    """Open a timeline with the next free number, and return the number."""
     for _ in range(_TRIES):
         number = _newest(store, run) + 1
         if take(store, run, number, parent, clock=clock):
@@ -100,7 +100,7 @@ def open_timeline(store: Store, run: str, parent: StepName | None, clock: Clock 
 
 
 def newest_after(store: Store, run: str, number: int) -> Timeline | None:
-    """The newest timeline when it is newer than `number`."""
+    """The newest timeline, if it is newer than `number`; else None."""
     newest = max(numbers(store, run), default=0)
     return read_timeline(store, run, newest) if newest > number else None
 
@@ -117,7 +117,7 @@ def history(store: Store, run: str) -> list[Timeline]:
 
 
 def segments(line: Sequence[Timeline]) -> list[Segment]:
-    """The parts of those timelines that lie in the branch."""
+    """The segments of a branch, from its timelines as `history` returns them."""
     found, upto = list[Segment](), None
     for document in line:
         found.append(Segment(document.timeline, upto))
@@ -126,21 +126,21 @@ def segments(line: Sequence[Timeline]) -> list[Segment]:
 
 
 def branch(store: Store, run: str) -> list[Segment]:
-    """The newest timeline and its ancestors, newest first."""
+    """The segments of the run's newest branch, newest first."""
     return segments(history(store, run))
 
 
 def is_of_same_process(store: Store, run: str, number: int, newer: Timeline) -> bool:
-    """Whether the process that opened timeline `number` opened the newer one too."""
+    """Whether the process that opened timeline `number` also opened the newer one."""
     try:
         own = read_timeline(store, run, number).writer
-    except CorruptionError:  # its document was lost; the newer one counts all the same
+    except CorruptionError:  # the document was lost; the newer timeline counts anyway
         return False
     return bool(own) and own.partition("-")[0] == newer.writer.partition("-")[0]
 
 
 def superseded(run: str, number: int, newer: Timeline, same_process: bool = False) -> ConflictError:
-    """The error of a writer that was replaced."""
+    """The error of a writer whose timeline a newer one has replaced."""
     if same_process:
         return ConflictError(
             f"run {run}: timeline {number} was taken over by timeline {newer.timeline}, which this process opened itself"

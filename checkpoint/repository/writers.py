@@ -2,16 +2,16 @@
 
 A job may have several writers of one run: Checkpointers, DCP's writers, the process of an asynchronous DCP save. Each
 timeline names the writer that opened it, and the writers of one job save in each other's timelines. A writer
-continues in the timeline of its last save while that is the newest, even if its opener has left. A restore alone
-decides nothing.
+continues in the timeline of its last save while that is the newest, even if the writer that opened it has left. A
+restore alone changes nothing.
 
-1. A step that is newer than the run's newest step continues from that one. Nothing is hidden, whatever was restored
+1. A step that is newer than the run's newest step continues from that step. No step is hidden, whatever was restored
    before.
 2. A step that is not newer begins a branch, if the writer restored a step since its last save or is new to the run.
-   The branch begins at the newest step before the saved one. It begins at the restored step if that is the saved one
-   or newer, or lies in an abandoned timeline. A writer that has restored nothing begins without a past.
-3. Any other save goes into the job's own timeline. A step that this timeline has is refused. Under frameworks that
-   overwrite their files it begins a branch at the newest step before it.
+   The branch begins at the newest step before the saved one. It begins at the restored step if that is the saved step
+   or newer, or lies in an abandoned timeline. A writer that has restored nothing begins without a parent step.
+3. Any other save goes into the job's own timeline. A step that this timeline already has is refused. Under frameworks
+   that overwrite their files, such a step begins a branch at the newest step before it.
 
 Invariant: only a save opens a timeline, and only under rule 1 (a writer that is new to the run) or 2. If two writers
 of a job save at once, one opens the timeline and the other finds it.
@@ -34,17 +34,22 @@ from headrace.dataio.core.errors import ConflictError, NotFoundError
 from headrace.dataio.store.base import Store
 
 _TRIES = 20
-"""How often the place of a save is looked for while others open timelines, or retention removes the step to begin at."""
+"""Attempts to place a save while other writers open timelines, or retention removes the step to begin at."""
 _of_this_job: set[str] = set()
 _process, _numbers = names.new_id(), itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class WriterState:
-    """A writer before a save. `timeline`: the one that it saved in last, 0 for none; `restored`: the step that it restored since,
-    while timeline `since` was the newest (0: at any time); `anew`: whether it may begin the run without a past; `handed_on`:
-    whether other processes save for this one, so that the job's last timeline is to be looked for; `again`: whether it may save
-    a step that its timeline has."""
+    """A writer's state before a save.
+
+    - `timeline`: the timeline of its last save; 0 for none.
+    - `restored`: the step that it has restored since then.
+    - `since`: the timeline that was the newest at that restore; 0 if that does not matter.
+    - `anew`: whether it may begin a timeline without a parent step.
+    - `handed_on`: whether other processes save for this one, so that the job's last timeline is looked up.
+    - `again`: whether it may save a step that its timeline already has.
+    """
 
     writer: str
     timeline: int = 0
@@ -57,8 +62,11 @@ class WriterState:
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """Where a save goes. `base`: a step to leave out what has not changed since, None for the first one; `newer`: a step of the
-    same timeline that stays the latest."""
+    """Where a save goes.
+
+    `base`: the step to deduplicate against; None for the first save. `newer`: a step of the same timeline that stays the
+    latest.
+    """
 
     timeline: int
     base: Base | None
@@ -67,7 +75,7 @@ class SaveTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """`timeline` is 0 when a new one is needed, which is then number `following`, a child of `parent`."""
+    """`timeline` is 0 if a new one is needed. The new one has the number `following` and branches off `parent`."""
 
     timeline: int
     following: int
@@ -77,29 +85,29 @@ class _Found:
 
 
 def enter() -> str:
-    """A name for a new writer of this process."""
+    """Register a new writer of this process and return its name."""
     writer = f"{_process}-{next(_numbers)}"
     _of_this_job.add(writer)
     return writer
 
 
 def leave(writer: str) -> None:
-    """The writer saves no more: another one that starts in this process is a new start."""
+    """Remove the writer. A later writer of this process no longer shares its timelines."""
     _of_this_job.discard(writer)
 
 
 def of_this_job() -> frozenset[str]:
-    """Names of the writers that share their timelines with this process's own."""
+    """Names of all writers of this job that this process knows, its own included. They share their timelines."""
     return frozenset(_of_this_job)
 
 
 def join(writers: Iterable[str]) -> None:
-    """This process was started by the process of these writers, to save for it."""
+    """Add the writers of the process that started this one, and for which this one saves."""
     _of_this_job.update(writers)
 
 
 def is_new_process() -> None:
-    """Share nothing with earlier writers. A forked child begins so."""
+    """Forget all writers and take a new process name. Runs in every forked child."""
     global _process
     _process = names.new_id()
     _of_this_job.clear()
@@ -111,8 +119,11 @@ os.register_at_fork(after_in_child=is_new_process)
 def place(
     store: Store, run: str, step: int, standing: WriterState, hold: Callable[[Base], object] = lambda _: None
 ) -> SaveTarget:
-    """The timeline to save `step` in, opened if need be. `hold` is called before with the step that it begins at, and raises
-    `NotFoundError` when that is being removed."""
+    """The timeline to save `step` in, which is opened if needed.
+
+    Before a timeline is opened, `hold` is called with its parent step. `hold` raises `NotFoundError` if that step is being
+    removed.
+    """
     removed: NotFoundError | None = None
     for _ in range(_TRIES):
         found = _look(store, run, step, standing)
@@ -143,7 +154,7 @@ def _look(store: Store, run: str, step: int, standing: WriterState) -> _Found:
     if not line:
         return _Found(0, 1, None, None)
     head = line[0]
-    # the opener may have left; a writer that has saved in the timeline goes on there until a newer one is opened
+    # the opener may have left; a writer that has saved in the timeline continues there until a newer one is opened
     ours = head.timeline == standing.timeline or head.writer == standing.writer or head.writer in _of_this_job
     if not ours and (last := standing.timeline or (_last_of_this_job(store, run) if standing.handed_on else 0)):
         raise timeline.superseded(run, last, head, timeline.is_of_same_process(store, run, last, head))
