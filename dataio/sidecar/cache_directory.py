@@ -1,10 +1,10 @@
-"""The daemon's cache directories: whose they are, and how large the cache in each may be.
+"""The daemon's cache directories: which daemon owns them, and how large the cache in each may be.
 
-Invariant: files are kept for the next daemon only by the one that holds `<directory>/lock`; the kernel drops it with
-its holder.
-Failure behaviour: a directory where no lock can be had or made is used without keeping anything, which is said once;
-`AccessDeniedError` for a directory that others may enter. Of several tiers one that is not there is left out, with a
-warning; where none is left, `UsageError` names each and why.
+Invariant: only the daemon that holds the lock `<directory>/lock` keeps files for the next daemon. The kernel releases
+the lock when the daemon dies.
+Failure behaviour: when the lock cannot be created or is taken, the daemon uses the directory without keeping files, and
+logs a warning. `AccessDeniedError` for a directory that other users may enter. A tier whose directory cannot be used is
+left out with a warning; if no tier is left, `UsageError` lists each with its reason.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True)
 class CacheDirectory:
-    """A private directory. `lock` is a descriptor, or None where nothing may be kept."""
+    """A private directory. `lock` is a descriptor, or None when no files may be kept."""
 
     path: Path
     lock: int | None
 
     @classmethod
     def claim(cls, path: Path, keep: bool) -> CacheDirectory:
-        """Make it when absent; become the one that keeps files in it, if that is wanted and possible."""
+        """Create the directory when absent. With `keep`, try to take the lock that allows keeping files."""
         private_directory(path)
         return cls(path, _lock(path) if keep else None)
 
     def budget(self, asked: int) -> int:
-        """What was asked for, or most of what the disk has for it when that is less."""
+        """`asked`, or nine tenths of the free space plus the kept files, if that is less."""
         disk = os.statvfs(self.path)
         room = disk.f_bavail * disk.f_frsize // 10 * 9 + self._kept_bytes()
         if room < asked:
@@ -58,14 +58,14 @@ class CacheDirectory:
 
 
 class CacheDirectories:
-    """The tiers that can be used, the fast one first."""
+    """The usable tiers, fastest first."""
 
     def __init__(self, claimed: Sequence[tuple[CacheTier, CacheDirectory]] = ()) -> None:
         self._claimed = claimed
 
     @classmethod
     def claim(cls, tiers: Sequence[CacheTier], keep: bool) -> CacheDirectories:
-        """All of them; `UsageError` when not one can be made."""
+        """Claim every usable tier; `UsageError` when there is none."""
         found, trouble = list[tuple[CacheTier, CacheDirectory]](), list[str]()
         for tier in tiers:
             try:
@@ -82,7 +82,7 @@ class CacheDirectories:
         return cls(found)
 
     def places(self, cache_bytes: int) -> list[TierDirectory]:
-        """For the engine; `cache_bytes` for the tiers that name no bytes of their own."""
+        """The tiers for the engine. A tier without its own size gets `cache_bytes`."""
         return [
             TierDirectory(directory.path, directory.budget(tier.bytes or cache_bytes), directory.lock is not None)
             for tier, directory in self._claimed

@@ -1,8 +1,8 @@
 """The daemon's Prometheus metrics, collected on each scrape: jobs, saves, the cache, the local tier and its buddies.
 
-Invariants: every name has its unit and a fixed set of labels. Labels are outcomes, reasons, tiers, the runs that are
-remembered, and jobs (at most 33 at a time), so all sets are bounded.
-Failure behaviour: a figure that is unknown, or of a part that the daemon does not have, is left out.
+Invariants: every metric's name contains its unit, and its set of label names is fixed. Label values are outcomes,
+reasons, tiers, remembered runs, and jobs (at most 33 at a time), so all sets are bounded.
+Failure behaviour: a metric whose value is unknown, or whose component the daemon does not run, is left out.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _TIERS = (
 
 
 Figures = tuple[Mapping[str, int | bool], Sequence[Mapping[str, object]]]
-"""Of the cache, and of each of its tiers."""
+"""Statistics of the cache, and of each of its tiers."""
 
 
 class JobMetrics(Collector):
-    """Part of the daemon's `View`."""
+    """Metrics of jobs, saves and the cache; part of the daemon's `StatusView`."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ def _add(family: GaugeMetricFamily, job: str, value: object) -> None:
 
 
 class TierMetrics(Collector):
-    """Registered by the tier while it is open."""
+    """Metrics of the local tier and its buddies. The tier registers them while it is open."""
 
     def __init__(self, status: Callable[[], Mapping[str, Any]]) -> None:
         self._status = status

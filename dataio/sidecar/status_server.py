@@ -1,13 +1,14 @@
 """The daemon's read-only HTTP endpoint on loopback: /livez, /readyz, /metrics, /status.json, /history.json and a page
 at /.
 
-Invariants: only GET and HEAD of these paths are answered, nothing is changed by them, and nothing but loopback is
-listened on. A request whose Host is not this machine's own name is refused, so a page from elsewhere cannot read this
-one by pointing its domain here (DNS rebinding). The page may load and ask nothing but this server, and runs no script
-but its own. Any user of the machine may ask for /livez, /readyz and /metrics; what names paths is for the daemon's user
-and root.
-Failure behaviour: a request head over `HEAD_BYTES`, or one that takes longer than `HEAD_SECONDS`, is cut off. Of more
-than `CONNECTIONS` at once the oldest is cut off, so connections that are only held keep no request out.
+Invariants: the server listens on loopback only. It answers only GET and HEAD of these paths, and no request changes
+anything. It refuses a request whose Host is not a name of loopback, so another site's page cannot read this one by
+pointing its domain here (DNS rebinding). The page may connect only to this server, and runs only its own script. Any
+user of the machine may read /livez, /readyz and /metrics. The other paths reveal file paths, so only the daemon's user
+and root may read them.
+Failure behaviour: the server closes a connection whose request head exceeds `HEAD_BYTES` or whose request takes longer
+than `HEAD_SECONDS`. With more than `CONNECTIONS` connections it closes the oldest, so idle connections keep no request
+out.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from headrace.dataio.core.metrics import REGISTRY
 HEAD_BYTES = 8 << 10
 HEAD_SECONDS = 5.0
 ACCEPTED = 64
-"""The most connections that are accepted before the loop reads again."""
+"""Maximum number of connections that the loop accepts before it reads again."""
 CONNECTIONS = 4 * ACCEPTED
 QUEUED = 1024
-"""Connections that wait in the kernel until they are accepted."""
+"""Length of the kernel's accept queue."""
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,14 +50,14 @@ _HOST = re.compile(rb"(?im)^host:[ \t]*([^\r\n]*?)[ \t]*\r?$")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The status page as one document, and the policy that allows it its own style and script and nothing else."""
+    """The status page as one document, and its Content-Security-Policy, which allows only its own style and script."""
 
     body: bytes
     policy: str
 
 
 class StatusServer:
-    """Serves `status()` and `history()`; `ready()` says whether new work is taken."""
+    """Serves `status()` and `history()`. `ready()` returns whether the daemon accepts new work."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class StatusServer:
         self._looking = asyncio.Lock()
 
     async def start(self, port: int) -> int:
-        """Listen on `port` of 127.0.0.1, any free one for 0; returns it. OSError when it is taken."""
+        """Listen on `port` of 127.0.0.1, or on any free port for 0; returns the port. `OSError` when it is in use."""
         listening = socket.create_server(("127.0.0.1", port))
         self._server = await asyncio.start_server(self._serve, sock=listening, limit=HEAD_BYTES, backlog=ACCEPTED)
         listening.listen(QUEUED)
@@ -107,7 +108,7 @@ class StatusServer:
             return _response(405, _TEXT, b"only GET\n", "Allow: GET, HEAD\r\n")
         path = rest.split(b" ")[0].split(b"?")[0]
         if path in _PATHS.split() and path not in _ANYBODYS:
-            async with self._looking:  # the kernel's table is long where there are many connections: one look at a time
+            async with self._looking:  # with many connections the kernel's table is long, so one lookup runs at a time
                 user = await asyncio.to_thread(user_of, connection)
             if user not in (os.geteuid(), 0):
                 return _response(403, _TEXT, b"this is for the daemon's user and root\n")
@@ -134,7 +135,7 @@ class StatusServer:
 
 
 def user_of(connection: socket.socket) -> int | None:
-    """The user that holds the other end of a connection within this machine; None where that is closed."""
+    """The uid of the process at the other end of a loopback connection; None when that end is closed."""
     ends = [_end(*address) for address in (connection.getpeername(), connection.getsockname())]
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         _, *theirs, state, _, _, _, user, _ = line.split(maxsplit=8)
@@ -144,18 +145,18 @@ def user_of(connection: socket.socket) -> int | None:
 
 
 def _end(host: str, port: int) -> str:
-    """An address as the kernel's table has it."""
+    """An address in the format of /proc/net/tcp."""
     return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
 
 
 def is_own(fields: bytes) -> bool:
-    """Whether every Host in a request's head is a name of loopback; a request without one came from no browser."""
+    """Whether every Host in a request's head is a name of loopback. Browsers always send one, so none is accepted too."""
     return all(_OWN_NAME.fullmatch(host) for host in _HOST.findall(fields))
 
 
 @cache
 def page() -> Page:
-    """The document, put together from its parts once."""
+    """The document, assembled from its parts once."""
     folder = resources.files("headrace.dataio.sidecar") / "page"
     parts = {name: (folder / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
     body = parts["html"].replace("/*css*/", parts["css"]).replace("/*js*/", parts["js"])

@@ -1,11 +1,11 @@
 """systemd's protocols: socket activation, readiness and the watchdog.
 
-Purpose: with a listening socket made by the service manager, clients that connect while the daemon starts or restarts
+Purpose: the service manager creates the listening socket, so clients that connect while the daemon starts or restarts
 wait in the kernel's queue.
-Invariants: descriptors are taken only when `$LISTEN_PID` is this process; if there are several, the one that
-`$LISTEN_FDNAMES` calls `sidecar` is used. The daemon calls `listen` again, so clients see its pid and not the
-manager's. Messages are sent only to `$NOTIFY_SOCKET`. The daemon's loop sends the watchdog's message at half the
-interval of `$WATCHDOG_USEC`, so a hung loop is restarted.
+Invariants: the daemon uses passed descriptors only when `$LISTEN_PID` is its own pid. With several, it uses the one
+named `sidecar` in `$LISTEN_FDNAMES`. It calls `listen` again, so clients see its pid and not the manager's. Messages
+are sent only to `$NOTIFY_SOCKET`. The daemon's loop sends the watchdog message at half the interval of
+`$WATCHDOG_USEC`, so systemd restarts a daemon whose loop hangs.
 Failure behaviour: `UsageError` for a descriptor that is not a listening Unix stream socket with a path. A notification
 that cannot be delivered is dropped.
 """
@@ -29,7 +29,7 @@ BACKLOG = 1024
 
 
 def given(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """The descriptors that were passed, by name; those without one by number."""
+    """The passed descriptors by name. The key of an unnamed one is its number."""
     if environ.get("LISTEN_PID") != str(os.getpid()):
         return {}
     count = environ.get("LISTEN_FDS", "")
@@ -40,7 +40,7 @@ def given(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
 
 
 def listening(environ: Mapping[str, str] = os.environ) -> socket.socket | None:
-    """The socket to serve, or None where the daemon is to make its own."""
+    """The passed socket, or None when the daemon must create its own."""
     found = given(environ)
     fd = found.get(NAME)
     if fd is None and len(found) == 1:
@@ -50,7 +50,7 @@ def listening(environ: Mapping[str, str] = os.environ) -> socket.socket | None:
 
 
 def path_of(sock: socket.socket) -> Path:
-    """Where clients find it."""
+    """The filesystem path of a bound Unix socket."""
     return Path(os.fsdecode(sock.getsockname()))
 
 
@@ -79,7 +79,7 @@ def _unusable(fd: int, why: str) -> UsageError:
 
 
 def notify(state: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Send `state`, such as `READY=1`; whether it was asked for and taken."""
+    """Send `state`, such as `READY=1`. Returns whether a notification socket is set and accepted it."""
     address = environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
@@ -91,7 +91,7 @@ def notify(state: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def ready(environ: Mapping[str, str] = os.environ) -> None:
-    """On the daemon's loop: it serves from now on, and says so again and again where a watchdog wants to hear it."""
+    """Report that the daemon serves, and start the watchdog messages if systemd expects them. Call it on the loop."""
     if notify("READY=1", environ) and (every := _interval(environ)):
         _alive(asyncio.get_running_loop(), every, environ)
 

@@ -1,14 +1,14 @@
 """Frames on a Unix stream socket, with file descriptors alongside.
 
 A frame is a 4-byte little-endian length, one byte that counts its descriptors, and the payload. Descriptors travel by
-SCM_RIGHTS with the frame's first bytes, so they arrive no later than the frame's end; a frame takes its own from the
-queue of those that have come.
+SCM_RIGHTS with the frame's first bytes, so they arrive no later than the frame's end. The framer queues received
+descriptors, and each complete frame takes its own from the queue.
 
-Invariants: a payload has at most `limits.MESSAGE_BYTES` and is refused before it is buffered; at most `DESCRIPTORS`
-travel with one frame; a descriptor that came is owned by exactly one of the framer and the frame it was handed out
-with.
-Failure behaviour: `UsageError` for an oversize frame, a wrong count of descriptors, and descriptors without a frame;
-the stream cannot be used afterwards, and `Framer.close` closes what it still holds.
+Invariants: a payload has at most `limits.MESSAGE_BYTES`; a larger one is refused before it is buffered. One frame
+carries at most `DESCRIPTORS` descriptors. Either the framer or the frame that it returned owns a received descriptor,
+never both.
+Failure behaviour: `UsageError` for an oversize frame, a wrong count of descriptors, and descriptors without a frame.
+The stream cannot be used afterwards, and `Framer.close` closes the descriptors that it still holds.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import UsageError
 
 DESCRIPTORS = 2
-"""The most that one frame may carry."""
+"""Maximum number of descriptors in one frame."""
 _HEADER = struct.Struct("<IB")
 _ANCILLARY = socket.CMSG_SPACE((DESCRIPTORS + 2) * array.array("i").itemsize)
 CHUNK = 64 * limits.KIB
 _TRUNCATED, _CLOEXEC, _NOSIGNAL = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)
 _DONTWAIT = int(socket.MSG_DONTWAIT)
-"""As plain numbers: the enum's own arithmetic costs a microsecond each."""
+"""As plain integers: arithmetic on the enum costs a microsecond per operation."""
 
 
 class Frame(NamedTuple):
-    """One message's bytes and the descriptors that came with it, now the receiver's to close."""
+    """One message's bytes and its descriptors. The receiver must close the descriptors."""
 
     payload: bytes
     descriptors: tuple[int, ...]
 
 
 class Framer:
-    """Puts received bytes and descriptors together into frames. Sans-I/O but for closing descriptors."""
+    """Combines received bytes and descriptors into frames. Sans-I/O, except that it closes descriptors."""
 
     def __init__(self) -> None:
         self._data, self._descriptors = bytearray(), list[int]()
@@ -51,7 +51,7 @@ class Framer:
         if not self._data and not descriptors and not self._descriptors and len(data) >= _HEADER.size:
             length, count = _HEADER.unpack_from(data)
             if not count and length == len(data) - _HEADER.size and length <= limits.MESSAGE_BYTES:
-                return [Frame(data[_HEADER.size :], ())]  # just one, without descriptors, as most are
+                return [Frame(data[_HEADER.size :], ())]  # the common case: exactly one frame, without descriptors
         self._data += data
         self._descriptors += descriptors
         frames: list[Frame] = []
@@ -101,8 +101,11 @@ def frame(payload: bytes, descriptors: int = 0) -> bytes:
 
 
 def receive(sock: socket.socket, *, wait: bool = True) -> tuple[bytes, list[int]]:
-    """What has come: (b"", []) at the end of the stream. More descriptors than fit are closed by the kernel and
-    refused. Without `wait`, or where the socket does not, `BlockingIOError` when nothing has."""
+    """Receive bytes and descriptors; (b"", []) at the end of the stream.
+
+    If more descriptors arrive than fit, the kernel closes the excess and this raises `UsageError`. Without `wait`, or on
+    a non-blocking socket, raises `BlockingIOError` when no data is available.
+    """
     data, ancillary, flags, _ = sock.recvmsg(CHUNK, _ANCILLARY, _CLOEXEC if wait else _CLOEXEC | _DONTWAIT)
     if not ancillary and not flags & _TRUNCATED:
         return data, []
@@ -117,8 +120,10 @@ def receive(sock: socket.socket, *, wait: bool = True) -> tuple[bytes, list[int]
 
 
 def send(sock: socket.socket, data: memoryview | bytes, descriptors: Sequence[int] = (), *, wait: bool = True) -> int:
-    """Send as much of `data` as goes; the descriptors go with its first byte. Without `wait`, or where the socket does
-    not, `BlockingIOError` when nothing goes now."""
+    """Send as much of `data` as the socket accepts, and return that size. The descriptors go with the first byte.
+
+    Without `wait`, or on a non-blocking socket, raises `BlockingIOError` when the socket accepts nothing now.
+    """
     flags = _NOSIGNAL if wait else _NOSIGNAL | _DONTWAIT
     if not descriptors:
         return sock.send(data, flags)
@@ -127,7 +132,7 @@ def send(sock: socket.socket, data: memoryview | bytes, descriptors: Sequence[in
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process at the other end, as the kernel recorded them."""
+    """(pid, uid) of the peer process, as the kernel recorded them."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return pid, uid
 

@@ -1,7 +1,13 @@
-"""Staged checkpoints in the daemon: an accepted job is finished even if trainer, worker or daemon die
+"""Staged checkpoints in the daemon: an accepted job is finished even if the trainer, its worker or the daemon dies
 (docs/design/0004).
 
-`schedule` decides who may be taken, run and held back (sans-I/O); `journal` is what the next daemon needs to know,
-`keeper` holds the arenas' descriptors for it, `worker` is the process that carries one job and `events` what it says;
-`gate` holds workers back; `memfd` says what an arena is; `jobs` puts them together.
+- `job_service`: accepts jobs and answers queries
+- `runner`: starts, follows and retries workers
+- `job_table`: the jobs, shared by both
+- `schedule`: decides which jobs are accepted, run or held back, and when they are retried (sans-I/O)
+- `journal`: the files from which the next daemon continues the jobs
+- `fd_keeper`, `keeper_process`: keep the arenas' descriptors open for the next daemon
+- `worker`: the process that runs one job, and its events
+- `gate`: pauses workers while an urgent one runs
+- `memfd`: checks arenas and plans
 """

@@ -1,10 +1,11 @@
 """The daemon's side of the keeper, a process that keeps arenas open when the daemon dies.
 
-Purpose: `put` when a job is taken, `drop` when its arena is released, `take` when a new daemon finds the job.
-Invariant: the keeper process is started when there is something to hold, and left alone when there is nothing, so it
-ends. The daemon's own descriptors stay the daemon's. Not for two threads at once.
-Failure behaviour: a keeper that died is restarted and gets all descriptors again. Without a keeper jobs run all the
-same, which is logged once; they are lost if daemon and worker both die.
+Purpose: the daemon calls `put` when it accepts a job, and `drop` when the job's arena is released. A new daemon calls
+`take` to get the arenas of the jobs that it continues.
+Invariant: the daemon starts the keeper process when there is a descriptor to hold. When there is none it disconnects,
+so the keeper exits. The daemon keeps ownership of its own descriptors. Not thread-safe.
+Failure behaviour: a keeper that died is restarted and gets all descriptors again. Jobs also run without a keeper, which
+is logged once, but they are lost if the daemon and the worker both die.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class FdKeeper:
 
     def __init__(self, folder: Path) -> None:
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._path = f"/proc/self/fd/{self._folder}/keeper"  # short, as a socket's address must be
+        self._path = f"/proc/self/fd/{self._folder}/keeper"  # short, because the address of a Unix socket is limited
         self._sock: socket.socket | None = None
         self._mine: dict[str, int] = {}
 
@@ -47,7 +48,7 @@ class FdKeeper:
             self._again()
 
     def drop(self, name: str) -> None:
-        """Let go of it; nothing when it is not held."""
+        """Release the descriptor; does nothing when it is not held."""
         self._mine.pop(name, None)
         with contextlib.suppress(OSError, HeadraceError):
             if self._sock is not None:
@@ -56,7 +57,7 @@ class FdKeeper:
             self._hang_up()
 
     def take(self) -> dict[str, int]:
-        """What an earlier daemon left with its keeper; the descriptors are the caller's, and stay held."""
+        """The descriptors that an earlier daemon left. The caller owns these copies; the keeper holds its own until `drop`."""
         found: dict[str, int] = {}
         with contextlib.suppress(OSError, HeadraceError):
             if self._sock is None:
@@ -71,11 +72,11 @@ class FdKeeper:
 
     @property
     def holds(self) -> int:
-        """How many descriptors a keeper has."""
+        """Number of descriptors that a connected keeper holds."""
         return len(self._mine) if self._sock is not None else 0
 
     def close(self) -> None:
-        """Leave; what is held stays held."""
+        """Disconnect; the keeper still holds its descriptors."""
         self._hang_up()
         if self._folder >= 0:
             os.close(self._folder)
@@ -88,10 +89,10 @@ class FdKeeper:
             raise TransientError("the keeper is full")
 
     def _again(self) -> None:
-        """A new keeper, or the old one by a new connection, that holds all there is."""
+        """Reconnect to the keeper, or start another one, and pass it all descriptors."""
         for tries in range(TRIES):
             self._hang_up()
-            time.sleep(tries * 0.1)  # one that is dying still accepts connections for a moment
+            time.sleep(tries * 0.1)  # a dying keeper still accepts connections for a moment
             try:
                 for name, fd in self._mine.items():
                     self._put(name, fd)

@@ -1,13 +1,17 @@
-"""What the next daemon must know of the jobs of this one: a private directory of small files.
+"""The journal: a private directory of small files, from which the next daemon continues this daemon's jobs.
 
-For each job, by its token: `.plan`, the put plan as it came; `.job`, the entry; `.events` and `.log`, what its worker
-says; `.progress`, what the worker keeps for its successor. An entry is 8 bytes of magic, a length, msgpack, and the
-XXH3-64 of all before.
-Invariants: an entry is there only if its plan is, and both are on the disk before `record` returns; a worker lives
-exactly as long as its `.events` file is locked, whatever became of its number. Nothing in here is secret.
-Failure behaviour: an entry that is torn, foreign, too new or too large is named in the log and set aside in `refused/`,
-of which `REFUSED` are kept; what belongs to no entry is removed. `CorruptionError` for a plan that is not what was
-recorded.
+Each job has these files, named by its token:
+
+- `.plan`: the put plan as received
+- `.job`: the entry
+- `.events` and `.log`: the worker's output
+- `.progress`: state that a worker leaves for its successor
+
+An entry is 8 bytes of magic, a length, msgpack, and the XXH3-64 of all bytes before.
+Invariants: an entry exists only if its plan does, and both are on the disk before `record` returns. A worker is alive
+exactly as long as its `.events` file is locked; its pid may have been reused. The files contain no secrets.
+Failure behaviour: an entry that is torn, foreign, too new or too large is logged and moved to `refused/`, which keeps
+the last `REFUSED`. Files without an entry are removed. `CorruptionError` for a plan that differs from the recorded one.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ _log = get_logger(__name__)
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One job. `accepted` in Unix seconds; `pid` and `tries` of its workers so far."""
+    """One job. `accepted` is in Unix seconds, `pid` is the newest worker's, and `tries` counts the workers so far."""
 
     version: int = VERSION
     token: str
@@ -54,12 +58,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     accepted: float
     pid: int = 0
     started: int = 0
-    """The worker's start in clock ticks since the machine's: with `pid`, who it is."""
+    """The worker's start in clock ticks since boot; together with `pid` it identifies the process."""
     tries: int = 0
     failures: int = 0
-    """How many of them failed, by their own word, and are to be followed by another."""
+    """Number of workers that reported a failure after which the job is retried."""
     failing_since: float = 0.0
-    """When the first of these did; Unix seconds."""
+    """When the first of these failed; Unix seconds."""
 
 
 class _Head(msgspec.Struct):
@@ -67,30 +71,29 @@ class _Head(msgspec.Struct):
 
 
 class Journal:
-    """The entries in `folder`, which is made when absent. One daemon at a time uses it: the one that holds the
-    socket."""
+    """The entries in `folder`, which is created when absent. Only the daemon that holds the socket uses it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = private_directory(folder)
 
     def record(self, entry: Entry, plan: bytes) -> None:
-        """Make the job known for good: plan, entry and their names are on the disk when this returns."""
+        """Make the job durable: the plan, the entry and their names are on the disk when this returns."""
         self._write(f"{entry.token}.plan", plan, sync=True)
         self._write(f"{entry.token}.job", _encode(entry), sync=True)
         self._sync()
 
     def update(self, entry: Entry) -> None:
-        """Who carries it now. Not synced: it is of use only while the machine runs."""
+        """Replace the entry. Not synced: the changed fields are of use only until the machine restarts."""
         self._write(f"{entry.token}.job", _encode(entry), sync=False)
 
     def remove(self, token: str) -> None:
-        """The job is over: the entry first, so that no entry lacks its files."""
+        """Remove the files of a job that is over. The entry goes first, so no entry lacks its files."""
         for kind in KINDS:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.folder / f"{token}.{kind}")
 
     def load(self) -> list[Entry]:
-        """All sound entries, oldest first. Everything else is set aside or removed."""
+        """All valid entries, oldest first. Invalid ones are moved to `refused/`, and files without an entry removed."""
         found = [entry for name in self._names(".job") if (entry := self._read(name)) is not None]
         known = {entry.token for entry in found}
         for name in self._names(""):
@@ -100,7 +103,7 @@ class Journal:
         return sorted(found, key=lambda entry: entry.accepted)
 
     def plan(self, entry: Entry) -> int:
-        """A descriptor of the plan, checked; the caller's to close."""
+        """A descriptor of the verified plan. The caller must close it."""
         fd = os.open(self.folder / f"{entry.token}.plan", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             data = _pread(fd, entry.plan_bytes + 1)
@@ -112,7 +115,7 @@ class Journal:
         return fd
 
     def open(self, token: str, kind: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-        """A descriptor of one of the job's files; the caller's to close."""
+        """A descriptor of one of the job's files. The caller must close it."""
         return os.open(self.folder / f"{token}.{kind}", flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     # inside
@@ -161,17 +164,17 @@ class Journal:
 
 
 def digest(plan: bytes) -> str:
-    """What a plan is recognised by."""
+    """The digest that identifies a plan."""
     return xxhash.xxh3_128_hexdigest(plan)
 
 
 def read_plan(fd: int) -> bytes:
-    """The plan's bytes; whoever checked the descriptor knows that they do not change."""
+    """The plan's bytes. They cannot change, because `check_plan` verified the seals."""
     return _pread(fd, PLAN_BYTES)
 
 
 def is_locked(fd: int) -> bool:
-    """Whether somebody else holds the lock of this file."""
+    """Whether another open file holds the lock of this file."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,13 +1,17 @@
-"""A process that holds descriptors for a daemon that may die. A program: standard library only, so that it is small.
+"""A process that holds descriptors for a daemon that may die. It uses only the standard library, so it is small.
 
-Invariant: what was put is held until it is dropped, whoever is connected; only processes of this user are listened to.
-At most `HELD` descriptors, under names of at most 64 characters.
-Failure behaviour: it ends when it holds nothing and nobody is connected, and, dropping everything, when nobody has been
-connected for `ALONE_SECONDS` or its socket's name is gone, so that nobody can. A message it does not understand ends
-that connection.
+Invariant: a descriptor is held from `put` until `drop`, also when no daemon is connected. The keeper serves only
+processes of its own user. It holds at most `HELD` descriptors, under names of at most 64 characters.
+Failure behaviour: without a connected process, the keeper exits
 
-Messages are packets: `put NAME` with one descriptor, `drop NAME`, `take NAME`, `list`, `who`. Answers are `ok`, with
-the descriptor for `take`, with names separated by spaces for `list`, with its number for `who`; or `no`.
+- when it holds nothing (before the first connection only after `FIRST_SECONDS`);
+- when it was alone for `ALONE_SECONDS`;
+- when its socket was unlinked, because no process can connect any more.
+
+A message that it does not understand ends that connection.
+
+Messages are packets: `put NAME` with one descriptor, `drop NAME`, `take NAME`, `list`, `who`. Answers are `ok` or `no`.
+`ok` has the descriptor for `take`, names separated by spaces for `list`, and the keeper's pid for `who`.
 """
 
 from __future__ import annotations
@@ -27,10 +31,10 @@ _PACKET = 64 << 10
 
 
 class KeeperProcess:
-    """Serves `listening` until it is of no more use."""
+    """Serves `listening` until one of the conditions for exit holds."""
 
     def __init__(self, listening: socket.socket, folder: int, alone: float) -> None:
-        """`folder`: a descriptor of the directory where `listening` is called `keeper`."""
+        """`folder`: a descriptor of the directory that contains the socket `listening` as `keeper`."""
         self._listening, self._folder, self._limit = listening, folder, alone
         self._held: dict[str, int] = {}
         self._peers: list[socket.socket] = []
@@ -85,7 +89,7 @@ class KeeperProcess:
             self._leave(sock)
 
     def _carry_out(self, sock: socket.socket, words: list[str], descriptors: list[int]) -> bool:
-        """Whether it was understood."""
+        """Execute a message; returns whether it was valid."""
         if words[0] == "put" and len(words) == 2 and len(descriptors) == 1 and 0 < len(words[1]) <= 64:
             room = len(self._held) < HELD or words[1] in self._held
             for old in [self._held.pop(words[1], -1)] if room else descriptors:
@@ -121,8 +125,8 @@ class KeeperProcess:
 
 
 def main() -> None:
-    """`keeper.py FOLDER [SECONDS]`, with the listening socket as standard input. Returns at once; a child of nobody's
-    serves."""
+    """`keeper_process.py FOLDER [SECONDS]`, with the listening socket as standard input. The process exits at once, and
+    an orphaned child serves."""
     if os.fork():
         os._exit(0)
     with socket.socket(fileno=os.dup(0)) as listening:

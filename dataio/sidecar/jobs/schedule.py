@@ -2,19 +2,20 @@
 
 A job is in one of these states:
 
-- *waiting*: its arena does not fit into the budget; nothing is promised
+- *waiting*: its arena does not fit into the budget; the daemon has not accepted it
 - *taken*: it is being journaled
 - *queued*, *running*
 - *committing*: its manifest is written; it waits for other ranks and needs no slot
 - *retrying*: it waits for the store to come back, and is queued again afterwards
 
-Urgent jobs have slots, a queue and a budget of their own, as large as those of the others.
-Invariants: the arenas that are held never exceed the budget of their class. Within a class jobs are served in order of
-arrival, so small ones do not starve a large one. At most `running` jobs run and `queued` wait; committing jobs need a
-slot only beyond `COMMITTING`. The pauses of `RetrySchedule` grow to `max_pause`, with jitter, so the nodes of a cluster
-do not return to a store all at once; the last try begins at most `limit` seconds after the first failure.
+Urgent jobs are a class of their own, with slots, a queue and a budget as large as those of the other jobs.
+Invariants: the arenas that are held never exceed the budget of their class, except those of adopted jobs. Within a
+class jobs are served in order of arrival, so small ones do not starve a large one. At most `running` jobs run and
+`queued` wait; committing jobs need a slot only beyond `COMMITTING`. The pauses of `RetrySchedule` grow to `longest`,
+with jitter, so the nodes of a cluster do not retry a store at the same time. The last try begins at most `limit`
+seconds after the first failure.
 Failure behaviour: `CapacityError` for an arena larger than the budget, for a full queue, and for a job that would have
-to wait and may not.
+to wait although its caller does not allow it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from headrace.dataio.core.limits import format_bytes
 
 COMMITTING = 64
 HOLD_SECONDS = 90.0
-"""How long urgent jobs hold back the others."""
+"""Maximum time for which urgent jobs pause the others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,11 +36,11 @@ class _Item:
     urgent: bool
     state: str
     holds: int
-    """Bytes of the budget: the arena's, until it is released."""
+    """Bytes of the budget that it uses: the arena's size, until the arena is released."""
 
 
 class Schedule:
-    """Jobs by token, in the order of their coming."""
+    """Jobs by token, in order of arrival."""
 
     def __init__(self, running: int, queued: int, budget: int) -> None:
         self._running, self._queued, self.budget = running, queued, budget
@@ -49,7 +50,7 @@ class Schedule:
     # what happens
 
     def offer(self, token: str, size: int, *, urgent: bool, patient: bool) -> bool:
-        """A new job. True: it is taken. False: it waits for room; `patient` says whether it may."""
+        """Add a job. Returns True if it is taken, False if it waits for room, which `patient` allows."""
         self._refuse(size, urgent)
         fits = not self._of("waiting", urgent) and self._held(urgent) + size <= self.budget
         if not fits and not patient:
@@ -62,38 +63,38 @@ class Schedule:
         return fits
 
     def adopt(self, token: str, size: int, *, urgent: bool, state: str, holds: int) -> None:
-        """A job that an earlier daemon took; whether it fits is no question any more."""
+        """Add a job that an earlier daemon accepted, even if it does not fit."""
         self._items[token] = _Item(size, urgent, state, holds)
 
     def journaled(self, token: str) -> None:
-        """It may run now."""
+        """The job is in the journal, and may run now."""
         self._items[token].state = "queued"
 
     def again(self, token: str) -> None:
-        """Its worker is gone; it needs another."""
+        """Queue the job for another worker, because the last one is gone."""
         self._items[token].state = "queued"
 
     def later(self, token: str) -> None:
-        """Its worker failed; it needs another after a pause."""
+        """The worker failed: the job gets another one after a pause."""
         self._items[token].state = "retrying"
 
     def released(self, token: str) -> None:
-        """Its arena is no longer held."""
+        """The arena was released, and no longer uses the budget."""
         self._items[token].holds = 0
 
     def committing(self, token: str) -> None:
-        """It needs its place no more."""
+        """The job only waits for other ranks, and no longer needs its slot."""
         if self._items[token].state == "running":
             self._items[token].state = "committing"
 
     def over(self, token: str) -> None:
-        """It ended, or is withdrawn."""
+        """Remove a job that ended or was withdrawn."""
         self._items.pop(token, None)
 
     # what follows
 
     def take(self) -> list[str]:
-        """Jobs that waited and fit now."""
+        """Take the waiting jobs that fit now; returns their tokens."""
         taken = []
         for urgent in (True, False):
             for token in self._of("waiting", urgent):
@@ -105,7 +106,7 @@ class Schedule:
         return taken
 
     def start(self) -> list[str]:
-        """Jobs to be started, urgent ones first."""
+        """Mark the jobs that may start now as running; returns their tokens, urgent ones first."""
         started = []
         for urgent in (True, False):
             for token in self._of("queued", urgent)[: self._places(urgent)]:
@@ -114,7 +115,7 @@ class Schedule:
         return started
 
     def holds_back(self, now: float) -> bool:
-        """Whether others than urgent jobs are to send nothing at the moment."""
+        """Whether jobs that are not urgent must pause now."""
         if not self._of("running", urgent=True):
             self._held_since = None
             return False
@@ -168,15 +169,16 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class RetrySchedule:
-    """Seconds."""
+    """When a failed job is retried. `first` and `longest` bound the pause, `limit` the time since the first failure; all
+    in seconds."""
 
     limit: float = 3600.0
     first: float = 1.0
     longest: float = 60.0
 
     def pause(self, failures: int, elapsed: float, draw: float) -> float | None:
-        """Seconds until the next try, when `failures` have failed, the first of them `elapsed` seconds ago; None when
-        there is to be none. `draw` is in [0, 1)."""
+        """Seconds until the next try after `failures` failures, the first of them `elapsed` seconds ago. None when the
+        job must not be retried. `draw` is a random number in [0, 1)."""
         left = self.limit - elapsed
         if left <= 0:
             return None

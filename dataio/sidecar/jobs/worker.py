@@ -1,9 +1,9 @@
 """The process that runs one job, its events, and how its daemon or the next one follows it.
 
-A job's command gets `--arena-fd N --plan-fd M --progress-fd P --gate-fd G` and exactly those descriptors. -1 stands for
-none: no arena when it was released before, so that only the work in the progress file is left; no gate when the job is
-urgent. The worker runs in a session of its own and writes its events to standard output, which is the job's `.events`
-file. An event is one JSON object per line:
+A job's command gets `--arena-fd N --plan-fd M --progress-fd P --gate-fd G` and exactly those descriptors. -1 means
+none: there is no arena after its release (only the work in the progress file is left), and no gate for an urgent job.
+The worker runs in its own session and writes its events to standard output, which is the job's `.events` file. An event
+is one JSON object per line:
 
 - `{"event": "progress", "done": int, "total": int}`
 - `{"event": "released"}`: the trainer may write to the arena again, and the job can be finished without it
@@ -13,10 +13,10 @@ file. An event is one JSON object per line:
   later
 
 Invariants: the worker holds the lock on the events file from before its first instruction to its end, so every daemon
-can tell whether it is alive. A new daemon reads the file from its beginning, and so sees all events that the old one
+can tell whether it is alive. A new daemon reads the file from its beginning, so it sees all events that the old daemon
 saw.
-Failure behaviour: a line longer than `LINE_BYTES`, or that is no event, is counted and otherwise ignored. A worker that
-writes more than `OUTPUT_BYTES` is killed. A worker that cannot be started ends at once, with the reason.
+Failure behaviour: a line that is longer than `LINE_BYTES` or is not an event is counted and ignored. The daemon kills a
+worker that writes more than `SAID_BYTES`. A worker that cannot be started ends at once, with the reason.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _LAST_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a worker ended. `killed`: by a signal, as far as anyone knows, so that another one may do better."""
+    """How a worker ended. `killed`: by a signal, or in an unknown way, so another worker may succeed."""
 
     reason: str
     killed: bool
 
 
 class Worker:
-    """A worker that was started here, or by an earlier daemon (`process` is None)."""
+    """A worker that this daemon started, or an earlier one (`process` is None)."""
 
     def __init__(self, journal: Journal, token: str, process: subprocess.Popen[bytes] | None, start: int = 0) -> None:
         self._journal, self._token, self._process, self._start = journal, token, process, start
@@ -67,7 +67,7 @@ class Worker:
     def start(
         cls, command: Sequence[str], journal: Journal, entry: Entry, arena: int, gate: PriorityGate | None
     ) -> Worker:
-        """A new one. OSError when the command cannot be started, `CorruptionError` when the plan is damaged."""
+        """Start a worker. `OSError` when the command cannot be started, `CorruptionError` when the plan is damaged."""
         token = entry.token
         with contextlib.ExitStack() as stack:
 
@@ -98,12 +98,12 @@ class Worker:
         return self._process.pid if self._process is not None else 0
 
     def follow(self, heard: Callable[[bytes], object]) -> End:
-        """Give every line to `heard`, until the worker has ended: its own, or all there are when an earlier daemon
-        started it."""
+        """Pass every line to `heard` until the worker ends. If an earlier daemon started the worker, that includes the
+        lines of the workers before it."""
         lines, at = Lines(), self._start
         try:
             while True:
-                gone = self._is_gone()  # asked before reading: what it said last is not missed
+                gone = self._is_gone()  # checked before reading, so the last lines are not missed
                 while data := os.pread(self._events, 1 * MIB, at):
                     at += len(data)
                     for line in lines.feed(data):
@@ -151,13 +151,13 @@ class Worker:
 
 
 def _at_a_lines_start(events: int) -> int:
-    """The end of the file, where a new line begins: what the worker before was saying when it died stays apart."""
+    """The end of the file. If the previous worker died within a line, this ends that line first."""
     size = os.fstat(events).st_size
     return size + os.write(events, b"\n") if size and os.pread(events, 1, size - 1) != b"\n" else size
 
 
 def started_at(pid: int) -> int:
-    """When the process began, in clock ticks since the machine did; 0 when there is none."""
+    """When the process started, in clock ticks since boot; 0 when it does not exist."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read(4096).rpartition(b")")[2].split()[19])
     return 0
@@ -167,7 +167,7 @@ LINE_BYTES = 32 << 10
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A line, taken apart; which fields count depends on `event`."""
+    """A decoded line. `event` decides which fields are used."""
 
     event: str
     done: m.Size = 0
@@ -183,7 +183,7 @@ _events = msgspec.json.Decoder(Event)
 
 
 def decode_event(line: bytes) -> Event | None:
-    """The event of a line, or None for what is none."""
+    """The event of a line, or None if it is not one."""
     try:
         found = _events.decode(line) if line else None
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -192,7 +192,7 @@ def decode_event(line: bytes) -> Event | None:
 
 
 class Lines:
-    """Cuts what comes into lines; an empty one stands for each that is longer than `LINE_BYTES`."""
+    """Splits data into lines. An empty line replaces each one that is longer than `LINE_BYTES`."""
 
     def __init__(self) -> None:
         self._rest, self._overlong = b"", False

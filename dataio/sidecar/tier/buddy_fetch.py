@@ -1,12 +1,13 @@
-"""Fetches objects from the buddy that a trainer on this node lacks, and those that it will need next.
+"""Fetches objects from the buddy that a trainer on this node lacks, and prefetches those that it will need next.
 
-Purpose: a restore requests one object after the other. The record that names the first one names them all, so they are
-fetched over several connections while the trainer reads.
-Invariants: an object is fetched once, however many ask for it; one that somebody waits for goes first. At most
-`CONNECTIONS` objects are on their way, each in pieces of `protocol.PIECE` bytes, so that is all the memory; at most
-`AHEAD` wait.
-Failure behaviour: a buddy that cannot be reached, or breaks off, is not asked again for `AWAY_SECONDS`; who waited
-hears False and reads elsewhere. No room in the tier ends that object alone.
+Purpose: a restore requests one object after the other. The record that names the first object names all of them, so
+they are fetched over several connections while the trainer reads.
+Invariants: concurrent requests for one object fetch it once. Requested objects go before prefetched ones. At most
+`CONNECTIONS` objects are in flight, each in pieces of `protocol.PIECE` bytes, which bounds the memory. At most `AHEAD`
+prefetches wait.
+Failure behaviour: when the buddy is unreachable or the connection breaks, no request is sent for `AWAY_SECONDS`.
+Waiting callers get False and read from the store. If the tier has no room or an object is corrupt, only that object
+fails.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ _log = get_logger(__name__)
 
 
 class BuddyFetch:
-    """`recall` blocks, on threads of the caller's; the fetching has its own. `counts`: objects asked of the buddy, by
-    outcome."""
+    """Fetches in its own threads; `recall` blocks the caller's thread. `counts`: requested objects by outcome."""
 
     def __init__(self, config: TierConfig, shelf: LocalTier, context: ssl.SSLContext) -> None:
         self._config, self._shelf, self._context = config, shelf, context
@@ -73,7 +73,7 @@ class BuddyFetch:
     # the queue
 
     def _needed_with(self, source: str, key: str) -> list[_Name]:
-        """The other objects of the records that name this one, the first time one of them is asked for."""
+        """The other objects of the records that name this one. A record counts only for the first of its objects."""
         found: dict[_Name, None] = {}
         for record in self._shelf.records(source):
             if key in record.keys and self._is_new(record):
@@ -111,7 +111,7 @@ class BuddyFetch:
     # fetching
 
     def _fetch_all(self) -> None:
-        """On a thread of the pool: by one connection, until nothing waits."""
+        """Fetch over one connection until the queue is empty. Runs in a thread of the pool."""
         with ExitStack() as stack:
             buddy: BuddyClient | None = None
             while (name := self._next()) is not None:
@@ -121,7 +121,7 @@ class BuddyFetch:
                     there = buddy.fetch(self._shelf, *name)
                     self._count("found" if there else "absent")
                 except (HeadraceError, OSError) as error:
-                    buddy = None  # what comes by this connection next is the rest of that object
+                    buddy = None  # the connection still delivers the rest of that object
                     self._failed(name, error)
                 finally:
                     self._arrived(name, there)

@@ -1,12 +1,12 @@
 """Connections to the buddy, and the thread that sends copies of this node's steps to it, newest first.
 
-Purpose: losing this node loses nothing that was kept here.
+Purpose: when this node is lost, the buddy still has the steps that were copied to it.
 Invariants: the buddy's certificate is checked before any message is sent. A fetched object is stored only if its digest
 matches. A record is sent after all objects that it names and this node has; only then does the step count as copied.
-Guests' steps are not forwarded. One connection, one thread, at the configured rate.
+Guests' steps are not forwarded. The sender uses one connection and one thread, at the configured rate.
 Failure behaviour: `BuddyError` says why the buddy cannot be reached or refuses a request; a broken connection is not
-reused. A buddy that is away or full is logged once per change, shown in the status, and tried again after 1 to
-`MAX_PAUSE` seconds; saves go on.
+reused. When the buddy is unreachable or full, the sender logs each change once, shows it in the status, and tries again
+after 1 to `LONGEST` seconds. Saves continue meanwhile.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ A = TypeVar("A")
 
 
 class BuddyError(TransientError):
-    """The buddy is away, is not who it should be, or has no room."""
+    """The buddy is unreachable, has the wrong certificate, or refused a request."""
 
     code = "buddy"
 
 
 class BuddyClient:
-    """A connection. For one thread at a time."""
+    """A connection to the buddy. Not thread-safe."""
 
     def __init__(self, channel: p.Channel) -> None:
         self._channel = channel
         self.sent = 0
-        """Bytes of objects that had to be sent."""
+        """Bytes of objects sent, without those that the buddy already had."""
 
     @classmethod
     def connect(cls, config: TierConfig, context: ssl.SSLContext, pace: p.RateLimit) -> BuddyClient:
@@ -63,7 +63,7 @@ class BuddyClient:
         return cls(channel)
 
     def offer(self, shelf: LocalTier, source: str, key: str) -> bool:
-        """Let the buddy have this object of `shelf`; False when it is not here any more."""
+        """Send an object of `shelf`, unless the buddy has it; False when it is no longer in `shelf`."""
         held = shelf.open(source, key)
         if held is None:
             return False
@@ -77,7 +77,7 @@ class BuddyClient:
         return True
 
     def keep(self, record: Record) -> None:
-        """Let the buddy have the record."""
+        """Send the record."""
         data = documents.encode(record)
         with _said(f"sending the record of step {record.step} to the buddy"):
             self._channel.send(p.Keep(len(data)))
@@ -85,14 +85,14 @@ class BuddyClient:
             _expect(self._channel.answer(), p.Stored)
 
     def records(self, source: str) -> list[Record]:
-        """What the buddy has of this store."""
+        """The buddy's records of this store."""
         with _said("listing the buddy's records"):
             self._channel.send(p.List(source))
             sizes = _expect(self._channel.answer(), p.Listed).sizes
             return [documents.decode(self._channel.whole(size), "a buddy's record") for size in sizes]
 
     def fetch(self, shelf: LocalTier, source: str, key: str) -> bool:
-        """Bring an object onto `shelf`; False when the buddy does not have it."""
+        """Fetch an object into `shelf`; False when the buddy does not have it."""
         with _said(f"fetching {key} from the buddy"):
             self._channel.send(p.Fetch(source, key, 0))
             answer = self._channel.answer()
@@ -130,7 +130,7 @@ def _expect(answer: p.Answer, kind: type[A]) -> A:
 
 @contextlib.contextmanager
 def _said(doing: str) -> Iterator[None]:
-    """Trouble with the connection in plain words; no room and damage stay what they are."""
+    """Turn connection errors into `BuddyError`. `CapacityError` and `CorruptionError` pass through."""
     try:
         yield
     except ssl.SSLCertVerificationError as error:
@@ -144,14 +144,15 @@ def _said(doing: str) -> Iterator[None]:
 IDLE_SECONDS = 0.5
 LONGEST = 30.0
 RUNS = 32
-"""Runs whose newest copy is remembered."""
+"""Maximum number of runs for which the newest copy is remembered."""
 K = TypeVar("K")
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The newest step of a run that the buddy has, when it was kept here and when all of it was there. Unix seconds."""
+    """The newest step of a run on the buddy. `made`: when it was kept here; `sent`: when the copy was complete. Both in
+    Unix seconds."""
 
     step: int
     made: float
@@ -159,7 +160,7 @@ class Copy:
 
 
 class CopySender:
-    """Runs from `start` to `close`. `trouble` is why the buddy gets nothing, empty while it does."""
+    """Sends copies from `start` to `close`. `trouble` is the reason why it cannot, and empty while it can."""
 
     def __init__(self, config: TierConfig, shelf: LocalTier) -> None:
         self._config, self._shelf = config, shelf
@@ -172,7 +173,7 @@ class CopySender:
         self.copies: dict[str, Copy] = {}
 
     def has(self, record: Record) -> bool:
-        """Whether the buddy has this rank's part of the step, whole."""
+        """Whether the buddy has all of this rank's part of the step."""
         return any((record.attempt, record.rank, committed) in self._done for committed in (False, True))
 
     def start(self) -> None:
@@ -180,13 +181,13 @@ class CopySender:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(2.0)  # it is in the middle of a piece at most, and ends with the process
+        self._thread.join(2.0)  # at most it is sending a piece; it is a daemon thread
 
     def _run(self) -> None:
         pause = 1.0
         while not self._stop.is_set():
             try:
-                self._next()  # how much waits is shown also while the buddy is away
+                self._next()  # updates `waiting`, also while the buddy is unreachable
                 with BuddyClient.connect(self._config, self._context, self._pace) as buddy:
                     self._well()
                     pause = 1.0
@@ -204,13 +205,13 @@ class CopySender:
                 self._send(buddy, record)
                 idle = time.monotonic()
             elif time.monotonic() - idle > p.IO_SECONDS / 3:
-                buddy.records("-")  # so that neither side takes the silence for the end
+                buddy.records("-")  # keeps the connection alive: either side would time out
                 idle = time.monotonic()
             else:
                 self._stop.wait(IDLE_SECONDS)
 
     def _next(self) -> Record | None:
-        """The newest record that the buddy lacks, or has as it was before the commit."""
+        """The newest record that the buddy lacks, or has only in its state before the commit."""
         left = [r for r in self._shelf.records() if not r.guest and not r.over and _name(r) not in self._done]
         self.waiting = len(left)
         return left[0] if left else None
@@ -222,7 +223,11 @@ class CopySender:
             held, before = self._shelf.open(record.source, key), buddy.sent
             if held is None:
                 continue
-            name = (record.source, key, held.label.digest)  # a second carrier's manifest has the first one's key
+            name = (
+                record.source,
+                key,
+                held.label.digest,
+            )  # a second worker's manifest has the same key as the first one's
             if name not in self._sent and buddy.offer(self._shelf, record.source, key):
                 _note(self._sent, name)
             self.bytes += buddy.sent - before

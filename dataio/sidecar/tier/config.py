@@ -1,8 +1,9 @@
 """Configuration of the local tier and its buddy, and the TLS contexts made from it.
 
 Invariants: after `TierConfig.check` the configuration is complete: a daemon that talks to buddies has a tier and all
-three TLS files. Buddies use TLS 1.3 with certificates of one CA on both sides. No byte from a peer is read before its
-certificate was checked against the CA, and its names against the configured ones. Only OpenSSL reads the keys.
+three TLS files. Buddies use TLS 1.3 with certificates of one CA on both sides. The daemon reads no byte from a peer
+before it has checked the certificate against the CA and its names against the configured ones. Only OpenSSL reads the
+keys.
 Failure behaviour: `UsageError` names the missing or wrong setting. A refused peer raises `ssl.SSLError` or
 `StrangerError`.
 """
@@ -35,8 +36,12 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """`folder` is on a tmpfs or a local disk; `steps` of each run stay, within `bytes`. `names`: whose certificates are
-    let in, empty for the buddy's host alone. `rate`: bytes a second to the buddy at most, None for no bound."""
+    """Configuration of the local tier.
+
+    `folder` is on a tmpfs or a local disk. The tier keeps the newest `steps` of each run, within `bytes`. `names` are the
+    accepted certificate names; if empty, only the buddy's host is accepted. `rate` limits the bytes a second to the buddy;
+    None means no limit.
+    """
 
     folder: Path
     bytes: int = 8 * GIB
@@ -51,11 +56,11 @@ class TierConfig:
 
     @property
     def welcome(self) -> tuple[str, ...]:
-        """Names of which a peer's certificate must have one."""
+        """The accepted names: a peer's certificate must contain one."""
         return self.names or ((self.buddy.host,) if self.buddy is not None else ())
 
     def check(self) -> TierConfig:
-        """Itself, when it is complete."""
+        """Return the configuration if it is complete; else raise `UsageError`."""
         if self.buddy is None and self.listen is None:
             return self
         for name in ("cert", "key", "ca"):
@@ -88,7 +93,7 @@ def address(text: str) -> Address | None:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names of certificates, parted by commas, or off."""
+    """Names of certificates, separated by commas, or off."""
     found = tuple(name.strip() for name in text.split(",")) if text != OFF else ()
     if not all(found):
         raise UsageError(f"{text!r} has an empty name")
@@ -106,21 +111,21 @@ def rate(text: str) -> int | None:
 
 
 class StrangerError(Exception):
-    """A certificate of the CA, but not of a name that is let in."""
+    """The CA signed the certificate, but none of its names is accepted."""
 
 
 def server_context(config: TierConfig) -> ssl.SSLContext:
-    """For whoever listens."""
+    """The TLS context of the listening side."""
     return _context(ssl.PROTOCOL_TLS_SERVER, config)
 
 
 def client_context(config: TierConfig) -> ssl.SSLContext:
-    """For whoever connects; the server's name is checked by `wrap_socket(server_hostname=…)`."""
+    """The TLS context of the connecting side. `wrap_socket(server_hostname=…)` checks the server's name."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, config)
 
 
 def require_name(peer: ssl.SSLSocket, welcome: Sequence[str]) -> str:
-    """The name by which this peer is let in."""
+    """The accepted name in the peer's certificate; `StrangerError` when there is none."""
     certificate = peer.getpeercert() or {}
     found = names_of(certificate)
     for name in found:
@@ -135,7 +140,7 @@ def names_of(certificate: dict[str, Any]) -> list[str]:
 
 
 def same_name(name: str, wanted: str) -> bool:
-    """Addresses by their value, names without regard to case; no wildcards."""
+    """Compare addresses by value and names without case; there are no wildcards."""
     try:
         return ipaddress.ip_address(name) == ipaddress.ip_address(wanted)
     except ValueError:

@@ -1,13 +1,15 @@
-"""What buddies say to each other: small messages, and bytes of objects after some of them.
+"""The buddies' protocol: small messages, some followed by the bytes of an object or a record (the body).
 
-    hello → welcome | refused offer source, key, size, digest → want offset; then size - offset bytes follow → stored |
-    refused keep size, and a record of so many bytes → stored | refused list source → listed sizes, and the records, one
-    after the other fetch source, key, offset → found size, digest, and the bytes from offset | absent
+- `hello` → `welcome` | `refused`
+- `offer` source, key, size, digest → `want` offset | `refused`; then size - offset bytes → `stored` | `refused`
+- `keep` size, and a record of that many bytes → `stored` | `refused`
+- `list` source → `listed` sizes, and the records in that order
+- `fetch` source, key, offset → `found` size, digest, and the bytes from offset | `absent`
 
-Invariants: a message has at most `MESSAGE_BYTES`, is refused before it is read otherwise, and decodes to these types
-only; bytes that follow are announced and bounded. Every message and every body has one time limit for the whole of it,
-however it drips.
-Failure behaviour: `ProtocolError` for what is no message; `OSError` when the connection breaks or is too slow.
+Invariants: a message has at most `MESSAGE_BYTES`, and a larger one is refused before it is read. Messages decode to
+these types only. The size of a body is announced and bounded. Every message and every body has one time limit for all
+of its bytes, so a peer that sends slowly cannot extend it.
+Failure behaviour: `ProtocolError` for an invalid message; `OSError` when the connection breaks or is too slow.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ VERSION = 1
 MESSAGE_BYTES = 64 * KIB
 OBJECT_BYTES = 2 * GIB
 RECORDS = 256
-"""The most records that one answer lists."""
+"""Maximum number of records in one answer."""
 IO_SECONDS = 30.0
-"""For a message, once it is waited for; and for any silence."""
+"""Time limit of one message, and the longest silence within a body."""
 LEAST_RATE = 32 * KIB
-"""Bytes a second below which a body is given up: half of the least pace that can be set."""
+"""Minimum bytes a second of a body, or the transfer is aborted: half of the lowest rate that can be configured."""
 PIECE = 1 * MIB
 _LENGTH = struct.Struct("<I")
 Size = Annotated[int, msgspec.Meta(ge=0, le=OBJECT_BYTES)]
@@ -41,7 +43,7 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class ProtocolError(Exception):
-    """The peer does not speak the protocol."""
+    """The peer violated the protocol."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", tag=str.lower):
@@ -53,7 +55,7 @@ class Hello(Message, frozen=True):
 
 
 class Offer(Message, frozen=True):
-    """An object; the answer says from which byte on it is wanted, `size` when it is there."""
+    """Offer an object. The answer is the offset from which the peer wants it, or `size` when the peer has all of it."""
 
     source: Key
     key: Key
@@ -62,13 +64,13 @@ class Offer(Message, frozen=True):
 
 
 class Keep(Message, frozen=True):
-    """A record, of which all objects were offered."""
+    """Send a record, after all of its objects were offered."""
 
     size: RecordSize
 
 
 class List(Message, frozen=True):
-    """Ask for the records of a store."""
+    """Request the records of a store."""
 
     source: Key
 
@@ -123,7 +125,7 @@ class RateLimit:
         self._rate, self._sleep, self._free = rate, sleep, 0.0
 
     def take(self, size: int) -> None:
-        """Wait until `size` more bytes may go."""
+        """Wait until `size` more bytes may be sent."""
         if self._rate is None:
             return
         now = time.monotonic()
@@ -138,7 +140,7 @@ class Channel:
     def __init__(self, sock: socket.socket, pace: RateLimit | None = None) -> None:
         self._sock, self._pace = sock, pace or RateLimit(None)
         sock.settimeout(IO_SECONDS)
-        if sock.family != socket.AF_UNIX:  # a message must not wait for the answer to the one before
+        if sock.family != socket.AF_UNIX:  # else a message waits for the acknowledgement of the last one
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message) -> None:
@@ -146,7 +148,7 @@ class Channel:
         self._send_all(memoryview(_LENGTH.pack(_bounded(len(data))) + data), time.monotonic() + IO_SECONDS)
 
     def request(self) -> Request | None:
-        """What the peer asks; None when it has hung up between two messages."""
+        """The peer's next request; None when it closed the connection between two messages."""
         return self._receive(_requests)
 
     def answer(self) -> Answer:
@@ -156,7 +158,7 @@ class Channel:
         return found
 
     def send_bytes(self, pieces: Iterable[memoryview | bytes]) -> int:
-        """Send them at the pace that was given; how many there were."""
+        """Send the pieces at the configured rate; returns the number of bytes."""
         sent, until = 0, time.monotonic() + IO_SECONDS
         for piece in pieces:
             view = memoryview(piece)
@@ -169,7 +171,7 @@ class Channel:
         return sent
 
     def body(self, size: int) -> Iterator[memoryview]:
-        """The next `size` bytes in pieces, each valid until the next."""
+        """The next `size` bytes in pieces. A piece is valid until the next one is requested."""
         buffer, left = memoryview(bytearray(min(PIECE, max(size, 1)))), size
         until = time.monotonic() + IO_SECONDS
         while left:
@@ -204,7 +206,7 @@ class Channel:
             view = view[self._sock.send(view) :]
 
     def _limit(self, until: float) -> None:
-        """The next read or write ends by then, and after a silence of `IO_SECONDS` at the latest."""
+        """Make the next read or write time out at `until`, or after `IO_SECONDS` if that is earlier."""
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError("it took too long as a whole")
@@ -224,7 +226,7 @@ class Channel:
 
 
 def _bounded(length: int) -> int:
-    """The length of a message, if it may be that long."""
+    """Return `length`; `ProtocolError` if a message may not be that long."""
     if length > MESSAGE_BYTES:
         raise ProtocolError(f"a message of {length} bytes; the most is {MESSAGE_BYTES}")
     return length

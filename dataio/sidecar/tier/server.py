@@ -1,13 +1,18 @@
 """Accepts copies from other nodes, and returns them: this daemon as a buddy.
 
 Purpose: a guest's objects and records are kept in this node's tier, within its budget and rules.
-Invariants: an object becomes one only when all announced bytes came and their digest is right; what came before a
-broken connection is kept for `PARTIAL_SECONDS`, so that the rest alone is sent again. At most `CONNECTIONS` peers at
-once, each in a thread of its own; a slow peer does not affect others. A connection gets a
-thread when it has sent something: of up to `SILENT` that have not, the oldest makes room for the next. Where
-`STRANGERS` have threads, the address that has the most of them loses one to an address that has fewer.
-Failure behaviour: a peer that is refused or breaks the protocol is counted by reason and hung up on; no room is said as
-"capacity", and the connection goes on.
+Invariants:
+
+- An object is stored only when all announced bytes have arrived and their digest matches. The bytes that arrived before
+  a connection broke are kept for `PARTIAL_SECONDS`, so the peer sends only the rest again.
+- At most `CONNECTIONS` peers are admitted, each with its own thread, so a slow peer does not delay others.
+- A connection gets a thread when its first bytes arrive. At most `SILENT` connections have sent nothing; a further one
+  replaces the oldest of them.
+- At most `STRANGERS` threads serve peers that are not admitted yet. Then a new peer replaces one of the address that
+  has the most of them, if its own address has fewer.
+
+Failure behaviour: a peer that is refused or violates the protocol is disconnected, and counted by reason. A request
+without room is refused with the code "capacity", and the connection stays open.
 """
 
 from __future__ import annotations
@@ -33,9 +38,9 @@ from headrace.dataio.store.local_tier.tier import LocalTier
 
 CONNECTIONS = 16
 STRANGERS = 64
-"""Peers that have a thread and are not let in yet, at once."""
+"""Maximum number of peers that have a thread and are not admitted yet."""
 SILENT = 512
-"""Connections that have sent nothing yet, at once; those that the kernel has accepted are as many more."""
+"""Maximum number of connections that have sent nothing yet, and the length of the kernel's accept queue."""
 PARTIALS = 16
 HANDSHAKE_SECONDS = 5.0
 PARTIAL_SECONDS = 600.0
@@ -59,13 +64,13 @@ class _Partial:
 
 
 class BuddyServer:
-    """Listens from `start` to `close`. `counts`: peers refused, by reason; `received`: bytes of objects."""
+    """Listens from `start` to `close`. `counts`: refused peers by reason; `received`: bytes of objects."""
 
     def __init__(self, config: TierConfig, shelf: LocalTier) -> None:
         self._config, self._shelf = config, shelf
         self._context = server_context(config)
         self._lock = threading.Lock()
-        self._peers: dict[socket.socket, str] = {}  # each with its address, in the order of their coming
+        self._peers: dict[socket.socket, str] = {}  # with their addresses, in order of arrival
         self._known: set[socket.socket] = set()
         self._partials: dict[_Name, _Partial] = {}
         self._pace = p.RateLimit(config.rate)
@@ -74,7 +79,7 @@ class BuddyServer:
         self.received = 0
 
     def start(self) -> int:
-        """Returns the port. `UsageError` when it is taken."""
+        """Listen; returns the port. `UsageError` when it is in use."""
         assert self._config.listen is not None
         where = self._config.listen
         try:
@@ -154,7 +159,7 @@ class BuddyServer:
             oldest.close()
 
     def _start(self, sock: socket.socket, address: str) -> None:
-        """Give a connection that has sent something a thread, if need be that of another stranger."""
+        """Start a thread for a connection that has sent something, if necessary by disconnecting another stranger."""
         with self._lock:
             strangers = {other: at for other, at in self._peers.items() if other not in self._known}
             loser = _loser(strangers, address) if len(strangers) >= STRANGERS else None
@@ -164,7 +169,7 @@ class BuddyServer:
             if loser is not None:
                 del self._peers[loser]
         if loser is not None:
-            _hang_up(loser)  # its thread says so
+            _hang_up(loser)  # its thread reports it
         if full:
             sock.close()
             self._refuse("busy", address, _BusyError(f"{STRANGERS} strangers are connected"))
@@ -176,7 +181,7 @@ class BuddyServer:
         try:
             sock.settimeout(HANDSHAKE_SECONDS)
             with self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False) as peer:
-                with self._lock:  # wrapping takes the socket over
+                with self._lock:  # wrapping moved the descriptor to a new socket
                     if self._peers.pop(sock, None) is None:
                         raise _BusyError("another address has fewer connections")
                     self._peers[peer] = address
@@ -200,7 +205,7 @@ class BuddyServer:
             sock.close()
 
     def _let_in(self, peer: ssl.SSLSocket) -> None:
-        """Whoever is slower than `HANDSHAKE_SECONDS` in all is hung up on, however often it sends a byte."""
+        """Admit a peer. It is disconnected if its whole handshake takes longer than `HANDSHAKE_SECONDS`."""
         timer = threading.Timer(HANDSHAKE_SECONDS, _hang_up, (peer,))
         timer.daemon = True
         timer.start()
@@ -270,7 +275,7 @@ class BuddyServer:
         channel.send(self._finished(offer, partial))
 
     def _partial(self, offer: p.Offer) -> _Partial:
-        """The incomplete object, to continue it, or a new one."""
+        """The incomplete object to continue, or a new one."""
         name = (offer.source, offer.key, offer.digest)
         with self._lock:
             found = self._partials.get(name)
@@ -328,7 +333,7 @@ class BuddyServer:
 
 
 def _loser(strangers: Mapping[socket.socket, str], newcomer: str) -> socket.socket | None:
-    """The oldest stranger of the address that has the most, if those are more than the newcomer's."""
+    """The oldest stranger of the address that has the most, unless the newcomer's address would then have as many."""
     counts = Counter(strangers.values())
     address, most = counts.most_common(1)[0]
     if most <= counts[newcomer] + 1:
@@ -337,12 +342,12 @@ def _loser(strangers: Mapping[socket.socket, str], newcomer: str) -> socket.sock
 
 
 class _BusyError(Exception):
-    """More buddies than are served at once."""
+    """Too many peers are connected."""
 
 
 def _hang_up(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS may be in the middle of something: its own would wait
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # the TLS socket's own shutdown could block
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -1,10 +1,10 @@
 """The daemon's local tier and its buddies: opening, cleaning up, status.
 
-Purpose: one object for the daemon to start, ask and close.
-Invariants: nothing here runs on the daemon's loop but `status`, `commands` and `start`; `recall` may block, on a thread
-of the caller's. A daemon without `tier_dir` has none of this.
-Failure behaviour: a tier that cannot be opened stops the daemon's start (it was asked for by name); one that goes away
-later is said once and shown, and workers do without it.
+Purpose: one object that the daemon starts, queries and closes.
+Invariants: the daemon's loop calls only `start`, `status`, `commands` and `close`. `recall` blocks the caller's thread.
+A daemon without `tier_dir` has no `TierService`.
+Failure behaviour: if the tier cannot be opened, the daemon does not start, because the tier was configured explicitly.
+If the tier fails later, that is logged once and shown in the status, and workers save without it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = get_logger(__name__)
 
 
 class TierService:
-    """Between `start` and `close`."""
+    """The tier, its buddy and its guests, from `start` to `close`."""
 
     def __init__(self, config: TierConfig) -> None:
         self.config = config.check()
@@ -44,7 +44,7 @@ class TierService:
         self._sending = CopySender(config, self.shelf) if config.buddy is not None else None
         self._recalls = BuddyFetch(config, self.shelf, client_context(config)) if config.buddy is not None else None
         self.pool = ThreadPoolExecutor(WAITING, thread_name_prefix="headrace-recall")
-        """For `recall`, which waits."""
+        """Threads for `recall`, which blocks."""
         self._medium = storage_kind(config.folder)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="headrace-tier", daemon=True)
@@ -53,7 +53,7 @@ class TierService:
         self._metrics = TierMetrics(self.status)
 
     def start(self) -> None:
-        """`UsageError` when the port for buddies is taken."""
+        """Start all threads; `UsageError` when the port for buddies is in use."""
         self._look()
         REGISTRY.register(self._metrics)
         if self._server is not None:
@@ -77,7 +77,7 @@ class TierService:
         self._thread.join(5)
 
     def commands(self, commands: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-        """The commands of jobs, with the arguments that name the tier."""
+        """The jobs' commands, extended by the arguments that describe the tier."""
         told = ("--tier-dir", str(self.shelf.root), "--tier-bytes", str(self.shelf.limits.bytes))
         more = (*told, "--tier-steps", str(self.shelf.limits.steps))
         return {kind: (*command, *more) if kind == "checkpoint" else command for kind, command in commands.items()}
@@ -103,7 +103,7 @@ class TierService:
             self._look()
 
     def _look(self) -> None:
-        """What there is, for `status`; now and then, tidy up."""
+        """Update the contents that `status` shows, and tidy the tier every `TIDY_SECONDS`."""
         trouble = ""
         try:
             if time.monotonic() - getattr(self, "_tidied", 0.0) > TIDY_SECONDS:
@@ -155,7 +155,8 @@ class TierService:
 
 
 def _steps(records: Sequence[Record], copied: Callable[[Record], bool] | None) -> list[dict[str, object]]:
-    """The newest steps here, one line each; `copied` ranks of it are on the buddy too, None where there is no buddy."""
+    """The newest steps in the tier, one line each. `copied`: number of ranks whose part is on the buddy; None without a
+    buddy."""
     lines: dict[tuple[str, str], dict[str, object]] = {}
     for r in records:
         line = lines.setdefault(
