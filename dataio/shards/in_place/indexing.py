@@ -1,22 +1,24 @@
-"""`index`: a dataset over tars that are there already, without copying them.
+"""`index` makes a dataset from existing tars without copying them.
 
-Purpose: read every shard once, from its beginning to its end; describe its samples; write index parts and a version at another
-place. The shards stay where they are, mounted (`headrace.dataio.shards.versions.mounting`), or, where they lie below the dataset,
-under their keys.
+Purpose: read each shard once from beginning to end, describe its samples, and write index parts and a version
+elsewhere. Shards outside the dataset are mounted (`headrace.dataio.shards.versions.mounting`). Shards below the dataset
+keep their keys.
 
 Invariants:
 
-* One pass over each shard (`in_place_pass`): memory is bounded by four read-ahead windows, one shard's rows and those
-  of an index part, and the disk by what is set aside for probing, whatever the sizes.
-* Keys are WebDataset's. With `keys="shard"` the shard's own path is put in front, for collections that number their samples anew
-  in every shard.
-* The index describes the bytes that were read; a shard whose size or time changed meanwhile stops the indexing.
+* `index` makes one pass over each shard (`tar_pass`). Memory is bounded by four read-ahead windows, the rows of one
+  shard and the rows of one index part. Disk space is bounded by the members that are set aside for probing. Neither
+  depends on the size of a shard.
+* Keys are WebDataset's keys. With `keys="shard"`, the shard's own path comes first. Use it for collections whose sample
+  numbers start again in every shard.
+* The index describes the bytes that were read. A shard whose size or time changes during indexing stops the indexing.
 * Nothing is visible before the version document, which is written last.
 
-Failure behaviour: a sample that cannot be used is skipped, and so is a whole shard that is damaged, compressed, missing or holds
-what a shard may not hold; both are reported with the shard, the reason and the offset, and with `strict` they are errors. Equal
-keys in two shards are a `UsageError`, a dataset that is there already a `ConflictError`. A store that stays out of
-reach ends the indexing: a dataset that silently lacks shards would be worse.
+Failure behaviour: a sample that cannot be used is skipped. A shard that is damaged, compressed or missing, or that
+holds something that a shard must not hold, is skipped as a whole. Both are reported with the shard, the reason and the
+offset. With `strict`, they are errors. Equal keys in two shards raise `UsageError`. An existing dataset raises
+`ConflictError`. A store that stays unreachable ends the indexing, since a dataset that silently lacks shards would be
+worse.
 """
 
 from __future__ import annotations
@@ -60,16 +62,29 @@ def index(
     source_options: Mapping[str, Any] | None = None,
     **storage_options: Any,
 ) -> Dataset:
-    """Make version 1 of a dataset at `url` over the WebDataset tars that `patterns` mean, and open it.
+    """Make version 1 of a dataset at `url` from the WebDataset tars that match `patterns`, and open it.
 
-    `headrace.dataio.shards.in_place.patterns` says what a pattern is. `source_options` open the shards' stores, where
-    they are not directories, and `storage_options` the dataset's (`open_store`). Of the former, the version
-    records all but secrets, so readers need credentials of their own. `keys`, `strict` and what is refused: see this module.
-    `workers` are probing processes (default: one a core). The dataset's `report` says what was indexed and what was skipped.
+    Args:
+        patterns: one or more patterns (`headrace.dataio.shards.in_place.patterns`).
+        url: where to write the dataset, or an open store.
+        name: the dataset's name. By default, it is derived from `url`.
+        strict: raise the error of the first sample or shard that cannot be used, rather than skip it.
+        keys: "member" takes WebDataset's keys. "shard" puts the shard's path in front of them.
+        progress: a function that is called during the indexing.
+        workers: the number of probing processes. The default is one per core.
+        source_options: options for the shards' stores, unless they are directories. The version records all options
+            except secrets, so readers need their own credentials.
+        storage_options: options for the dataset's store (`open_store`).
 
-    Raises `NotFoundError` (a pattern without shards), `UnsupportedError` (a command in place of an address), `UsageError` (equal
-    keys, nothing to index), `ConflictError` (a dataset is there already), `TransientError` (a shard that changes, or a store
-    out of reach), and with `strict` the error of the first sample or shard that cannot be used.
+    Returns:
+        The dataset. Its `report` lists what was indexed and what was skipped.
+
+    Raises:
+        NotFoundError: no shard matches a pattern.
+        UnsupportedError: a pattern is a command rather than an address.
+        UsageError: two samples have the same key, or there is nothing to index.
+        ConflictError: a dataset exists at `url`.
+        TransientError: a shard changes during the indexing, or a store cannot be reached.
     """
     if keys not in ("member", "shard"):
         raise UsageError(
@@ -103,7 +118,7 @@ def _close_unmounted(found: found_by.Found, mounted: Mapping[str, Store]) -> Non
 
 
 def _places(found: found_by.Found, store: Store) -> tuple[list[ShardAt], dict[str, Store]]:
-    """Every shard by its key in the dataset, in order, and what is to be mounted for them."""
+    """Return all shards, sorted by their keys in the dataset, and the stores to mount for them."""
     shards, mounted = list[ShardAt](), dict[str, Store]()
     for source in found.sources:
         prefix = found_by.below(source.store.location, store.location)
@@ -115,7 +130,7 @@ def _places(found: found_by.Found, store: Store) -> tuple[list[ShardAt], dict[st
 
 
 class _Indexer:
-    """Goes through the shards and writes index parts; a version at the end."""
+    """Reads the shards one after the other, writes index parts, and finally writes the version."""
 
     def __init__(self, store: Store, shards: Sequence[ShardAt], tally: Tally, prefixed: bool) -> None:
         self._store, self._shards, self._tally, self._prefixed = store, shards, tally, prefixed
@@ -155,7 +170,7 @@ class _Indexer:
         return UsageError(f"there is nothing to index: {why}", hint="give tar shards with members called <key>.<ext>")
 
     def _rows_of(self, shard: ShardAt, pool: ProbePool) -> list[Sample]:
-        """The samples of one shard, by offset; none when the shard is at fault."""
+        """Return the samples of one shard by offset. A faulty shard has none."""
         skipped, members, notes = len(self._tally.skipped), self._tally.members, len(self._tally.notes)
         samples = self._tally.samples
         try:
@@ -169,7 +184,7 @@ class _Indexer:
         except _SHARD_FAULTS as error:
             if self._tally.strict:
                 raise
-            del self._tally.skipped[skipped:], self._tally.notes[notes:]  # the shard's own fault stands for all
+            del self._tally.skipped[skipped:], self._tally.notes[notes:]  # only the shard's fault counts
             self._tally.members, self._tally.samples = members, samples
             self._tally.skip(Skipped(shard.url, error.code, str(error)))
             return []

@@ -1,17 +1,21 @@
-"""From what the user writes to the tar objects that it means: brace patterns, globs, folders and lists, on any store.
+"""Finds the tar objects that the user's patterns match: brace patterns, globs, folders and lists, on any store.
 
 Invariants:
 
-* `{000..999}` (with a step: `{0..90..10}`) and `{a,b}` expand as in a shell, nested too, and before anything else; `*`, `?`
-  and `[…]` match within one folder, `**` across folders. A URL that names no object but a folder means every tar below it.
-  `a::b` is a list.
-* Every folder that is named becomes one store; where there are more than `MAX_MOUNTS`, parents stand for their children.
-* Only what looks like a tar is taken from a glob or a folder; the rest (Parquet files, statistics) is reported as `ignored`. An
-  object that is named outright is taken whatever it is called.
-* At most `MAX_SHARDS` shards. The result depends on names only, and comes sorted.
+* `{000..999}` (with a step: `{0..90..10}`) and `{a,b}` expand as in a shell, also nested. Braces expand before anything
+  else.
+* `*`, `?` and `[…]` match within one folder, `**` across folders.
+* A URL that names a folder rather than an object means every tar below the folder.
+* `a::b` is a list.
+* Each folder that is named becomes one store. If there are more than `MAX_MOUNTS`, parent folders replace their
+  children.
+* From a glob or a folder, only objects with a tar's name are taken. The others (Parquet files, statistics) are reported
+  as `ignored`. An object that the user names is taken under any name.
+* There are at most `MAX_SHARDS` shards. The result depends only on names, and it is sorted.
 
-Failure behaviour: `UnsupportedError` for `pipe:` and other addresses that are commands; `NotFoundError` when a pattern finds
-nothing at all; a missing object among others of a pattern is reported as `missing`, since failed writers leave gaps.
+Failure behaviour: `pipe:` and other addresses that are commands raise `UnsupportedError`. A pattern that finds nothing
+raises `NotFoundError`. If a pattern finds some of its objects, the missing ones are reported as `missing`, since failed
+writers leave gaps.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from headrace.dataio.store.mounts import MAX_MOUNTS, url_of
 
 MAX_SHARDS = 1_000_000
 _FEW = 16
-"""Up to this many objects are asked for one by one; more are looked up in a listing."""
+"""Up to this many objects are looked up one by one. More objects are looked up in a listing."""
 _WILDCARD = re.compile(r"[*?\[]")
 _ANY = re.compile(".*", re.DOTALL)
 _RANGE = re.compile(r"(-?\d{1,12})\.\.(-?\d{1,12})(?:\.\.(-?\d{1,12}))?")
@@ -42,7 +46,7 @@ _TAR_NAME = re.compile(r"(?i).*\.(?:tar|tgz|tbz2?|txz|tzst|tar\.\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One store and the objects in it that are shards, by key."""
+    """One store and its shards, sorted by key."""
 
     store: Store
     shards: tuple[ObjectInfo, ...]
@@ -50,7 +54,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the patterns mean. The stores are the caller's to close."""
+    """The result of `find`. The caller closes the stores."""
 
     sources: tuple[Source, ...]
     missing: tuple[Skipped, ...]
@@ -65,7 +69,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """`name` below the store `root`: a key, a glob, or `""` for all of it."""
+    """What to look for in the store `root`. `name` is a key, a glob, or `""` for every object."""
 
     root: str
     name: str
@@ -76,7 +80,7 @@ class Wanted:
 
 
 def find(patterns: Iterable[str | os.PathLike[str]], opener: Callable[[str], Store]) -> Found:
-    """The shards that `patterns` mean; `opener` opens the store at a URL or path."""
+    """Find the shards that match `patterns`. `opener` opens the store at a URL or a path."""
     texts = [text for pattern in patterns for text in os.fspath(pattern).split("::")]
     wanted = [(text, [_located(url) for url in _expanded(text)]) for text in texts]
     if not texts:
@@ -94,7 +98,7 @@ def find(patterns: Iterable[str | os.PathLike[str]], opener: Callable[[str], Sto
 
 
 def braces(text: str) -> Iterator[str]:
-    """`text` with its braces expanded, as a shell does; braces that are neither a range nor a list stay as they are."""
+    """Expand the braces in `text` as a shell does. Braces that are neither a range nor a list stay as they are."""
     for start in (match.start() for match in re.finditer(r"\{", text)):
         end = _closing(text, start)
         if end is not None and (choices := _choices(text[start + 1 : end])) is not None:
@@ -134,7 +138,7 @@ def _choices(inner: str) -> Iterator[str] | None:
 
 def _expanded(text: str) -> list[str]:
     _refuse_commands(text)
-    if text.count("{") > 100:  # each is a level of recursion
+    if text.count("{") > 100:  # each brace is a level of recursion
         raise UsageError(f"{text[:80]!r}… holds more than 100 braces", hint="use a wildcard, or several patterns")
     urls = list(itertools.islice(braces(text), MAX_SHARDS + 1))
     if len(urls) > MAX_SHARDS:
@@ -153,7 +157,7 @@ def _refuse_commands(text: str) -> None:
 
 
 def _located(url: str) -> Wanted:
-    """Where `url` lies: the folder before its last part or first wildcard, and the rest."""
+    """Split `url` into the folder before its last part or its first wildcard, and the rest."""
     scheme, separator, rest = url.partition("://")
     if not separator or scheme.lower() == "file":
         path = _local_path(url, rest if separator else None)
@@ -184,7 +188,7 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _homes(roots: set[str]) -> dict[str, str]:
-    """Root → the store that stands for it: itself, or an ancestor where there are too many."""
+    """Map each root to the root of its store: the root itself, or an ancestor if there are too many roots."""
     home = {root: root for root in roots}
     while len(now := set(home.values())) > MAX_MOUNTS:
         depth = max(root.count("/") for root in now)
@@ -207,7 +211,7 @@ def _moved(item: Wanted, home: str) -> Wanted:
 
 
 class _Look:
-    """What has been found in one store so far."""
+    """The shards found so far in one store."""
 
     def __init__(self, opener: Callable[[str], Store], root: str) -> None:
         self.store = opener(root)
@@ -216,7 +220,7 @@ class _Look:
         self.missing: dict[str, Skipped] = {}
 
     def matching(self, prefix: str, pattern: re.Pattern[str]) -> int:
-        """Take every tar below `prefix` that matches; how many there were."""
+        """Add every tar below `prefix` that matches. Return their number."""
         count = 0
         for info in self.store.list(prefix):
             if not pattern.fullmatch(info.key):
@@ -229,7 +233,10 @@ class _Look:
         return count
 
     def named(self, names: Sequence[str]) -> int:
-        """Take the objects of these keys, or the folders; how many were there."""
+        """Add the objects with these keys, and the tars in folders with these names.
+
+        Return the number of tars found.
+        """
         if len(names) <= _FEW:
             return sum(self._one(name) for name in names)
         wanted = set(names)
@@ -292,7 +299,10 @@ def _found(looks: Mapping[str, _Look]) -> Found:
 
 
 def below(inner: Location, outer: Location) -> str | None:
-    """The key prefix (`""` or ending in a slash) of store `inner` within store `outer`, or None when it lies elsewhere."""
+    """Return the key prefix of store `inner` within store `outer`, or None if `inner` lies elsewhere.
+
+    The prefix is `""` or ends with a slash.
+    """
     if dict(inner.options) != dict(outer.options):
         return None
     a, b = (f"{at.url.rstrip('/')}/" for at in (inner, outer))

@@ -1,7 +1,7 @@
-"""What indexing in place counts, reports and refuses.
+"""Counts and reports for indexing in place, and the check for unique keys.
 
-Invariant: every sample and shard that is left out is listed, unless `strict` made it an error.
-Failure behaviour: `Tally.skip` raises under `strict`; `UniqueKeys` raises a `UsageError` that names both shards.
+Invariant: the tally lists every sample and shard that is left out, unless `strict` makes it an error.
+Failure behaviour: `Tally.skip` raises with `strict`. `UniqueKeys` raises a `UsageError` that names both shards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class IndexProgress:
-    """How far indexing has come: shards begun and bytes read, of all; samples found; samples and shards skipped."""
+    """The progress of indexing.
+
+    `shards` counts the shards begun and `bytes` the bytes read. `samples` counts the samples found. `skipped` counts
+    skipped samples and shards.
+    """
 
     shards: int
     shards_total: int
@@ -39,7 +43,7 @@ class IndexProgress:
 
 @dataclass(frozen=True, slots=True)
 class ShardAt:
-    """One tar: its key in the dataset, and where it is read from."""
+    """One tar: its key in the dataset, and its store and its key there."""
 
     key: str
     store: Store
@@ -53,7 +57,7 @@ class ShardAt:
 
 
 class Tally:
-    """Counts while indexing, and applies `strict`."""
+    """Counts samples, members, shards and bytes, and applies `strict`."""
 
     def __init__(
         self,
@@ -100,7 +104,10 @@ class Tally:
 
 
 class UniqueKeys:
-    """Finds equal keys of two shards with 8 bytes a sample; looks whenever the number of samples has doubled."""
+    """Finds equal keys in two shards.
+
+    It holds 8 bytes per sample, and checks whenever the number of samples has doubled.
+    """
 
     def __init__(self, shards: Sequence[ShardAt]) -> None:
         self._shards = shards
@@ -115,7 +122,7 @@ class UniqueKeys:
             self._look_at = 2 * len(self._hashes)
 
     def check(self) -> None:
-        """`UsageError` for two equal keys."""
+        """Raise `UsageError` if two keys are equal."""
         hashes = np.frombuffer(self._hashes, np.uint64) if self._hashes else np.empty(0, np.uint64)
         order = np.argsort(hashes, kind="stable")
         same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])

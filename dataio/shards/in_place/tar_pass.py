@@ -1,11 +1,15 @@
-"""One pass over one tar: its members hashed as they go by, its samples described.
+"""One pass over one tar: it hashes the members as it reads them, and describes the samples.
 
-Invariants: what is to be probed (media, `.txt`, `.json`) is set aside in a temporary folder that holds `SPOOL_BYTES` and one
-sample at most, and is read there by the worker processes. A sample is a run of neighbouring members of one key, as WebDataset
-has it. The samples of a shard are held in memory, `MAX_SHARD_SAMPLES` at most.
-Failure behaviour: a sample that cannot be used is skipped in the tally, with its offset. `CorruptionError` or
-`UnsupportedError` for a shard that is damaged, compressed, or holds what a shard may not hold; `CapacityError` when the
-temporary folder is full.
+Invariants:
+
+* Members to be probed (media, `.txt`, `.json`) are set aside in a temporary folder, where the worker processes read
+  them. The folder holds at most `SPOOL_BYTES` and one sample.
+* A sample is a run of neighbouring members with the same key, as in WebDataset.
+* The samples of a shard are held in memory. There are at most `MAX_SHARD_SAMPLES`.
+
+Failure behaviour: a sample that cannot be used is skipped in the tally, with its offset. A shard that is damaged or
+compressed, or that holds something that a shard must not hold, raises `CorruptionError` or `UnsupportedError`. A full
+temporary folder raises `CapacityError`.
 """
 
 from __future__ import annotations
@@ -47,7 +51,10 @@ _COMPRESSED = {
 
 @dataclass(slots=True)
 class _Raw:
-    """One sample as it passed by. `files` are its members that were set aside to be described: path → name in the shard."""
+    """One sample as read from the tar.
+
+    `files` maps the path of each member set aside to its extension and its name in the shard.
+    """
 
     key: str
     offset: int
@@ -86,7 +93,7 @@ class Pass:
         return [sample for _, sample in sorted(self._rows, key=lambda row: row[0])]
 
     def _raws(self, ahead: ReadAhead, folder: Path) -> Iterator[_Raw]:
-        """The shard's samples as they pass by, those with a fault reported and left out."""
+        """Yield the shard's samples in order. A faulty sample is reported and left out."""
         for key, run in tar.samples(ahead.read_at, ahead.size, self._shard.url):
             raw = _Raw(key, -1)
             for entry in run:
@@ -123,7 +130,7 @@ class Pass:
             raise UnsupportedError(f"{self._shard.url}: more than {MAX_SHARD_SAMPLES} samples in one shard")
 
     def _describe(self, batch: Iterator[_Raw], pool: ProbePool) -> None:
-        """Probe what needs it; the answers come in the order asked."""
+        """Probe the samples that have members set aside. The answers come in the order of the requests."""
         asked: dict[int, _Raw] = {}
 
         def groups() -> Iterator[Group]:
@@ -178,11 +185,14 @@ class Pass:
 
 
 _PLAIN = Described(files=(), duration=0.0, video=None, audio=None, text=None, fields="{}", notes=())
-"""The facts of a sample without media, text and JSON."""
+"""The description of a sample without media, text or JSON."""
 
 
 def _with_heads(members: list[Member], facts: Described) -> Iterator[Member]:
-    """The members, with what the workers found that opening them reads; the digests are those of the bytes that passed by."""
+    """Yield the members with the heads and marks that the workers found.
+
+    The digests stay those of the bytes that this pass read.
+    """
     found = {file.ext: file.pieces for file in facts.files if file.pieces is not None}
     for member in members:
         pieces, said = member.pieces, found.get(member.ext)
@@ -192,7 +202,10 @@ def _with_heads(members: list[Member], facts: Described) -> Iterator[Member]:
 
 
 def _batches(raws: Iterator[_Raw]) -> Iterator[Iterator[_Raw]]:
-    """Runs of samples of which at most `SPOOL_BYTES` and one sample are set aside; each must be used up before the next."""
+    """Divide the samples into batches. Each sets aside at most `SPOOL_BYTES` and one sample.
+
+    The caller must exhaust a batch before it takes the next.
+    """
     for first in raws:
         yield _until_full(itertools.chain([first], raws))
 

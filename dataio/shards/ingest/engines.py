@@ -1,8 +1,8 @@
 """Engines pack the units of a plan, either in this process and its workers or on the machines of a Ray cluster.
 
 Invariant: an engine packs and records every unit that it is given, in any order. The dataset does not depend on the
-engine. Failure behaviour: an unknown engine raises `UsageError`. An engine that is not installed raises
-`UnsupportedError`.
+engine.
+Failure behaviour: an unknown engine raises `UsageError`. An engine that is not installed raises `UnsupportedError`.
 """
 
 from __future__ import annotations

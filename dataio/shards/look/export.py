@@ -1,9 +1,15 @@
-"""Members of samples as files.
+"""Writes members of samples as files.
 
-Invariants: a key is a name, never a path: every file lands in the one folder that was named, under a name made of the key's own
-characters where they are harmless and of `%XX` where they are not, so different members never share a name. A file appears
-whole, its checksum verified, or not at all; what is there is replaced only when asked for, and links are not followed.
-Failure behaviour: `ConflictError` names a file that exists; `CorruptionError` a damaged member; files written before stay.
+Invariants:
+
+* A key is a name, never a path. Every file goes into the one folder that the user named.
+* A file's name consists of the key's harmless characters and of `%XX` for the others. Different members never share a
+  name.
+* A file appears whole and with a verified checksum, or not at all.
+* An existing file is replaced only on request, and links are not followed.
+
+Failure behaviour: an existing file raises `ConflictError`, which names it. A damaged member raises `CorruptionError`.
+Files that were written before stay.
 """
 
 from __future__ import annotations
@@ -33,9 +39,10 @@ def export(
     ext: str | None = None,
     force: bool = False,
 ) -> Iterator[tuple[str, Path]]:
-    """Write the members of these samples (only those with `ext`, when given) into `folder`; yields (`key.ext`, path) of each.
+    """Write the members of these samples into `folder`, and yield (`key.ext`, path) for each.
 
-    `NotFoundError` for a key or member that is not there, before anything of that sample is written.
+    With `ext`, only the members with that extension are written. A missing key or member raises `NotFoundError` before
+    any member of its sample is written.
     """
     target = Path(folder)
     try:
@@ -53,7 +60,7 @@ def export(
 
 
 def safe_name(key: str, ext: str) -> str:
-    """A file name for a member: different members have different ones, and none leads out of its folder."""
+    """Return a file name for a member. Different members get different names, and no name leads out of its folder."""
     name = "".join(c if c.isalnum() or c in _PLAIN else _escaped(c) for c in f"{key}.{ext}")
     if name.startswith("."):
         name = "%2E" + name[1:]
@@ -79,7 +86,7 @@ def _write(dataset: Dataset, sample: Sample, member: Member, path: Path, force: 
 
 @contextlib.contextmanager
 def said(path: Path) -> Iterator[None]:
-    """What keeps `path` from being written, as an error of ours."""
+    """Turn an `OSError` from writing `path` into a `HeadraceError`."""
     try:
         yield
     except FileExistsError as error:

@@ -1,8 +1,9 @@
-"""Histograms: which bins, and how they are drawn.
+"""Histograms: chooses the bins, and draws them.
 
-Invariants: every value falls into exactly one of at most `MOST_BINS` bins, whose edges are round numbers: steps of 1, 2
-or 5, or 1, 2, 5, 10, … where the values span more than two orders of magnitude. The drawing is SVG with its text as text.
-Failure behaviour: no values, no bins.
+Invariants: every value falls into exactly one of at most `MOST_BINS` bins. The edges are round numbers. They are steps
+of 1, 2 or 5, or 1, 2, 5, 10, … if the values span more than two orders of magnitude. The drawing is SVG, and its text
+is text.
+Failure behaviour: without values, there are no bins.
 """
 
 from __future__ import annotations
@@ -18,19 +19,22 @@ MOST_BINS = 24
 _WIDTH, _HEIGHT, _BASE, _TOP = 480, 150, 124, 20
 _TICK = 96
 _ONE_POINT = 1e-9
-"""Values that lie closer together than this share of their size count as one: no edges could be told apart between them."""
+"""If all values lie closer together than this share of their size, they count as one.
+
+Floats could not tell the edges between them apart.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """`edges` has one number more than `counts`."""
+    """The bins: `edges` has one more number than `counts`."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
 
 
 def bins(values: npt.ArrayLike) -> Bins:
-    """Sort finite, not negative values into bins of round edges."""
+    """Sort the values into bins with round edges. Values that are negative or not finite are ignored."""
     found = np.asarray(values, np.float64)
     found = found[np.isfinite(found) & (found >= 0)]
     if not len(found):
@@ -66,7 +70,10 @@ def _powers(low: float, high: float) -> list[float]:
 
 
 def svg(found: Bins, label: Callable[[float], str], what: str) -> str:
-    """The drawing; `label` words an edge, `what` says what is counted. Safe to put into a page when they are."""
+    """Draw the bins as SVG.
+
+    `label` gives the text of an edge, and `what` names the values. Neither is escaped, so both must be safe in HTML.
+    """
     if not found.counts:
         return '<p class="quiet">none</p>'
     width, most = _WIDTH / len(found.counts), max(found.counts)
@@ -86,7 +93,7 @@ def svg(found: Bins, label: Callable[[float], str], what: str) -> str:
 
 
 def _ticks(edges: Sequence[float]) -> list[int]:
-    """The edges that get words: the first, the last, and some between, `_TICK` apart."""
+    """Return the edges that get a label: the first, the last, and some between, `_TICK` apart."""
     last = len(edges) - 1
     step = max(1, math.ceil(last * _TICK / _WIDTH))
     return [*(i for i in range(0, last, step) if i + step <= last), last]

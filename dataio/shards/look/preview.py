@@ -1,10 +1,12 @@
-"""`preview`: one page that shows what a dataset or a view of it holds.
+"""`preview` makes one page that shows the contents of a dataset or of a view.
 
-Purpose: look at data before training on it, and hand what was seen to others: one file, no script, no network.
-Invariants: figures and histograms are of all samples, pictures of at most `limit` spread evenly over them; the same dataset gives
-the same page. Pictures are made in worker processes with time limits. The page's pictures have at most `PICTURE_BYTES`.
-Failure behaviour: a sample that cannot be shown says why on the page. `UsageError` for limits that are too large; the store's
-errors pass through.
+Purpose: look at data before training on it, and pass the page on. The page is one file without scripts or network
+access.
+Invariants: figures and histograms cover all samples. Pictures cover at most `limit` samples, evenly spread. The same
+dataset gives the same page. Worker processes with time limits make the pictures. The pictures of a page have at most
+`PICTURE_BYTES`.
+Failure behaviour: if a sample cannot be shown, the page gives the reason. Limits that are too large raise `UsageError`.
+Errors of the store pass through.
 """
 
 from __future__ import annotations
@@ -37,9 +39,14 @@ def preview(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> str:
-    """The page for this dataset or view, as HTML; `progress` is told how many samples were looked at, of how many.
+    """Return the page for this dataset or view, as HTML.
 
-    `limit` samples are shown, with `frames` pictures each. `workers` are decoding processes (default: one a core).
+    Args:
+        dataset: the dataset or view to show.
+        limit: the most samples to show, from 1 to 1,000.
+        frames: the number of pictures per sample, from 1 to 16.
+        workers: the number of decoding processes. The default is one per core.
+        progress: a function of the number of samples done and their total.
     """
     if not 1 <= limit <= MOST_SAMPLES or not 1 <= frames <= MOST_FRAMES:
         raise UsageError(

@@ -1,8 +1,8 @@
 """The preview as HTML.
 
-Invariants: everything from the dataset is escaped; the page holds its style and pictures itself, and no script. It is readable
-from 400 pixels up, in light and dark.
-Failure behaviour: none; it is a function of what it shows.
+Invariants: all text from the dataset is escaped. The page holds its style and pictures itself, and no script. It is
+readable from a width of 400 pixels, in light and dark mode.
+Failure behaviour: none; the page depends only on its arguments.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Shown:
 
 
 def page(dataset: Dataset, shown: Sequence[Shown], frames: int) -> str:
-    """The whole page; a strip has room for `frames` pictures."""
+    """Return the whole page. The strip of a sample has room for `frames` pictures."""
     style = resources.files("headrace.dataio.shards.look").joinpath("preview.css").read_text(encoding="utf-8")
     name = html.escape(dataset.name)
     cards = "".join(_card(one, frames) for one in shown)

@@ -1,8 +1,9 @@
-"""`headrace verify`.
+"""The command `headrace verify`.
 
-Invariant: standard output holds results only, progress goes to a terminal's standard error. Nothing is written without
-`--repair` and `--apply`.
-Failure behaviour: damage is listed and returns 1; an error that prevents any check is raised for `headrace.dataio.cli`.
+Invariants: standard output holds only results. Progress goes to standard error, if that is a terminal. The command
+writes nothing without `--repair` and `--apply`.
+Failure behaviour: the command lists damage and returns 1. An error that prevents every check is raised to
+`headrace.dataio.cli`.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _print_report(report: VerifyReport, *, planned: bool) -> None:
 
 
 def _print_table(report: VerifyReport) -> None:
-    """One line per object: damaged and repaired ones first, then others up to a limit."""
+    """Print one line per object. Damaged and repaired objects come first, then others up to a limit."""
     notable = [o for o in report.objects if o.found or o.repaired]
     plain = [o for o in report.objects if not (o.found or o.repaired)]
     shown = notable[:LISTED] + plain[: max(0, LISTED - len(notable))]

@@ -1,8 +1,8 @@
-"""What `verify` found: for programs, the table on the terminal, `--json` and the exit code.
+"""What `verify` found. Programs, the table on the terminal, `--json` and the exit code all use these types.
 
-Invariant: every object that the version names has exactly one report; at most `LISTED` findings of one
-are listed, all are counted.
-Failure behaviour: none; these are descriptions.
+Invariant: each object that the version names has exactly one report. A report lists at most `LISTED` findings, but
+counts all.
+Failure behaviour: none; these types only hold data.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import msgspec
 
 LISTED = 1000
-"""Findings listed of one object, and orphans listed of a dataset."""
+"""The most findings listed for one object, and the most orphans listed for a dataset."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong. `code` is one of missing, size, structure, header, checksum, pieces, digest, order,
-    pages, decode."""
+    """One fault.
+
+    `code` is one of missing, size, structure, header, checksum, pieces, digest, order, pages, decode.
+    """
 
     code: str
     message: str
@@ -25,10 +27,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObjectReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One stored object. `kind` is document, index or shard; `bytes` were read; `members` were checked against their checksums.
+    """The report of one stored object.
 
-    `decoded` samples were decoded to their end. `repaired` says that the object was replaced; the findings are then those of
-    the object as it is now. `unrepaired` says why a repair was refused.
+    `kind` is document, index or shard. `bytes` counts the bytes read, `members` the members whose checksums were
+    checked, and `decoded` the samples decoded to their end. `repaired` means that the object was replaced; the findings
+    are then those of the new object. `unrepaired` gives the reason why a repair was refused.
     """
 
     object: str
@@ -43,7 +46,7 @@ class ObjectReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about one version. `orphans` are shards, index parts and other objects that no version names."""
+    """The report of one version. `orphans` lists shards, index parts and other objects that no version names."""
 
     url: str
     name: str
@@ -57,7 +60,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def damaged(self) -> tuple[ObjectReport, ...]:
-        """The objects with something wrong, as they are now."""
+        """The objects that have faults now."""
         return tuple(report for report in self.objects if report.found)
 
     @property
@@ -67,12 +70,12 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes(self) -> int:
-        """Bytes read and checked."""
+        """The bytes read and checked."""
         return sum(report.bytes for report in self.objects)
 
 
 class VerifyProgress(msgspec.Struct, frozen=True):
-    """How far it has come: bytes of the shards of all, objects with findings so far."""
+    """The progress: bytes and number of shards, done and in total, and the shards with findings so far."""
 
     bytes: int
     bytes_total: int
@@ -82,6 +85,6 @@ class VerifyProgress(msgspec.Struct, frozen=True):
 
 
 def report(kind: str, name: str, findings: list[Finding], **more: int) -> ObjectReport:
-    """An object's report, its findings counted and cut at `LISTED`."""
+    """Make an object's report. It counts all findings and lists the first `LISTED`."""
     made = ObjectReport(object=name, kind=kind, findings=tuple(findings[:LISTED]), found=len(findings))
     return msgspec.structs.replace(made, **more)

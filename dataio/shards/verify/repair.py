@@ -1,9 +1,13 @@
-"""Putting right what is damaged, from a second copy of the dataset.
+"""Repairs damaged objects from a second copy of the dataset.
 
-Invariants: nothing is written but whole objects, atomically, of which every byte with a checksum was checked on its way out;
-a member that is right here is never taken from the copy, and one that is wrong in both is never written. A copy of another
-dataset is refused. Objects in mounted stores are never written.
-Failure behaviour: `Refused` says why an object cannot be put right; it is then as it was.
+Invariants:
+
+* Only whole objects are written, atomically. Every byte with a checksum is checked while it is written.
+* A member that is right here is never taken from the copy. A member that is wrong in both is never written.
+* A copy of another dataset is refused.
+* Objects in mounted stores are never written.
+
+Failure behaviour: `Refused` says why an object cannot be repaired. The object stays as it was.
 """
 
 from __future__ import annotations
@@ -33,11 +37,14 @@ _PIECE = 4 * limits.MIB
 
 
 class Refused(Exception):
-    """Why an object was left as it is; for `verify` to report."""
+    """The reason why an object was not repaired. `verify` reports it."""
 
 
 def open_copy(store: Store, copy: Store) -> None:
-    """`UsageError` when `copy` is another dataset than `store`, as far as their `dataset.json` can be read."""
+    """Raise `UsageError` unless `copy` is a second copy of the dataset in `store`.
+
+    The nonces in the two `dataset.json` are compared if both are readable. That of the copy must be readable.
+    """
     nonces = [_nonce(store), _nonce(copy)]
     if copy.location.url == store.location.url:
         raise UsageError("the copy is the dataset itself", hint="--repair takes the address of a second copy")
@@ -59,7 +66,7 @@ def _nonce(store: Store) -> str | None:
 
 
 def document(store: Store, copy: Store, key: str, check: Callable[[bytes, str], object]) -> None:
-    """Replace a document by that of the copy, once `check(bytes, name)` found it right."""
+    """Replace a document with the copy's, if the copy's passes `check(bytes, name)`."""
     data = _get(copy, key, limits.JSON_DOCUMENT_BYTES)
     try:
         check(data, f"{copy.location.url}: {key}")
@@ -69,7 +76,7 @@ def document(store: Store, copy: Store, key: str, check: Callable[[bytes, str], 
 
 
 def part(store: Store, copy: Store, wanted: IndexPart) -> None:
-    """Replace an index part by that of the copy."""
+    """Replace an index part with the copy's."""
     _refuse_mounted(wanted.key)
     data = _get(copy, wanted.key, versions.PART_BYTES)
     if len(data) != wanted.size or digest(data) != wanted.digest:
@@ -78,7 +85,7 @@ def part(store: Store, copy: Store, wanted: IndexPart) -> None:
 
 
 def kept(store: Store, copy: Store, key: str, ranges: Sequence[Kept]) -> None:
-    """Replace an object of bitmaps by that of the copy, once all `ranges` that the version uses were found right."""
+    """Replace an object of bitmaps with the copy's, if all `ranges` that the version uses are right there."""
     _refuse_mounted(key)
     data = _get(copy, key, versions.PART_BYTES)
     if any(digest(data[k.offset : k.offset + k.size]) != k.digest for k in ranges):
@@ -87,7 +94,10 @@ def kept(store: Store, copy: Store, key: str, ranges: Sequence[Kept]) -> None:
 
 
 def shard(store: Store, copy: Store, wanted: Shard, rows: Sequence[Wanted], here: ShardCheck) -> None:
-    """Replace a shard by one of right bytes: headers of whichever is sound, members of whichever has them right."""
+    """Replace a shard with one whose bytes are right.
+
+    The headers come from a sound tar, here or in the copy. Each member comes from a place where it is right.
+    """
     _refuse_mounted(wanted.key)
     try:
         if here.sound:
@@ -107,7 +117,10 @@ def shard(store: Store, copy: Store, wanted: Shard, rows: Sequence[Wanted], here
 
 
 def _merged(base: Store, other: Store, bad: set[int], shard: Shard, rows: Sequence[Wanted]) -> Iterator[bytes]:
-    """The shard's bytes from `base`, but the members at `bad` from `other`; raises before the end when one is not right."""
+    """Yield the shard's bytes from `base`, but the members at the offsets `bad` from `other`.
+
+    If a member is wrong, this raises before the end.
+    """
     at = 0
     for member in sorted(rows, key=lambda w: w.offset):
         yield from _range(base, shard.key, at, member.offset)
@@ -145,7 +158,7 @@ def _refuse_mounted(key: str) -> None:
 
 
 def by_object(parts: Iterable[IndexPart]) -> dict[str, list[Kept]]:
-    """The bitmaps that the parts use, by the object that holds them."""
+    """Return the bitmaps that the parts use, by the object that holds them."""
     found: dict[str, list[Kept]] = {}
     for described in parts:
         if described.kept is not None:

@@ -1,15 +1,24 @@
-"""`verify`: is every stored byte of a dataset version still what was written, and does a sample of its media decode?
+"""`verify` checks that every stored byte of a dataset version is unchanged, and that samples of its media decode.
 
-Purpose: documents, index parts and shards are checked from the top down, each against what the one above says of it; with a
-second copy, what is damaged is put right and checked again.
+Purpose: check documents, index parts and shards from the top down, each against the digests and rows one level above
+it. With a second copy, repair what is damaged and check it again.
 
-Invariants: shards are streamed: memory is a few windows of a few megabytes a thread, one index part, and the rows of a shard.
-Nothing is written without `repair`. What is checked: `dataset.json`, every version's and tag's document against its own digest;
-the version's index parts and bitmaps against the digests in its document, rows, order and unique keys; size, headers and end
-of every shard; every member's checksum; with `decode`, that the chosen samples decode to the end as the index says.
+Invariants:
 
-Failure behaviour: damage is a finding, not an error. Raised are `CorruptionError` when the version's own document is damaged and
-no copy has it, since there is nothing to check against; `NotFoundError` without a dataset; and passing trouble.
+* Shards are streamed. Memory is a few windows of a few megabytes per thread, one index part, and the rows of a shard.
+* Nothing is written without `repair`.
+
+What is checked:
+
+* `dataset.json`, and the documents of all versions and tags, each against its own digest;
+* the version's index parts and bitmaps, against the digests in its document; their rows, order and unique keys;
+* the size, the headers and the end of every shard;
+* every member's checksum;
+* with `decode`, that the chosen samples decode to the end as the index says.
+
+Failure behaviour: damage is a finding, not an error. If the version's own document is damaged and no copy has it, there
+is nothing to check against, and `verify` raises `CorruptionError`. Without a dataset, it raises `NotFoundError`. It
+also raises transient errors.
 """
 
 from __future__ import annotations
@@ -58,12 +67,19 @@ def verify(
     trust_mounts: bool = False,
     **storage_options: Any,
 ) -> VerifyReport:
-    """Check version `version` (a number, a tag, None: the newest) of the dataset at a URL or in an open store.
+    """Check one version of the dataset at a URL or in an open store.
 
-    `decode` says how many samples are decoded to their end in worker processes: a share such as `"1%"`, or a number; the same
-    ones every time. `repair` is where a second copy of the dataset lies: damaged objects are replaced from it, if the copy's
-    bytes are right, and checked again. `workers` shards are read at once (default: one a core, at most 8).
-    `storage_options` go to `open_store` for both; `trust_mounts` is that of `Dataset`.
+    Args:
+        url: the dataset's address, or an open store.
+        version: a number or a tag. None means the newest version.
+        decode: how many samples the worker processes decode to their end: a share such as `"1%"`, or a number. Each run
+            chooses the same samples.
+        repair: the address of a second copy of the dataset, or an open store. Damaged objects are replaced from it, if
+            its bytes are right, and checked again.
+        workers: the number of shards to read at once. The default is one per core, at most 8.
+        progress: a function that is called during the check.
+        trust_mounts: as for `Dataset`.
+        storage_options: options for the stores of the dataset and the copy (`open_store`).
     """
     with ExitStack() as stack:
         store = _opened(url, storage_options, stack)
@@ -83,7 +99,7 @@ def _opened(url: str | os.PathLike[str] | Store, options: dict[str, Any], stack:
 
 
 class _Run:
-    """One run: what is common to its steps."""
+    """One run of `verify`: the state that its steps share."""
 
     def __init__(
         self,
@@ -102,7 +118,7 @@ class _Run:
         self, version: int | str | None, decode: str, options: dict[str, Any], trust_mounts: bool, stack: ExitStack
     ) -> VerifyReport:
         started = time.monotonic()
-        chooser = sampling.chooser(decode, lambda: ())  # refuses a wrong amount before anything is read
+        chooser = sampling.chooser(decode, lambda: ())  # reject a wrong amount before any read
         if self._copy is not None:
             repairs.open_copy(self._store, self._copy)
         objects = verify_top.documents(self._store, self._copy)
@@ -151,7 +167,7 @@ class _Run:
                 self._stopped = True
                 for future in flying:
                     future.cancel()
-                self._pool.close()  # a sample may take minutes to decode, and nobody waits for it any more
+                self._pool.close()  # a sample may take minutes to decode, and its result is no longer needed
                 raise
         return reports
 
@@ -175,7 +191,7 @@ class _Run:
         return verify_top.after_repair(made, repaired, refused)
 
     def _decode(self, samples: Sequence[Sample], check: ShardCheck, chosen: Callable[[str], bool]) -> int:
-        """Decode the chosen samples whose bytes are right, and add what is found to `check`."""
+        """Decode the chosen samples whose bytes are right, and add their faults to `check`."""
         looked = [
             s
             for s in samples
@@ -209,7 +225,7 @@ class _Run:
 
 
 def _with_rows(shards: Sequence[Shard], rows: Iterator[Sample]) -> Iterator[tuple[Shard, list[Sample]]]:
-    """Every shard with its samples; both are in the order of the version."""
+    """Yield every shard with its samples. Both are in the order of the version."""
     runs = itertools.groupby(rows, key=lambda sample: sample.shard)
     run = next(runs, None)
     for shard in shards:
@@ -221,7 +237,7 @@ def _with_rows(shards: Sequence[Shard], rows: Iterator[Sample]) -> Iterator[tupl
 
 
 def _rows(opened: OpenIndex, good: Sequence[bool]) -> Iterator[Sample]:
-    """The samples of the parts that are good, in order, some at a time."""
+    """Yield the samples of the good parts in order. It reads `_ROWS_AT_ONCE` rows at a time."""
     for part, fine in enumerate(good):
         if not fine:
             continue

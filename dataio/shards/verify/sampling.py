@@ -1,8 +1,9 @@
-"""Which samples are decoded by `verify --decode`: the same ones in every run.
+"""Chooses the samples that `verify --decode` decodes. Every run chooses the same samples.
 
-Invariant: a sample is chosen by the hash of its key alone, so a run again, on another machine or on a later version, looks at the
-same samples. Memory is that of the number asked for.
-Failure behaviour: `UsageError` for an amount that is neither a share nor a number.
+Invariants: the hash of a sample's key alone decides whether the sample is chosen. A repeated run, also on another
+machine or on a later version, therefore checks the same samples. For a
+number, these are the samples with the smallest hashes. Memory is proportional to that number.
+Failure behaviour: an amount that is neither a share nor a number raises `UsageError`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import xxhash
 from headrace.dataio.core.errors import UsageError
 
 MOST = 1_000_000
-"""The largest number of samples that can be asked for; a share has no such limit."""
+"""The largest number of samples that can be asked for. A share has no such limit."""
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 
 
 def chooser(amount: str, keys: Callable[[], Iterable[str]]) -> Callable[[str], bool]:
-    """Whether the sample of a key is chosen. `amount` is `2.5%` or a number; `keys` gives all keys, asked for only then."""
+    """Return a function that says whether the sample with a key is chosen.
+
+    `amount` is a share such as `2.5%`, or a number. `keys` returns all keys. It is called only for a number.
+    """
     match = _AMOUNT.fullmatch(amount.strip())
     share = float(match[1]) if match else 0.0
     if match is None or (match[2] and share > 100) or (not match[2] and ("." in match[1] or share > MOST)):

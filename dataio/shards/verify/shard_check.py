@@ -1,13 +1,16 @@
-"""One shard read from end to end and compared with the index.
+"""Reads one shard from end to end and compares it with the index.
 
-Purpose: what `verify` and `repair` know of a shard: whether it is a sound tar whose headers say what the index says, and which
-members' bytes are right; and whether the index has the digests of their pieces.
+Purpose: `verify` and `repair` learn from it whether the shard is a sound tar whose headers match the index, and which
+members' bytes are right. They also learn whether the index has the right digests of the members' pieces.
 
-Invariants: memory is that of `ReadAhead` and the shard's rows. Every member that the index names is hashed, also behind a header
-that is damaged, so that damage names the samples it costs. Members that no row names (samples that were removed, names that are
-no keys) are only passed over.
+Invariants:
 
-Failure behaviour: damage is a `Finding`. Passing trouble raises, since nothing is known then.
+* Memory is that of `ReadAhead` and the shard's rows.
+* Every member that the index names is hashed, even after a damaged header. The findings therefore name all affected
+  samples.
+* Members that no row names (removed samples, names that are not keys) are not hashed.
+
+Failure behaviour: damage is a `Finding`. A transient error is raised, since it says nothing about the shard.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ _WINDOW = 4 * limits.MIB
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One member as the index has it."""
+    """One member as the index describes it."""
 
     key: str
     ext: str
@@ -43,7 +46,11 @@ class Wanted:
 
 @dataclass(slots=True)
 class ShardCheck:
-    """`sound`: size, headers and end are right. `bad` are the offsets of members whose bytes are wrong or gone."""
+    """The result of a check.
+
+    `sound` means that the size, the headers and the end are right. `bad` holds the offsets of members whose bytes are
+    wrong or missing.
+    """
 
     bytes: int = 0
     members: int = 0
@@ -52,17 +59,17 @@ class ShardCheck:
     findings: list[Finding] = field(default_factory=list)
 
     def unsound(self, code: str, message: str, wanted: Wanted | None = None) -> None:
-        """Note something wrong with the tar itself."""
+        """Add a fault of the tar itself."""
         self.sound = False
         self.note(code, message, wanted)
 
     def wrong(self, code: str, message: str, wanted: Wanted) -> None:
-        """Note a member whose bytes are wrong."""
+        """Add a member whose bytes are wrong."""
         self.bad.add(wanted.offset)
         self.note(code, message, wanted)
 
     def note(self, code: str, message: str, wanted: Wanted | None) -> None:
-        """Note whatever is wrong, also with what the index says."""
+        """Add a finding. The fault may also lie in the index."""
         if wanted is None:
             self.findings.append(Finding(code=code, message=message))
         else:
@@ -74,7 +81,7 @@ class ShardCheck:
 def check_shard(
     store: Store, shard: Shard, wanted: Sequence[Wanted], step: Callable[[int], None] = lambda _: None
 ) -> ShardCheck:
-    """Read the shard and compare it with the rows. `step` is told of bytes passed."""
+    """Read the shard and compare it with the rows. `step` is called with the number of bytes just passed."""
     result = ShardCheck()
     try:
         size = store.stat(shard.key).size
@@ -97,7 +104,7 @@ def check_shard(
 
 
 def check_members(store: Store, shard: Shard, wanted: Iterable[Wanted]) -> set[int]:
-    """The offsets of those members that are wrong in this shard; reads only them."""
+    """Return the offsets of those members that are wrong in this shard. It reads only these members."""
     result = ShardCheck()
     try:
         size = store.stat(shard.key).size
@@ -112,7 +119,7 @@ def check_members(store: Store, shard: Shard, wanted: Iterable[Wanted]) -> set[i
 def _walk(
     ahead: ReadAhead, shard: str, left: dict[int, Wanted], result: ShardCheck, step: Callable[[int], None]
 ) -> None:
-    """Go by the headers; takes out of `left` what was found where it belongs."""
+    """Check the members that the headers name, and remove them from `left`."""
     at = 0
     try:
         for entry in tar.scan(ahead.read_at, ahead.size, shard):
@@ -120,7 +127,7 @@ def _walk(
             if member is not None:
                 _check_header(entry, member, shard, result)
                 _check_bytes(ahead, member, result)
-            if not shard.startswith(PREFIX):  # what others wrote may hold anything there
+            if not shard.startswith(PREFIX):  # other tar writers may put any bytes there
                 _check_padding(ahead, entry, result)
             step(entry.offset + entry.length - at)
             at = entry.offset + entry.length

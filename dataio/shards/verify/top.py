@@ -1,8 +1,9 @@
-"""The top of a dataset, verified: its documents, its index, and what no version names.
+"""Verifies the top of a dataset: its documents and its index. It also finds objects that no version names.
 
-Invariants: every document is checked, of all versions, since tags and lineage lead to them; index parts only of the version
-in question. With a copy, what is bad is replaced and checked again at once, so that what hangs below can be checked.
-Failure behaviour: damage is a finding; passing trouble raises.
+Invariants: the documents of all versions are checked, since tags and lineage refer to them. Index parts are checked
+only for the version in question. With a copy, a bad object is replaced and checked again at once, so that the objects
+below it can be checked.
+Failure behaviour: damage is a finding. Transient errors are raised.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from headrace.dataio.store.mounts import PREFIX
 Check = Callable[[bytes, str], object]
 
 _DATA = ("shards/", "index/")
-"""The folders whose objects only versions give a meaning."""
+"""The folders whose objects are used only through versions."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
 
 def after_repair(made: ObjectReport, repaired: bool, refused: str) -> ObjectReport:
-    """The report with what became of the repair."""
+    """Return the report with the outcome of the repair."""
     return msgspec.structs.replace(made, repaired=repaired, unrepaired=refused)
 
 
 def documents(store: Store, copy: Store | None) -> list[ObjectReport]:
-    """`dataset.json`, all versions' and all tags' documents, each against its own digest."""
+    """Check `dataset.json` and the documents of all versions and tags, each against its own digest."""
     there = {info.key for prefix in ("versions/", "tags/") for info in store.list(prefix)}
     if copy is not None:
         there |= {info.key for prefix in ("versions/", "tags/") for info in copy.list(prefix)}
@@ -94,8 +95,12 @@ def _check_tag(data: bytes, name: str) -> None:
 def index_parts(
     store: Store, copy: Store | None, document: VersionDocument, opened: OpenIndex
 ) -> tuple[list[ObjectReport], list[bool], OpenIndex]:
-    """A report of each part and of each object of bitmaps; for each part whether its samples are known; and what they are looked
-    up in: parts whose pages are wrong have tables still."""
+    """Check the index parts and the objects of bitmaps.
+
+    Returns:
+        The reports of the parts and of the objects of bitmaps; for each part, whether its samples are known; and the
+        index to look samples up in. In that index, parts with wrong pages are read by their tables.
+    """
     reports = [_part(store, copy, part, document) for part in document.index]
     maps = {key: _kept(store, copy, key, document) for key in repair.by_object(document.index)}
     good = [
@@ -175,7 +180,10 @@ def _read_kept(store: Store, key: str, document: VersionDocument) -> list[Findin
 
 
 def orphans(store: Store, document: VersionDocument) -> list[str]:
-    """Objects of data that no version names; none are reported while a version cannot be read, since it may name them."""
+    """Return the shards and index objects that no version names.
+
+    If a version cannot be read, this returns none, since that version may name them.
+    """
     named = _named(document)
     for number in versions.list_versions(store):
         if number != document.version:

@@ -1,8 +1,9 @@
-"""Decoding a file to its end, to see whether it does.
+"""Decodes a file to its end, to find faults.
 
-Invariant: everything that the decoder reports, marks as damaged or leaves out against the index is a fault; one picture is held
-at a time. Damage that the decoder conceals without a word and without losing a frame is not seen.
-Failure behaviour: faults are counted and named in the answer; nothing is raised for bad media.
+Invariants: these are faults: errors that the decoder reports, frames that it marks as damaged, and counts that differ
+from the index. The worker holds one picture at a time. It cannot see damage that the decoder conceals silently and
+without losing a frame.
+Failure behaviour: the answer counts and names the faults. Bad media raise nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 
 
 def open_media(path: str) -> Any:
-    """The container at `path`, which may open no other file."""
+    """Open the container at `path`. The container cannot open other files."""
     options = {"format_whitelist": DEMUXERS, "protocol_whitelist": "file"}
     return av.open(f"file:{path}", metadata_errors="replace", options=options)
 
 
 def run(job: DecodeJob) -> Decoded:
-    """Decode the job's streams."""
+    """Decode the job's streams, and return their faults."""
     try:
         with open_media(job.path) as container:
             return Decoded(faults=tuple(_faults(container, job)))

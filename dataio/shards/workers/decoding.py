@@ -1,10 +1,10 @@
-"""Samples set aside and handed to media workers.
+"""Copies members of samples to temporary files and hands them to media workers.
 
-Purpose: `verify` and `preview` read members from the store, checked, and let worker processes look at them.
-Invariants: a member lies in a temporary file only while a worker looks at it; one larger than `SET_ASIDE_BYTES` is not set aside.
-The worker has a minute, and more for long and for large files.
-Failure behaviour: `CorruptionError` for a member whose bytes are wrong and for a crash, `DeadlineError` for a hang,
-`CapacityError` for a member that is too large or a temporary folder that is full.
+Purpose: `verify` and `preview` read members from the store and check them. Worker processes then decode them.
+Invariants: a temporary file exists only while a worker uses it. A member larger than `SET_ASIDE_BYTES` is not copied.
+The worker has one minute, and more for long and for large files.
+Failure behaviour: wrong bytes and a crash raise `CorruptionError`. A hang raises `DeadlineError`. A member that is too
+large, or a full temporary folder, raises `CapacityError`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SET_ASIDE_BYTES = 8 * limits.GIB
 
 
 def seconds_for(sample: Sample) -> float:
-    """The time limit for looking at a sample."""
+    """Return the time limit for decoding a sample, in seconds."""
     size = sum(member.length for member in sample.members)
     return 60.0 + 2 * sample.duration + size / (4 * limits.MIB)
 
 
 @contextlib.contextmanager
 def set_aside(store: Store, sample: Sample, ext: str) -> Iterator[str]:
-    """The path of a temporary file with this member's bytes, their checksum verified."""
+    """Write this member to a temporary file, verify its checksum, and yield the file's path."""
     member = members.find_member(sample, ext)
     if member.length > SET_ASIDE_BYTES:
         raise CapacityError(f"{sample.key}.{ext} has {limits.format_bytes(member.length)}, more than is set aside")
@@ -55,13 +55,13 @@ def set_aside(store: Store, sample: Sample, ext: str) -> Iterator[str]:
 
 
 def ask(pool: WorkerPool, job: media_jobs.Job, seconds: float) -> media_jobs.Answer:
-    """A worker's answer."""
+    """Send a job to a worker and return the answer."""
     answer: media_jobs.Answer = pool.ask(media_jobs.encode(job), seconds, media_jobs.decode_answer)
     return answer
 
 
 def decode_sample(store: Store, sample: Sample, pool: WorkerPool) -> tuple[str, ...]:
-    """What is wrong with the sample's media, decoded to its end."""
+    """Decode the sample's media to the end, and return the faults."""
     video, audio = sample.video, sample.audio
     faults = list[str]()
     for ext in sorted({stream.ext for stream in (video, audio) if stream is not None}):

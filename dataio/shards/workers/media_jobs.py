@@ -1,8 +1,9 @@
-"""What a media worker is asked and what it answers: decode this to its end, or make pictures of it.
+"""The messages of `media_worker`: decode a file to its end, or make pictures of it.
 
-Purpose: the messages of `media_worker`; those who ask need only these, so they never load libav.
-Invariant: msgpack with checked types. A path names a file that the asker set aside, whole and of the right checksum.
-Failure behaviour: `msgspec.MsgspecError` for a malformed message; what is wrong with a file is part of the answer.
+Purpose: callers import only these messages, so they never load libav.
+Invariants: messages are msgpack with checked types. A path names a file that the caller wrote whole, with the right
+checksum.
+Failure behaviour: a malformed message raises `msgspec.MsgspecError`. Faults of a file are part of the answer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import msgspec
 
 
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
-    """Decode these streams to their end; None: not this one. `frames` and `samples` are what the index says."""
+    """Decode these streams to their end.
+
+    A stream of None is not decoded. `frames` and `samples` are the counts in the index.
+    """
 
     path: str
     video_stream: int | None = None
@@ -21,14 +25,16 @@ class DecodeJob(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
 
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True, tag="decoded"):
-    """What is wrong with the file, in words; empty when everything decodes as the index says."""
+    """The faults of the file, in words. It is empty if everything decodes as the index says."""
 
     faults: tuple[str, ...]
 
 
 class PicturesJob(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
-    """`count` pictures evenly over a video, `height` pixels high and at most `width` wide; or a sound's outline
-    of `count` peaks."""
+    """Make `count` pictures evenly spread over a video, each at most `width` by `height` pixels.
+
+    Without a video stream, make the outline of the audio from `count` peaks.
+    """
 
     path: str
     video_stream: int | None = None
@@ -41,7 +47,10 @@ class PicturesJob(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
 
 
 class Pictures(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
-    """JPEG files in the order of time, or peaks from 0 to 1; `fault` says why there are fewer than asked for."""
+    """JPEG files in the order of time, or peaks from 0 to 1.
+
+    `fault` gives the reason if there are fewer than asked for.
+    """
 
     jpegs: tuple[bytes, ...] = ()
     width: int = 0

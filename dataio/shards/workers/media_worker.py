@@ -1,8 +1,9 @@
 """The process that decodes untrusted media for `verify` and `preview`.
 
-Invariants: one frame in, one frame out; it dies with the process that started it, has `limits.PROBE_MEMORY_BYTES` for data, and
-holds one decoded picture at a time.
-Failure behaviour: what libav reports becomes part of the answer; a crash or a hang ends this process only, which its pool sees.
+Invariants: it answers each frame with one frame. It dies with the process that started it. It may use
+`limits.PROBE_MEMORY_BYTES` for data, and it holds one decoded picture at a time.
+Failure behaviour: errors of libav become part of the answer. A crash or a hang ends only this process, and its pool
+detects that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from headrace.dataio.shards.workers.probe_worker import confine, serve
 
 
 def answer(job: media_jobs.Job) -> media_jobs.Answer:
-    """Do one job."""
+    """Run one job and return its answer."""
     from headrace.dataio.shards.workers import decode_all, pictures
 
     return decode_all.run(job) if isinstance(job, media_jobs.DecodeJob) else pictures.run(job)

@@ -1,10 +1,10 @@
-"""Small pictures of a video, and the outline of a sound.
+"""Makes small pictures of a video, and the outline of audio.
 
-Purpose: what a media worker does for `preview`.
-Invariants: pictures are evenly spread over the video, upright, and JPEG. To reach a picture at most `_REACH` frames are decoded
-behind the key frame before it; where that is not enough, the last one decoded is taken. An outline is made of the whole sound,
-in memory that does not grow with it.
-Failure behaviour: what cannot be decoded is left out, and the answer says why.
+Purpose: the media worker's part of `preview`.
+Invariants: pictures are JPEG, upright, and evenly spread over the video. To reach a picture, the worker decodes at most
+`_REACH` frames after the preceding key frame. If that is not enough, it takes the last frame that it decoded. An
+outline covers all of the audio, and its memory does not grow with the length.
+Failure behaviour: pictures or audio that cannot be decoded are left out, and the answer gives the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _QUALITY = {"qmin": "5", "qmax": "5"}
 
 
 def run(job: PicturesJob) -> Pictures:
-    """Do the job."""
+    """Run the job and return its answer."""
     try:
         with open_media(job.path) as container:
             if job.video_stream is not None:
@@ -61,7 +61,7 @@ def _pictures(container: Any, stream: Any, job: PicturesJob) -> Pictures:
 
 
 def _frame_at(container: Any, stream: Any, wanted: int) -> Any:
-    """The first frame at or behind `wanted`, or the last one before it."""
+    """Return the first frame at or after `wanted`, or the last frame decoded before it."""
     container.seek(wanted, stream=stream, backward=True)
     last = None
     for count, frame in enumerate(container.decode(stream)):

@@ -1,8 +1,8 @@
-"""The process that reads untrusted media: answers requests on standard input until it ends.
+"""The process that reads untrusted media. It answers requests on standard input until that ends.
 
-Invariant: one frame in, one frame out (a 4-byte length, then msgpack); it dies with the process that started it, and has
-`limits.PROBE_MEMORY_BYTES` for data.
-Failure behaviour: a crash or a hang ends this process only; `ProbePool` sees it and goes on with a new one.
+Invariants: it answers each frame with one frame (a 4-byte length, then msgpack). It dies with the process that started
+it. It may use `limits.PROBE_MEMORY_BYTES` for data.
+Failure behaviour: a crash or a hang ends only this process. `ProbePool` detects it and continues with a new process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent ends, also if this process hangs inside a decoder."""
+    """Let the kernel send SIGKILL when the parent ends, even if this process hangs inside a decoder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def limit_memory() -> None:
-    """Let allocations fail above `limits.PROBE_MEMORY_BYTES`, so that a file costs itself and not the machine."""
+    """Let allocations fail above `limits.PROBE_MEMORY_BYTES`, so that one file cannot exhaust the machine."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = limits.PROBE_MEMORY_BYTES if hard < 0 else min(limits.PROBE_MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, wanted))
@@ -42,7 +42,7 @@ def write_frame(out: IO[bytes], payload: bytes) -> None:
 
 
 def read_frame(source: IO[bytes]) -> bytes | None:
-    """The next message, or None at the end."""
+    """Return the next message, or None at the end."""
     head = source.read(4)
     if len(head) < 4:
         return None
@@ -50,19 +50,19 @@ def read_frame(source: IO[bytes]) -> bytes | None:
 
 
 def serve(hello: bytes, answer: Callable[[bytes], bytes]) -> None:
-    """Say `hello`, then answer every message of standard input until it ends."""
+    """Send `hello`, then answer each message on standard input until that ends."""
     with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a library prints is not an answer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # text that a library prints must not look like an answer
         write_frame(out, hello)
         while (frame := read_frame(sys.stdin.buffer)) is not None:
             write_frame(out, answer(frame))
 
 
 def confine() -> None:
-    """Before anything else is loaded: this process is nothing without its parent, and costs itself only."""
+    """Tie this process to its parent and limit its memory. Call this before loading anything else."""
     die_with_parent()
     limit_memory()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
 
 
 def main() -> None:

@@ -1,10 +1,16 @@
-"""Worker processes for untrusted media: asked one thing at a time, with a time limit, killed and replaced when late.
+"""Worker processes for untrusted media. A worker handles one request at a time, with a time limit, and is killed and
+replaced if it is late.
 
-Invariants: at most `workers` processes of a pool, started when needed; every request has a time limit and its answer a size
-limit; workers die with this process. An answer is bytes that the caller's `decode` turns into checked types.
-Failure behaviour: `DeadlineError` for a request that took too long and `CorruptionError` for one that ended its worker or made
-it answer nonsense; that worker is gone, and the next request gets a new one. A worker that cannot even start is an
-`UnsupportedError`, since no file is to blame then.
+Invariants:
+
+* A pool has at most `workers` processes. It starts them when it needs them.
+* Every request has a time limit, and its answer has a size limit.
+* Workers die with this process.
+* An answer is bytes that the caller's `decode` turns into checked types.
+
+Failure behaviour: a request that takes too long raises `DeadlineError`. A request that ends its worker, or whose answer
+is malformed, raises `CorruptionError`. That worker is killed, and the next request gets a new one. If a worker cannot
+start at all, no file is at fault, and the pool raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -38,7 +44,10 @@ T = TypeVar("T")
 
 
 class WorkerPool:
-    """Runs `command`, usually `run_module(…)`, whose first frame is `hello`. A context manager, for many threads."""
+    """A pool of processes that run `command`, usually `run_module(…)`. Their first frame is `hello`.
+
+    The pool is a context manager, and threads can share it.
+    """
 
     def __init__(
         self, command: Sequence[str], hello: bytes, workers: int | None = None, *, answer_bytes: int = ANSWER_BYTES
@@ -55,15 +64,15 @@ class WorkerPool:
         self._closing = False
         for _ in range(self.workers):
             self._idle.put(None)
-        # processes are started by these threads only: "dies with its parent" means the thread that started it
+        # only these threads start processes: "dies with its parent" refers to the thread that started it
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="media")
 
     def ask(self, request: bytes, seconds: float, decode: Callable[[bytes], T]) -> T:
-        """The answer to `request`, waiting for a free worker first and then at most `seconds`."""
+        """Wait for a free worker, send it `request`, and wait at most `seconds` for the answer."""
         return self.submit(request, seconds, decode).result()
 
     def submit(self, request: bytes, seconds: float, decode: Callable[[bytes], T]) -> Future[T]:
-        """As `ask`, without waiting; the caller bounds how many it has in flight."""
+        """Like `ask`, but without waiting. The caller limits how many requests are in flight."""
         return self._threads.submit(self._ask, request, seconds, decode)
 
     def _ask(self, request: bytes, seconds: float, decode: Callable[[bytes], T]) -> T:
@@ -72,7 +81,7 @@ class WorkerPool:
             if worker is None:
                 worker = _Worker(self._command, self._answer_bytes)
                 self._all.add(worker)
-                if self._closing:  # checked after adding: either `close` sees the worker, or this sees `close`
+                if self._closing:  # checked after adding: either `close` sees the worker, or this thread sees `close`
                     worker.kill()
                 worker.start(self._hello)
             return worker.ask(request, seconds, decode)
@@ -84,7 +93,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Kill the workers, whatever they are doing."""
+        """Kill all workers at once."""
         self._closing = True
         for worker in list(self._all):
             worker.kill()
@@ -100,7 +109,7 @@ class WorkerPool:
 
 
 def run_module(module: str) -> tuple[str, ...]:
-    """The command that runs this module."""
+    """Return the command that runs this module."""
     return (sys.executable, "-P", "-m", module)
 
 
@@ -122,8 +131,8 @@ class _Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)  # whoever does not read is waited for as long as who does not answer
-        with contextlib.suppress(OSError):  # whoever has many pipes gets no larger ones
+        os.set_blocking(self._in, False)  # the time limit covers a worker that does not read, too
+        with contextlib.suppress(OSError):  # the kernel refuses a larger pipe to a user with many pipes
             fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     def start(self, hello: bytes) -> None:
@@ -184,13 +193,15 @@ class _Worker:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End the process, which ends whatever a thread does with its pipes."""
+        """End the process. A thread that waits on its pipes then returns."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """End the process and close the pipes, once nobody uses them: their numbers may be other files' next. A second call
-        does nothing."""
+        """End the process and close the pipes. A second call does nothing.
+
+        Call this only when no thread uses the pipes, since other files may get their numbers next.
+        """
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -199,7 +210,7 @@ class _Worker:
 
 
 def _wait(fd: int, event: int, deadline: float) -> None:
-    """Until something can be read or written, or the other end is gone."""
+    """Wait until the pipe can be read or written, or its other end is closed."""
     poll = select.poll()
     poll.register(fd, event)
     left = deadline - time.monotonic()
