@@ -1,8 +1,9 @@
 """Checks of index rows, on whole columns at once.
 
-Purpose: what an index says is believed only after this: members inside their shards, positive sizes, streams complete.
-Invariant: every check looks at all rows with a few calls, of which most cost nothing where nothing is wrong, since a single
-sample costs the check of its whole row group; a check whose columns were not read is not made.
+Purpose: readers use index rows only after these checks. They check that members lie inside their shards, sizes are
+positive and streams are complete.
+Invariants: reading one sample checks its whole row group, so every check covers all rows with a few calls. Most of
+these calls cost nothing when the rows are valid. A check is skipped when its columns were not read.
 Failure behaviour: `CorruptionError` names the part, the first bad row and the column.
 """
 
@@ -21,11 +22,12 @@ from headrace.dataio.shards.index import kernels as pc
 
 I64 = npt.NDArray[np.int64]
 Numbers = I64 | range | None
-"""What errors call the rows; None: by their places."""
+"""The row numbers that errors name. None: the positions in the table."""
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What columns must be. `together`: these are null exactly where the column that names them is."""
+    """The constraints on columns. `together` maps a column to the columns that must be null in exactly the same
+    rows."""
 
     required: Sequence[str]
     together: Mapping[str, Sequence[str]]
@@ -34,7 +36,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 def check(table: Any, rules: Rules, name: str, shards: Mapping[str, int], numbers: Numbers = None) -> None:
-    """Raise for the first bad value. `shards` gives the size of every shard."""
+    """Raise `CorruptionError` for the first bad value. `shards` maps each shard to its size."""
     rows = _Rows(table, name, range(table.num_rows) if numbers is None else numbers)
     for column in rows.those_of(rules.required):
         if rows[column].null_count:
@@ -66,7 +68,7 @@ def check(table: Any, rules: Rules, name: str, shards: Mapping[str, int], number
 class _Rows:
     def __init__(self, table: Any, name: str, numbers: I64 | range) -> None:
         self._columns = {
-            column: chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()  # which would copy it
+            column: chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()  # combine_chunks copies
             for column, chunked in zip(table.column_names, table.columns, strict=True)
         }
         self._name, self._numbers = name, numbers
@@ -81,7 +83,7 @@ class _Rows:
         return [column for column in columns if column in self._columns]
 
     def refuse(self, bad: Any, column: str, why: str, rows: Any = None) -> None:
-        """Raise for the first true value of `bad`; `rows` maps its places to rows where it is not one a row."""
+        """Raise for the first true value of `bad`. `rows` maps positions in `bad` to rows if they differ."""
         first = pc.index(bad, True).as_py() if not isinstance(bad, np.ndarray) else _first(bad)
         if first >= 0:
             row = first if rows is None else int(rows[first])
@@ -89,20 +91,20 @@ class _Rows:
 
 
 def _least(column: Any) -> Any:
-    """The smallest value, or None."""
+    """The smallest value. None if all values are null."""
     if column.null_count == len(column):
         return None
     return pc.min_max(column)["min"].as_py() if column.null_count else column.to_numpy().min()
 
 
 def _first(bad: npt.NDArray[np.bool_]) -> int:
-    """Where the first true value is, or -1."""
+    """The position of the first true value, or -1."""
     first = int(bad.argmax()) if len(bad) else 0
     return first if len(bad) and bad[first] else -1
 
 
 def _sizes(rows: _Rows, shards: Mapping[str, int]) -> tuple[I64, I64]:
-    """Every row's shard, numbered from 0, and its size."""
+    """For each row, the number of its shard (from 0) and the size of that shard."""
     used = pc.unique(rows["shard"])
     which = pc.index_in(rows["shard"], used)
     sizes = pa.array([shards.get(key) for key in used.to_pylist()], pa.int64())
@@ -124,7 +126,7 @@ def _check_members(rows: _Rows, which: I64, sizes: I64) -> None:
     # compared by subtraction, since offset + length may overflow
     outside = (offset < 0) | (length < 0) | (offset > size) | (length > size - np.maximum(offset, 0))
     rows.refuse(outside, "members", "lies outside its shard", owners)
-    end, shard = offset + length, which[owners]  # inside the shard, so it does not overflow
+    end, shard = offset + length, which[owners]  # at most the shard's size, so the sum does not overflow
     overlap = (shard[1:] == shard[:-1]) & (offset[1:] < end[:-1]) & (offset[:-1] < end[1:])
     rows.refuse(overlap, "members", "overlaps the next member", owners)
     if "bytes" in rows:

@@ -1,11 +1,14 @@
-"""BLAKE3 as index parts and version documents are vouched for, apart from Arrow, which those who look up samples do without."""
+"""BLAKE3 digests of index parts and version documents.
+
+Invariant: this module does not import Arrow, because sample lookup works without Arrow.
+"""
 
 from __future__ import annotations
 
 import blake3
 
 SHORT = 16
-"""Bytes of a digest of a piece of an object, of which there are many."""
+"""Length in bytes of the digest of one piece of an object. It is short because an object has many pieces."""
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:

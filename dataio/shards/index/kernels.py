@@ -1,9 +1,9 @@
-"""The few functions of Arrow that opening a dataset takes, without the module that has them all.
+"""The Arrow compute functions that opening a dataset needs, without importing `pyarrow.compute`.
 
-Purpose: `pyarrow.compute` writes some three hundred documented functions when it is imported, which takes longer than everything
-else of pyarrow together; a process that reads a dataset would wait for that before its first sample.
-Invariant: each function is the one of `pyarrow.compute` of the same name, with its defaults. Methods of arrays and tables such
-as `take` and `filter` import `pyarrow.compute`, so they have no place on the way to the first sample.
+Purpose: `pyarrow.compute` generates about three hundred documented functions at import. This takes longer than
+importing the rest of pyarrow, and it would delay the first sample of every process that reads a dataset.
+Invariants: each function does the same as the `pyarrow.compute` function of the same name with its default options.
+Code that runs before the first sample must not call methods such as `take` and `filter`: they import `pyarrow.compute`.
 Failure behaviour: Arrow's own errors.
 """
 
@@ -22,7 +22,7 @@ _TYPES = {bool: pa.bool_(), int: pa.int64(), str: pa.string()}
 
 
 def _scalar(value: Any) -> Any:
-    """Of a type that is told: to find one out, Arrow imports more modules than it needs otherwise."""
+    """Convert a value with an explicit type. To infer the type, Arrow would import more modules."""
     kind = _TYPES.get(type(value))
     return value if kind is None else pa.scalar(value, kind)
 
@@ -44,30 +44,30 @@ list_element, list_flatten, list_parent_indices, list_value_length, take = map(
 
 
 def is_null(values: Any) -> Any:
-    """Where there is no value."""
+    """A mask of the null values. NaN is not null."""
     return _call("is_null", [values], _compute.NullOptions(nan_is_null=False))
 
 
 def index(values: Any, value: Any) -> Any:
-    """Where `value` is first, or -1."""
+    """The position of the first `value`, or -1."""
     return _call("index", [values], _compute.IndexOptions(_scalar(value)))
 
 
 def index_in(values: Any, among: Any) -> Any:
-    """The place of each value `among` others, or null."""
+    """For each value, its position in `among`, or null."""
     return _call("index_in", [values], _compute.SetLookupOptions(among, skip_nulls=False))
 
 
 def is_in(values: Any, among: Any) -> Any:
-    """Whether each value is `among` these."""
+    """For each value, whether `among` contains it."""
     return _call("is_in", [values], _compute.SetLookupOptions(among, skip_nulls=False))
 
 
 def struct_field(values: Any, names: Sequence[str]) -> Any:
-    """A field of structs."""
+    """The field at the path `names` of each struct."""
     return _call("struct_field", [values], _compute.StructFieldOptions(list(names)))
 
 
 def rows(table: Any, numbers: Any) -> Any:
-    """These rows of a table."""
+    """The rows `numbers` of a table, in this order."""
     return _call("take", [table, numbers])

@@ -1,19 +1,25 @@
-"""The rows of an index part once more, page by page: what a sample is found in by its number.
+"""Row pages: a second copy of an index part's rows, for looking up samples by number.
 
-Purpose: a batch of a shuffled epoch takes rows from all over the index. From Parquet each costs a row group of a thousand, column
-by column; from here a page of some tens, and neither Arrow nor its memory.
+Purpose: a batch of a shuffled epoch needs rows from all over the index. In Parquet, each row costs reading a row group
+of about a thousand rows, column by column. In this section, each row costs one page of a few dozen rows. Reading pages
+needs neither Arrow nor its memory.
 
 ```
-page       rows in msgpack, one array of them, in zstd                      `PAGE_ROWS`, or fewer where they are long
+page       one msgpack array of rows, compressed with zstd                  `PAGE_ROWS`, or fewer if rows are long
 …
-directory  of each page: rows, bytes stored, bytes unpacked (u32 each), 16 bytes of the BLAKE3 of what is stored
+directory  for each page: rows, stored bytes, unpacked bytes (u32 each), 16 bytes of the BLAKE3 of the stored bytes
 ```
-This section lies in the part between the row groups and the footer, where a Parquet reader has nothing to look for. The version's
-document says where, and gives the digest of the directory.
+The section lies in the part between the row groups and the footer. Parquet readers do not read this range. The version
+document gives the position of the section and the digest of the directory.
 
-Invariants: a page holds what the row groups hold of the same rows (`headrace verify` compares them); the same samples give the
-same bytes. Nothing is unpacked beyond what the directory says, nor above `UNPACKED`. A row is checked as those of tables are
-(`checks`) before anybody gets it.
+Invariants:
+
+* A page holds the same values as the row groups do for its rows (`headrace verify` compares them). Pages also hold
+  pieces, key-frame positions and audio starts, which row groups do not have (`without_parts`).
+* The same samples give the same bytes.
+* A page is never unpacked beyond the size in the directory, or beyond `UNPACKED`.
+* A row is checked like the rows of tables (`checks`) before the caller gets it.
+
 Failure behaviour: `CorruptionError` naming the part, the page or the row, and what is wrong with it.
 """
 
@@ -51,10 +57,10 @@ from headrace.dataio.shards.index.digests import SHORT, digest, short
 
 PAGE_ROWS = 64
 PAGE_BYTES = 64 * limits.KIB
-"""A page is full with so many rows, or with so many bytes before they are packed."""
+"""A page is full when it has `PAGE_ROWS` rows, or at least `PAGE_BYTES` bytes before compression."""
 UNPACKED = 128 * limits.MIB
-"""The most that a page may say to hold unpacked: as much as a full one and a row as long as any, of 2,000,000 key frames.
-Pieces of a file take 16 KiB at most."""
+"""The largest unpacked size that a page may declare. It allows for a full page and the longest row, one with 2,000,000
+key frames. The pieces of a file take at most 16 KiB."""
 ENTRY = np.dtype([("rows", "<u4"), ("stored", "<u4"), ("unpacked", "<u4"), ("digest", f"V{SHORT}")])
 I64 = npt.NDArray[np.int64]
 
@@ -65,7 +71,10 @@ _Word = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a part has its pages: `pages` bytes from `offset` on, then `directory` bytes, whose BLAKE3 is `digest`."""
+    """The position of the pages in a part: `pages` bytes from `offset`, followed by the directory.
+
+    The directory has `directory` bytes, and its BLAKE3 is `digest`.
+    """
 
     offset: int
     pages: int
@@ -103,7 +112,7 @@ class _Video(msgspec.Struct, array_like=True, gc=False):
 
 
 class _PlacedVideo(_Video, array_like=True, gc=False):
-    key_at: list[_Place] | None = None  # none in pages from before, and of files without pieces
+    key_at: list[_Place] | None = None  # missing in older pages, and for files without pieces
 
 
 class _Audio(msgspec.Struct, array_like=True, gc=False):
@@ -116,7 +125,7 @@ class _Audio(msgspec.Struct, array_like=True, gc=False):
 
 
 class _MarkedAudio(_Audio, array_like=True, gc=False):
-    # none in pages from before
+    # older pages lack these fields
     time_base_numerator: _Positive | None = None
     time_base_denominator: _Positive = 1
     start_pts: int = 0
@@ -125,7 +134,7 @@ class _MarkedAudio(_Audio, array_like=True, gc=False):
 
 
 class _Files(msgspec.Struct, array_like=True, gc=False):
-    """A row as far as those read it who want nothing but bytes."""
+    """The start of a row. A reader that needs only the bytes of files decodes no more than this."""
 
     shard: str
     members: list[tuple[str, _Natural, _Natural, _Natural]]
@@ -148,11 +157,13 @@ class _Pieces(msgspec.Struct, array_like=True, gc=False):
 
 
 class _MarkedPieces(_Pieces, array_like=True, gc=False):
-    marks: list[tuple[_Natural, _Natural]] = []  # none in pages from before, and of files that say where things are
+    marks: list[
+        tuple[_Natural, _Natural]
+    ] = []  # missing in older pages, and for formats that can be seeked without marks
 
 
 class _LongRow(_Row, array_like=True, gc=False):
-    """A row with files that have pieces. A row without is written as before there were any."""
+    """A row with files that have pieces. A row without pieces is written as a `_Row`, the older format."""
 
     pieces: list[_MarkedPieces] | None = None
 
@@ -177,12 +188,12 @@ def write(samples: Iterable[Sample]) -> tuple[bytes, bytes]:
 
 
 def section_at(offset: int, pages: bytes, directory: bytes) -> Section:
-    """How a document names what `write` made and was stored at `offset`."""
+    """The document entry for the output of `write`, stored at `offset`."""
     return Section(offset=offset, pages=len(pages), directory=len(directory), digest=digest(directory))
 
 
 def row(sample: Sample) -> bytes:
-    """A sample as its page holds it."""
+    """The encoded row of a sample."""
     members = [(m.ext, m.offset, m.length, m.xxh3) for m in sample.members]
     fields = json.dumps(dict(sample.fields), sort_keys=True, ensure_ascii=False) if sample.fields else None
     video, audio = _of_video(sample.video), _of_audio(sample.audio)
@@ -192,7 +203,7 @@ def row(sample: Sample) -> bytes:
 
 
 def _of_pieces(number: int, pieces: Pieces) -> Any:
-    """Pieces without marks are written as before there were any."""
+    """Encode pieces. Pieces without marks are written in the older format."""
     values = (number, pieces.size, pieces.digests, list(pieces.head))
     return _MarkedPieces(*values, list(pieces.marks)) if pieces.marks else _Pieces(*values)
 
@@ -202,7 +213,7 @@ def _of_video(v: VideoInfo | None) -> _PlacedVideo | None:
         return None
     c = v.color
     places = ([k.at for k in v.key_frames],) if any(k.at >= 0 for k in v.key_frames) else ()
-    kind: Any = _PlacedVideo if places else _Video  # which ends as it did before there were places
+    kind: Any = _PlacedVideo if places else _Video  # the older format, without positions
     made: _PlacedVideo | None = kind(
         *(v.ext, v.stream, v.codec, v.width, v.height, v.fps.numerator, v.fps.denominator, v.frames),
         *(v.time_base.numerator, v.time_base.denominator, v.start_pts, v.duration_pts, v.pixel_format, v.rotation),
@@ -219,7 +230,7 @@ def _of_audio(a: AudioInfo | None) -> Any:
         return None
     values = (a.ext, a.stream, a.codec, a.sample_rate, a.channels, a.samples)
     if a.time_base is None:
-        return _Audio(*values)  # as it was written before starts were recorded
+        return _Audio(*values)  # the older format, which does not record starts
     base = a.time_base
     marks = [mark.at for mark in a.marks], [mark.pts for mark in a.marks]
     return _MarkedAudio(*values, base.numerator, base.denominator, a.start_pts, *marks)
@@ -245,7 +256,8 @@ def _array_of(rows: Sequence[bytes]) -> bytes:
 
 
 class _Own(threading.local):
-    """A thread's own: threads cannot share it, and to make one takes as long as all else that a page takes."""
+    """One decompressor for each thread. Threads cannot share one, and creating one takes as long as the rest of
+    unpacking a page."""
 
     def __init__(self) -> None:
         self.unpacker = zstandard.ZstdDecompressor()
@@ -255,7 +267,8 @@ _own = _Own()
 
 
 class Directory:
-    """Where the pages of a part lie, and which rows they hold. `name` names the part in errors, `rows` is how many it has."""
+    """The positions of a part's pages, and the rows that they hold. Errors name the part `name`. The part has `rows`
+    rows."""
 
     def __init__(self, section: Section, data: bytes | memoryview, rows: int, name: str) -> None:
         self._name = name
@@ -274,16 +287,16 @@ class Directory:
         return len(self._entries)
 
     def find(self, rows: I64) -> tuple[I64, I64]:
-        """In which page each of these rows is, and where in it."""
+        """For each row, the number of its page and its position in that page."""
         pages = np.searchsorted(self._ends, rows, side="right")
         return pages, rows - (self._ends[pages] - self._entries["rows"][pages])
 
     def range(self, page: int) -> tuple[int, int]:
-        """Where a page begins and ends in the part."""
+        """The start and the end of a page in the part."""
         return int(self._offsets[page]), int(self._offsets[page + 1])
 
     def unpack(self, page: int, stored: bytes | memoryview) -> list[msgspec.Raw]:
-        """The rows of a page, not yet checked, from what is stored of it."""
+        """Unpack the rows of a page from its stored bytes. The page is checked; its rows are not."""
         entry = self._entries[page]
         if short(stored) != entry["digest"].tobytes():
             raise self._bad(page, "its BLAKE3 is not what the directory says")
@@ -299,7 +312,7 @@ class Directory:
         return rows
 
     def unpacked(self, page: int) -> int:
-        """Bytes of a page's rows."""
+        """The unpacked size of a page in bytes."""
         return int(self._entries["unpacked"][page])
 
     def _bad(self, page: int, why: str) -> CorruptionError:
@@ -307,14 +320,16 @@ class Directory:
 
 
 class Rows:
-    """Makes samples of a part's rows. `shards` gives the sizes of all that they may lie in; `prefix` goes before their names, but
-    for those that begin with `but`."""
+    """Decodes and checks the rows of a part. `shards` gives the size of every shard that rows may name.
+
+    `prefix` is put before each shard name, except names that begin with `but`.
+    """
 
     def __init__(self, name: str, shards: Mapping[str, int], prefix: str, but: str) -> None:
         self._name, self._shards, self._prefix, self._but = name, shards, prefix, but
 
     def sample(self, data: msgspec.Raw, at: int, number: int) -> Sample:
-        """Row `at` of the part as sample `number`."""
+        """Decode row `at` of the part as sample `number`."""
         found = self._decoded(_as_row, data, at)
         shard, members = self._where(found, at)
         if found.pieces:
@@ -338,7 +353,7 @@ class Rows:
             members[one.member] = Member(whole.ext, whole.offset, whole.length, whole.xxh3, pieces)
 
     def files(self, data: msgspec.Raw, at: int) -> Files:
-        """Where the files of row `at` lie."""
+        """The positions of the files of row `at`."""
         return Files(*self._where(self._decoded(_as_files, data, at), at))
 
     def _decoded(self, decode: Any, data: msgspec.Raw, at: int) -> Any:
@@ -356,7 +371,7 @@ class Rows:
         members = [Member(*one) for one in found.members]
         if not members:
             raise self._bad(at, "members is empty")
-        start = end = 0  # of the one before
+        start = end = 0  # of the previous member
         for member in members:
             offset, after = member.offset, member.offset + member.length
             if after > size:
@@ -404,7 +419,10 @@ def _fraction(numerator: int, denominator: int) -> Fraction:
 
 
 def without_parts(sample: Sample) -> Sample:
-    """What tables hold of a sample: without the pieces of its files, the places of its key frames, and where its sound begins."""
+    """The sample without the values that tables do not hold.
+
+    These are the pieces of its files, the positions of its key frames, and the start and the marks of its audio.
+    """
     members = tuple(Member(m.ext, m.offset, m.length, m.xxh3) for m in sample.members)
     video = sample.video
     if video is not None:
@@ -415,11 +433,11 @@ def without_parts(sample: Sample) -> Sample:
     return replace(sample, members=members, video=video, audio=audio)
 
 
-# --- the promoted fields, as tables and pages hold them
+# --- promoted fields, which tables and pages store alike
 
 
 def parsed(text: str | None, key: str) -> dict[str, Any]:
-    """The promoted fields of the sample `key`."""
+    """Parse the promoted fields of the sample `key`."""
     if not text:
         return {}
     try:
@@ -435,4 +453,6 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-_decode_json = json.JSONDecoder(parse_constant=_refuse_constant).decode  # `json.loads` would make one for each call
+_decode_json = json.JSONDecoder(
+    parse_constant=_refuse_constant
+).decode  # `json.loads` would create a decoder for each call

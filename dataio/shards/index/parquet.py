@@ -1,9 +1,9 @@
-"""Parquet that lies in memory, without the module that reads it from anywhere.
+"""Reading Parquet files from memory without importing `pyarrow.parquet`.
 
-Purpose: `pyarrow.parquet` imports Arrow's file systems, the clients of four cloud stores among them, which takes longer than
-reading the first samples does.
-Invariant: what comes out is what `pyarrow.parquet.ParquetFile` gives, with its defaults, by the calling thread alone: Arrow's
-thread pool, once started, sometimes aborts a process that ends at once.
+Purpose: `pyarrow.parquet` imports Arrow's file systems, including the clients of four cloud stores. This import takes
+longer than reading the first samples.
+Invariants: a reader returns what `pyarrow.parquet.ParquetFile` returns with its default options. Only the calling
+thread reads. Arrow's thread pool is not started, because it sometimes aborts a process that exits immediately.
 Failure behaviour: Arrow's own errors.
 """
 
@@ -17,7 +17,7 @@ from pyarrow import _parquet
 
 
 class Reader:
-    """A Parquet file in `data`; `metadata` is that of the footer, where it was read before."""
+    """The Parquet file in `data`. `metadata` is the metadata of its footer, if the caller has read it before."""
 
     def __init__(self, data: Any, metadata: Any = None) -> None:
         self._reader = _parquet.ParquetReader()
@@ -32,13 +32,14 @@ class Reader:
 
 
 def leaves(metadata: Any, columns: Collection[str]) -> list[int]:
-    """The numbers of what a file stores of these columns: lists and structs are stored in parts."""
+    """The numbers of the leaf columns that store these columns. A list or a struct is stored as one or more leaf
+    columns."""
     schema = metadata.schema
     return [n for n in range(metadata.num_columns) if schema.column(n).path.partition(".")[0] in columns]
 
 
 def paths(schema: Any) -> list[str]:
-    """What a file of this schema calls the columns that it stores, as `leaves` numbers them."""
+    """The paths of the leaf columns of a file with this schema, in the order in which `leaves` numbers them."""
     return [path for field in schema for path in _paths(field.type, field.name)]
 
 

@@ -1,10 +1,15 @@
-"""The sample index: one Parquet row per sample, and the way back to `Sample`.
+"""The sample index: one Parquet row per sample, and the conversion of rows back to `Sample`.
 
-Purpose: readers learn from it where every sample lies and what it holds, without opening a shard.
-Invariants: `SCHEMA` is the whole format; media columns are null together where a sample has no such stream. A part is written
-in row groups of `group_rows`, so that one sample costs one small read; its footer holds, under `BLOCKS`, the digests of all
-`BLOCK_BYTES` before it, so that every range of it can be checked alone; between the two lie the rows once more, in pages
-(`lookup`). The same samples give the same bytes.
+Purpose: readers learn from the index where each sample lies and what it holds, without opening a shard.
+Invariants:
+
+* `SCHEMA` defines all columns. The columns of a stream are null together if a sample does not have that stream.
+* A part is written in row groups of `group_rows` rows, so reading one sample costs one small read.
+* The footer holds the digest of each block of `BLOCK_BYTES` before it, under `BLOCKS`. So any range of a part can be
+  checked without the rest.
+* A second copy of the rows, in pages (`lookup`), lies between the row groups and the footer.
+* The same samples give the same bytes.
+
 Failure behaviour: `CorruptionError` names the index part, the row and the column; nothing of a bad part is returned.
 """
 
@@ -33,13 +38,13 @@ from headrace.dataio.shards.index.digests import SHORT, digest, short
 GROUP_ROWS = 1024
 GROUP_BYTES = limits.MIB
 MIN_GROUP_ROWS = 64
-"""A row group has `GROUP_ROWS`, or fewer where rows are long (a film has thousands of key frames), so that it takes about
-`GROUP_BYTES`; at least `MIN_GROUP_ROWS`."""
+"""A row group has `GROUP_ROWS` rows. It has fewer if rows are long (a film has thousands of key frames), so that it
+takes about `GROUP_BYTES`. It has at least `MIN_GROUP_ROWS`."""
 BLOCK_BYTES = 64 * limits.KIB
 BLOCKS_SUFFIX = b".blocks"
 BLOCKS = b"headrace" + BLOCKS_SUFFIX
-"""The footer's entry: base64 of the blocks' BLAKE3 digests, `BLOCK_DIGEST` bytes of each. Readers accept any name before the
-suffix: the software had another one when it wrote the oldest indexes."""
+"""The key of the footer entry with the blocks' BLAKE3 digests: `BLOCK_DIGEST` bytes of each, in base64. Readers accept
+any name before the suffix, because the software had another name when it wrote the oldest indexes."""
 BLOCK_DIGEST = SHORT
 
 _MEMBER = pa.struct(
@@ -78,7 +83,7 @@ _AUDIO: dict[str, Any] = {
     "samples": pa.int64(),
 }
 
-# what is asked for often lies together, what is long comes last
+# columns that are often read together are adjacent; long columns come last
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -95,9 +100,11 @@ SCHEMA = pa.schema(
 _EMPTY = dict[str, Any].fromkeys(SCHEMA.names)
 _PLAIN = frozenset(["key", "shard", "bytes", "duration", "members"])
 ALIKE = ("video_ext", "audio_codec")
-"""The columns whose least and largest values and null counts are in the footer, beside those of the keys: often all are alike."""
+"""The columns with statistics (minimum, maximum, null count) in the footer, in addition to the key. All rows of a part
+often have the same value in these columns."""
 _LONG = ("key", "text", "fields", "members", "key_frames")
-"""The columns whose pages are long: unpacking zstd costs every page a fixed time, which the others are not worth."""
+"""The columns with long pages, which are compressed with zstd. Unpacking zstd costs each page a fixed time, which does
+not pay off for short pages."""
 _RULES = index_checks.Rules(
     required=tuple(field.name for field in SCHEMA if not field.nullable),
     together={"video_codec": (*_VIDEO, "key_frames"), "audio_codec": tuple(_AUDIO), "color_space": tuple(_COLOR)},
@@ -113,7 +120,7 @@ _RULES = index_checks.Rules(
 
 
 def to_row(sample: Sample) -> dict[str, Any]:
-    """One row of `SCHEMA`; the sample's number is its place, so it is not stored."""
+    """One row of `SCHEMA`. The sample's number is the position of the row, so the row does not store it."""
     row: dict[str, Any] = {
         "key": sample.key,
         "shard": sample.shard,
@@ -165,8 +172,10 @@ def from_row(row: Mapping[str, Any], number: int) -> Sample:
 
 
 def samples_of(table: Any, numbers: Sequence[int]) -> Iterator[Sample]:
-    """The samples of these checked rows, of which there is at least one: `from_row` for whole columns at a time, which is what
-    makes it quick. Columns in which no row has a value may be missing."""
+    """Convert checked rows to samples, like `from_row`, but faster because it converts whole columns at a time.
+
+    There must be at least one row. `table` may lack columns in which no row has a value.
+    """
     ends, members = _members(table)
     names = [name for name in table.column_names if name not in _PLAIN]
     rows = [_EMPTY | row for row in table.select(names).to_pylist()] if names else [_EMPTY] * len(numbers)
@@ -181,14 +190,15 @@ def samples_of(table: Any, numbers: Sequence[int]) -> Iterator[Sample]:
 
 
 def files_of(table: Any) -> Iterator[Files]:
-    """Where the files of each of these checked rows lie, of which there is at least one; whole columns at a time."""
+    """The positions of the files of each checked row, converted whole columns at a time. There must be at least one
+    row."""
     ends, members = _members(table)
     for shard, (first, end) in zip(table["shard"].to_pylist(), pairwise(ends), strict=True):
         yield Files(shard, members[first:end])
 
 
 def _members(table: Any) -> tuple[list[int], list[Member]]:
-    """Where the members of each row end among those of all, from 0 on, and these."""
+    """The boundaries of each row in the list of all members (starting with 0), and that list."""
     column = table["members"]
     members = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
     ends = [0, *accumulate(pc.list_value_length(members).to_pylist())]
@@ -219,8 +229,10 @@ def _video(row: Mapping[str, Any]) -> VideoInfo:
 
 
 class Part(NamedTuple):
-    """An index part's bytes, of which the last `footer` are its footer, where its pages are, and the extensions that each sample
-    has a file of."""
+    """The bytes of an index part. The last `footer` bytes are its footer, and `section` is the position of its pages.
+
+    `files` are the extensions for which each sample has a file.
+    """
 
     data: bytes
     footer: int
@@ -229,13 +241,13 @@ class Part(NamedTuple):
 
 
 def write_part(samples: Sequence[Sample]) -> Part:
-    """An index part; the same samples give the same bytes."""
+    """Encode samples as an index part. The same samples give the same bytes."""
     return write_table(pa.Table.from_pylist([to_row(s) for s in samples], schema=SCHEMA), samples)
 
 
 def write_table(table: Any, samples: Iterable[Sample] | None = None) -> Part:
-    """An index part of these rows, which have `SCHEMA`; `samples` are the same ones, where the caller has them."""
-    import pyarrow.parquet as pq  # with Arrow's file systems, which readers need not wait for
+    """Encode rows with `SCHEMA` as an index part. `samples` are the same rows as samples, if the caller has them."""
+    import pyarrow.parquet as pq  # imports Arrow's file systems, which readers do not need
 
     codecs = {path: "zstd" if path.partition(".")[0] in _LONG else "lz4" for path in parquet.paths(SCHEMA)}
     sink = io.BytesIO()
@@ -244,8 +256,11 @@ def write_table(table: Any, samples: Iterable[Sample] | None = None) -> Part:
         SCHEMA,
         compression=codecs,
         compression_level={path: 6 for path, codec in codecs.items() if codec == "zstd"},
-        use_dictionary=False,  # a page more for each column to be unpacked, and no fewer bytes
-        write_statistics=["key", *ALIKE],  # others are of no use, and those of long texts would make every footer long
+        use_dictionary=False,  # a dictionary adds one page to unpack for each column, and saves no bytes
+        write_statistics=[
+            "key",
+            *ALIKE,
+        ],  # no other statistics are used, and those of long texts would make every footer long
         store_schema=True,
     ) as writer:
         writer.write_table(table, row_group_size=group_rows(table))
@@ -260,7 +275,7 @@ def write_table(table: Any, samples: Iterable[Sample] | None = None) -> Part:
 
 
 def holding(lists: Any, ext: str) -> npt.NDArray[np.bool_]:
-    """Which rows of a column of members have a file of this extension."""
+    """A mask of the rows in a column of members that have a file with this extension."""
     has = np.zeros(len(lists), np.bool_)
     extensions = pc.struct_field(pc.list_flatten(lists), ["ext"])
     has[pc.list_parent_indices(lists).to_numpy()[pc.equal(extensions, ext).to_numpy(zero_copy_only=False)]] = True
@@ -280,10 +295,13 @@ def _samples_of(table: Any) -> Iterator[Sample]:
 
 
 def only(data: bytes) -> dict[str, str]:
-    """The columns of `ALIKE` in which all rows of a part have one value, and that, as its footer says."""
+    """The columns of `ALIKE` in which all rows of a part have the same value, and that value, from the footer's
+    statistics."""
     metadata, found = parquet.Reader(data).metadata, dict[str, str]()
     for name in ALIKE:
-        number = SCHEMA.get_field_index(name)  # as columns are numbered, since those that hold lists come last
+        number = SCHEMA.get_field_index(
+            name
+        )  # also the number of the leaf column, because columns with lists come last
         said = [metadata.row_group(group).column(number).statistics for group in range(metadata.num_row_groups)]
         if said and all(one is not None and one.has_min_max and not one.null_count for one in said):
             values = {value for one in said for value in (one.min, one.max)}
@@ -293,7 +311,7 @@ def only(data: bytes) -> dict[str, str]:
 
 
 def group_rows(table: Any) -> int:
-    """Rows of a row group: what is short counts as 512 bytes a row, what is long by its length."""
+    """The number of rows in a row group. Short columns count as 512 bytes a row, long columns by their lengths."""
     long = [pc.list_value_length(table["key_frames"]), pc.list_value_length(table["members"])]
     long += [pc.binary_length(table[name]) for name in ("text", "fields")]
     sums = [int(pc.sum_(lengths).as_py() or 0) for lengths in long]
@@ -310,12 +328,13 @@ def block_digests(data: bytes | bytearray | memoryview) -> list[bytes]:
 
 
 def footer_bytes(data: bytes) -> int:
-    """How many bytes at the end of a Parquet file are its footer."""
+    """The size of the footer at the end of a Parquet file, in bytes."""
     return int.from_bytes(data[-8:-4], "little") + 8
 
 
 def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards: Mapping[str, int]) -> Any:
-    """The checked Arrow table of a whole index part. `shards` gives the size of every shard that it may refer to."""
+    """Check a whole index part and return its Arrow table. `shards` gives the size of every shard that rows may
+    name."""
     found = digest(data)
     if found != expected_digest:
         raise CorruptionError(f"{name}: BLAKE3 is {found}, the dataset version says {expected_digest}")
@@ -337,5 +356,6 @@ def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards
 
 
 def check(table: Any, name: str, shards: Mapping[str, int], numbers: index_checks.Numbers = None) -> None:
-    """`CorruptionError` for the first value that cannot be meant, in whichever columns of `SCHEMA` `table` has."""
+    """Raise `CorruptionError` for the first invalid value. Only the columns of `SCHEMA` that `table` has are
+    checked."""
     index_checks.check(table, _RULES, name, shards, numbers)
