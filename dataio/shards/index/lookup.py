@@ -157,9 +157,8 @@ class _Pieces(msgspec.Struct, array_like=True, gc=False):
 
 
 class _MarkedPieces(_Pieces, array_like=True, gc=False):
-    marks: list[
-        tuple[_Natural, _Natural]
-    ] = []  # missing in older pages, and for formats that can be seeked without marks
+    # missing in older pages, and for formats that can be seeked without marks
+    marks: list[tuple[_Natural, _Natural]] = []
 
 
 class _LongRow(_Row, array_like=True, gc=False):
@@ -453,6 +452,5 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-_decode_json = json.JSONDecoder(
-    parse_constant=_refuse_constant
-).decode  # `json.loads` would create a decoder for each call
+# `json.loads` would create a decoder for each call
+_decode_json = json.JSONDecoder(parse_constant=_refuse_constant).decode

@@ -257,10 +257,8 @@ def write_table(table: Any, samples: Iterable[Sample] | None = None) -> Part:
         compression=codecs,
         compression_level={path: 6 for path, codec in codecs.items() if codec == "zstd"},
         use_dictionary=False,  # a dictionary adds one page to unpack for each column, and saves no bytes
-        write_statistics=[
-            "key",
-            *ALIKE,
-        ],  # no other statistics are used, and those of long texts would make every footer long
+        # no other statistics are used, and those of long texts would make every footer long
+        write_statistics=["key", *ALIKE],
         store_schema=True,
     ) as writer:
         writer.write_table(table, row_group_size=group_rows(table))
@@ -299,9 +297,8 @@ def only(data: bytes) -> dict[str, str]:
     statistics."""
     metadata, found = parquet.Reader(data).metadata, dict[str, str]()
     for name in ALIKE:
-        number = SCHEMA.get_field_index(
-            name
-        )  # also the number of the leaf column, because columns with lists come last
+        # also the number of the leaf column, because columns with lists come last
+        number = SCHEMA.get_field_index(name)
         said = [metadata.row_group(group).column(number).statistics for group in range(metadata.num_row_groups)]
         if said and all(one is not None and one.has_min_max and not one.null_count for one in said):
             values = {value for one in said for value in (one.min, one.max)}

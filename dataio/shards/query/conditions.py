@@ -1,10 +1,11 @@
 """Running conditions over an index.
 
-Purpose: a condition is answered by DuckDB from Arrow columns that were read through the store and checked; DuckDB itself
-reads nothing.
-Invariants: only the columns that the condition needs are read, a few parts at a time, so memory does not grow with the
-dataset. The answer is rows in the order of the samples' numbers.
-Failure behaviour: `UsageError` when the condition is none, or fails on a value (a cast); errors of reading pass through.
+Purpose: DuckDB evaluates a condition over Arrow columns. This package reads these columns through the store and checks
+them. DuckDB itself reads no files.
+Invariants: only the columns that the condition needs are read, a few parts at a time. So memory does not grow with the
+dataset. The resulting rows are in the order of the samples' numbers.
+Failure behaviour: `UsageError` if the text is not a condition, or if it fails on a value (a cast). Read errors pass
+through.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from headrace.dataio.shards.versions.documents import VersionDocument
 
 
 def field_types(document: VersionDocument) -> dict[str, str]:
-    """The promoted fields of a version and their types."""
+    """The promoted fields of a version, by name, with their types."""
     types = dict[str, str]()
     for part in document.index:
         for name, kind in part.fields.items():
@@ -35,7 +36,7 @@ def field_types(document: VersionDocument) -> dict[str, str]:
 
 
 def matching(opened: OpenIndex, document: VersionDocument, text: str) -> Iterator[tuple[Rows, int]]:
-    """Of every part the rows that are samples and meet the condition `text`, and the bytes of their members."""
+    """For each part, the rows that are samples and meet the condition `text`, and the total bytes of their members."""
     connection = connect()
     try:
         predicate = parse(connection, text, field_types(document))
@@ -50,7 +51,7 @@ def matching(opened: OpenIndex, document: VersionDocument, text: str) -> Iterato
 
 
 def rows_with_keys(opened: OpenIndex, keys: Iterable[str]) -> tuple[list[tuple[Rows, int]], set[str]]:
-    """Of every part the rows that are samples with one of these keys, and their bytes; and the keys that nothing has."""
+    """For each part, the rows of samples with one of these keys, and their bytes. Also the keys that no sample has."""
     missing = set(keys)
     wanted, found = pa.array(sorted(missing), pa.string()), list[tuple[Rows, int]]()
     for number, table in enumerate(opened.tables(["key", "bytes"])):
@@ -67,7 +68,7 @@ def _physical(opened: OpenIndex, part: int, rows: Rows) -> Rows:
 
 
 def _check_type(connection: Any, predicate: Predicate) -> None:
-    """Bind the condition over no rows: names, types and that it is a condition."""
+    """Run the condition over an empty table. This checks its names and types, and that its value is a boolean."""
     connection.register("part", _numbered(index.SCHEMA.empty_table().select(list(predicate.columns))))
     try:
         found = connection.execute(predicate.sql.replace("SELECT __row", f"SELECT (\n{predicate.text}\n)", 1))

@@ -1,10 +1,11 @@
-"""Which rows of an index part are left: bitmaps, as small as the part's row count allows.
+"""Bitmaps of the rows of an index part that remain after a removal or a filter.
 
-Purpose: removing samples and saving a filter change no shard and no index part; they add one object with bitmaps.
-Invariants: bit i of a bitmap (least significant first) stands for row i; it is stored compressed by zlib. One object holds
-the bitmaps of all parts that a version changed, each named by its range, its digest and its count.
-Failure behaviour: `CorruptionError` for bytes that are not those of the digest, or do not count what the version says;
-nothing larger than the bitmap is ever unpacked.
+Purpose: removing samples and saving a filter change no shard and no index part. They add one object with bitmaps.
+Invariants: bit i of a bitmap (least significant first) stands for row i. A bitmap is compressed with zlib. One object
+holds the bitmaps of all parts that a version changed. The version document names the range, the digest and the count of
+each.
+Failure behaviour: `CorruptionError` if the bytes do not match the digest, or the number of rows does not match the
+version document. At most one byte more than the bitmap's size is unpacked.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from headrace.dataio.shards.versions.documents import IndexPart, Kept
 from headrace.dataio.store.base import Store
 
 Rows = npt.NDArray[np.uint32]
-"""Row numbers of one part, rising."""
+"""Row numbers of one part, in ascending order."""
 
 
 def encode(rows: Rows, of: int) -> bytes:
-    """The stored form of `rows` of a part with `of` rows."""
+    """The compressed bitmap of `rows` in a part with `of` rows."""
     bits = np.zeros(of, np.bool_)
     bits[rows] = True
     return zlib.compress(np.packbits(bits, bitorder="little").tobytes(), 6)
 
 
 def decode(data: bytes, of: int, count: int, name: str) -> Rows:
-    """The rows that `encode` was given, of which there are `count`."""
+    """The rows of a bitmap that `encode` made. Errors name it `name`. There must be `count` rows."""
     size = (of + 7) // 8
     try:
         unpacked = zlib.decompressobj().decompress(data, size + 1)
@@ -47,7 +48,7 @@ def decode(data: bytes, of: int, count: int, name: str) -> Rows:
 
 
 def load(store: Store, part: IndexPart, name: str) -> Rows | None:
-    """The rows of `part` that are left; None for all."""
+    """Read the rows of `part` that remain. None means all rows."""
     kept = part.kept
     if kept is None:
         return None
@@ -62,7 +63,10 @@ def load(store: Store, part: IndexPart, name: str) -> Rows | None:
 
 
 def store_all(store: Store, changed: Sequence[tuple[IndexPart, Rows, int]]) -> list[IndexPart]:
-    """The parts with only these rows left, whose members have so many bytes; their bitmaps go into one new object."""
+    """Store the bitmaps of changed parts in one new object, and return the parts that refer to it.
+
+    Each item of `changed` is a part, the rows that remain, and the total bytes of their members.
+    """
     if not changed:
         return []
     pieces = [encode(rows, part.rows) for part, rows, _ in changed]

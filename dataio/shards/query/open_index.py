@@ -1,12 +1,18 @@
-"""The index of an open version: numbers to rows, with as little in memory as the question needs.
+"""The index of an open version: it maps sample numbers to rows and keeps little in memory.
 
-Purpose: opening takes the version document alone; rows and columns are read when asked for, so 10^7 samples open like 10.
-Invariants: number i is the i-th row that is left, in the order of the document's parts. Samples are looked up in the pages of
-their parts (`row_pages`), without Arrow, or, in parts that have none, in their row groups; whatever asks for columns reads
-these (`tables`). Readers of parts are kept, up to `READERS`. Whatever was read was checked. Parts in a store that has to be
-waited for are asked side by side, up to `_SIDE_BY_SIDE`.
-Failure behaviour: `CorruptionError` naming the part, and the store's errors, whenever something has to be read.
-Safe to share between threads.
+Purpose: opening reads only the version document. Rows and columns are read on demand, so opening costs the same for
+10^7 samples as for 10.
+Invariants:
+
+* Number i is the i-th remaining row, in the order of the document's parts.
+* Samples are looked up in the pages of their parts (`row_pages`), without Arrow. Parts without pages are looked up in
+  their row groups (`tables`). Queries for columns always read row groups.
+* Up to `READERS` part readers stay open.
+* All data is checked when it is read.
+* In a remote store, up to `_SIDE_BY_SIDE` parts are read concurrently.
+
+Failure behaviour: any method that reads may raise `CorruptionError` naming the part, or one of the store's errors.
+An `OpenIndex` is safe to share between threads.
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ T = TypeVar("T")
 
 
 class OpenIndex:
-    """`document`'s samples; with `chosen`, only these rows of every part (None: all of a part)."""
+    """The samples of `document`. `chosen` restricts them to these rows of each part (None: all rows of that part)."""
 
     def __init__(self, store: Store, document: VersionDocument, chosen: Sequence[Rows | None] | None = None) -> None:
         self._store, self._document = store, document
@@ -53,7 +59,7 @@ class OpenIndex:
         if chosen is not None:
             left = [p.rows if c is None else len(c) for p, c in zip(document.index, chosen, strict=True)]
         self.ends: I64 = np.cumsum(left, dtype=np.int64)
-        """The number after the last one of every part."""
+        """For each part, the number after its last sample."""
         self._readers: OrderedDict[int, RowPages] = OrderedDict()
         self._pages = row_pages.Kept(row_pages.KEPT_BYTES)
         self._lock = threading.RLock()
@@ -62,7 +68,7 @@ class OpenIndex:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def samples(self, numbers: Sequence[int]) -> list[Sample]:
-        """These samples, in this order. Numbers are in range."""
+        """The samples with these numbers, in this order. The caller checks that the numbers are in range."""
 
         def read(part: int, rows: I64, own: list[int]) -> list[Sample]:
             pages = self._reader(part)
@@ -71,7 +77,7 @@ class OpenIndex:
         return self._found(numbers, read)
 
     def files(self, numbers: Sequence[int]) -> list[Files]:
-        """Where the files of these samples lie, in this order. Numbers are in range."""
+        """The positions of these samples' files, in this order. The caller checks that the numbers are in range."""
 
         def read(part: int, rows: I64, own: list[int]) -> list[Files]:
             pages = self._reader(part)
@@ -80,11 +86,11 @@ class OpenIndex:
         return self._found(numbers, read)
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """One table of these columns (None: all) for every part, in order, read a few parts ahead."""
+        """Yield one table of these columns (None: all) for each part, in order. A few parts are read ahead."""
         return self._tables.tables(columns)
 
     def columns(self, columns: Sequence[str] | None = None) -> Any:
-        """These columns of all samples, by number. Without names, everything."""
+        """These columns (None: all) of all samples, ordered by number."""
         return self._tables.columns(columns)
 
     def part_table(self, part: int, columns: Sequence[str] | None = None) -> Any:
@@ -92,12 +98,13 @@ class OpenIndex:
         return self._tables.part_table(part, columns)
 
     def first_row(self, part: int) -> Sample:
-        """The first row of a part, which need not be a sample any more; it gets number 0."""
+        """The first row of a part, as sample number 0. The row may have been removed from the version."""
         pages, row = self._reader(part), np.zeros(1, np.int64)
         return (self._tables.samples(part, row, [0]) if pages is None else pages.samples(row, [0]))[0]
 
     def check(self) -> None:
-        """Read and check everything: all tables row by row, their order, that keys are unique, and the digests of all pages."""
+        """Read and check the whole index: all rows of all tables, their order, unique keys, and the digests of all
+        pages."""
         for _ in self._tables.checked():
             pass
         for part in range(len(self._document.index)):
@@ -105,8 +112,11 @@ class OpenIndex:
                 pages.check()
 
     def compare(self) -> dict[int, str]:
-        """As `check`; and of each part whose pages cannot be read, or hold something else than its tables, what is wrong with the
-        first such row. Tables have no pieces and no places, so these are not compared."""
+        """Check the tables as `check` does, and compare each part's pages with its tables.
+
+        Returns a description of the first problem for each part whose pages are unreadable or differ from its tables.
+        Values that tables do not hold (`without_parts`) are not compared.
+        """
         from headrace.dataio.shards.index.rows import samples_of  # with Arrow
 
         wrong = dict[int, str]()
@@ -127,29 +137,32 @@ class OpenIndex:
         return wrong
 
     def only(self, column: str) -> str | None:
-        """The one value that all samples have in this column, if the version says so; else None: it has to be read."""
+        """The value that all samples have in this column, if the version document records one.
+
+        None means that the column has to be read.
+        """
         values = {part.only.get(column) for part in self._document.index}
         return values.pop() if len(values) == 1 else None
 
     @property
     def files_of_all(self) -> frozenset[str]:
-        """The extensions of which each sample has a file, as far as the version says so."""
+        """The extensions for which each sample has a file, as far as the version document records them."""
         each = [frozenset(part.files) for part in self._document.index]
         return frozenset.intersection(*each) if each else frozenset()
 
     def kept(self, part: int) -> Rows | None:
-        """Which rows of a part are samples; None for all."""
+        """The rows of a part that are samples. None means all rows."""
         if part not in self._kept:
             described = self._document.index[part]
             self._kept[part] = kept.load(self._store, described, name_of(self._store, described))
         return self._kept[part]
 
     def part_rows(self, part: int) -> int:
-        """Rows of a part, samples or not."""
+        """The number of rows of a part, including removed ones."""
         return self._document.index[part].rows
 
     def _found(self, numbers: Sequence[int], read: Callable[[int, I64, list[int]], list[T]]) -> list[T]:
-        """What `read` finds of these numbers, part by part, in their order."""
+        """Call `read` for each part that holds some of these numbers. The results are in the order of `numbers`."""
         wanted = np.asarray(numbers, np.int64)
         parts = np.searchsorted(self.ends, wanted, side="right")
         places = {part: np.flatnonzero(parts == part) for part in np.flatnonzero(np.bincount(parts)).tolist()}
@@ -167,7 +180,7 @@ class OpenIndex:
         return [found[place] for place in range(len(numbers))]
 
     def _each(self, read: Callable[[int], list[T]], parts: Sequence[int]) -> Iterator[list[T]]:
-        """What `read` finds in these parts, side by side where each takes a round trip to a store."""
+        """Call `read` for each part. Calls run concurrently if the store is remote."""
         if len(parts) < 2 or not self._is_far:
             yield from map(read, parts)
             return
@@ -179,17 +192,17 @@ class OpenIndex:
 
     @cached_property
     def _is_far(self) -> bool:
-        """Whether the index is no file of this machine."""
+        """Whether the index is not a local file."""
         try:
             file = self._store.open_file(self._document.index[0].key)
-        except NotFoundError:  # which whoever reads it will say
+        except NotFoundError:  # the read that follows reports it
             return False
         if file is not None:
             os.close(file)
         return file is None
 
     def _reader(self, part: int) -> RowPages | None:
-        """What reads the pages of a part; None where it has none."""
+        """The reader of a part's pages. None if the part has no pages."""
         described = self._document.index[part]
         if described.pages is None:
             return None
@@ -205,6 +218,6 @@ class OpenIndex:
 
     @cached_property
     def _tables(self) -> Tables:
-        from headrace.dataio.shards.query.tables import Tables  # with Arrow, which looking up samples does without
+        from headrace.dataio.shards.query.tables import Tables  # imports Arrow, which sample lookup does not need
 
         return Tables(self._store, self._document, self.kept, len(self))

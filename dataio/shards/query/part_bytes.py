@@ -1,7 +1,7 @@
-"""Bytes of an index part.
+"""Reading byte ranges of an index part.
 
-Purpose: what is missing of a part is said in one way, whoever reads it.
-Failure behaviour: `CorruptionError` for a part that is missing or too short, since the version says that it is there.
+Purpose: all readers of parts report missing bytes with the same errors.
+Failure behaviour: `CorruptionError` if a part is missing or too short, because the version document names it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from headrace.dataio.store.base import Store
 
 
 def name_of(store: Store, part: IndexPart) -> str:
-    """What errors call a part."""
+    """The name of a part in errors."""
     return f"{store.location.url}: {part.key}"
 
 
 def fill(store: Store, part: IndexPart, ranges: Sequence[tuple[int, memoryview]]) -> None:
-    """Fill every (offset, buffer) from the part."""
+    """Read from the part into each (offset, buffer)."""
     try:
         store.get_ranges_into(part.key, ranges)
     except NotFoundError as error:

@@ -1,11 +1,12 @@
-"""Reading some rows and columns of an index part, checked.
+"""Reading and checking some rows and columns of an index part.
 
-Purpose: a part is read as little as possible: its footer once, then the column chunks that are asked for; together, where there
-is but one block before the footer, which every read takes.
-Invariants: no byte reaches the Parquet reader that a digest does not vouch for: the version names that of the footer, the footer
-those of the blocks before it. Ranges lie inside the file. Rows were checked by `index.check` as far as their columns allow.
-Memory is that of the ranges asked for.
-Failure behaviour: `CorruptionError` naming the part; for a missing part too, since the version says that it is there.
+Purpose: a part is read as little as possible. The reader reads the footer once, and then the column chunks that a
+caller needs. If there is only one block before the footer, every read needs it, so the reader reads both together.
+Invariants: every byte is checked against a digest before the Parquet reader gets it. The version document holds the
+digest of the footer, and the footer holds the digests of the blocks before it. Ranges lie inside the file.
+`index.check` checks the rows as far as the columns that were read allow. Only the ranges that were read take memory.
+Failure behaviour: `CorruptionError` naming the part. A missing part is also corruption, because the version document
+names it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
 
 GROUP_BYTES = 1 << 30
-"""The most that a row group may say to hold unpacked."""
+"""The largest unpacked size that a row group may declare."""
 I64 = npt.NDArray[np.int64]
 _GAP_BLOCKS = 4
-"""Blocks read though not needed, rather than with a request of their own."""
+"""Largest gap between two needed blocks, in blocks, that is read with them in one request."""
 
 
 class PartReader:
-    """Reads one index part; its footer is read and checked here. `shards` gives the size of every shard of the version."""
+    """Reads one index part. The constructor reads and checks the footer. `shards` gives the size of every shard of the
+    version."""
 
     def __init__(self, store: Store, part: IndexPart, shards: Mapping[str, int]) -> None:
         self._store, self._part, self._shards = store, part, shards
@@ -56,10 +58,11 @@ class PartReader:
         if any(g.num_rows < 0 or g.total_byte_size > GROUP_BYTES for g in groups):
             raise self._bad("a row group is larger than any that Headrace writes")
         self.ends = np.cumsum([g.num_rows for g in groups], dtype=np.int64)
-        """The row after the last one of every row group."""
+        """For each row group, the number of the row after its last row."""
 
     def read(self, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None) -> Any:
-        """A table of these columns (None: all) of these row groups (None: all), in the file's order."""
+        """A checked table of these columns (None: all) of these row groups (None: all), in the given order of
+        columns."""
         chosen = range(self._metadata.num_row_groups) if groups is None else groups
         names = index.SCHEMA.names if columns is None else list(columns)
         if not len(chosen):
@@ -78,7 +81,7 @@ class PartReader:
         return table
 
     def _numbers(self, groups: Sequence[int]) -> I64:
-        """The numbers in the part of the rows of these row groups."""
+        """The row numbers, within the part, of the rows in these row groups."""
         starts = [int(self.ends[group - 1]) if group else 0 for group in groups]
         return np.concatenate([np.arange(start, self.ends[group]) for start, group in zip(starts, groups, strict=True)])
 
@@ -107,7 +110,7 @@ class PartReader:
         return [joined[start : start + each] for start in range(0, len(joined), each)]
 
     def _ranges(self, groups: Sequence[int], columns: set[str]) -> list[tuple[int, int]]:
-        """Where the column chunks lie: (start, end)."""
+        """The (start, end) of each column chunk in the file."""
         ranges, limit = list[tuple[int, int]](), self._part.size - self._part.footer
         wanted = parquet.leaves(self._metadata, columns)
         for group in (self._metadata.row_group(g) for g in groups):
@@ -122,7 +125,8 @@ class PartReader:
         return ranges
 
     def _fetch(self, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
-        """The file with these ranges filled and checked; what was not read is zero and takes no memory."""
+        """Map a buffer of the file's size, and fill and check these ranges. The other bytes are zero and take no
+        memory."""
         data = mmap.mmap(-1, self._part.size)
         limit, view = self._part.size - self._part.footer, memoryview(data)
         runs = _runs({b for start, end in ranges for b in _blocks_of(start, end)})
@@ -145,7 +149,7 @@ def _blocks_of(start: int, end: int) -> range:
 
 
 def _runs(blocks: set[int]) -> list[tuple[int, int]]:
-    """Neighbouring blocks as (first, after the last), over small gaps."""
+    """Merge blocks into runs of (first, after the last). A run may span gaps of up to `_GAP_BLOCKS` blocks."""
     runs = list[tuple[int, int]]()
     for block in sorted(blocks):
         if runs and block - runs[-1][1] <= _GAP_BLOCKS:
@@ -156,10 +160,10 @@ def _runs(blocks: set[int]) -> list[tuple[int, int]]:
 
 
 def _prefixed(table: Any, prefix: str) -> Any:
-    """The table with `prefix` before the names of shards, but for those that lie in a mount of the part's own dataset."""
+    """Put `prefix` before the names of shards, except of shards that lie in a mount of the part's own dataset."""
     if not prefix or "shard" not in table.column_names:
         return table
-    import pyarrow.compute as pc  # only merged datasets wait for it
+    import pyarrow.compute as pc  # slow to import, and only merged datasets need it
 
     shard = table["shard"]
     whole = pc.if_else(pc.starts_with(shard, PREFIX), shard, pc.binary_join_element_wise(prefix, shard, ""))

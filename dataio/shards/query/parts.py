@@ -1,10 +1,13 @@
-"""Storing index parts.
+"""Storing samples as index parts.
 
-Purpose: whoever makes samples hands them over in the order of their numbers and gets what the version document names.
-Invariants: a part has at most `PART_ROWS` rows, and few enough for `PART_WEIGHT`, whatever they hold: so it is never larger than
-what is read (`documents.PART_BYTES`), nor takes more memory to write than that. Its key holds a digest of its bytes, so equal
-rows give equal objects and different ones never replace each other.
-Failure behaviour: the store's errors pass through; parts stored by then are named by nothing.
+Purpose: a packer or indexer adds samples in the order of their numbers, and gets the parts' entries for the version
+document.
+Invariants: a part has at most `PART_ROWS` rows, and is stored once the weight of its rows reaches `PART_WEIGHT`. So a
+part is never larger than what readers accept (`documents.PART_BYTES`), and writing it takes no more memory than that.
+The key of a part holds a digest of its bytes. So equal rows give equal objects, and different rows never replace each
+other.
+Failure behaviour: the store's errors pass through. No version document names the parts that were stored before the
+error.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ from headrace.dataio.store.base import Store
 
 PART_ROWS = 50_000
 PART_WEIGHT = 32 * limits.MIB
-"""About as many bytes have the rows of a part before they are packed. 50,000 clips have fewer, 1,000 films more."""
+"""The approximate size of a part's rows before compression, in bytes. 50,000 clips have fewer, 1,000 films have
+more."""
 FIELD_NAMES = 256
-"""So many names of promoted fields are recorded of a part, the first ones by name."""
+"""The most promoted fields that are recorded for a part. The first ones in order of their names are recorded."""
 
 
 class PartWriter:
-    """Stores samples, which come in the order of their numbers, as the parts number `first` and following."""
+    """Stores samples as parts, numbered from `first`. The caller adds samples in the order of their numbers."""
 
     def __init__(self, store: Store, first: int) -> None:
         self._store, self._first = store, first
@@ -34,7 +38,7 @@ class PartWriter:
         self._stored = list[IndexPart]()
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Take these samples; parts that are full are stored."""
+        """Add samples, and store each part that becomes full."""
         for sample in samples:
             self._rows.append(sample)
             self._weight += _weight(sample)
@@ -42,7 +46,7 @@ class PartWriter:
                 self._store_part()
 
     def close(self) -> list[IndexPart]:
-        """Store what is left; all parts, described. No samples, no parts."""
+        """Store the remaining samples and return all parts. Without samples, there are no parts."""
         if self._rows:
             self._store_part()
         return self._stored
@@ -55,7 +59,7 @@ class PartWriter:
 
 
 def store_parts(store: Store, samples: Iterable[Sample], first: int) -> list[IndexPart]:
-    """Store `samples` as the parts number `first` and following, and describe them."""
+    """Store `samples` as parts, numbered from `first`, and return the parts."""
     writer = PartWriter(store, first)
     writer.add(samples)
     return writer.close()
@@ -69,7 +73,7 @@ def _weight(sample: Sample) -> int:
 
 
 def store_part(store: Store, number: int, part: index.Part, rows: int, size: int, fields: dict[str, str]) -> IndexPart:
-    """Store a part, and how a version names it; `size` is that of its samples' members."""
+    """Store a part and return its entry for the version document. `size` is the total bytes of its samples' members."""
     whole = digest(part.data)
     key = f"index/{number:08}-{whole[:16]}.parquet"
     store.put(key, part.data)
@@ -89,7 +93,7 @@ def store_part(store: Store, number: int, part: index.Part, rows: int, size: int
 
 
 def field_types(samples: Iterable[Sample]) -> dict[str, str]:
-    """The types of the promoted fields by name; fields that are always null have none."""
+    """The types of the promoted fields, by name. Fields that are always null are left out."""
     types = dict[str, str]()
     for sample in samples:
         for name, value in sample.fields.items():
@@ -100,7 +104,7 @@ def field_types(samples: Iterable[Sample]) -> dict[str, str]:
 
 
 def join_types(one: str, other: str) -> str:
-    """The type that holds values of both."""
+    """The type that can hold values of both types."""
     if one == other:
         return one
     return "number" if {one, other} == {"integer", "number"} else "mixed"

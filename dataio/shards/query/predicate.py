@@ -1,11 +1,16 @@
-"""The condition of `Dataset.where`: one boolean expression, looked at before it is run.
+"""The condition of `Dataset.where`: one boolean SQL expression, validated before it runs.
 
-Purpose: people write conditions in SQL's own words, and nothing but a condition gets through.
-Invariants: the text is parsed by DuckDB's parser and its tree walked: only the kinds of expression and the functions named here
-are allowed, so no sub-query, no file, no setting and no other statement can be meant. Every column is one of `COLUMNS` or a
-promoted field. What is run is `sql`, over a table of exactly the columns that the text names. A value is at most `GROWTH` times
-as long as those that it is made of, since DuckDB's limit on memory does not count texts.
-Failure behaviour: `UsageError` quoting the text, with near names for an unknown column.
+Purpose: users write conditions in SQL. The validation rejects everything that is not a condition.
+Invariants:
+
+* DuckDB's parser parses the text, and `parse` walks the tree. Only the kinds of expressions and the functions listed
+  here are allowed. So a condition cannot contain a sub-query, a file, a setting or another statement.
+* Every column is one of `COLUMNS` or a promoted field.
+* DuckDB runs `Predicate.sql` over a table with exactly the columns that the text needs.
+* A value is at most `GROWTH` times as long as the values that it is made of, because DuckDB's memory limit does not
+  count texts.
+
+Failure behaviour: `UsageError` quoting the text. For an unknown column, it suggests similar names.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from headrace.dataio.core.imports import naming_extras
 TEXT_BYTES = 16 << 10
 GROWTH = 64
 ROW = "__row"
-"""The column of the rows' numbers. A promoted field of this name is reached as `fields."__row"` only."""
+"""The column with the row numbers. A promoted field with this name is available as `fields."__row"` only."""
 _EXAMPLE = "write one SQL expression, such as: duration > 2 and height >= 720 (see headrace filter --help)"
 
 COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -40,7 +45,7 @@ COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     "has_audio": (("audio_codec",), "audio_codec IS NOT NULL"),
     "has_text": (("text",), "text IS NOT NULL"),
 }
-"""Name → the index's columns that it needs, and how it is made of them."""
+"""Name → the index columns that it needs, and the SQL expression over them."""
 
 _TYPES = {"integer": "BIGINT", "number": "DOUBLE", "boolean": "BOOLEAN", "text": "VARCHAR", "mixed": "VARCHAR"}
 _CLASSES = {"COMPARISON", "CONJUNCTION", "CONSTANT", "COLUMN_REF", "FUNCTION", "OPERATOR", "BETWEEN", "CAST", "CASE"}
@@ -63,7 +68,8 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Predicate:
-    """A condition that may be run: `sql` selects `__row` from the table `part`, whose columns are `columns` and `__row`."""
+    """A validated condition. `sql` selects `__row` from the table `part`, which has the columns `columns` and
+    `__row`."""
 
     text: str
     columns: tuple[str, ...]
@@ -71,14 +77,14 @@ class Predicate:
 
 
 def import_duckdb() -> Any:
-    """DuckDB, which belongs to the extra `sql`; only conditions and comparisons need it."""
+    """Import DuckDB, which the extra `sql` installs."""
     with naming_extras():
         import duckdb
     return duckdb
 
 
 def connect() -> Any:
-    """A DuckDB in memory that can reach no file, no network, no extension and no Python variable."""
+    """Open an in-memory DuckDB connection without access to files, the network, extensions and Python variables."""
     connection = import_duckdb().connect(
         ":memory:",
         config={
@@ -94,7 +100,10 @@ def connect() -> Any:
 
 
 def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
-    """The condition `text` over `COLUMNS` and the promoted `fields` (name → type), or `UsageError`."""
+    """Validate the condition `text` over `COLUMNS` and the promoted `fields` (name → type).
+
+    Raises `UsageError` for any other text.
+    """
     if len(text.encode(errors="replace")) > TEXT_BYTES:
         raise UsageError(
             f"the condition is longer than {TEXT_BYTES} bytes", hint="shorten it, or narrow in several steps"
@@ -131,7 +140,7 @@ def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
 
 
 def quote(text: str) -> str:
-    """The condition as an error names it."""
+    """The condition as errors quote it, at most 200 characters of it."""
     return repr(text if len(text) <= 200 else text[:200] + "…")
 
 
@@ -140,7 +149,7 @@ def _unreadable(text: str, why: str) -> UsageError:
 
 
 def _tree(connection: Any, text: str) -> Mapping[str, Any]:
-    """The parsed condition; nothing else may be in the statement around it."""
+    """Parse the condition inside a fixed statement. `UsageError` if the text adds anything else to that statement."""
     wrapped = f"SELECT 1 FROM part WHERE (\n{text}\n)"
     try:
         found = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [wrapped]).fetchall()[0][0])
@@ -163,7 +172,7 @@ def _tree(connection: Any, text: str) -> Mapping[str, Any]:
 
 
 def _references(tree: Mapping[str, Any], text: str) -> Iterator[list[str]]:
-    """The columns that the tree names, as paths; `UsageError` for anything in it that is not allowed."""
+    """Yield the columns that the tree names, as paths. `UsageError` for anything in the tree that is not allowed."""
     waiting: list[Any] = [tree]
     while waiting:
         node = waiting.pop()
@@ -199,7 +208,7 @@ def _allow(node: Mapping[str, Any], text: str) -> None:
 
 
 def _growth(tree: Mapping[str, Any]) -> float:
-    """How many times as long as what it is made of a value may be, at most."""
+    """An upper bound for the length of a value, divided by the length of the values that it is made of."""
     longer, joined, waiting = 1.0, 0, [tree]
     while waiting:
         node: Any = waiting.pop()
@@ -216,7 +225,7 @@ def _growth(tree: Mapping[str, Any]) -> float:
 
 
 def _longer(*found: Mapping[str, Any]) -> float:
-    """By how much `replace` makes a text longer that consists of what it replaces."""
+    """The growth factor of `replace` in the worst case, a text that consists only of the replaced string."""
     old, new = (
         [str(one["literal"]["text"]) if "literal" in one else None for one in found] if len(found) == 2 else ("", "")
     )

@@ -1,8 +1,8 @@
-"""Keys that more than one sample has.
+"""Finding keys that more than one sample has.
 
-Purpose: the one question about an index that needs all of its keys at once, whatever their number.
-Invariant: DuckDB counts what is streamed to it, so memory holds the keys' hash table and no rows.
-Failure behaviour: errors of whoever reads the tables pass through.
+Purpose: this check needs all keys of an index at once, regardless of their number.
+Invariant: the keys are streamed to DuckDB, which counts them. So memory holds the hash table of the keys, and no rows.
+Failure behaviour: errors from reading the tables pass through.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.dataio.shards.query.predicate import connect
 
 
 def repeated_keys(tables: Iterable[Any]) -> list[str]:
-    """Up to three keys that `tables` with a column `key` hold more than once."""
+    """Up to three keys that occur more than once in the column `key` of `tables`."""
     connection = connect()
     try:
         schema = pa.schema([index.SCHEMA.field("key")])

@@ -1,12 +1,12 @@
-"""Looking up samples of an index part by their rows, in its pages.
+"""Looking up rows of an index part in its pages.
 
-Purpose: a batch's rows lie all over the index; each costs its page of some tens of rows, read alone. The directory of a part is
-read once; a small part whole.
-Invariants: no byte is used that a digest does not vouch for: the version names that of the directory, the directory those of
-the pages. What is kept is bounded: `Kept` holds pages of all parts, the least recently used go first. Answers do not depend on
-it.
-Failure behaviour: `CorruptionError` naming the part; for a missing part too, since the version says that it is there.
-Safe to share between threads, which may read a page twice.
+Purpose: the rows of a batch lie all over the index. Each row costs reading one page of a few dozen rows. The directory
+of a part is read once. If the pages are small in total (`WHOLE`), all of them are read with the directory.
+Invariants: every byte is checked against a digest before it is used. The version document holds the digest of the
+directory, and the directory holds the digests of the pages. `Kept` is an LRU cache for the pages of all parts, and its
+size is bounded. Results do not depend on the cache.
+Failure behaviour: `CorruptionError` naming the part. A missing part is also corruption, because the version document
+names it. `RowPages` is safe to share between threads. Two threads may read the same page twice.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from headrace.dataio.store.mounts import PREFIX
 
 KEPT_BYTES = 64 * limits.MIB
 WHOLE = 256 * limits.KIB
-"""Pages of so many bytes in all are read with their directory, in one request."""
+"""If the pages of a part have at most this many bytes in total, they are read together with the directory, in one
+request."""
 _TOGETHER = 128
-"""Pages that a check reads at a time."""
+"""Number of pages that `check` reads at a time."""
 I64 = npt.NDArray[np.int64]
 Page = list[msgspec.Raw]
 
 
 class Kept:
-    """Pages of any parts, up to `most` unpacked bytes, but one in any case."""
+    """An LRU cache of pages of all parts. It holds up to `most` unpacked bytes, and always at least the newest page."""
 
     def __init__(self, most: int) -> None:
         self._most, self._held = most, 0
@@ -63,7 +64,7 @@ class Kept:
 
 
 class RowPages:
-    """The rows of part `number`, which has pages. `shards` gives the size of every shard of the version."""
+    """Reads the rows of part `number`, which must have pages. `shards` gives the size of every shard of the version."""
 
     def __init__(self, store: Store, part: IndexPart, number: int, shards: Mapping[str, int], kept: Kept) -> None:
         assert part.pages is not None
@@ -74,16 +75,16 @@ class RowPages:
         self._directory = self._open(part.pages)
 
     def samples(self, rows: I64, numbers: Sequence[int]) -> list[Sample]:
-        """The samples of these rows of the part, which get these numbers."""
+        """Read the samples of these rows of the part, and give them these numbers."""
         found = zip(self._raw(rows), rows.tolist(), numbers, strict=True)
         return [self._rows.sample(raw, row, number) for raw, row, number in found]
 
     def files(self, rows: I64) -> list[Files]:
-        """Where the files of these rows lie."""
+        """The positions of the files of these rows."""
         return [self._rows.files(raw, row) for raw, row in zip(self._raw(rows), rows.tolist(), strict=True)]
 
     def check(self) -> None:
-        """Unpack all pages, some at a time, and keep none."""
+        """Read and unpack all pages, `_TOGETHER` at a time. None of them enters the cache."""
         for start in range(0, len(self._directory), _TOGETHER):
             pages = range(start, min(start + _TOGETHER, len(self._directory)))
             for page, stored in zip(pages, self._stored(pages), strict=True):
@@ -113,7 +114,7 @@ class RowPages:
         return got
 
     def _stored(self, pages: Sequence[int]) -> list[memoryview]:
-        """What is stored of these pages; neighbours are read together."""
+        """The stored bytes of these pages. Adjacent pages are read as one range."""
         ranges = [self._directory.range(page) for page in pages]
         if self._data:
             return [self._data[start - self._first : end - self._first] for start, end in ranges]

@@ -1,14 +1,20 @@
-"""The index of an open version as tables, with as little in memory as the question needs.
+"""The index of an open version as Arrow tables, with little in memory.
 
-Purpose: what asks about many samples at once (conditions, plans by length or shape, checks) reads columns of the Parquet files;
-and samples of parts that have no pages (`row_pages`) are looked up in row groups.
-Invariants: rows are those of the parts; which of them are samples, `kept` says. Row groups that are wanted at once are
-read together, up to `TOGETHER`, which takes less time and one round trip; they are kept together too, decoded, up to
-`CACHE_BYTES`, the least recently used go first; readers of parts up to `READERS`. Answers do not depend on what is kept.
-Whatever was read was checked (`part_reader`); `checked` reads and checks everything, also what only the whole shows: the order
-of the samples across parts.
-Failure behaviour: `CorruptionError` naming the part, and the store's errors, whenever something has to be read.
-Safe to share between threads.
+Purpose: operations on many samples (conditions, plans by length or shape, checks) read columns of the Parquet files.
+Samples of parts without pages (`row_pages`) are looked up in row groups.
+Invariants:
+
+* Row numbers are those of the parts. `kept` returns the rows of a part that are samples.
+* Row groups that a caller needs at the same time are read together, up to `TOGETHER`. This takes less time and only one
+  round trip.
+* Row groups that were read together are also cached together, decoded. The cache is an LRU cache of `CACHE_BYTES`.
+* Up to `READERS` part readers stay open.
+* Results do not depend on the cache.
+* All data is checked when it is read (`part_reader`). `checked` reads and checks everything, including the order of the
+  samples across parts and unique keys.
+
+Failure behaviour: any method that reads may raise `CorruptionError` naming the part, or one of the store's errors.
+`Tables` is safe to share between threads.
 """
 
 from __future__ import annotations
@@ -42,11 +48,14 @@ _THREADS = min(8, 2 * (os.cpu_count() or 1))
 
 I64 = npt.NDArray[np.int64]
 Together = tuple[int, tuple[int, ...]]
-"""A part, and row groups of it that were read together."""
+"""A part, and the row groups of it that were read together."""
 
 
 class Tables:
-    """`document`'s parts; `kept` says which rows of a part are samples (None: all), of which there are `samples`."""
+    """The tables of `document`'s parts. `kept` returns the rows of a part that are samples (None: all rows).
+
+    There are `samples` samples in total.
+    """
 
     def __init__(
         self, store: Store, document: VersionDocument, kept: Callable[[int], Rows | None], samples: int
@@ -60,7 +69,7 @@ class Tables:
         self._lock = threading.RLock()
 
     def samples(self, part: int, rows: I64, numbers: Sequence[int]) -> list[Sample]:
-        """The samples of these rows of a part, which get these numbers."""
+        """Read the samples of these rows of a part, and give them these numbers."""
         found = dict[int, Sample]()
         for table, places, inside in self._found(part, rows):
             there = pc.rows(table, pa.array(inside, pa.int64()))
@@ -68,7 +77,7 @@ class Tables:
         return [found[place] for place in range(len(numbers))]
 
     def files(self, part: int, rows: I64) -> list[Files]:
-        """Where the files of these rows of a part lie."""
+        """The positions of the files of these rows of a part."""
         found = dict[int, Files]()
         for table, places, inside in self._found(part, rows):
             there = pc.rows(table.select(["shard", "members"]), pa.array(inside, pa.int64()))
@@ -76,7 +85,7 @@ class Tables:
         return [found[place] for place in range(len(rows))]
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """One table of these columns (None: all) for every part, in order, read a few parts ahead."""
+        """Yield one table of these columns (None: all) for each part, in order. A few parts are read ahead."""
         with ThreadPoolExecutor(_THREADS, "headrace-index") as pool:
             ahead = list[Future[Any]]()
             try:
@@ -91,7 +100,7 @@ class Tables:
                     future.cancel()
 
     def columns(self, columns: Sequence[str] | None = None) -> Any:
-        """These columns of all samples, by number. Without names, everything."""
+        """These columns (None: all) of all samples, ordered by number."""
         tables = list(self.tables(columns))
         empty = index.SCHEMA.empty_table().select(index.SCHEMA.names if columns is None else list(columns))
         return pa.concat_tables([empty, *tables])
@@ -102,8 +111,11 @@ class Tables:
         return table if rows is None else pc.rows(table, pa.array(rows))
 
     def checked(self) -> Iterator[tuple[int, int, Any]]:
-        """Every row group: its part, its first row there, and all its rows, samples or not. Read to its end it has checked
-        everything: row by row, the order, and that keys are unique; fills the cache as it goes."""
+        """Yield each row group as (part, first row in the part, table). The table includes rows that are not samples.
+
+        A caller that consumes the whole iterator has checked every row, the order of the rows, and that keys are
+        unique. The row groups enter the cache.
+        """
         last: tuple[int, int] | None = None
         places = {shard.key: place for place, shard in enumerate(self._document.shards)}
         for part in range(len(self._document.index)):
@@ -130,7 +142,8 @@ class Tables:
     def _check_order(
         self, table: Any, places: Mapping[str, int], last: tuple[int, int] | None
     ) -> tuple[int, int] | None:
-        """Samples lie one behind the other; `last` is where the one before `table` lies."""
+        """Check that samples are in ascending order of (shard, offset). `last` is the position of the row before
+        `table`."""
         if not table.num_rows:
             return last
         used = pc.unique(table["shard"])
@@ -148,7 +161,7 @@ class Tables:
     # -- finding and keeping
 
     def _found(self, part: int, rows: I64) -> Iterator[tuple[Any, list[int], list[int]]]:
-        """Tables that hold these rows: each with some of the places in `rows`, and the rows of it that belong there."""
+        """Yield tables that hold these rows, each with positions in `rows` and the matching rows of the table."""
         ends = self._reader(part).ends
         groups = np.searchsorted(ends, rows, side="right")
         left = np.flatnonzero(np.bincount(groups)).tolist()  # np.unique would import masked arrays
@@ -165,15 +178,20 @@ class Tables:
             yield table, places, inside
 
     def group(self, part: int, group: int) -> Any:
-        """All rows of a row group, also those that are no samples; see `_read`."""
+        """All rows of a row group, including rows that are not samples. See `_read` for the columns."""
         table, held = self._read(part, [group])
         ends = [int(end) for end in self._reader(part).ends]
         sizes = {one: ends[one] - (ends[one - 1] if one else 0) for one in held}
         return table.slice(sum(sizes[one] for one in held if one < group), sizes[group])
 
     def _read(self, part: int, groups: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
-        """All rows of the first of these row groups, and of others that were or now are read with it, ascending; which ones.
-        Without columns in which none of them has a value, which would take as long to look up as the others."""
+        """Read the first of these row groups, and return its table and the row groups that the table holds, in
+        ascending order.
+
+        A cached table also holds the row groups that were read with the first one. Otherwise, other row groups of
+        `groups` are read with it. The table leaves out columns without any value, because looking them up takes as long
+        as the others.
+        """
         with self._lock:
             which = self._holding.get((part, groups[0]))
             if which is None:
