@@ -1,1 +1,1 @@
-"""Compressed clips to frames: one contract, several back-ends, the same pixels from all of them."""
+"""Decoders: compressed clips to frames. Several back ends share one contract and return the same pixels."""

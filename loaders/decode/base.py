@@ -1,22 +1,22 @@
-"""The decode contract: what every back-end promises. Read this first.
+"""The decode contract: what every back end promises. Read this first.
 
-Purpose: (compressed bytes, what the index says of them, which frames) -> pixels, whoever decodes.
+Purpose: turn compressed bytes, the index entry and the wanted frames into pixels, identically in every back end.
 
-Invariants, for every back-end:
+Invariants, for every back end:
 
-* *Same pixels.* uint8 RGB, rotation metadata ignored (`resize.rotate` turns the frames afterwards). With
-  `color="bt601"` converted by BT.601 whatever the stream's tags say: CPU back-ends agree bit for bit; a GPU is expected
-  within 2, and seldom off by more than 1. "tagged" and "fast" follow the tags, which only PyAV can; "fast" takes libswscale's
-  quickest way there. Of JPEGs it is libjpeg-turbo's RGB in each case.
-* *Same cut.* Frames come at full resolution, or with `Request.fit` as `resize.fit` makes them, to the bit; but "fast", with
-  antialiasing, scales and converts in one pass of libswscale.
-* *All or nothing.* A request gives exactly the frames it asked for, or an error: never zeros, stale frames of another
-  request, or a neighbour in place of a frame that is missing.
-* *One by one.* A bad request never harms the others of the same call.
+* *Same pixels.* Frames are uint8 RGB, and rotation metadata is ignored (`resize.rotate` turns the frames afterwards).
+  `color="bt601"` converts by BT.601, whatever the stream's tags say. CPU back ends agree bit for bit; a GPU is expected
+  within 2, and seldom off by more than 1. "tagged" and "fast" follow the tags, which only PyAV supports. "fast" uses
+  libswscale's fastest conversion. JPEGs always have libjpeg-turbo's RGB.
+* *Same crop.* Frames are returned at full resolution. With `Request.fit` they are bit-identical to the output of
+  `resize.fit`. The exception is "fast" with antialiasing, which scales and converts in one pass of libswscale.
+* *All or nothing.* A request returns exactly the requested frames, or an error. It never returns zeros, stale frames of
+  another request, or a neighbour in place of a missing frame.
+* *Independent requests.* A bad request never harms the others of the same call.
 
-Failure behaviour: `decode` returns, at the place of each bad request, the error that names what is wrong with it:
-`CorruptionError` for damaged bytes, `UnsupportedError` for what this back-end cannot do, `CapacityError` for a clip above
-`MAX_CLIP_BYTES`. It raises only when the back-end itself fails.
+Failure behaviour: `decode` returns an error at the position of each bad request: `CorruptionError` for damaged bytes,
+`UnsupportedError` for a request that this back end cannot decode, `CapacityError` for a clip above `MAX_CLIP_BYTES`. It
+raises only when the back end itself fails.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.fetch.partial_file import Media
 
-if TYPE_CHECKING:  # a process that decodes for another needs no torch
+if TYPE_CHECKING:  # the decoding subprocess does not import torch
     import numpy as np
     import numpy.typing as npt
     import torch
 
 Color = Literal["bt601", "tagged", "fast"]
 MAX_CLIP_BYTES = 4 * GIB
-"""The most that one decoded clip may take before it is resized."""
+"""The limit on the size of one decoded clip before it is resized."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One clip to decode. `data` is the member of the shard, which may read itself; it must stay valid until `decode` returns.
-    `room(shape)` is memory, or None, that the fitted frames may be given in, rather than in memory of their own."""
+    """One clip to decode.
+
+    `data` is the file, as bytes or as an object that reads them on access. It must stay valid until `decode` returns.
+    `room(shape)` returns memory for the fitted frames, or None; the decoder then allocates its own.
+    """
 
     data: Media
     info: VideoInfo
@@ -56,22 +59,22 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """`frames`: uint8 (T, H, W, 3), or fitted (T, 3, h, w), on the back-end's device. `pts`: the T time stamps, in the stream's
-    time base."""
+    """`frames`: uint8 (T, H, W, 3), or fitted (T, 3, h, w), on the back end's device. `pts`: the T time stamps, in the
+    stream's time base."""
 
     frames: torch.Tensor
     pts: tuple[int, ...]
 
 
 class Decoder(Protocol):
-    """Safe to share between threads."""
+    """A decoding back end. Safe to share between threads."""
 
     name: str
 
     def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
-        """The clip of every request, or what is wrong with it, in the same order."""
+        """The decoded clip or the error of each request, in the same order."""
         ...
 
     def close(self) -> None:
-        """Release what the decoder holds; it is not used afterwards."""
+        """Release the decoder's resources. It must not be used afterwards."""
         ...

@@ -28,10 +28,11 @@ from headrace.loaders.decode.geometry import Fit, axes
 
 U8 = npt.NDArray[np.uint8]
 Chain = tuple[tuple[str, str], ...]
-"""Filters in turn: name and arguments."""
+"""Filters in order: name and arguments."""
 EXACT = "bilinear+full_chroma_int+accurate_rnd"
 MARGIN, LEAST = 4, 8
-"""Of fewer rows or columns than `LEAST`, libswscale makes other bits."""
+"""Pixels around a part that may differ, and the fewest rows or columns that a part may have. With fewer than `LEAST`,
+libswscale gives other bits."""
 KEPT = 6
 _PLANAR = frozenset(
     f"yuv{j}{sampling}p" for j in ("", "j") for sampling in ("420", "422", "444")
@@ -48,12 +49,13 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def is_usual(frame: VideoFrame) -> bool:
-    """Whether planes may be cut and converted by vector instructions without changing a bit."""
+    """Whether the frame can be cropped by planes and converted with vector instructions without changing a bit."""
     return frame.format.name in _PLANAR and frame.width % 2 == 0 and frame.height % 2 == 0
 
 
 def with_margin(rows: tuple[int, int], columns: tuple[int, int], frame: VideoFrame) -> Part:
-    """A part around these rows and columns that is right in them, of a usual frame; all of any other."""
+    """A part around these rows and columns within which the conversion is exact. The whole frame if its format is not
+    usual."""
     if not is_usual(frame):
         return Part(0, frame.height, 0, frame.width)
     return Part(*_widened(*rows, frame.height), *_widened(*columns, frame.width))
@@ -67,7 +69,7 @@ def _widened(begin: int, end: int, side: int) -> tuple[int, int]:
 
 
 def rgb(frame: VideoFrame, color: Color, part: Part | None = None) -> Chain:
-    """The chain that gives a frame, or a part of it, as rgb24."""
+    """The filter chain that converts a frame, or a part of it, to rgb24."""
     if color == "fast":
         return *_cut(part, frame), ("scale", "flags=bilinear"), ("format", "rgb24")
     scale = ("scale", f"flags={EXACT}" + (":in_color_matrix=bt601" if color == "bt601" else ""))
@@ -77,7 +79,8 @@ def rgb(frame: VideoFrame, color: Color, part: Part | None = None) -> Chain:
 
 
 def scaled(frame: VideoFrame, part: Part, height: int, width: int) -> Chain:
-    """The chain that gives a part of a frame as planes of another size, by the file's tags, in one pass."""
+    """The filter chain that converts a part of a frame to planes of another size in one pass, using the file's colour
+    tags."""
     return *_cut(part, frame), ("scale", f"{width}:{height}:flags={EXACT}"), ("format", "gbrp")
 
 
@@ -89,7 +92,7 @@ def _cut(part: Part | None, frame: VideoFrame) -> Chain:
 
 
 class Converter:
-    """Runs chains; the graphs of the last `KEPT` kinds of frames are kept. For one thread at a time."""
+    """Runs filter chains. It keeps the graphs of the last `KEPT` kinds of frames. Not safe to share between threads."""
 
     def __init__(self) -> None:
         self._graphs: OrderedDict[tuple[object, ...], Graph] = OrderedDict()
@@ -100,7 +103,7 @@ class Converter:
         frame.pts = None
         graph.vpush(frame)
         result = graph.vpull()
-        self._graphs[kind] = graph  # one that failed is not used again
+        self._graphs[kind] = graph  # a graph that failed is not used again
         if len(self._graphs) > KEPT:
             self._graphs.popitem(last=False)
         return result
@@ -108,7 +111,7 @@ class Converter:
 
 def _graph(frame: VideoFrame, chain: Chain) -> Graph:
     graph = Graph()
-    graph.threads = 1  # clips are what runs in parallel
+    graph.threads = 1  # clips run in parallel instead
     last: FilterContext = graph.add(
         "buffer",
         f"video_size={frame.width}x{frame.height}:pix_fmt={frame.format.name}:time_base=1/1"
@@ -130,7 +133,7 @@ def planes(frame: VideoFrame, samples: int = 1) -> list[U8]:
 
 
 class Canvas(Protocol):
-    """For one clip and one thread."""
+    """Collects the frames of one clip. Not safe to share between threads."""
 
     def draw(self, number: int, frame: VideoFrame) -> None: ...
 
@@ -138,20 +141,20 @@ class Canvas(Protocol):
 
 
 class Paintable(Canvas, Protocol):
-    """Also for pixels: uint8 (H, W, 3)."""
+    """A canvas that also accepts pixels: uint8 (H, W, 3)."""
 
     def paint(self, number: int, pixels: U8) -> None: ...
 
 
 def sheet(request: Request, fit: Fit) -> U8:
-    """Memory for the fitted clip: the request's room where it has one."""
+    """Memory for the fitted clip: that of the request if it provides any."""
     shape = (len(request.wanted.values), 3, *fit.size)
     room = None if request.room is None else request.room(shape)
     return np.empty(shape, np.uint8) if room is None else room
 
 
 class Whole:
-    """`clip`: uint8 (T, H, W, 3), frames as they are."""
+    """Frames at full size. `clip`: uint8 (T, H, W, 3)."""
 
     def __init__(self, request: Request, converter: Converter) -> None:
         self._color, self._convert = request.color, converter
@@ -169,7 +172,7 @@ class Whole:
 
 
 class Quick:
-    """`clip`: uint8 (T, 3, h, w), fitted by `fit` in the pass that converts the colours."""
+    """Frames that `fit` scales in the same pass that converts the colours. `clip`: uint8 (T, 3, h, w)."""
 
     def __init__(self, request: Request, fit: Fit, converter: Converter) -> None:
         self._fit, self._convert = fit, converter
@@ -187,7 +190,7 @@ class Quick:
             self.clip[number, channel] = kept[:, ::-1] if self._fit.mirror else kept
 
     def _way(self, frame: VideoFrame) -> tuple[Chain, int, int]:
-        """The chain for frames like this one, and where in what it gives the clip begins: row and column."""
+        """The filter chain for frames like this one, and the row and column of its output at which the clip begins."""
         down, across = self._down, self._across
         if is_usual(frame):
             (top, rows, y, height), (left, columns, x, width) = down.window(), across.window()

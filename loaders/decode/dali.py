@@ -41,22 +41,23 @@ from headrace.loaders.decode.trim import Window, mux, open_window
 GPU_BATCH = 16
 """Clips that one run of the GPU pipeline decodes together."""
 GPU_THREADS = 4
-"""Clips of a run that are decoded at once: each thread of DALI keeps one of the card's decoders (up to seven) busy, and waits."""
+"""Clips of a run that are decoded in parallel. Each DALI thread keeps one of the card's decoders (up to seven) busy,
+and waits for it."""
 _Feed = tuple[bytes, tuple[int, ...]]
 _Wanted = tuple[tuple[int, ...], tuple[int, ...]]
-"""The frames of a clip, by their numbers, and their time stamps."""
+"""The numbers of a clip's frames, and their time stamps."""
 
 _log = get_logger(__name__)
 
 
 def _module(name: str) -> Any:
-    """A module of DALI, whose types are incomplete; imported late, since it takes most of a second."""
+    """Import a module of DALI late, since the import takes most of a second. DALI's types are incomplete."""
     return importlib.import_module(name)
 
 
 @functools.cache
 def dali_installed() -> bool:
-    """Whether DALI can be imported; it exists for Linux only."""
+    """Whether DALI can be imported. It exists for Linux only."""
     try:
         _module("nvidia.dali")
     except ImportError:
@@ -66,19 +67,21 @@ def dali_installed() -> bool:
 
 @functools.cache
 def gpu_count() -> int:
-    """The GPUs that DALI's driver interface sees; 0 without DALI, or without a driver that it can use."""
+    """The number of GPUs that DALI sees; 0 without DALI or without a usable driver."""
     if not dali_installed():
         return 0
     try:
         return int(_module("nvidia.dali.backend_impl").GetCUDADeviceCount())
-    except RuntimeError as error:  # a driver older than its CUDA
+    except RuntimeError as error:  # the driver is older than DALI's CUDA
         warn_once(_log, f"DALI cannot use the GPU: {_first_line(error)}")
         return 0
 
 
 class DaliDecoder:
-    """One decoder for `device_id=None` (CPU) or a GPU's number. Pipelines are lent to one thread at a time; on a GPU each decodes
-    `threads` clips at once."""
+    """A decoder on the CPU (`device_id=None`) or on the GPU with this number.
+
+    Only one thread at a time uses a pipeline. On a GPU, each pipeline decodes `threads` clips in parallel.
+    """
 
     def __init__(self, device_id: int | None = None, threads: int = GPU_THREADS) -> None:
         if not dali_installed():
@@ -126,7 +129,7 @@ class DaliDecoder:
                 if self._device_id is not None:
                     check_nvdec(window, request.info.codec)
                 picks = window.picks
-                # for a frame that is asked for again DALI would go back to the key frame
+                # DALI would return to the key frame for a repeated frame
                 return (mux(window), tuple(dict.fromkeys(picks))), (picks, window.pts)
         except HeadraceError as error:
             return error, ((), ())
@@ -134,7 +137,7 @@ class DaliDecoder:
     def _run_safely(self, feeds: list[_Feed]) -> list[torch.Tensor | HeadraceError]:
         try:
             return list(self._run(feeds))
-        except (RuntimeError, MemoryError) as error:  # the latter also for memory of the GPU
+        except (RuntimeError, MemoryError) as error:  # MemoryError also reports exhausted GPU memory
             if len(feeds) == 1:
                 kind = CapacityError if isinstance(error, MemoryError) else CorruptionError
                 return [kind(f"DALI cannot decode it: {_first_line(error)}")]
@@ -151,7 +154,7 @@ class DaliDecoder:
 
 
 class _Pipeline:
-    """A built DALI pipeline; one thread at a time."""
+    """A built DALI pipeline. Not safe to share between threads."""
 
     def __init__(self, device_id: int | None, batch: int, threads: int) -> None:
         fn, types = _module("nvidia.dali.fn"), _module("nvidia.dali.types")
@@ -164,7 +167,7 @@ class _Pipeline:
             picks = fn.external_source(name="picks", dtype=types.INT32, ndim=1)
             uid = fn.external_source(name="uid", dtype=types.INT64, ndim=1)
             device = "cpu" if device_id is None else "mixed"
-            # a frame that is not there shall be an error; DALI's default is a black picture
+            # a missing frame must be an error; DALI's default is a black picture
             return fn.decoders.video(encoded, device=device, frames=picks, affine=False, pad_mode="none"), uid
 
         self._pipe = clips()
@@ -183,8 +186,10 @@ class _Pipeline:
 
 
 def copied(outputs: Any) -> list[torch.Tensor]:
-    """DALI's outputs as tensors of our own. On a GPU the copies are done when this returns: DALI, which knows nothing of
-    torch's streams, may put the next run's frames where these were as soon as nobody holds them."""
+    """Copy DALI's outputs into tensors. On a GPU this returns after the copies have finished.
+
+    DALI does not know torch's streams, so the next run may overwrite its output buffers as soon as they are released.
+    """
     found = [torch.from_dlpack(outputs[i]).clone() for i in range(len(outputs))]
     if found and found[0].is_cuda:
         torch.cuda.current_stream(found[0].device).synchronize()
@@ -206,7 +211,7 @@ def _checked(frames: torch.Tensor, wanted: _Wanted, request: Request) -> Decoded
 
 
 def _first_line(error: Exception) -> str:
-    """DALI's messages carry native stack traces; the reason stands behind the last colon before them."""
+    """The reason in a DALI error: the last line before the native stack trace."""
     text = str(error).split("Stacktrace")[0].split("C++ context")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:300]
@@ -215,21 +220,21 @@ def _first_line(error: Exception) -> str:
 NVDEC_CODECS = frozenset(["h264", "hevc", "vp9", "av1"])
 NVDEC_FORMATS = frozenset(["yuv420p"])
 LEAST_SIDE = 144
-"""HEVC's; the other codecs' are less, and such pictures cost a processor nothing."""
+"""The minimum of HEVC. The other codecs have lower minimums, and such small pictures cost a CPU little."""
 _MOST_SIDE = {"h264": 4096}
 _MOST = 8192
 _LIBRARY = "libnvcuvid.so.1"
 _LEAP = 11
-"""Frames from one that is wanted to the next, more than which make DALI look for a key frame between them."""
+"""DALI looks for a key frame to skip to when the next wanted frame is more than this many frames ahead."""
 _PROGRESSIVE = 1
-"""libav's `AV_FIELD_PROGRESSIVE`; 0 is unknown, all others are kinds of interlacing."""
+"""libav's `AV_FIELD_PROGRESSIVE`. 0 is unknown; all higher values are kinds of interlacing."""
 _FRAME_HEADER = 3
-"""The kind of AV1's units that can name a picture which was decoded before."""
+"""The type of AV1 units that can show a previously decoded picture."""
 
 
 @functools.cache
 def nvdec_missing() -> str | None:
-    """Why no video can be decoded on a GPU here, or None: containers are often given CUDA and not the video driver."""
+    """Why no GPU here can decode video, or None. Containers often include CUDA but not the video driver."""
     try:
         ctypes.CDLL(_LIBRARY)
     except OSError as error:
@@ -238,13 +243,13 @@ def nvdec_missing() -> str | None:
 
 
 def nvdec_supports(info: VideoInfo) -> bool:
-    """Whether streams of this kind and size are decoded, as far as the index tells."""
+    """Whether the GPU decodes streams of this format and size, as far as the index tells."""
     sides = info.width, info.height
     return (
         info.codec in NVDEC_CODECS
         and info.pixel_format in NVDEC_FORMATS
         and info.ext != "avi"
-        # of VP9 and AV1, whose format says nothing of it, DALI takes from the driver whether the range is the full one
+        # for VP9 and AV1, whose pixel format does not show it, DALI takes the colour range from the driver
         and (info.color is None or info.color.range != "pc")
         and not any(side % 2 for side in sides)
         and min(sides) >= LEAST_SIDE
@@ -253,7 +258,7 @@ def nvdec_supports(info: VideoInfo) -> bool:
 
 
 def check_nvdec(window: Window, codec: str) -> None:
-    """Refuse packets that DALI would make something else of."""
+    """Raise `UnsupportedError` for packets that DALI would decode to wrong frames."""
     if getattr(window.stream.codec_context, "field_order", 0) > _PROGRESSIVE:
         raise UnsupportedError("the stream is interlaced, and its fields may be pictures of their own")
     units = bitstream.length_size(codec, window.stream.codec_context.extradata)
@@ -271,13 +276,16 @@ def check_nvdec(window: Window, codec: str) -> None:
 
 
 def _leaps(picks: Sequence[int]) -> bool:
-    """Whether DALI does not decode all frames on its way from one to the next, but goes on at a key frame, if there is one."""
+    """Whether DALI skips frames on its way to a wanted one, if there is a key frame to skip to."""
     return any(pick - before > _LEAP for before, pick in pairwise((-1, *picks)))
 
 
 def _is_open(window: Window) -> bool:
-    """Whether pictures that come behind a key frame, not the first, are shown before it. A decoder that begins at it may drop
-    them, and DALI, which counts packets, would give later pictures the stamps of those."""
+    """Whether pictures that follow a key frame, other than the first, are shown before it.
+
+    A decoder that begins at that key frame may drop them. DALI counts packets, so it would give their stamps to later
+    pictures.
+    """
     key: int | None = None
     for packet in window.packets[1:]:
         if packet.pts is not None and key is not None and packet.pts < key:
@@ -287,7 +295,7 @@ def _is_open(window: Window) -> bool:
 
 
 def _vp9_repeats(packet: bytes) -> bool:
-    """Whether one of the packet's frames is the number of an older one. Of profile 0, the only one of 8-bit 4:2:0."""
+    """Whether one of the packet's frames only repeats an older frame. For profile 0, the only profile with 8-bit 4:2:0."""
     return any(not frame or bool(frame[0] & 0x08) for frame in _vp9_frames(packet))
 
 
@@ -307,12 +315,12 @@ def _vp9_frames(packet: bytes) -> Iterator[bytes]:
 
 
 def _av1_repeats(packet: bytes) -> bool:
-    """Whether one of the packet's frame headers names an older picture; whole frames cannot."""
+    """Whether one of the packet's frame headers shows an older picture. Units that hold whole frames cannot."""
     return any(kind == _FRAME_HEADER and (not unit or bool(unit[0] & 0x80)) for kind, unit in _av1_units(packet))
 
 
 def _av1_units(packet: bytes) -> Iterator[tuple[int, bytes]]:
-    """Kinds and payloads; one that is cut short gives what there is."""
+    """Types and payloads. A truncated unit yields the bytes that exist."""
     at = 0
     while at < len(packet):
         head = packet[at]
@@ -325,7 +333,7 @@ def _av1_units(packet: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _leb128(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at `at`, and where it ends; it has eight bytes at most."""
+    """The number that is encoded at `at`, and where it ends. It has at most eight bytes."""
     value = 0
     for place, byte in enumerate(data[at : at + 8]):
         value |= (byte & 0x7F) << (7 * place)

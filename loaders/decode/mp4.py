@@ -33,20 +33,21 @@ from headrace.loaders.fetch.partial_file import Media
 EXTENSIONS = frozenset(["mp4", "m4a", "m4b", "m4v", "mov"])
 WRONG = (struct.error, ValueError, KeyError, IndexError, ZeroDivisionError)
 _MOST_BYTES = 64 * limits.MIB
-"""Of the tables."""
+"""Limit on the size of the tables."""
 _MOST_OF_BRAND = 1 << 10
 _DESCRIBING = (b"udta", b"meta")
 _ONCE = 1 << 16
-"""The rate of an edit that plays what it holds as it is."""
+"""The rate of an edit that plays its media at normal speed."""
 
 Ints = npt.NDArray[np.int64]
 Stored = npt.NDArray[Any]
-"""Of the file's own byte order, in its memory."""
+"""Integers in the file's byte order, in the file's memory."""
 Boxes = Mapping[bytes, memoryview]
 
 
 class Edit(msgspec.Struct, frozen=True):
-    """A track is shown from its tick `media` on, for so many `seconds` (0: to its end), `start` seconds after the file begins."""
+    """A track plays from its tick `media` on, for `seconds` (0: to its end). It starts `start` seconds after the file
+    begins."""
 
     start: Fraction = Fraction(0)
     media: int = 0
@@ -54,27 +55,28 @@ class Edit(msgspec.Struct, frozen=True):
 
 
 def find(data: Media) -> memoryview | None:
-    """The file's tables: what is inside `moov`."""
+    """The file's tables: the content of `moov`."""
     at = 0
     while at + 16 <= len(data):
         size, kind, large = struct.unpack(">I4sQ", data[at : at + 16])
         size, head = (large, 16) if size == 1 else (size, 8)
         if kind == b"moov":
             return data[at + head : at + size] if head <= size <= min(_MOST_BYTES, len(data) - at) else None
-        if size < head:  # to the end of the file, or nonsense
+        if size < head:  # the box extends to the end of the file, or is malformed
             return None
         at += size
     return None
 
 
 def brand(data: Media) -> bytes:
-    """The file's first box, if it says which kind of MP4 it is: QuickTime describes some things otherwise than others do."""
+    """The file's first box, if it names the kind of MP4: QuickTime describes some properties differently. Otherwise
+    nothing."""
     size, kind = struct.unpack(">I4s", data[:8])
     return bytes(data[:size]) if kind == b"ftyp" and size <= _MOST_OF_BRAND else b""
 
 
 def inside(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """Boxes one after the other: kind, payload."""
+    """Consecutive boxes: kind, payload."""
     at = 0
     while at + 8 <= len(view):
         size, kind = struct.unpack_from(">I4s", view, at)
@@ -85,7 +87,7 @@ def inside(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def once(view: memoryview) -> Boxes:
-    """Boxes of which each is there once."""
+    """The boxes by kind. `ValueError` if a kind appears twice."""
     found = list(inside(view))
     if len(found) != len(dict(found)):
         raise ValueError("a box that comes twice")
@@ -93,10 +95,10 @@ def once(view: memoryview) -> Boxes:
 
 
 def tracks(movie: Iterable[tuple[bytes, memoryview]]) -> list[memoryview]:
-    """The tracks among a movie's boxes, as libav numbers its streams.
+    """The tracks among a movie's boxes, in the order of libav's streams.
 
-    libav makes a stream of a cover picture (`covr`) where it meets one, and several streams of one track of IAMF. Tracks behind
-    either have other numbers; they are left out, so that libav reads such a file by itself.
+    libav makes a stream of each cover picture (`covr`), and several streams of one IAMF track. Later tracks then have
+    other numbers, so they are left out, and libav reads such a file itself.
     """
     found = list[memoryview]()
     for kind, view in movie:
@@ -111,7 +113,7 @@ def tracks(movie: Iterable[tuple[bytes, memoryview]]) -> list[memoryview]:
 
 
 def _more_streams(kind: bytes, view: memoryview) -> bool:
-    """Whether libav makes other streams of a track's box than the one of the track."""
+    """Whether libav makes additional streams from this box of a track."""
     if kind in _DESCRIBING:
         return b"covr" in bytes(view)
     if kind != b"mdia":
@@ -122,7 +124,7 @@ def _more_streams(kind: bytes, view: memoryview) -> bool:
 
 
 def ticks_per_second(view: memoryview) -> int:
-    """Of the header of a movie, or of a track's media."""
+    """The time scale in the header of a movie, or of a track's media."""
     (scale,) = struct.unpack_from(">I", view, 20 if view[0] == 1 else 12)
     if not scale:
         raise ValueError("no time scale")
@@ -130,7 +132,8 @@ def ticks_per_second(view: memoryview) -> int:
 
 
 def edited(track: Boxes, movie: int) -> Edit | None:
-    """What is shown of a track, if it is one stretch, maybe behind nothing; `movie` are the ticks of a second there."""
+    """The part of a track that plays, if it is one span, optionally after an initial gap. `movie` is the movie's ticks
+    per second."""
     view = once(track[b"edts"]).get(b"elst") if b"edts" in track else None
     if view is None:
         return Edit()
@@ -146,24 +149,24 @@ def edited(track: Boxes, movie: int) -> Edit | None:
 
 
 def numbers(view: memoryview, columns: int, kind: str = ">u4") -> Stored:
-    """A table of whole numbers, as they are stored, since there may be very many: (rows, columns)."""
+    """A table of integers as stored, (rows, columns), without a copy, since tables may be very long."""
     (count,) = struct.unpack_from(">I", view, 4)
     return np.frombuffer(view[8:], kind, count * columns).reshape(count, columns)
 
 
 def packet_sizes(view: memoryview) -> Stored | None:
-    """The bytes of each packet; None where the table says one size for all."""
+    """The size in bytes of each packet; None where the table gives one size for all."""
     size, count = struct.unpack_from(">II", view, 4)
     return None if size else np.frombuffer(view, ">u4", count, 12)
 
 
 def chunk_offsets(tables: Boxes) -> Stored:
-    """At which byte each chunk of packets begins."""
+    """The byte at which each chunk of packets begins."""
     return numbers(tables[b"stco"], 1)[:, 0] if b"stco" in tables else numbers(tables[b"co64"], 1, ">i8")[:, 0]
 
 
 def first_of_chunk(tables: Boxes, count: int) -> Ints:
-    """The first packet of each of so many chunks, and how many packets there are in all."""
+    """The first packet of each of `count` chunks, followed by the number of packets."""
     runs = numbers(tables[b"stsc"], 3)
     lasting = np.diff(np.append(runs[:, 0].astype(np.int64), count + 1))
     if len(runs) == 0 or runs[0, 0] != 1 or (runs[:, 2] != 1).any() or (lasting <= 0).any():
@@ -174,31 +177,31 @@ def first_of_chunk(tables: Boxes, count: int) -> Ints:
 
 
 def box(kind: bytes, *payload: bytes | memoryview) -> bytes:
-    """A box that holds these, one after the other."""
+    """A box with these payloads, one after the other."""
     return struct.pack(">I4s", 8 + sum(map(len, payload)), kind) + b"".join(payload)
 
 
 def table(kind: bytes, first: int, entries: Any, stored: str = ">u4", version: int = 0) -> bytes:
-    """A table: its version, no flags, one number, and others."""
+    """A table box: its version, no flags, one number, and the entries."""
     return box(kind, struct.pack(">B3xI", version, first), np.asarray(entries, stored).tobytes())
 
 
 FEW = 2_000
-"""Frames; of a video that has fewer, libav has read the tables as quickly."""
+"""Frames: for shorter videos, libav reads the tables as quickly."""
 _MORE = 64
-"""Packets behind the next key frame: pictures come from a decoder later than they went in."""
+"""Packets after the next key frame: decoders output pictures later than they receive them."""
 _MOST_OF_TABLES = 16 * limits.MIB
 _LARGE_BOX, _FULL_BOX = 16, 4
-"""Bytes before what is in a box: kind and length; version and flags."""
+"""Bytes before a box's content: kind and length; version and flags."""
 _UNLIKELY = 1 << 28
-"""Ticks; of durations and delays that are longer, libav has opinions of its own."""
+"""Ticks: libav treats longer durations and delays by rules of its own."""
 _KNOWN = frozenset([b"stsd", b"stts", b"ctts", b"cslg", b"stss", b"sdtp", b"stsc", b"stsz", b"stco", b"co64"])
 _ENCRYPTED = frozenset([b"encv", b"drmi"])
 _pts, _index = attrgetter("pts"), attrgetter("index")
 
 
 class Excerpt:
-    """A file: `head`, all of the bytes of another one, and `tail`."""
+    """A file made of `head`, all bytes of another file, and `tail`."""
 
     def __init__(self, head: bytes, data: Media, tail: bytes) -> None:
         self._head, self._data, self._tail = memoryview(head), data, memoryview(tail)
@@ -218,7 +221,7 @@ class Excerpt:
 
 
 class _Track(msgspec.Struct, frozen=True):
-    """The boxes of a track, of its media, of what is in them and of its tables, with what is shown of it, in ticks."""
+    """The boxes of a track at each level, with its edit and its time scale (ticks per second)."""
 
     movie: Boxes
     track: Boxes
@@ -230,9 +233,14 @@ class _Track(msgspec.Struct, frozen=True):
 
 
 class _Packets(msgspec.Struct, frozen=True):
-    """Some of a track's, `behind` of them before the next key frame: where they lie, their bytes, how many ticks each lasts and
-    is shown later than decoded, at which tick of the track it is shown, which are key frames, unless all are, and what others
-    depend on, if that is told."""
+    """Some consecutive packets of a track; packet number `behind` is the next key frame after the clip.
+
+    - `places` and `sizes`: the packets' bytes in the file.
+    - `lasting` and `delayed`: durations, and delays from decoding to display, in ticks.
+    - `shown`: the tick of the track at which each packet is shown.
+    - `keys`: the key frames; None if all packets are.
+    - `flags`: the packets' dependencies, if the file lists them.
+    """
 
     behind: int
     places: Ints
@@ -245,12 +253,13 @@ class _Packets(msgspec.Struct, frozen=True):
 
 
 def pays(info: VideoInfo) -> bool:
-    """Whether a file is of the kind, and long enough."""
+    """Whether a file has a suitable kind and is long enough."""
     return info.ext in EXTENSIONS and info.frames >= FEW
 
 
 def excerpt(data: Media, info: VideoInfo, wanted: Wanted) -> Excerpt | None:
-    """The file in which stream 0 is this video from the key frame that is wanted to behind the next one after the clip."""
+    """A file whose stream 0 is this video, from the wanted key frame to a few packets after the next key frame behind
+    the clip."""
     ends = _ends(info, wanted)
     if ends is None:
         return None
@@ -266,8 +275,10 @@ def excerpt(data: Media, info: VideoInfo, wanted: Wanted) -> Excerpt | None:
 
 
 def _ends(info: VideoInfo, wanted: Wanted) -> tuple[KeyFrame, KeyFrame] | None:
-    """The key frame that is wanted and the next one behind the clip, in files of which the index says where they lie. Neither the
-    first nor what follows the last: parts of those are left out by rules that are libav's."""
+    """The wanted key frame, and the next one after the clip. None if the index does not list their positions.
+
+    Also None at the first key frame and after the last one: libav trims those parts by its own rules.
+    """
     keys, key = info.key_frames, wanted.key
     after = bisect_right(keys, wanted.values[-1], key=_index if wanted.by == "index" else _pts)
     if after == len(keys) or keys[after].at < 0 or key.at < 0 or not keys[0].pts < key.pts < keys[after].pts:
@@ -279,7 +290,7 @@ def _ends(info: VideoInfo, wanted: Wanted) -> tuple[KeyFrame, KeyFrame] | None:
 
 
 def _track(moov: memoryview, info: VideoInfo) -> _Track | None:
-    """The track of this video, if it is a plain one."""
+    """The track of this video, if it is a simple one."""
     found = list(inside(moov))
     movie = dict(found)
     if b"mvex" in movie:
@@ -298,7 +309,7 @@ def _track(moov: memoryview, info: VideoInfo) -> _Track | None:
 
 
 def _packets(tables: Boxes, key: KeyFrame, after: KeyFrame) -> _Packets | None:
-    """Those from one key frame to some behind the other."""
+    """The packets from key frame `key` to a few after key frame `after`."""
     sizes, chunks = packet_sizes(tables[b"stsz"]), chunk_offsets(tables)
     if sizes is None:
         return None
@@ -327,7 +338,7 @@ def _packets(tables: Boxes, key: KeyFrame, after: KeyFrame) -> _Packets | None:
 
 
 def _places(sizes: Stored, chunks: Stored, starts: Ints, first: int, end: int) -> Ints:
-    """At which bytes some packets begin: one behind the other in each chunk."""
+    """The byte at which each packet begins. Packets of a chunk follow each other."""
     chunk = np.searchsorted(starts, np.arange(first, end), side="right") - 1
     begin = int(starts[chunk[0]])
     before = np.append(0, np.cumsum(sizes[begin:end], dtype=np.int64))
@@ -336,7 +347,7 @@ def _places(sizes: Stored, chunks: Stored, starts: Ints, first: int, end: int) -
 
 
 def _keys(tables: Boxes, first: int, end: int) -> Ints | None:
-    """Which of some packets are key frames; None where all are."""
+    """The positions of the key frames among some packets; None where all packets are key frames."""
     if b"stss" not in tables:
         return None
     keys: Ints = numbers(tables[b"stss"], 1)[:, 0].astype(np.int64) - 1
@@ -344,7 +355,7 @@ def _keys(tables: Boxes, first: int, end: int) -> Ints | None:
 
 
 def _flags(tables: Boxes, count: int, first: int, end: int) -> memoryview | None:
-    """Of some packets of so many, what others depend on."""
+    """The dependency flags of some of the `count` packets."""
     if b"sdtp" not in tables:
         return None
     if len(tables[b"sdtp"]) != _FULL_BOX + count:
@@ -353,12 +364,12 @@ def _flags(tables: Boxes, count: int, first: int, end: int) -> memoryview | None
 
 
 def _likely(runs: Stored, least: int) -> bool:
-    """Whether a table of runs (how many, of which value) is one that libav takes as it is."""
+    """Whether libav uses a table of runs (count, value) unchanged."""
     return bool(runs[:, 0].min() > 0 and least <= runs[:, 1].min() and runs[:, 1].max() < _UNLIKELY)
 
 
 def _at(place: int, sizes: Stored, chunks: Stored, starts: Ints) -> int | None:
-    """Which packet begins at this byte."""
+    """The number of the packet that begins at this byte; None if there is none."""
     chunk = int(np.searchsorted(chunks, place, side="right")) - 1
     if chunk < 0:
         return None
@@ -369,7 +380,7 @@ def _at(place: int, sizes: Stored, chunks: Stored, starts: Ints) -> int | None:
 
 
 def _each(runs: Stored, ends: Ints, first: int, end: int) -> Ints:
-    """The values of some packets, of a table of runs, which end before these ones."""
+    """The value of each packet in a range, from a table of runs. `ends` are the packets at which the runs end."""
     low, high = (int(run) for run in np.searchsorted(ends, [first, end - 1], side="right"))
     until = np.minimum(ends[low : high + 1], end)
     values: Ints = np.repeat(runs[low : high + 1, 1].astype(np.int64), np.diff(until, prepend=first))
@@ -377,14 +388,14 @@ def _each(runs: Stored, ends: Ints, first: int, end: int) -> Ints:
 
 
 def _ticks_before(runs: Stored, ends: Ints, packet: int) -> int:
-    """How many ticks all packets before this one last."""
+    """The total duration, in ticks, of all packets before this one."""
     run = int(np.searchsorted(ends, packet, side="right"))
     whole = int(np.dot(runs[:run, 0].astype(np.int64), runs[:run, 1].astype(np.int64)))
     return whole + (packet - int(ends[run - 1] if run else 0)) * int(runs[run, 1])
 
 
 def _fits(track: _Track, packets: _Packets, ends: tuple[KeyFrame, KeyFrame], length: int) -> bool:
-    """Whether the tables and the index say the same, and nothing of the excerpt is cut off."""
+    """Whether the tables agree with the index, and the edit cuts nothing off the excerpt."""
     key, after = ends
     begin, end = int(packets.shown[0]), int(packets.shown[packets.behind])
     edit, keys = track.edit, packets.keys
@@ -406,7 +417,7 @@ def _fits(track: _Track, packets: _Packets, ends: tuple[KeyFrame, KeyFrame], len
 
 
 def _written(data: Media, track: _Track, packets: _Packets) -> Excerpt | None:
-    """The tables come last, so that one knows how far all bytes are moved before they are written."""
+    """The excerpt. Its tables come last, so that the shift of all byte positions is known before they are written."""
     head = brand(data)
     head += struct.pack(">I4sQ", 1, b"mdat", _LARGE_BOX + len(data))
     moov = _moov(track, packets, len(head))
@@ -414,7 +425,7 @@ def _written(data: Media, track: _Track, packets: _Packets) -> Excerpt | None:
 
 
 def _moov(track: _Track, packets: _Packets, moved: int) -> bytes:
-    """The tables of these packets, all of which were moved by so many bytes."""
+    """The tables of these packets, whose bytes have moved by `moved`."""
     count = len(packets.sizes)
     runs = np.ones((count, 2), np.int64)
     tables = [box(kind, track.tables[kind]) for kind in (b"stsd", b"cslg") if kind in track.tables]

@@ -38,7 +38,7 @@ from headrace.loaders.decode.trim import NoStartError, Window, open_window, tell
 
 _WITH_MESSAGES = frozenset(["h264", "hevc"])
 _SKIPPING = frozenset(["h264", "hevc"])
-"""Codecs whose decoders may be told anew with every packet whether to skip; dav1d listens only once."""
+"""Codecs whose decoders accept a new `skip_frame` setting with every packet; dav1d reads it only once."""
 
 
 Surface = TypeVar("Surface", bound=Canvas)
@@ -47,7 +47,7 @@ Clip = tuple[U8, tuple[int, ...]]
 
 
 class PyAVDecoder:
-    """Safe to share between threads, since FFmpeg runs without the interpreter's lock; each has a converter of its own."""
+    """The PyAV back end. Safe to share between threads: FFmpeg releases the GIL, and each thread has its own converter."""
 
     name = "pyav"
 
@@ -64,7 +64,7 @@ class PyAVDecoder:
         self._mine = threading.local()
 
     def _together(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
-        """Requests that begin at one key frame; where that fails, each by itself."""
+        """Decode requests that begin at one key frame together. If that fails, decode each by itself."""
         if len(requests) > 1:
             with contextlib.suppress(HeadraceError):
                 return list(_decoded_together(requests, self._converter))
@@ -79,7 +79,7 @@ class PyAVDecoder:
 
     @property
     def _converter(self) -> Converter:
-        """This thread's."""
+        """The calling thread's converter."""
         if not hasattr(self._mine, "converter"):
             self._mine.converter = Converter()
         converter: Converter = self._mine.converter
@@ -99,7 +99,7 @@ def _decoded_together(requests: Sequence[Request], converter: Converter) -> Iter
 
 
 def _canvas(request: Request, converter: Converter) -> Any:
-    """What the clip is drawn on. Torch is imported where there is something for it."""
+    """The canvas for a clip. Imports torch only where a canvas needs it."""
     fit = request.fit
     if fit is None:
         return Whole(request, converter)
@@ -117,13 +117,14 @@ def _made(canvas: Any, pts: tuple[int, ...]) -> Decoded:
 
 
 def is_quick(request: Request) -> bool:
-    """Whether scaling and converting are one."""
+    """Whether scaling and colour conversion happen in one pass."""
     fit = request.fit
     return fit is not None and fit.antialias and request.color == "fast" and not is_jpeg(request.info)
 
 
 def clip_of(request: Request, converter: Converter | None = None) -> Clip:
-    """What `PyAVDecoder` gives, as an array: this needs no torch, and fits only what `is_quick`."""
+    """The result of `PyAVDecoder` as an array. Needs no torch. It applies `fit` only if `is_quick`; other requests must
+    not have one."""
     used = converter or Converter()
     fit = request.fit
     if fit is not None:
@@ -134,19 +135,19 @@ def clip_of(request: Request, converter: Converter | None = None) -> Clip:
 
 
 def _drawn(request: Request, begin: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
-    """A canvas with the clip on it, and its time stamps."""
+    """A canvas with the clip on it, and the clip's time stamps."""
     return _picture(request, begin()) if request.info.ext in IMAGE_EXTENSIONS else _from_keys(request, begin)
 
 
 def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...]]:
-    """A picture, as often as the clip has frames."""
+    """An image, repeated for every frame of the clip."""
     pixels = decode_jpeg(request) if is_jpeg(request.info) else None
     if pixels is None:
         frame = images.decode(request.data[:])
         _check(frame, request)
         canvas.draw(0, frame)
     else:
-        cast("Paintable", canvas).paint(0, pixels)  # those of JPEGs are
+        cast("Paintable", canvas).paint(0, pixels)  # canvases of JPEGs are paintable
     times = len(request.wanted.values)
     for number in range(1, times):
         canvas.again(number)
@@ -154,8 +155,8 @@ def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...
 
 
 def _from_keys(request: Request, begin: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
-    """From the key frame before the clip; where that fails, from the ones before: a key frame may be only a point from
-    which the picture recovers gradually."""
+    """Decode from the key frame before the clip. If that fails, decode from earlier key frames: a key frame may only be
+    a point from which the picture recovers gradually."""
     first: CorruptionError | None = None
     for earlier, trusting, bare in _starts(request):
         if isinstance(first, NoStartError) and earlier.wanted.key == request.wanted.key:
@@ -173,8 +174,14 @@ def _from_keys(request: Request, begin: Callable[[], Surface]) -> tuple[Surface,
 
 
 def _starts(request: Request) -> Iterator[tuple[Request, bool, bool]]:
-    """The request as it is, where possible as the container describes it; then as libav finds it; then started one key frame
-    earlier; then at the first one. At last without the stream's messages: some encoders write such as strict decoders refuse."""
+    """The ways to decode a request, in order:
+
+    - as the container describes the streams, where `tells_all`;
+    - as libav probes the streams;
+    - from one key frame earlier;
+    - from the first key frame;
+    - without the stream's supplemental messages, since some encoders write messages that strict decoders refuse.
+    """
     if tells_all(request):
         yield request, True, False
     keys = request.info.key_frames
@@ -186,7 +193,7 @@ def _starts(request: Request) -> Iterator[tuple[Request, bool, bool]]:
 
 
 def _clip(window: Window, request: Request, canvas: Surface) -> Surface:
-    """Only wanted frames are drawn, and a frame that is held is drawn once."""
+    """Draw the wanted frames on the canvas. A frame that the clip repeats is drawn once."""
     picks, filled = window.picks, 0
     ranked = _ranked(window)
     for rank, frame in ranked:
@@ -207,18 +214,19 @@ def _clip(window: Window, request: Request, canvas: Surface) -> Surface:
 
 
 def _check_others(window: Window, ranked: Iterator[tuple[int, VideoFrame]]) -> None:
-    """What was decoded and is shown after the clip: its frames may refer to those."""
+    """Check the decoded frames that are shown after the clip, since the clip's frames may refer to them."""
     if window.stamped:
         for _, frame in ranked:
             _check_whole(frame)
         return
-    with contextlib.suppress(EOFError):  # it was told before that nothing follows
+    with contextlib.suppress(EOFError):  # the decoder has already been flushed
         for frame in window.stream.codec_context.decode(None):
             _check_whole(frame)
 
 
 def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
-    """Decoded frames with their place among the window's: by their stamp, or counted where stamps say nothing."""
+    """Decoded frames with their position among the window's frames: by time stamp, or by counting where stamps are
+    unusable."""
     for count, frame in enumerate(_frames(window)):
         if not window.stamped:
             yield count, frame
@@ -230,8 +238,8 @@ def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
 
 
 def _frames(window: Window) -> Iterator[VideoFrame]:
-    """What the decoder puts out. Pictures that nobody wants and no other picture refers to are not decoded, and nothing is
-    that comes after the last wanted one in the order of decoding."""
+    """The decoder's frames. Unwanted pictures that no other picture refers to are not decoded. Decoding stops after the
+    last packet with a wanted frame."""
     context = window.stream.codec_context
     context.thread_count = 1
     codec, packets, needed = context.codec.canonical_name, window.packets, set[int]()
@@ -255,8 +263,8 @@ def _frames(window: Window) -> Iterator[VideoFrame]:
 
 
 def _in_lower_layers(window: Window, packets: Sequence[Packet[VideoStream]]) -> set[int]:
-    """The packets of pictures to which none of their temporal layer refers, but maybe some of a higher one. libav's decoder of
-    HEVC takes them for such as nothing refers to."""
+    """The packets that no picture of their own temporal layer refers to, but a picture of a higher layer may. libav's
+    HEVC decoder treats them as unreferenced."""
     context = window.stream.codec_context
     if context.codec.canonical_name != "hevc":
         return set()
@@ -267,7 +275,7 @@ def _in_lower_layers(window: Window, packets: Sequence[Packet[VideoStream]]) -> 
 
 
 def _until(packets: list[Packet[VideoStream]], wanted: set[int]) -> list[Packet[VideoStream]]:
-    """The packets up to the last that holds a wanted frame."""
+    """The packets up to the last one that holds a wanted frame."""
     last = max((number for number, packet in enumerate(packets) if packet.pts in wanted), default=len(packets) - 1)
     return packets[: last + 1]
 
@@ -286,12 +294,13 @@ def _check(frame: VideoFrame, request: Request) -> None:
 
 
 def beginning(ext: str, wanted: Wanted) -> Hashable:
-    """Equal for clips of one file whose decoding begins at the same packet; `None` for what is not decoded from a key frame."""
+    """Equal for clips of one file whose decoding begins at the same packet. None for images, which have no key frames."""
     return None if ext in IMAGE_EXTENSIONS else (ext, wanted.by, wanted.key)
 
 
 def grouped(requests: Sequence[Request]) -> list[list[int]]:
-    """The numbers of the requests that are decoded together, each number once; requests of one file share its `data`."""
+    """The numbers of the requests that are decoded together; each number appears once. Requests of one file share its
+    `data`."""
     groups: dict[Hashable, list[int]] = {}
     for number, request in enumerate(requests):
         begins = beginning(request.info.ext, request.wanted)
@@ -300,13 +309,13 @@ def grouped(requests: Sequence[Request]) -> list[list[int]]:
 
 
 def union(requests: Sequence[Request]) -> Request:
-    """One request for every frame that any of these wants, each once."""
+    """One request for every frame that any of these requests wants, each frame once."""
     values = sorted({value for request in requests for value in request.wanted.values})
     return replace(requests[0], wanted=replace(requests[0].wanted, values=tuple(values)))
 
 
 class _Drawing(msgspec.Struct):
-    """One clip's canvas: which of the union's values it wants, in order, and how many of its frames are there."""
+    """One clip's canvas, the positions of its frames among the union's values, and how many frames are drawn."""
 
     canvas: Canvas
     wants: list[int]
@@ -323,7 +332,7 @@ class _Drawing(msgspec.Struct):
 
 
 class Several:
-    """A `Canvas` for the union, over those of its requests."""
+    """A `Canvas` for the union of several requests, which draws on their canvases."""
 
     def __init__(self, whole: Request, requests: Sequence[Request], canvases: Sequence[Canvas]) -> None:
         values = whole.wanted.values
@@ -343,7 +352,7 @@ class Several:
         self.draw(number, self._last)
 
     def pts(self, stamps: Sequence[int]) -> list[tuple[int, ...]]:
-        """The time stamps of each clip's frames, from those of the union's."""
+        """The time stamps of each clip's frames, taken from the union's."""
         return [tuple(stamps[want] for want in drawing.wants) for drawing in self._drawings]
 
 
@@ -351,12 +360,12 @@ _CHANNELS = frozenset(["YCbCr", "RGB", "Gray"])
 
 
 def is_jpeg(info: VideoInfo) -> bool:
-    """Whether the index lists a JPEG, and not a video of such pictures."""
+    """Whether the index lists a JPEG image, as opposed to Motion JPEG video."""
     return info.codec == "mjpeg" and info.ext in IMAGE_EXTENSIONS
 
 
 def decode_jpeg(request: Request) -> Any:
-    """uint8 (H, W, 3), as large as the index says; None where PyAV has to look at it."""
+    """uint8 (H, W, 3) of the size that the index lists; None if PyAV has to decode the image."""
     data = request.data[:]
     try:
         height, width, channels, _ = simplejpeg.decode_jpeg_header(data)

@@ -1,10 +1,10 @@
-"""Which decoder a clip gets: one rule, printed once, the same for every rank.
+"""Which decoder a clip gets: one rule, logged once, the same on every rank.
 
-Purpose: hide the back-ends behind one `Decoder`.
-Invariants: DALI only gets what it decodes to PyAV's pixels: 8-bit streams without transparency whose packets are frames. On the
-CPU it gives the same bits as PyAV for more CPU seconds, so it decodes there only for who asks for it. What DALI refuses, for
-any reason, PyAV judges, so whether a sample counts as damaged does not depend on what is installed.
-Failure behaviour: that of the contract; without DALI or without a GPU the rule simply names PyAV, and says so.
+Purpose: hide the back ends behind one `Decoder`.
+Invariants: DALI only gets streams that it decodes to PyAV's pixels: 8-bit streams without transparency whose packets
+are frames. On the CPU it gives PyAV's bits but uses more CPU time, so it decodes there only on request. PyAV decodes
+every clip that DALI refuses, so whether a sample counts as damaged does not depend on what is installed.
+Failure behaviour: that of the contract. Without DALI or without a GPU the rule selects PyAV, and `explain` says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace.loaders.decode.pyav import PyAVDecoder, is_jpeg
 
 Kind = Literal["pyav", "dali_cpu", "dali_gpu"]
 Backend = Literal["auto", "dali", "pyav"]
-"""What somebody asks for: the rule; the rule, and DALI also on the CPU; PyAV alone."""
+"""The caller's choice: the rule; the rule, with DALI also on the CPU; PyAV alone."""
 
 CPU_CODECS = frozenset(["vp8", "vp9", "mjpeg"])
 CPU_FORMATS = frozenset(["yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p", "yuvj444p"])
@@ -41,7 +41,7 @@ _log = get_logger(__name__)
 
 
 def choose(info: VideoInfo, *, gpu: bool, color: Color = "bt601", asked: Backend = "auto") -> Kind:
-    """The decoder for a stream, if it is there: a pure function of what the index says, and what is wanted."""
+    """The decoder for a stream, if it is installed. A pure function of the index entry and the arguments."""
     if asked == "pyav" or color != "bt601" or info.ext in IMAGE_EXTENSIONS:
         return "pyav"
     if gpu and dali.nvdec_supports(info):
@@ -52,7 +52,8 @@ def choose(info: VideoInfo, *, gpu: bool, color: Color = "bt601", asked: Backend
 
 
 def decodes_on(device_id: int) -> bool:
-    """Whether DALI sees this GPU, and the driver's library for video. Of a GPU without, one line of the log says why."""
+    """Whether DALI sees this GPU, and the driver's video library is present. For a GPU without that library, one log
+    line gives the reason."""
     if gpu_count() <= device_id:
         return False
     if (why := dali.nvdec_missing()) is not None:
@@ -61,7 +62,7 @@ def decodes_on(device_id: int) -> bool:
 
 
 def explain(sample: Sample, color: Color, device: str, asked: Backend = "auto") -> str:
-    """Which stream of a sample is decoded, by what and why, in a few lines of plain text."""
+    """Which stream of a sample is decoded, by which decoder and why, in a few lines of plain text."""
     info = sample.video
     if info is None:
         return f"sample {sample.key!r} holds no video"
@@ -121,7 +122,7 @@ class AutoDecoder:
             decoder.close()
 
     def _tell(self, codec: str, error: HeadraceError) -> None:
-        """Once for each codec: what PyAV could do and DALI could not costs the processors what somebody wanted to spare them."""
+        """Warn once per codec: a clip that DALI refuses and PyAV decodes takes CPU time that the user wanted to save."""
         if codec not in self._told:
             self._told.add(codec)
             _log.warning("PyAV decodes some %s that DALI refuses: %s", codec, error)

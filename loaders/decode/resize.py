@@ -33,9 +33,9 @@ def fit(
     at: tuple[float, float] = (0.5, 0.5),
     mirror: bool = False,
 ) -> torch.Tensor:
-    """uint8 (T, H, W, 3) to uint8 (T, 3, h, w), maybe a view; `size` is (h, w), None keeps the source's.
+    """uint8 (T, H, W, 3) to uint8 (T, 3, h, w), possibly a view. `size` is (h, w); None keeps the source's size.
 
-    `at` is where the crop lies between top and bottom, left and right: 0 to 1 each.
+    `at` is the position of the crop between top and bottom, and between left and right: 0 to 1 each.
     """
     planes = frames.permute(0, 3, 1, 2)
     if size is not None and tuple(planes.shape[2:]) != size:
@@ -48,12 +48,12 @@ def fit(
 
 
 def rotate(frames: torch.Tensor, degrees: int) -> torch.Tensor:
-    """(T, H, W, 3) turned clockwise by 0, 90, 180 or 270 degrees, as rotation metadata asks for."""
+    """(T, H, W, 3) turned clockwise by 0, 90, 180 or 270 degrees, as rotation metadata specifies."""
     return torch.rot90(frames, -degrees // 90 % 4, (1, 2))
 
 
 def apply(frames: torch.Tensor, how: Fit | None) -> torch.Tensor:
-    """`fit` as a request asks for it; without, the frames as they are."""
+    """`fit` with the parameters of a request; the frames unchanged if there are none."""
     return frames if how is None else fit(frames, how.size, antialias=how.antialias, at=how.at, mirror=how.mirror)
 
 
@@ -65,12 +65,12 @@ def scale(planes: torch.Tensor, height: int, width: int, antialias: bool) -> tor
     return scaled.round_().clamp_(0, 255).to(torch.uint8)
 
 
-_WORTH = 0.95  # of the pixels; leaving away less gains nothing
+_WORTH = 0.95  # share of the pixels; skipping fewer pixels gains nothing
 Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Fitted:
-    """`clip`: uint8 (T, 3, h, w)."""
+    """A canvas that scales and crops each frame. `clip`: uint8 (T, 3, h, w)."""
 
     def __init__(self, request: Request, fit: Fit, converter: Converter) -> None:
         self._fit, self._color, self._convert = fit, request.color, converter
@@ -109,7 +109,7 @@ class Fitted:
 
 
 def _scaling(down: Axis, across: Axis, bottom: int, right: int, antialias: bool) -> tuple[int, int, Scale]:
-    """How many rows and columns of a picture are scaled, and how."""
+    """How many rows and columns of a picture are scaled, and the function that scales them."""
     if (down.source, across.source) == (down.scaled, across.scaled):
         return down.source, across.source, lambda page: page
     vertical, horizontal = down.factor(bottom), across.factor(right)

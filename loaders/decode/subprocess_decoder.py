@@ -1,11 +1,12 @@
-"""Decoding in processes of its own, which may crash or hang.
+"""Decoding in subprocesses, which may crash or hang.
 
-Purpose: survive what no check can foresee: a segmentation fault, or an endless loop, inside a codec.
-Invariants: the pixels and samples are those of `PyAVDecoder` and `decode_audio`, which the processes run. A process
-that crashed or took longer than `seconds` is gone, the sample it had in hand is damaged, and the next request gets a
-new process. How long a file takes depends on the machine, so `seconds` is far above what any whole sample needs.
-Failure behaviour: `CorruptionError` in the place of the culprit, naming the signal or the time; `UnsupportedError` when the
-processes do not even start. The cost is a copy of the compressed bytes and of the pixels through a pipe.
+Purpose: survive failures that no check can prevent, such as a segmentation fault or an endless loop inside a codec.
+Invariants: the pixels and samples are those of `PyAVDecoder` and `decode_audio`, which the subprocesses run. A process
+that crashes is gone, and one that takes longer than `seconds` is ended. The sample that it was decoding counts as
+damaged, and the next request gets a new process. Decoding time depends on the machine, so `seconds` is far above what
+any undamaged sample needs.
+Failure behaviour: `CorruptionError` at the position of the culprit, naming the signal or the time. `UnsupportedError`
+when the processes do not start. The cost is one copy of the compressed bytes and of the pixels through a pipe.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from headrace.loaders.decode.pyav import is_quick
 from headrace.loaders.fetch.partial_file import Given, Media, PartialFile
 
 SECONDS = 60.0
-"""How long a process may take for one clip or window."""
+"""Time limit of a process for one clip or window."""
 _HEADER = 1 << 20
 _ASKED = 8
-"""So often a process may lack a piece of a file; then it gets all of it."""
+"""How often a process may ask for a missing piece of a file. After that it gets the whole file."""
 COMMAND = run_module("headrace.loaders.decode.subprocess_worker")
 
 
 class SubprocessDecoder:
-    """A `Decoder` in at most `workers` processes; `hear` is `decode_audio` in them. They start when they are needed."""
+    """A `Decoder` with at most `workers` processes, which start on demand. `hear` runs `decode_audio` in them."""
 
     name = "isolated"
 
@@ -52,7 +53,7 @@ class SubprocessDecoder:
     def hear(
         self, data: Media, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool
     ) -> tuple[F32, int]:
-        """As `decode_audio`."""
+        """Like `decode_audio`, in a subprocess."""
         done = self._ask(data, lambda sent: subprocess_worker.Listen(sent, info, start, spec, samples, from_first))
         sound = np.frombuffer(done.data, np.float32).reshape(done.shape).copy()
         if sound.shape != (spec.channels, samples) or len(done.numbers) != 1:
@@ -78,7 +79,8 @@ class SubprocessDecoder:
         return Decoded(frames if fit else resize.apply(frames, request.fit), done.numbers)
 
     def _ask(self, data: Media, task: Callable[[bytes | Given], subprocess_worker.Task]) -> subprocess_worker.Done:
-        """Have it done by a process, which says what it lacks of a file that is there in part."""
+        """Send the task to a process. For a file that is in memory in part, the process names each piece that it lacks,
+        and gets it with the next attempt."""
         if not isinstance(data, PartialFile):
             return self._done(task(bytes(data[:])))
         for _ in range(_ASKED):
@@ -99,7 +101,7 @@ class SubprocessDecoder:
             answer: subprocess_worker.Answer = self._pool.ask(
                 subprocess_worker.encode_task(task), self._seconds, subprocess_worker.decode_answer
             )
-        except DeadlineError as error:  # nobody's network: this file
+        except DeadlineError as error:  # the time limit means that this file is at fault, not a network
             raise CorruptionError(f"decoding it takes longer than {self._seconds:g} s") from error
         if isinstance(answer, subprocess_worker.Failed):
             raise subprocess_worker.ERRORS.get(answer.code, CorruptionError)(answer.message, hint=answer.hint)

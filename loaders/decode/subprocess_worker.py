@@ -1,9 +1,10 @@
-"""The process that decodes for another: answers requests on standard input until it ends.
+"""The subprocess that decodes for a trainer: it answers requests on standard input until the input ends.
 
-Purpose: a decoder that crashes or hangs on a file takes this process with it, and no trainer.
-Invariants: one frame in, one frame out: msgpack of checked types, and the array's bytes as they are. It dies with the process
-that started it. Nothing here imports torch, so it starts in a fraction of a second.
-Failure behaviour: an error of a request is an answer like any other; everything else ends the process, which the asker sees.
+Purpose: a decoder that crashes or hangs on a file ends this process, and not the trainer.
+Invariants: each message frame gets one answer: msgpack of checked types, with the array's bytes unchanged. The process
+dies with its parent. Nothing here imports torch, so it starts in a fraction of a second.
+Failure behaviour: an error of a request is a normal answer. Every other error ends the process, and the parent detects
+that.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class See(msgspec.Struct, tag="see"):
 
 
 class Listen(msgspec.Struct, tag="listen"):
-    """Decode a window of sound."""
+    """Decode a window of audio."""
 
     data: bytes | Given
     info: AudioInfo
@@ -55,7 +56,7 @@ class Listen(msgspec.Struct, tag="listen"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """What is wrong with the sample."""
+    """The error of the sample."""
 
     code: str
     message: str
@@ -63,7 +64,7 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Done(msgspec.Struct, tag="done"):
-    """An array: `numbers` are a clip's time stamps, or how many samples are real sound."""
+    """An array. `numbers` are a clip's time stamps, or the number of samples that are real audio."""
 
     shape: tuple[int, ...]
     numbers: tuple[int, ...]
@@ -71,7 +72,7 @@ class Done(msgspec.Struct, tag="done"):
 
 
 class Missing(msgspec.Struct, tag="missing"):
-    """The task needs this piece, too."""
+    """The task needs this piece as well."""
 
     piece: int
 
@@ -85,7 +86,7 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def answer(task: Task) -> Answer:
-    """Do what is asked."""
+    """Run the task; its errors become answers."""
     try:
         return _see(task) if isinstance(task, See) else _listen(task)
     except HeadraceError as error:
@@ -121,9 +122,9 @@ def serve(source: IO[bytes], out: IO[bytes]) -> None:
 def main() -> None:
     """Serve on standard input and output."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a library prints is not an answer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that a library's output cannot be taken for an answer
         serve(sys.stdin.buffer, out)
 
 

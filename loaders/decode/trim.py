@@ -1,18 +1,19 @@
-"""From a whole file to the packets that one clip needs, and which of their frames make the clip.
+"""Select the packets of a file that one clip needs, and identify which of their frames make the clip.
 
-Purpose: no decoder here seeks; each gets the compressed packets from the key frame before the clip to the clip's end, so that
-cost does not grow with the clip's place in a long video. Also the one place where wanted frames become time stamps.
+Purpose: decoders here do not seek. Each gets the compressed packets from the key frame before the clip to the clip's
+end, so the cost does not grow with the clip's position in a long video. This module is also the one place where wanted
+frames become time stamps.
 
-Invariants: the packets of a `Window` start with a key frame, in decode order, and hold everything that any frame up to the
-last wanted one refers to. Pictures that are shown before that key frame but stored after it (open GOP) are left out, since
-what they refer to is not there; frames from the key frame on never refer to them. `times` are the presentation stamps of
-the window's frames, ascending; `picks` says which of them make the clip.
-A key frame of the index at which decoding cannot begin (`bitstream.starts_clean`; datasets from before have some) is refused.
-Streams where packets are not frames (AVI, packed MPEG-4), frames before the first key frame, and streams without any are read
-whole and their frames counted from the first.
-Failure behaviour: `CorruptionError` for what cannot be demultiplexed, a packet marked damaged, a file that ends before its
-container or its index says; `UnsupportedError` for a stream, or a wanted frame, without time stamps. Only the listed demuxers may
-open a file, so that a playlist in a dataset can name no other files.
+Invariants: the packets of a `Window` start with a key frame, are in decode order, and hold everything that any frame up
+to the last wanted one refers to. Pictures that are shown before that key frame but stored after it (open GOP) are left
+out, since the pictures they refer to are missing. Frames from the key frame on never refer to them. `times` are the
+presentation stamps of the window's frames, ascending; `picks` are the positions of the clip's frames in it.
+A key frame of the index at which decoding cannot begin is refused (`bitstream.starts_clean`; datasets from older
+versions contain some). These streams are read whole, and their frames are counted from the first: streams whose packets
+are not frames (AVI, packed MPEG-4), frames before the first key frame, and streams without key frames.
+Failure behaviour: `CorruptionError` for data that cannot be demuxed, for a packet that is marked as damaged, and for a
+file that ends earlier than its container or index says. `UnsupportedError` for a stream, or a wanted frame, without
+time stamps. Only the listed demuxers may open a file, so that a playlist in a dataset cannot name other files.
 """
 
 from __future__ import annotations
@@ -46,31 +47,34 @@ from headrace.loaders.fetch.partial_file import Media
 _EXPANDED = 4
 _CUT_OFF, _BLOCK = 2, 128
 _REORDERED = 4096
-"""Frames; codecs show pictures at most some tens later than they are decoded."""
+"""Limit in frames; codecs show pictures at most some tens of frames later than they are decoded."""
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 _DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
 _DECODING = {
     "max_pixels": str(limits.FRAME_PIXELS)
-}  # the index knows the first frame's size; a later one may be a bomb
+}  # the index lists the first frame's size; a later frame may be a decompression bomb
 _EXPLODING = {"err_detect": "crccheck+explode"}
 _STRICT = frozenset(["hevc", "mjpeg"])
-"""Codecs whose decoders find more damage if they are told to. That of H.264 is told so where it begins at an instantaneous
-refresh; elsewhere pictures may miss what came before, without harm. Others find as much without, or nothing at all."""
+"""Codecs whose decoders find more damage with stricter settings.
+
+H.264 gets the strict settings where decoding begins at an instantaneous refresh. Elsewhere its pictures may lack
+earlier references, without harm. For other codecs the settings make no difference.
+"""
 _READ_BYTES = 1 << 16
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _WITH_DECODE_TIMES = frozenset(["mp4", "m4v", "mov"])
 _IN_ORDER = frozenset(["av1", "vp8", "vp9", "mjpeg"])
 _NEVER = -(1 << 63)
-"""The time of a frame without a stamp, which is before all others."""
+"""The time of a frame without a stamp; it sorts before all others."""
 
 Packets: TypeAlias = "Iterator[Packet[VideoStream]]"
 
 
 class Window(msgspec.Struct, frozen=True):
-    """What `open_window` yields; valid inside its `with` block only, and its packets can be decoded or muxed once.
+    """The value of `open_window`. Valid only inside its `with` block; its packets can be decoded or muxed once.
 
-    `stamped` is False where frames are told apart by counting alone. `bare`: decode without supplemental messages.
+    `stamped` is False where frames are identified by counting. `bare` means decoding without supplemental messages.
     """
 
     stream: VideoStream
@@ -90,8 +94,8 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class ViewFile(io.RawIOBase):
-    """A file over something that has its bytes, without a copy of the whole. `failed` is the first error of reading them: libav
-    may take it for the end of the file."""
+    """A file object over `Media`, without a copy of the whole. `failed` is the first read error: libav may mistake it
+    for the end of the file."""
 
     def __init__(self, data: Media) -> None:
         self._data, self._at = data, 0
@@ -126,22 +130,24 @@ class ViewFile(io.RawIOBase):
 def open_media(
     data: Media, *, trusting: bool = False, ext: str = "", info: VideoInfo | None = None
 ) -> Iterator[av.container.InputContainer]:
-    """The container of `data`, complete and of a kind that cannot name other files; errors of libav become ours.
+    """Open the container of `data`, which must be complete and of a kind that cannot name other files. libav's errors
+    become Headrace errors.
 
-    `trusting` believes what the container says of its streams, and `ext` that it is what the file's name says; else libav
-    decodes the first pictures to see for itself, and tries every demuxer. `info`: the pictures are those of this video.
+    With `trusting`, the container's description of its streams is used as it is, and `ext` selects the demuxer.
+    Otherwise libav decodes the first pictures to probe the streams, and tries every demuxer. `info` is the video whose
+    size limits the frames.
     """
     file = ViewFile(data)
     check_complete(cast(BinaryIO, file), len(data))
     decoding = _DECODING if info is None else _pixels(info)
     options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **decoding}
     if trusting:
-        options["codec_whitelist"] = "none"  # of those that look; ours are others
+        options["codec_whitelist"] = "none"  # only for the decoders that probe; clips are decoded by others
     try:
         demuxer = _DEMUXER_OF.get(ext) if trusting else None
         with av.open(
             file, "r", demuxer, metadata_errors="replace", buffer_size=_READ_BYTES, options=options
-        ) as container:  # titles may be in any encoding
+        ) as container:  # titles may have any encoding
             yield container
     except (av.FFmpegError, OSError, EOFError, CorruptionError) as error:
         if file.failed is not None:
@@ -156,8 +162,8 @@ def open_media(
 
 @contextmanager
 def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]:
-    """The packets and frames of `request`; libav's errors inside the block become ours too. `trusting`: see `open_media`; for
-    what `tells_all` only."""
+    """The packets and frames of `request`. libav's errors inside the block also become Headrace errors. `trusting` (see
+    `open_media`) is only for requests that `tells_all` accepts."""
     if request.info.width * request.info.height * 3 * len(request.wanted.values) > MAX_CLIP_BYTES:
         raise CapacityError("the decoded clip would be too large", hint="ask for fewer frames a clip")
     cut = _excerpt(request) if trusting else None
@@ -176,7 +182,7 @@ def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]
 
 
 def _excerpt(request: Request) -> Excerpt | None:
-    """The clip's part of a film, where it can be told without libav."""
+    """The clip's part of a long video, where the tables can be read without libav."""
     if request.info.codec not in _ONE_PACKET_ONE_FRAME or not pays(request.info):
         return None
     check_complete(cast(BinaryIO, ViewFile(request.data)), len(request.data))
@@ -184,7 +190,7 @@ def _excerpt(request: Request) -> Excerpt | None:
 
 
 def _read_excerpt(container: av.container.InputContainer, request: Request) -> Window:
-    """The same window: in an excerpt stamps count from another instant, and its end is no end of the video."""
+    """The same window, read from an excerpt. Stamps of an excerpt are shifted, and its end is not the end of the video."""
     wanted = request.wanted
     stream = _video(container, request.info, 0)
     with demuxed(container, stream) as packets:
@@ -195,7 +201,7 @@ def _read_excerpt(container: av.container.InputContainer, request: Request) -> W
 
 
 def _moved(packets: Packets, begin: int) -> Packets:
-    """The first packet at `begin`, and the others as much later as it."""
+    """Shift all packets so that the first one is at `begin`."""
     later: int | None = None
     for packet in packets:
         if packet.size == 0:
@@ -208,12 +214,12 @@ def _moved(packets: Packets, begin: int) -> Packets:
 
 
 def tells_all(request: Request) -> bool:
-    """Whether the container says, or the codec needs not be told, in which order pictures are decoded and shown."""
+    """Whether the container stores decode times, or the codec decodes pictures in the order in which they are shown."""
     return request.info.ext in _WITH_DECODE_TIMES or request.info.codec in _IN_ORDER
 
 
 def _read(container: av.container.InputContainer, request: Request) -> Window | None:
-    """None where frames can only be counted from the file's first packet."""
+    """The window; None where frames can only be counted from the file's first packet."""
     info, wanted = request.info, request.wanted
     stream = _video(container, info, info.stream)
     if _is_counted(container, info.codec) or wanted.values[0] < (
@@ -236,12 +242,12 @@ def _read(container: av.container.InputContainer, request: Request) -> Window | 
 
 
 class NoStartError(CorruptionError):
-    """There is no packet at which decoding can begin where the index lists a key frame."""
+    """Decoding cannot begin where the index lists a key frame."""
 
 
 def _video(container: av.container.InputContainer, info: VideoInfo, number: int) -> VideoStream:
     stream = container.streams[number] if number < len(container.streams) else None
-    if not isinstance(stream, VideoStream) or stream.codec_context is None:  # of a codec that libav does not know
+    if not isinstance(stream, VideoStream) or stream.codec_context is None:  # no context: an unknown codec
         raise CorruptionError(f"stream {number} is not the video stream that the index lists")
     strict = stream.codec_context.codec.canonical_name in _STRICT
     stream.codec_context.options = _pixels(info) | (_EXPLODING if strict else {})
@@ -249,7 +255,8 @@ def _video(container: av.container.InputContainer, info: VideoInfo, number: int)
 
 
 def _pixels(info: VideoInfo) -> dict[str, str]:
-    """What a decoder may make of a frame: a little more than is shown, since codecs have blocks and cut off their margins."""
+    """The limit on the pixels of a decoded frame: a little above the shown size, since codecs decode whole blocks and
+    crop margins."""
     most = _CUT_OFF * (info.width + _BLOCK) * (info.height + _BLOCK)
     return {"max_pixels": str(min(most, limits.FRAME_PIXELS))}
 
@@ -257,17 +264,19 @@ def _pixels(info: VideoInfo) -> dict[str, str]:
 def demuxed(
     container: av.container.InputContainer, stream: _Stream
 ) -> AbstractContextManager[Iterator[Packet[_Stream]]]:
-    """The stream's packets; to be closed, as PyAV leaks one where its generator is only dropped before the end."""
+    """The stream's packets, in a context that closes the generator. PyAV leaks a packet if a generator is dropped
+    before its end."""
     return closing(cast("Generator[Packet[_Stream], None, None]", container.demux(stream)))
 
 
 def _is_counted(container: av.container.InputContainer, codec: str) -> bool:
-    """Whether packets are not frames, or carry their neighbours' stamps: packed B-frames, AVI."""
+    """Whether packets are not frames or carry their neighbours' stamps: packed B-frames, AVI."""
     return codec not in _ONE_PACKET_ONE_FRAME or ("avi" in container.format.name and codec != "mjpeg")
 
 
 def _whole(container: av.container.InputContainer, request: Request) -> Window:
-    """Every packet: the index counted the frames by decoding from the start, so that is what has to be done again."""
+    """A window with every packet. The index counted the frames by decoding from the start, so the clip must be decoded
+    from there too."""
     info, wanted = request.info, request.wanted
     stream = _video(container, info, info.stream)
     with demuxed(container, stream) as source:
@@ -285,12 +294,11 @@ def _whole(container: av.container.InputContainer, request: Request) -> Window:
 
 
 def _bounded(source: Packets, request: Request, *, decoding: bool = True) -> Packets:
-    """The packets, as long as they are such as a file of that length can hold, and, where they are `decoding`, as decoding them
-    does not take for ever."""
+    """The packets, with limits on their total bytes and, if `decoding`, on the pixels to decode."""
     most, held = _EXPANDED * len(request.data), 0
     for number, packet in enumerate(source):
         held += packet.size
-        if held > most:  # tables may name the same bytes often
+        if held > most:  # tables may list the same bytes repeatedly
             raise CorruptionError(f"its packets hold more than {_EXPANDED} times the bytes of the file")
         if decoding:
             _check_pixels(request.info, number)
@@ -306,13 +314,13 @@ def _check_pixels(info: VideoInfo, frames: int) -> None:
 
 
 def _times(packets: Sequence[Packet[VideoStream]], shown: Iterable[bool]) -> list[int]:
-    """The instants of the packets that show a frame, in order."""
+    """The times of the packets that show a frame, ascending."""
     stamps = (p.pts if p.pts is not None else p.dts for p, one in zip(packets, shown, strict=True) if one)
     return sorted(_NEVER if stamp is None else stamp for stamp in stamps)
 
 
 def _decoded_times(request: Request) -> list[int]:
-    """The instants of the frames that the decoder puts out, where packets do not tell: all of the file is decoded for it."""
+    """The times of the decoder's frames, where packets do not tell them. This decodes the whole file."""
     times = list[int]()
     with open_media(request.data, info=request.info) as container:
         stream = _video(container, request.info, request.info.stream)
@@ -327,12 +335,12 @@ def _decoded_times(request: Request) -> list[int]:
 
 
 def _from_key(container: av.container.InputContainer, stream: VideoStream, wanted: Wanted) -> Packets:
-    """Packets in decode order, beginning with the wanted key frame, wherever the container's own index leads."""
+    """Packets in decode order from the wanted key frame on, even where the container's own index leads elsewhere."""
     if wanted.key.index:
         _seek(container, wanted.key.pts, stream)
     packets = _skip_to(container, stream, wanted.key.pts)
     first = next(packets, None)
-    if first is None:  # the seek led past it, or nowhere: look from the beginning
+    if first is None:  # the seek missed the key frame: search from the beginning
         _seek(container, container.start_time or 0, None)
         packets = _skip_to(container, stream, wanted.key.pts)
         first = next(packets, None)
@@ -345,17 +353,17 @@ def _from_key(container: av.container.InputContainer, stream: VideoStream, wante
 def _seek(container: av.container.InputContainer, pts: int, stream: VideoStream | None) -> None:
     try:
         container.seek(pts, stream=stream, backward=True)
-    except PermissionError as error:  # as libav calls it where there is no key frame
+    except PermissionError as error:  # libav's error where there is no key frame
         raise NoStartError(f"there is no key frame before time stamp {pts}") from error
 
 
 def _skip_to(container: av.container.InputContainer, stream: VideoStream, pts: int) -> Packets:
-    """Packets from the key frame at `pts` on; none when a later key frame comes first."""
+    """Packets from the key frame at `pts` on; none if a later key frame appears first."""
     found = False
     with demuxed(container, stream) as packets:
         for packet in packets:
             if packet.size == 0:
-                return  # the end: what follows is only meant for flushing
+                return  # the end: an empty packet only flushes the decoder
             stamp = packet.pts if packet.pts is not None else packet.dts
             if packet.is_keyframe and not found and stamp is not None:
                 found = stamp == pts
@@ -366,8 +374,12 @@ def _skip_to(container: av.container.InputContainer, stream: VideoStream, pts: i
 
 
 def _collect(source: Packets, wanted: Wanted) -> tuple[list[Packet[VideoStream]], list[int], bool]:
-    """Packets up to the clip's end without leading pictures of the first key frame, the stamps of their frames in order,
-    and whether the stream ended first."""
+    """Three values:
+
+    - the packets up to the clip's end, without the first key frame's leading pictures;
+    - the ascending stamps of their frames;
+    - whether the stream ended before the clip did.
+    """
     packets: list[Packet[VideoStream]] = []
     times: list[int] = []
     for packet in source:
@@ -405,7 +417,7 @@ def _check_start(packet: Packet[VideoStream]) -> None:
 
 
 def _is_over(dts: int, wanted: Wanted, times: list[int]) -> bool:
-    """Whether all frames up to the last wanted one are in `times`: what is decoded from `dts` on is shown after it."""
+    """Whether `times` holds all frames up to the last wanted one: packets from decode time `dts` on are shown later."""
     if wanted.by == "pts":
         return dts > wanted.values[-1]
     needed = max(0, wanted.values[-1] - wanted.key.index)
@@ -430,7 +442,7 @@ def _stamp(packet: Packet[VideoStream]) -> int:
 
 
 def mux(window: Window, container: str = "matroska") -> bytes:
-    """The window's packets as a file of their own, in memory: nothing is decoded or encoded."""
+    """The window's packets as an in-memory file, without decoding or encoding."""
     target = io.BytesIO()
     try:
         with av.open(target, "w", format=container) as output:
