@@ -1,17 +1,20 @@
-"""What a packet of compressed video says of itself: whether it shows a picture, whether decoding may begin at it, and whether
-other pictures may need it.
+"""Reads from a packet of compressed video whether it shows a picture, whether decoding can begin at it, and whether
+other pictures may refer to it.
 
-Purpose: containers mark key frames and know nothing else of the pictures; the bitstream knows more.
-Invariants: pure; a few bytes of each unit are read. A packet is a clean start only if the bitstream says so: everything shown
-from it on decodes to the same pixels as from the beginning of the file.
+Purpose: containers only mark key frames. The bitstream says more about the pictures.
 
-* H.264: a picture of an instantaneous refresh (IDR), or one of I slices alone whose recovery point says "exact, after 0 frames"
-  (open groups of pictures). Of a picture in two fields, the first is judged. A recovery point that takes longer (intra refresh)
-  is none: the picture is grey at first.
-* HEVC: a picture of the kinds IDR, CRA or BLA.
-* Of other codecs what the container says is taken; their decoders give errors, not pictures, where it is wrong.
+Invariants: the functions are pure and read only a few bytes of each unit. A packet is a clean start only if the
+bitstream says so. Every picture shown from a clean start on decodes to the same pixels as from the beginning of the
+file.
 
-Failure behaviour: a packet that cannot be understood is no clean start, is shown, and is needed by others.
+* H.264: a clean start is an IDR picture (instantaneous refresh), or a picture with only I slices whose recovery point
+  says "exact, after 0 frames" (open groups of pictures). If a picture has two fields, the first counts. A recovery
+  point that needs more frames (intra refresh) is not a clean start, since the picture is grey at first.
+* HEVC: a clean start is an IDR, CRA or BLA picture.
+* For other codecs, the container's mark counts. If it is wrong, their decoders report errors rather than show pictures.
+
+Failure behaviour: a packet that cannot be understood is not a clean start. It counts as shown, and other pictures may
+refer to it.
 """
 
 from __future__ import annotations
@@ -24,22 +27,22 @@ from headrace.dataio.core.errors import UnsupportedError
 _H264_IDR, _H264_SLICE, _H264_PARTITION, _H264_SEI = 5, 1, 2, 6
 _H264_NOTHING, _HEVC_SEI, _HEVC_NOTHING = 31, 39, 63
 _RECOVERY_POINT = 6
-_I_SLICES = frozenset([2, 4, 7, 9])  # I and SI, of a picture with others or of one with such slices alone
+_I_SLICES = frozenset([2, 4, 7, 9])  # I and SI: in a picture with other slices, or in a picture with only such slices
 _HEVC_KEYS = range(16, 24)
 _HEVC_PICTURES = range(32)
 _HEVC_REFERENCES = range(16)
-"""Kinds of HEVC pictures that say by their lowest bit whether others of their temporal layer refer to them."""
+"""The kinds of HEVC pictures whose lowest bit says whether pictures of the same temporal layer refer to them."""
 _MPEG4_PICTURE, _MPEG4_LAYERS, _MPEG4_B, _OTHER_ASPECT = 0xB6, range(0x20, 0x30), 2, 15
 _FFV1_CHECKED, _FFV1_PLAIN, _FFV1_MOST_SLICES = 8, 3, 1024
 _FFV1_STARTS = (0, 0x5E31029E)
-"""Of the checksums of versions 3 and 4."""
+"""The start values of the checksums in versions 3 and 4."""
 _HEAD = 1024
-"""Bytes of a unit that are looked at."""
+"""The most bytes of a unit that are read."""
 _MOST_UNITS = 4096
 
 
 def is_shown(codec: str, data: memoryview) -> bool:
-    """False for the alternate reference frames that VP8 and VP9 may store in packets of their own."""
+    """Return False for alternate reference frames, which VP8 and VP9 may store in separate packets."""
     if codec == "vp8":
         return bool(data[0] & 0x10)
     if codec == "vp9" and data[-1] & 0xE0 != 0xC0:  # not a superframe, which always ends in a shown frame
@@ -51,7 +54,10 @@ def is_shown(codec: str, data: memoryview) -> bool:
 
 
 def length_size(codec: str, described: bytes | None) -> int:
-    """How many bytes say how long a unit of H.264 or HEVC is, by the stream's extradata; 0 where start codes part units."""
+    """Return the number of bytes in the length field of an H.264 or HEVC unit, from the stream's extradata.
+
+    It is 0 if start codes separate the units.
+    """
     at = {"h264": 4, "hevc": 21}.get(codec)
     if at is None or described is None or len(described) <= at or described[0] != 1:
         return 0
@@ -59,7 +65,7 @@ def length_size(codec: str, described: bytes | None) -> int:
 
 
 def starts_clean(codec: str, data: memoryview, length_size: int) -> bool:
-    """Whether decoding may begin at this packet, which the container marks as a key frame."""
+    """Return whether decoding can begin at this packet, which the container marks as a key frame."""
     if codec == "h264":
         return _h264_starts(data, length_size)
     if codec == "hevc":
@@ -68,13 +74,15 @@ def starts_clean(codec: str, data: memoryview, length_size: int) -> bool:
 
 
 def is_refresh(data: memoryview, length_size: int) -> bool:
-    """Whether H.264 begins anew at this packet, so that nothing before it is referred to."""
+    """Return whether the packet holds an H.264 IDR picture, so that later pictures refer to nothing before it."""
     return any(unit[0] & 31 == _H264_IDR for unit in _units(data, length_size))
 
 
 def layer(data: memoryview, length_size: int) -> tuple[int, bool]:
-    """The temporal layer of an HEVC picture, and whether later pictures of that layer may refer to it; those of higher layers
-    always may."""
+    """Return the temporal layer of an HEVC picture, and whether later pictures of that layer may refer to it.
+
+    Pictures of higher layers may always refer to it.
+    """
     for unit in _units(data, length_size):
         if _is_picture(unit):
             kind = unit[0] >> 1 & 63
@@ -83,7 +91,11 @@ def layer(data: memoryview, length_size: int) -> tuple[int, bool]:
 
 
 def without_messages(codec: str, data: memoryview, length_size: int) -> bytes:
-    """The packet with other units in place of its supplemental messages, which say nothing of pixels: but the digests of HEVC."""
+    """Return the packet with its supplemental messages (SEI) turned into units that decoders ignore.
+
+    The messages say nothing about pixels, except the digests of HEVC pictures. Those are in suffix messages, which
+    stay.
+    """
     found = bytearray(data)
     for at, unit in _placed(data, length_size):
         if codec == "h264" and unit[0] & 31 == _H264_SEI:
@@ -94,8 +106,10 @@ def without_messages(codec: str, data: memoryview, length_size: int) -> bytes:
 
 
 def ffv1_damaged(data: memoryview) -> bool:
-    """Whether a slice of an FFV1 picture, of version 3 and later, is not what was encoded: libav shows the slice of the picture
-    before it instead. Slices end with their size in 3 bytes and, where they have a checksum, a zero and CRC-32 (RFC 9043, 4.8).
+    """Return whether a slice of an FFV1 picture (version 3 and later) differs from what was encoded.
+
+    For such a slice, libav shows the slice of the picture before. A slice ends with its size in 3 bytes. If it has a
+    checksum, a zero and the CRC-32 follow (RFC 9043, 4.8).
     """
     checked = _ffv1_slices(data, _FFV1_CHECKED)
     if checked is None:
@@ -104,7 +118,7 @@ def ffv1_damaged(data: memoryview) -> bool:
 
 
 def _ffv1_slices(data: memoryview, trailer: int) -> list[tuple[int, int]] | None:
-    """Where the slices lie; None if they do not fill the packet."""
+    """Return the ranges of the slices, or None if they do not fill the packet."""
     found, end = list[tuple[int, int]](), len(data)
     while end >= trailer and len(found) < _FFV1_MOST_SLICES:
         size = int.from_bytes(data[end - trailer : end - trailer + 3], "big") + trailer
@@ -119,8 +133,11 @@ _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def _is_kept(data: memoryview, start: int) -> bool:
-    """Whether the CRC-32 whose bits go from the highest to the lowest leaves `start` as it is, both with mirrored bits, as zlib
-    has them."""
+    """Return whether the CRC-32 of `data`, which begins at `start`, ends at `start`.
+
+    FFV1's CRC-32 takes bits from the highest to the lowest, and zlib's the other way. Data and `start` are therefore
+    mirrored.
+    """
     return ~zlib.crc32(bytes(data).translate(_MIRRORED), ~start & 0xFFFFFFFF) & 0xFFFFFFFF == start
 
 
@@ -139,7 +156,7 @@ def _h264_starts(data: memoryview, length_size: int) -> bool:
         elif kind in (_H264_SLICE, _H264_PARTITION):
             bits = _Bits(_unescaped(unit[1:32]))
             first_block = bits.golomb() == 0
-            if only_i and first_block:  # the second field, which may refer to the first one
+            if only_i and first_block:  # the second field, which may refer to the first
                 break
             if not recovers or bits.golomb() not in _I_SLICES:
                 return False
@@ -148,7 +165,7 @@ def _h264_starts(data: memoryview, length_size: int) -> bool:
 
 
 def _recovers_at_once(messages: bytes) -> bool:
-    """Whether one of these messages is a recovery point that is exact and takes no further frames."""
+    """Return whether one of these messages is an exact recovery point that needs no further frames."""
     at = 0
     while at + 2 < len(messages):
         kind = size = 0
@@ -168,10 +185,13 @@ def _recovers_at_once(messages: bytes) -> bool:
 
 
 def mpeg4_shown(described: bytes | None, packets: Iterable[memoryview]) -> Iterator[bool]:
-    """Of each packet of MPEG-4 part 2, in order, whether its instant has a picture of its own. Pictures that are "not coded" have
-    none: the one before stays. A packet that holds two lends one to an empty one behind it (packed B-frames).
+    """Yield for each packet of MPEG-4 part 2, in order, whether a new picture is shown at its time.
 
-    `UnsupportedError` for a B-frame behind a picture that is not coded: libav would take other pictures for those it refers to.
+    A picture that is "not coded" shows no new picture: the one before stays. If a packet holds two pictures, the second
+    is shown at the time of an empty packet after it (packed B-frames).
+
+    A B-frame after a picture that is not coded raises `UnsupportedError`, since libav would let it refer to the wrong
+    pictures.
     """
     clock = next((_mpeg4_clock(unit) for kind, unit in _mpeg4_units(described or b"") if kind in _MPEG4_LAYERS), 0)
     lent, missing = 0, False
@@ -191,7 +211,7 @@ def mpeg4_shown(described: bytes | None, packets: Iterable[memoryview]) -> Itera
 
 
 def _mpeg4_units(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The kind of each unit, and its first bytes."""
+    """Yield the kind and the first bytes of each unit."""
     at = data.find(b"\0\0\1")
     while 0 <= at < len(data) - 3:
         yield data[at + 3], data[at + 4 : at + 68]
@@ -199,15 +219,18 @@ def _mpeg4_units(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_coded(picture: bytes, clock: int) -> bool:
-    """The bit behind the picture's kind (2 bits), its seconds (ones and a zero) and its fraction of a second, which takes `clock`
-    bits between two others."""
+    """Return the "coded" bit of a picture.
+
+    It follows the picture's kind (2 bits), its seconds (ones and a zero) and its fraction of a second. The fraction
+    takes `clock` bits between two marker bits.
+    """
     bits = int.from_bytes(picture[:16].ljust(16, b"\0"), "big")
     seconds = 126 - (~bits & (1 << 126) - 1).bit_length()
     return not clock or bool(bits >> 127 - (2 + seconds + 1 + 1 + clock + 1) & 1)
 
 
 def _mpeg4_clock(layer: bytes) -> int:
-    """How many bits the fraction of a second takes, by the description of a layer."""
+    """Return the number of bits of the fraction of a second, from the description of a layer."""
     bits = _Bits(layer)
     bits.take(9)
     if bits.take(1):
@@ -223,7 +246,7 @@ def _mpeg4_clock(layer: bytes) -> int:
 
 
 class _Bits:
-    """Reads numbers from a unit, as far as its head goes; zeros behind that."""
+    """Reads numbers from the head of a unit. After the head, all bits are zeros."""
 
     def __init__(self, data: bytes) -> None:
         self._value, self._left = int.from_bytes(data, "big"), 8 * len(data)
@@ -233,7 +256,7 @@ class _Bits:
         return (self._value >> self._left if self._left >= 0 else 0) & ((1 << count) - 1)
 
     def golomb(self) -> int:
-        """An unsigned Exp-Golomb number; -1 for one that does not end."""
+        """Read an unsigned Exp-Golomb number. Return -1 if it does not end."""
         zeros = 0
         while self.take(1) == 0:
             zeros += 1
@@ -247,12 +270,12 @@ def _unescaped(unit: bytes) -> bytes:
 
 
 def _units(data: memoryview, length_size: int) -> Iterator[bytes]:
-    """The first bytes of each unit."""
+    """Yield the first bytes of each unit."""
     return (unit for _, unit in _placed(data, length_size))
 
 
 def _placed(data: memoryview, length_size: int) -> Iterator[tuple[int, bytes]]:
-    """Where each unit begins, and its first bytes."""
+    """Yield the offset and the first bytes of each unit."""
     return _counted(data, length_size) if length_size else _parted(bytes(data))
 
 

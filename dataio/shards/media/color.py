@@ -1,7 +1,7 @@
-"""How a decoded picture's numbers mean colours.
+"""The color properties of a decoded picture.
 
-Purpose: libav's code points (those of ITU-T H.273) as libav's own names, which people know from ffprobe.
-Invariant: what the file does not say is "unknown"; nothing is guessed from the size of the picture.
+Purpose: translate libav's code points (those of ITU-T H.273) to libav's names, as ffprobe prints them.
+Invariant: a property that the file does not state is "unknown". The picture's size is never used to guess it.
 Failure behaviour: none; a code point without a name here is "unknown".
 """
 
@@ -63,7 +63,7 @@ TRANSFERS = {
 
 
 def color_of(frame: Any) -> Color:
-    """The colour of a decoded PyAV frame."""
+    """Return the color properties of a decoded PyAV frame."""
     return Color(
         SPACES.get(int(frame.colorspace), UNKNOWN),
         RANGES.get(int(frame.color_range), UNKNOWN),

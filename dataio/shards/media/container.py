@@ -1,10 +1,11 @@
-"""Media files by their outside: which extensions they have, and whether they are all there.
+"""Media files from the outside: their extensions, and whether they are complete.
 
-Purpose: decoders read a file that lost its tail without complaint (zeros, stale or black frames), so the length is checked
-before anything is decoded. And which files are media that loaders do not read, so that none is passed over in silence.
-Invariant: only the outermost elements are looked at (MP4/MOV boxes, EBML elements of Matroska and WebM), at a few reads of
-some bytes each; other containers and elements of unknown length pass.
-Failure behaviour: `CorruptionError` saying at which offset which element ends behind the end of the file.
+Purpose: decoders read a truncated file without complaint (zeros, stale or black frames). The length is therefore
+checked before decoding. This module also knows the media files that loaders do not read, so that each of them is
+reported.
+Invariant: only the outermost elements are checked (MP4/MOV boxes, EBML elements of Matroska and WebM), with a few small
+reads. Other containers and elements of unknown length pass.
+Failure behaviour: `CorruptionError` names the element that ends after the end of the file, and its offset.
 """
 
 from __future__ import annotations
@@ -38,22 +39,25 @@ MEDIA_EXTENSIONS = frozenset(
         "opus",
     ]
 )
-"""Extensions of files that are probed; files with others are members of a sample at most."""
+"""The extensions of files that are probed. A file with another extension can only be a further member of a sample."""
 
 VIDEO_EXTENSIONS = MEDIA_EXTENSIONS - {"wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "m4b", "mka"}
-"""Those of them that hold pictures."""
+"""The extensions among these whose files can hold video."""
 
 IMAGE_EXTENSIONS = frozenset(["jpg", "jpeg", "png", "webp"])
-"""Pictures: probed where a sample has no media file; beside one they are members only, such as a thumbnail."""
+"""Images. They are probed if a sample has no media file. Otherwise they are only members, such as a thumbnail."""
 
 SAMPLE_EXTENSIONS = MEDIA_EXTENSIONS | IMAGE_EXTENSIONS
-"""What a sample needs at least one of."""
+"""A sample needs at least one file with one of these extensions."""
 
 CONVERTED_EXTENSIONS = frozenset(["ts", "m2t", "mts", "m2ts", "mpg", "mpeg", "vob", "flv", "mxf", "wmv", "asf", "gif"])
-"""Video files that `pack` copies into another container, or re-encodes, if it is told to. They are not read as they are: what
-loaders go by (where key frames lie, times that never wrap or start again, whether the file is all there) they do not say."""
+"""Video files that `pack` copies into another container, or re-encodes, on request.
+
+Loaders do not read them as they are, since these containers do not give what loaders need: where key frames lie, times
+that never wrap or restart, and whether the file is complete.
+"""
 DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
-"""Those that may open files of `MEDIA_EXTENSIONS`."""
+"""The demuxers that may open files of `MEDIA_EXTENSIONS`."""
 CONVERTED_DEMUXERS = "mpegts,mpeg,flv,mxf,asf,gif"
 
 _UNREAD_VIDEO = frozenset(
@@ -80,7 +84,7 @@ _UNREAD_VIDEO = frozenset(
 _UNREAD_SOUND = frozenset(["aac", "ac3", "aif", "aiff", "aifc", "amr", "ape", "au", "caf", "wma", "wv"])
 _UNREAD_PICTURES = frozenset(["avif", "bmp", "heic", "heif", "jp2", "jxl", "tif", "tiff"])
 KNOWN_EXTENSIONS = SAMPLE_EXTENSIONS | CONVERTED_EXTENSIONS | _UNREAD_VIDEO | _UNREAD_SOUND | _UNREAD_PICTURES
-"""Media, also those that are not read."""
+"""All media, including those that are not read."""
 
 _MAX_ELEMENTS = 100_000
 _EBML = b"\x1a\x45\xdf\xa3"
@@ -88,7 +92,10 @@ _FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b
 
 
 def not_read(extensions: Collection[str]) -> tuple[str, str] | None:
-    """Of a sample of files with these extensions, which one shows what the sample is and is not read, and why."""
+    """Return the extension of the main media file that is not read, and the reason.
+
+    Return None if the sample can be read.
+    """
     there = sorted(extensions)
     for ext in there if not MEDIA_EXTENSIONS & set(there) else ():
         if ext == "gif":
@@ -107,13 +114,16 @@ def not_read(extensions: Collection[str]) -> tuple[str, str] | None:
 
 
 def is_converted(path: str) -> bool:
-    """Whether the file's name says that it is one of `CONVERTED_EXTENSIONS`."""
+    """Return whether the file's name has one of `CONVERTED_EXTENSIONS`."""
     return path.rpartition(".")[2].lower() in CONVERTED_EXTENSIONS
 
 
 def passed_over(extensions: Collection[str]) -> list[str]:
-    """Of the files of a sample, those that are media too and are kept without being read: of kinds that are not, and those with
-    a name of their own, such as `cam1.mp4`. Pictures (GIF, too) beside others are usual, and not told."""
+    """Return the extensions of a sample's further media files, which are kept but not read.
+
+    These are files of kinds that are not read, and files with their own name, such as `cam1.mp4`. Images (also GIF)
+    next to other files are common and are not returned.
+    """
     unread = CONVERTED_EXTENSIONS - {"gif"} | _UNREAD_VIDEO | _UNREAD_SOUND
     return sorted(
         ext for ext in set(extensions) if ext in unread or ("." in ext and _kind(ext) in MEDIA_EXTENSIONS | unread)
@@ -121,7 +131,7 @@ def passed_over(extensions: Collection[str]) -> list[str]:
 
 
 def other_videos(extensions: Collection[str], used: str) -> list[str]:
-    """Of the files of a sample, those that are videos and are not the one that loaders decode."""
+    """Return the extensions of a sample's videos, except the video that loaders decode."""
     return sorted(ext for ext in set(extensions) - {used} if _kind(ext) in VIDEO_EXTENSIONS)
 
 
@@ -130,7 +140,7 @@ def _kind(ext: str) -> str:
 
 
 def check_complete(file: BinaryIO, size: int) -> None:
-    """Raise `CorruptionError` when the container in `file`, `size` bytes long, declares more than is there."""
+    """Raise `CorruptionError` if the container in `file` declares more than its `size` bytes."""
     file.seek(0)
     head = file.read(12)
     if head[4:8] in _FIRST_BOXES:
@@ -171,7 +181,7 @@ def _walk_ebml(file: BinaryIO, size: int) -> None:
         id_length = _vint_length(head, 0)
         size_length = _vint_length(head, id_length)
         payload = int.from_bytes(head[id_length : id_length + size_length], "big") & ((1 << 7 * size_length) - 1)
-        if payload == (1 << 7 * size_length) - 1:  # unknown: a live recording
+        if payload == (1 << 7 * size_length) - 1:  # unknown length: a live recording
             return
         length = id_length + size_length + payload
         _check_fits(f"element {head[:id_length].hex()}", offset, length, size)

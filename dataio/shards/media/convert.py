@@ -1,9 +1,10 @@
-"""Applying a recipe to the files of one sample: re-encode, copy into another container, cut into clips.
+"""Applies a recipe to the files of one sample: re-encode, copy into another container, cut into clips.
 
-Invariants: only files with pictures are changed; sound alone and everything else is kept as it is. A sample that was split
-becomes clips `-0000`, `-0001` and so on, each with all other members; subtitles are cut along. The JSON of a clip says what
-it shows: `clip_of` is the key of the whole, `clip_start` and `clip_end` are seconds of its time.
-Failure behaviour: the errors of `encode` and `remux`; `UnsupportedError` for a sample that cannot be split.
+Invariants: only files with pictures are changed. Files with only audio, and all other files, stay as they are. A sample
+that is split becomes the clips `-0000`, `-0001` and so on. Each clip has all other members, and its subtitles are cut
+to match. The JSON of a clip says what it shows: `clip_of` is the key of the whole sample, and `clip_start` and
+`clip_end` are seconds in its time.
+Failure behaviour: errors of `encode` and `remux` pass through. A sample that cannot be split raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PICTURES = VIDEO_EXTENSIONS | CONVERTED_EXTENSIONS
 
 
 def convert(files: Request, task: Task) -> list[Sample]:
-    """The samples that `files` become by the task's recipe; new files go into its scratch folder."""
+    """Apply the task's recipe to `files` and return the samples. New files go into the task's scratch folder."""
     recipe = task.recipe
     media = [(ext, path) for ext, path in files if ext in MEDIA_EXTENSIONS]
     media = media or [(ext, path) for ext, path in files if ext in CONVERTED_EXTENSIONS]

@@ -1,12 +1,17 @@
-"""Everything an index row says about one sample's files, found by reading them.
+"""Reads the files of one sample and collects all facts for its index row.
 
-Purpose: the work of one probe worker: hash each file, probe the media among them, take text and fields.
-Invariants: the loaders' video stream is the largest of the sample's media files; its sound comes from the same file where that
-has any, else from the first other member that has. Pictures are looked into only where there is no media file: then the largest
-is the sample's one frame. `<key>.txt` is the text, else what `<key>.vtt` says. The fields are those
-top-level values of `<key>.json` that are floats, 64-bit integers, booleans, null or short strings; everything else stays in the
-JSON member alone.
-Failure behaviour: `Failure` names the file and why; one bad member refuses the whole sample.
+Purpose: the work of a probe worker. It hashes each file, probes the media files, and takes text and fields.
+
+Invariants:
+
+* The loaders' video stream is the largest in the sample's media files. The audio comes from the same file if that has
+  any, and otherwise from the first other member that has.
+* Images are probed only if there is no media file. The largest is then the sample's one frame.
+* `<key>.txt` is the text. Without it, the text comes from `<key>.vtt`.
+* The fields are the top-level values of `<key>.json` that are floats, 64-bit integers, booleans, null or short strings.
+  All other values stay only in the JSON member.
+
+Failure behaviour: `Failure` names the file and the reason. One bad member rejects the whole sample.
 """
 
 from __future__ import annotations
@@ -27,13 +32,13 @@ from headrace.dataio.shards.media.probe import Probe, probe
 from headrace.dataio.shards.pieces import Hasher, size_for
 
 PROMOTED_STRING = 1024
-"""The most characters that a string in a sample's JSON may have to become a field of the index."""
+"""A string in a sample's JSON becomes a field of the index if it has at most this many characters."""
 _INTEGERS = 1 << 63
 _READ = 1 * limits.MIB
 
 
 def describe(files: Request) -> Answer:
-    """Read the files of one sample."""
+    """Read the files of one sample and describe it."""
     at = ""
     facts, probes = [], list[Probe]()
     text, said, fields = None, None, dict[str, Any]()
@@ -80,7 +85,7 @@ def describe(files: Request) -> Answer:
 
 
 def _not_chosen(files: Request, probes: list[Probe], chosen: VideoInfo | None) -> list[str]:
-    """A sample has one video: of its others it is told that they are not used."""
+    """Return a note for each further video of a sample. A sample has one video, and the others are not used."""
     media = [ext for ext, _ in files if ext in MEDIA_EXTENSIONS]
     others = [ext for ext, p in zip(media, probes, strict=False) if p.video is not None and p.video is not chosen]
     return [f"its .{ext} file is kept, and not used: a sample has one video, the largest" for ext in others]
@@ -90,7 +95,7 @@ def _choose(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, fl
     def area(p: Probe) -> int:
         return p.video.width * p.video.height if p.video else 0
 
-    if not probes:  # of an indexed shard; `pack` asks for media
+    if not probes:  # only in an indexed shard; `pack` requires media
         return None, None, 0.0
     best = max(probes, key=area)
     audio = best.audio or next((p.audio for p in probes if p.audio), None)
@@ -138,5 +143,5 @@ def _is_promoted(value: object) -> bool:
     if isinstance(value, str):
         return len(value) <= PROMOTED_STRING
     if isinstance(value, int):
-        return -_INTEGERS <= value < _INTEGERS  # what Parquet and SQL can hold
+        return -_INTEGERS <= value < _INTEGERS  # Parquet and SQL can hold these
     return value is None or isinstance(value, float)

@@ -1,10 +1,14 @@
-"""Re-encoding the pictures of one file, on one core, the same way every time.
+"""Re-encodes the pictures of one file, on one core and reproducibly.
 
-Invariants: the pictures come out upright, with square pixels, 8 bits, even sizes, times kept, and a key frame exactly every `gop`
-frames; never larger than they were. The sound is copied where the container can hold it and becomes AAC where not. The same file,
-recipe and library versions give the same bytes: one thread, no dates, no random identifiers.
-Failure behaviour: `CorruptionError` where a packet cannot be decoded (re-encoding would hide the damage), `UnsupportedError` for
-what cannot be encoded. Hangs and crashes of libav are the pool's to survive.
+Invariants:
+
+* The output is upright, with square pixels, 8 bits and even sizes. It is never larger than the input. Times are kept.
+  There is a key frame every `gop` frames, and no other except at cuts.
+* Audio is copied if the container can hold it, and otherwise becomes AAC.
+* The same file, recipe and library versions give the same bytes: one thread, no dates, no random identifiers.
+
+Failure behaviour: a packet that cannot be decoded raises `CorruptionError`, since re-encoding would hide the damage.
+Media that cannot be encoded raise `UnsupportedError`. The pool handles hangs and crashes of libav.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from headrace.dataio.shards.media.container import is_converted
 from headrace.dataio.shards.media.facts import Recipe
 
 FORMATS = {"mp4": "mp4", "m4v": "mp4", "mov": "mov", "mkv": "matroska", "webm": "webm"}
-"""Extension → muxer, for the containers that are written."""
+"""The muxer for each extension that can be written."""
 CODECS = {"h264": "libx264"}
 _HELD = 20_000
 _OPTIONS = {"crf": "20", "preset": "medium", "forced-idr": "1"}
@@ -34,7 +38,7 @@ _TURNS = {90: "transpose=clock,", 180: "hflip,vflip,", 270: "transpose=cclock,"}
 
 
 def open_output(path: str, ext: str, *, faststart: bool) -> Any:
-    """A container to write, without anything that differs from run to run."""
+    """Open a container for writing. Its bytes do not differ from run to run."""
     options = {"fflags": "+bitexact"}
     if faststart and FORMATS[ext] in ("mp4", "mov"):
         options["movflags"] = "+faststart"
@@ -42,20 +46,23 @@ def open_output(path: str, ext: str, *, faststart: bool) -> Any:
 
 
 def seconds(time: float) -> Fraction:
-    """The decimal number that was meant: 0.2 as a float is a little more than six frames at 30 a second."""
+    """Return the decimal number that the user meant.
+
+    As a float, 0.2 is a little more than six frames at 30 frames per second.
+    """
     return Fraction(time).limit_denominator(1_000_000)
 
 
 def start_of(container: Any) -> Fraction:
-    """Seconds at which the first of its streams begins; below 0 where times wrap on the way."""
+    """Return the seconds at which the first stream begins. It is below 0 if times wrap later in the file."""
     return Fraction(container.start_time or 0, 1_000_000)
 
 
 def encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
-    """Write the file at `source` anew to `target`; where it is to be split later, with key frames there."""
+    """Re-encode the file at `source` to `target`. If the recipe splits it later, the cuts get key frames."""
     try:
         _encode(source, target, ext, recipe)
-    except av.error.FFmpegError as error:  # of the container that is written: sound of a kind that it cannot hold
+    except av.error.FFmpegError as error:  # from the output container: it cannot hold this kind of audio
         raise UnsupportedError(f"cannot be encoded into {ext}: {error.strerror}; try --remux mkv") from error
 
 
@@ -68,7 +75,7 @@ def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
         picture = out.add_stream(CODECS[recipe.codec or "h264"], rate=frames.rate, options=_OPTIONS | frames.params)
         sound = None if audio is None else _sound(out, audio)
         begin = start_of(container) if is_converted(source) else Fraction(0)
-        held: list[Any] = []  # sound before the first picture: the header needs the picture's size
+        held: list[Any] = []  # audio before the first picture: the header needs the picture's size
         for packet in container.demux([s for s in (video, audio) if s is not None]):
             if packet.is_corrupt:
                 raise CorruptionError(f"a packet is damaged, at time stamp {packet.pts}")
@@ -91,7 +98,7 @@ def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
 
 
 def _move(packet: Any, begin: Fraction) -> None:
-    """Its times, counted from `begin`."""
+    """Count the packet's times from `begin`."""
     if begin and packet.size:
         ticks = round(begin / packet.time_base)
         packet.pts = None if packet.pts is None else packet.pts - ticks
@@ -99,7 +106,7 @@ def _move(packet: Any, begin: Fraction) -> None:
 
 
 class _Pictures:
-    """Decoded frames, upright and scaled."""
+    """Decodes packets to frames that are upright and scaled."""
 
     def __init__(self, video: Any, recipe: Recipe) -> None:
         self.count = 0
@@ -215,7 +222,7 @@ class _Copied:
 
 
 class _Aac:
-    """Sound that the container cannot hold, encoded anew."""
+    """Encodes audio that the container cannot hold as AAC."""
 
     def __init__(self, out: Any, audio: Any) -> None:
         audio.codec_context.thread_count = 1

@@ -1,7 +1,8 @@
-"""What a probe worker is asked and what it answers.
+"""The messages between the packer and its probe workers.
 
-Purpose: the messages between the packer and its worker processes. The packer needs only these, so it never loads libav.
-Invariant: msgpack with checked types, never pickle: a process that reads untrusted media must not be trusted with more.
+Purpose: the packer imports only these messages, so it never loads libav.
+Invariant: messages are msgpack with checked types, never pickle. A process that reads untrusted media must not be able
+to run code in the packer.
 Failure behaviour: a malformed answer raises `msgspec.MsgspecError`.
 """
 
@@ -16,11 +17,11 @@ from headrace.dataio.core import limits
 from headrace.dataio.shards.contract import AudioInfo, Pieces, VideoInfo
 
 TEXT_BYTES = 1 * limits.MIB
-"""The most that a sample's text may hold."""
+"""The most bytes of a sample's text."""
 
 
 class FileFact(msgspec.Struct, frozen=True):
-    """One file as it was read: the packer checks that it still is."""
+    """One file as it was read. The packer checks that it has not changed since."""
 
     ext: str
     path: str
@@ -43,20 +44,23 @@ class Described(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
 
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample made of a group's files: `suffix` is added to the group's key."""
+    """One sample made from a group's files. Its key is the group's key plus `suffix`."""
 
     suffix: str
     described: Described
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """What became of a group: one sample, or several where it was split."""
+    """The result of preparing a group: one sample, or several if it was split."""
 
     clips: tuple[Clip, ...]
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """Why a sample cannot be packed; `code` is that of a Headrace error. `ours`: not for what is in its files."""
+    """The reason why a sample cannot be packed.
+
+    `code` is that of a Headrace error. `ours` means that its files are not at fault.
+    """
 
     path: str
     code: str
@@ -65,11 +69,11 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 Request = list[tuple[str, str]]
-"""(extension, path) of the files of one sample."""
+"""The extension and the path of each file of one sample."""
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A file, or where it lies inside an archive: `length` bytes from `offset`; a length of -1 is the whole file."""
+    """A file, or `length` bytes from `offset` in an archive. A length of -1 means the whole file."""
 
     ext: str
     path: str
@@ -78,16 +82,20 @@ class Span(msgspec.Struct, frozen=True):
 
     @property
     def named(self) -> str:
-        """As people are told."""
+        """The name in messages to the user."""
         return self.path if self.length < 0 else f"{self.path}: member .{self.ext} at offset {self.offset}"
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """What is done to files with video before they are packed. Sound alone is left as it is.
+    """How to change files with video before they are packed. Files with only audio stay as they are.
 
-    `codec` re-encodes the pictures ("h264"), with a key frame every `gop` frames and at most `height` rows (None: as they
-    are). `container` copies the streams into another container ("mp4", "mkv", "webm"). `faststart` puts the index of an MP4
-    in front of its data. `split` cuts into clips of at least so many seconds, at key frames.
+    Args:
+        codec: re-encode the pictures with this codec ("h264"). None keeps the codec.
+        gop: with `codec`, the number of frames from one key frame to the next.
+        height: with `codec`, the most rows of a picture. None keeps the size.
+        container: copy the streams into another container ("mp4", "mkv", "webm", "mov").
+        faststart: put the index of an MP4 before its data.
+        split: cut the video at key frames into clips of at least this many seconds.
     """
 
     codec: str | None = None
@@ -99,14 +107,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changes(self) -> bool:
-        """Whether any file would be written anew."""
+        """Whether the recipe writes new files."""
         return self.codec is not None or self.container is not None or self.faststart or self.split is not None
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is asked: make samples of the files of the group `key`, with new files in the folder `scratch`.
+    """A request to a worker: make samples from the files of the group `key`, with new files in the folder `scratch`.
 
-    `caption` becomes the text of a group without a `.txt`; `fields`, a JSON object, are added to those of its `.json`.
+    `caption` becomes the text of a group without a `.txt`. `fields`, a JSON object, is merged into its `.json`.
     """
 
     key: str
@@ -122,14 +130,14 @@ Outcome = Prepared | Failure
 
 
 def encode_other(value: object) -> str:
-    """msgspec's `enc_hook` for what index rows hold."""
+    """msgspec's `enc_hook` for the types in index rows."""
     if isinstance(value, Fraction):
         return f"{value.numerator}/{value.denominator}"
     raise NotImplementedError(type(value))
 
 
 def decode_other(kind: type, value: Any) -> object:
-    """msgspec's `dec_hook` for what index rows hold."""
+    """msgspec's `dec_hook` for the types in index rows."""
     if kind is Fraction:
         return Fraction(value)
     if kind is object:

@@ -1,12 +1,15 @@
-"""Which pieces of a long file a decoder reads wherever in it decoding begins: the container's header, tables and index.
+"""Finds the pieces of a long file that a decoder always reads, wherever decoding begins: the header, tables and index.
 
-Purpose: what is read in any case can be fetched in one go with what a clip needs, before anything is opened. Found by doing it:
-the file is opened as loaders open it, believing what the container says of its streams and not, and a key frame, or an instant,
-is looked for, in the middle of the file, and at its end. The head is what both read. MP3 says nowhere where an instant is, and
-libav would read all that lies before it: there frames are marked, and the head is what opening reads.
-Invariants: only for files with pieces. It is a hint: samples do not depend on it. Where finding a place means reading
-what lies before it, that is half of the file and more, from which loaders see that reading parts of it is not worth it.
-Failure behaviour: none; a file for which it cannot be found has no head. Trusts libav as `probe` does.
+Purpose: loaders can fetch these pieces together with the pieces of a clip in one request, before they open the file.
+
+Method: the file is opened in the two ways in which loaders open it: trusting the container's description of its
+streams, and not trusting it. Each time, a key frame (or a time) in the middle and one at the end are looked up. The
+head is the pieces that both lookups read. An MP3 does not say where a time lies, so libav would read all data before
+it. Frames of an MP3 are therefore marked, and its head is the pieces that opening reads.
+
+Invariants: only files with pieces have a head. The head is a hint, and samples do not depend on it. If a lookup reads
+all data before a place, the head is half of the file or more. Loaders then know that partial reads do not pay.
+Failure behaviour: none; if the head cannot be found, the file has none. Like `probe`, this module trusts libav.
 """
 
 from __future__ import annotations
@@ -33,13 +36,13 @@ _OPTIONS = {"format_whitelist": DEMUXERS, "protocol_whitelist": "", "max_pixels"
 _TRUSTING = {**_OPTIONS, "codec_whitelist": "none"}
 
 _Place = tuple[int, int]
-"""What is looked for: the stream, and a time stamp of it."""
+"""A place to look up: a stream and a time stamp in it."""
 _Marks = tuple[tuple[int, int], ...]
-"""At which byte a frame begins, and how many samples are before it."""
+"""For each marked frame, its offset in bytes and the number of samples before it."""
 
 
 def with_head(fact: FileFact, probe: Probe) -> FileFact:
-    """What is known of a file with what opening it reads, if it has pieces; `probe` says what it holds."""
+    """Return the file's facts with its head, if it has pieces. `probe` describes its streams."""
     if fact.pieces is None:
         return fact
     marks: _Marks = ()
@@ -57,7 +60,10 @@ def with_head(fact: FileFact, probe: Probe) -> FileFact:
 
 
 def _marks(fact: FileFact, probe: Probe) -> _Marks:
-    """The first frame that begins in each piece, and the samples before it; none where frames are not all of one length."""
+    """Return the first frame that begins in each piece, and the samples before it.
+
+    There are none unless all frames have the same length.
+    """
     assert fact.pieces is not None
     assert probe.audio is not None
     found, piece, length = list[tuple[int, int]](), 0, 0
@@ -91,7 +97,10 @@ def _places(path: str, probe: Probe) -> tuple[_Place, _Place]:
 
 
 def _touched(fact: FileFact, place: _Place | None) -> set[int]:
-    """The pieces that are read until the first packet from there on, in either way of opening; or until the file is open."""
+    """Return the pieces that libav reads up to the first packet at `place`, in both ways of opening.
+
+    Without a place, they are those that opening reads.
+    """
     assert fact.pieces is not None
     found = set[int]()
     for trusting in (True, False):
@@ -107,13 +116,13 @@ def _touched(fact: FileFact, place: _Place | None) -> set[int]:
 
 
 def _named(path: str) -> Any:
-    """The container at `path`, which may open no other file."""
+    """Open the container at `path`. The container cannot open other files."""
     return av.open(f"file:{path}", metadata_errors="replace", options=_OPTIONS | {"protocol_whitelist": "file"})
 
 
 @contextmanager
 def _opened(fact: FileFact, trusting: bool) -> Iterator[tuple[Any, _Recording]]:
-    """The container as loaders open it."""
+    """Open the container as loaders do."""
     assert fact.pieces is not None
     with open(fact.path, "rb", buffering=0) as real:
         file = _Recording(real, fact.pieces.size)
@@ -127,7 +136,7 @@ def _opened(fact: FileFact, trusting: bool) -> Iterator[tuple[Any, _Recording]]:
 
 
 class _Recording:
-    """A file that notes which of its pieces were read."""
+    """A file that records which of its pieces were read."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size

@@ -1,11 +1,17 @@
-"""Pictures: JPEG, PNG and WebP, each a video of one frame.
+"""Images: JPEG, PNG and WebP, each as a video with one frame.
 
-Purpose: `decode` gives the one frame of a file, `probe` describes it as an index row does.
-Invariants: the whole file is decoded, strictly: a picture that lost its tail or holds damage that its format can tell
-is refused, never shown grey from some row on. A picture lasts no time: its duration is 0, its one frame is number 0 at
-instant 0. No more than `limits.FRAME_PIXELS` are decoded. Only the demuxers of these three formats may open it.
-Failure behaviour: `CorruptionError` for what cannot be decoded whole, `UnsupportedError` for what is another format,
-animated, or too large.
+Purpose: `decode` returns the one frame of a file. `probe` describes it for an index row.
+
+Invariants:
+
+* The whole file is decoded strictly. An image that is truncated, or that has damage that its format can detect, is
+  rejected. It is never shown with grey rows.
+* An image has no duration: its duration is 0, and its one frame is number 0 at time 0.
+* At most `limits.FRAME_PIXELS` are decoded.
+* Only the demuxers of these three formats may open the file.
+
+Failure behaviour: an image that cannot be decoded whole raises `CorruptionError`. Another format, an animation or an
+image that is too large raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -27,14 +33,14 @@ _DEMUXERS = "jpeg_pipe,png_pipe,webp_pipe"
 _STRICT = {"max_pixels": str(limits.FRAME_PIXELS), "err_detect": "explode"}
 _JPEG, _JPEG_END, _TAIL = b"\xff\xd8", b"\xff\xd9", 1 << 16
 IMAGE_BYTES = 256 * limits.MIB
-"""The largest file that is taken for a picture."""
+"""The largest file that is read as an image, in bytes."""
 
 
 def decode(data: bytes | memoryview) -> VideoFrame:
-    """The picture in `data`, a whole file."""
+    """Decode the image in `data`, a whole file."""
     if len(data) > IMAGE_BYTES:
         raise UnsupportedError(f"a picture of more than {limits.format_bytes(IMAGE_BYTES)}")
-    if bytes(data[:2]) == _JPEG and _JPEG_END not in bytes(data[-_TAIL:]):  # the decoder would invent the rest
+    if bytes(data[:2]) == _JPEG and _JPEG_END not in bytes(data[-_TAIL:]):  # the decoder would make up the rest
         raise CorruptionError("truncated: the JPEG has no end")
     options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **_STRICT}
     try:
@@ -53,7 +59,7 @@ def decode(data: bytes | memoryview) -> VideoFrame:
 
 
 def probe(data: bytes | memoryview, ext: str) -> VideoInfo:
-    """What the index says of the picture in `data`; `ext` names the member."""
+    """Describe the image in `data` for the index. `ext` names the member."""
     frame = decode(data)
     return VideoInfo(
         ext=ext,

@@ -1,9 +1,9 @@
 """A worker's whole task for one group of files: unpack, convert, describe.
 
-Invariants: the same files, recipe and library versions give the same samples. New files go into the task's scratch folder only,
-which the packer made and removes.
-Failure behaviour: `Failure` names the file and the reason; one bad file refuses the whole group. Where the scratch folder is full
-it says that this is no fault of the file (`ours`).
+Invariants: the same files, recipe and library versions give the same samples. New files go only into the task's scratch
+folder, which the packer makes and removes.
+Failure behaviour: `Failure` names the file and the reason. One bad file rejects the whole group. If the scratch folder
+is full, `Failure` says that the file is not at fault (`ours`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def prepare(task: Task) -> Outcome:
 
 
 def _unpacked(span: Span, scratch: str) -> str:
-    """The path of a file that holds the span's bytes."""
+    """Return the path of a file with the span's bytes. A span in an archive is copied to the scratch folder."""
     if span.length < 0:
         return span.path
     path = os.path.join(scratch, f"{span.offset}.{span.ext.replace('/', '_')}")
@@ -74,7 +74,7 @@ def _unpacked(span: Span, scratch: str) -> str:
 
 
 def _with_manifest(files: Request, task: Task) -> Request:
-    """The files with what the manifest says of them."""
+    """Return the files with the manifest's caption and fields added."""
     there = dict(files)
     if task.caption is not None and "txt" not in there:
         there["txt"] = os.path.join(task.scratch, "manifest.txt")

@@ -1,33 +1,36 @@
-"""What is in a media file: the streams that loaders decode, counted exactly.
+"""Describes the streams of a media file that loaders decode, and counts their frames exactly.
 
-Purpose: `probe` opens MP4, MOV, MKV, WebM, AVI and M4A, WAV, FLAC, MP3, Ogg, and describes one video and one audio stream.
+Purpose: `probe` opens MP4, MOV, MKV, WebM, AVI and M4A, WAV, FLAC, MP3, Ogg, and describes one video and one audio
+stream.
 
 Invariants:
 
-* The video stream is the one of the largest area, then the one flagged "default", then the first; cover pictures do not count.
-  The audio stream is the one flagged "default", then of most channels, then of the highest sample rate, then the first.
-* Frames are counted, never taken from a header: a packet that is shown is a frame, in order of pts. Where that does not
-  hold (AVI, which stores no pts; packed MPEG-4; packets without pts; a start inside a group of pictures), the whole
-  stream is decoded and its output counted. Where not even the first shown frame follows a key frame, the first key frame of
-  the index is behind it, or is none of the file's: loaders begin at the file's first packet then.
-* A key frame is one that decoding can begin at (`bitstream.starts_clean`), whatever the container marks: not a point from which
-  H.264 recovers little by little.
-* So a key frame's index is the number of frames that decoding from the start puts out before it. A key frame cut off by an
-  edit list, which is decoded but not shown, carries the index of the first shown frame that needs it.
-* Of files that may be read in part (`headrace.dataio.shards.pieces`), a key frame's place is where libav says that its
-packet begins.
-* When the first sample sounds, and where some packets of sound lie, are as libav says when it reads the file from its beginning.
-  No packets are marked of sound that does not decode without an error, so that loaders leave it to libav.
-* At least one frame was decoded: a file that cannot be decoded at all is refused. Damage further inside is not looked for:
-  such a file probes well, and the loader that meets the damage quarantines the sample.
-* Only the listed demuxers may open a file (others one that is to be converted: `container.is_converted`), and none may open a
-  second file or an address.
-* No frame of more than `limits.FRAME_PIXELS` is decoded, whatever container or bitstream say, not even while the file is opened;
-  of frames and sound no more than `limits.VIDEO_FRAMES` and `limits.AUDIO_VALUES` are counted.
+* The video stream is the one with the largest area, then the one flagged "default", then the first. Cover pictures do
+  not count. The audio stream is the one flagged "default", then the one with the most channels, then the highest sample
+  rate, then the first.
+* Frames are counted, never taken from a header. A packet that is shown is a frame, in order of pts. If that does not
+  hold, the whole stream is decoded and its output is counted. It does not hold for AVI (which stores no pts), packed
+  MPEG-4, packets without pts, and a start inside a group of pictures. If even the first shown frame does not follow a
+  key frame, the first key frame of the index lies after it, or is not one of the file's. Loaders then begin at the
+  file's first packet.
+* A key frame is a frame at which decoding can begin (`bitstream.starts_clean`), whatever the container marks. A point
+  from which H.264 recovers gradually is not a key frame.
+* A key frame's index is therefore the number of frames that decoding from the start outputs before it. A key frame that
+  an edit list cuts off is decoded but not shown. It has the index of the first shown frame that needs it.
+* In files that may be read in part (`headrace.dataio.shards.pieces`), a key frame's place is where libav says that its
+  packet begins.
+* The time of the first audio sample and the places of some audio packets are as libav gives them when it reads the file
+  from the beginning. If audio does not decode without an error, no packets are marked, and loaders leave it to libav.
+* At least one frame was decoded. A file that cannot be decoded at all is rejected. `probe` does not look for damage
+  further inside the file. Such a file passes, and the loader that finds the damage quarantines the sample.
+* Only the listed demuxers may open a file (others for a file that will be converted: `container.is_converted`). No
+  demuxer may open a second file or an address.
+* No frame of more than `limits.FRAME_PIXELS` is decoded, whatever the container or the bitstream say, not even while
+  the file is opened. At most `limits.VIDEO_FRAMES` frames and `limits.AUDIO_VALUES` audio values are counted.
 
 Failure behaviour: `UnsupportedError` (not a regular file, not one of the formats, no streams, above a limit),
-`CorruptionError` (empty, truncated, not demuxable, nothing decodes). It trusts libav not to hang, to crash or to fill the memory
-no more than its caller must: run it in a `ProbePool`.
+`CorruptionError` (empty, truncated, not demuxable, nothing decodes). `probe` does not protect its caller if libav
+hangs, crashes or fills the memory. Run it in a `ProbePool`.
 """
 
 from __future__ import annotations
@@ -60,14 +63,20 @@ _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _DECODING = {"max_pixels": str(limits.FRAME_PIXELS)}
 DECODING_SOUND = {"err_detect": "crccheck+explode"}
-"""Decoders report damage that they notice, instead of making sound of it; of FLAC they compare the checksums."""
+"""With these options, decoders report the damage that they notice instead of decoding it.
+
+For FLAC, they compare checksums.
+"""
 MARK_BYTES, MOST_MARKS = 64 * limits.KIB, 128
-"""Packets of sound are marked so far apart in a file, or so many of them, about."""
+"""The least distance between marked audio packets in a file, and about the most marks."""
 _LEAST_RATE = Fraction(1, 1000)
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """The result. `duration` in seconds, of the video where there is one; `notes` say what was left out and why."""
+    """The result of `probe`.
+
+    `duration` is that of the video, if there is one, in seconds. `notes` lists what was left out, and why.
+    """
 
     container: str
     duration: float
@@ -82,17 +91,19 @@ class _Packet(msgspec.Struct, frozen=True):
     key: bool
     shown: bool
     picture: bool
-    """Whether it is a whole JPEG, so that it is a frame wherever it stands."""
+    """Whether it is a whole JPEG, which is a frame in any position."""
     at: int
-    """At which byte of the file, if libav says."""
+    """Its offset in the file in bytes, if libav gives it."""
     unclean: bool = False
     """Whether the container marks it as a key frame and decoding cannot begin at it."""
 
 
 def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> Probe:
-    """Describe the media file at a path, or whose bytes these are. `ext` names the member; by default, the path's suffix.
+    """Describe the media file at a path, or in these bytes. `ext` names the member. By default, it is the path's
+    suffix.
 
-    Raises `NotFoundError`, `AccessDeniedError`, `UnsupportedError` or `CorruptionError`; messages do not repeat the path.
+    It raises `NotFoundError`, `AccessDeniedError`, `UnsupportedError` or `CorruptionError`. Messages do not repeat the
+    path.
     """
     if isinstance(source, bytes):
         return _probe_open(_check_file(io.BytesIO(source), len(source)), ext or "")
@@ -202,9 +213,11 @@ def _pick_audio(container: Any) -> Any:
 
 
 class _Sound:
-    """Counts what the audio decoder puts out: the rate and channels too, since headers lie about both (HE-AAC).
+    """Counts the samples that the audio decoder outputs.
 
-    It also marks some packets of a file of `size` bytes: the first, about one in each `MARK_BYTES`, and the last.
+    It takes the sample rate and the channels from the output, too, since headers may state both wrongly (HE-AAC). It
+    also marks some packets of a file of `size` bytes: the first, about one in each `MARK_BYTES` (in large files fewer),
+    and the last.
     """
 
     def __init__(self, size: int) -> None:
@@ -223,14 +236,17 @@ class _Sound:
 
     def _add(self, frame: AudioFrame) -> None:
         if not self.samples:
-            self._start = frame.pts or 0  # some have no stamps at all
+            self._start = frame.pts or 0  # some frames have no time stamps
         self.samples += frame.samples
         self.rate, self.channels = self.rate or frame.sample_rate, self.channels or len(frame.layout.channels)
         if self.samples * self.channels > limits.AUDIO_VALUES:
             raise UnsupportedError(f"its sound has more than {limits.AUDIO_VALUES} samples; split it")
 
     def _mark(self, packet: Any) -> None:
-        """Of packets that lie at one place, as on a page of Ogg, the first one counts."""
+        """Mark the packet, if it is far enough from the last mark.
+
+        If several packets lie at one place, as on a page of Ogg, only the first counts.
+        """
         if not packet.size or packet.pts is None or not self._last.at < _place(packet) < self._size:
             return
         self._last = SoundMark(_place(packet), packet.pts)
@@ -251,7 +267,7 @@ class _Sound:
 
 
 def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], VideoFrame | None, _Sound]:
-    """One pass over the file: every video packet, the first frame decoded, all sound decoded and counted."""
+    """Read the file once: collect all video packets, decode the first frame, and decode and count all audio."""
     packets: list[_Packet] = []
     first: VideoFrame | None = None
     sound = _Sound(container.size)
@@ -263,7 +279,7 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
     codec = "" if video is None else video.codec_context.codec.canonical_name
     units = 0 if video is None else length_size(codec, video.codec_context.extradata)
     for packet in container.demux([s for s in (video, audio) if s is not None]):
-        if audio is not None and packet.stream.index == audio.index:  # a flush packet's own stream_index is always 0
+        if audio is not None and packet.stream.index == audio.index:  # the stream_index of a flush packet is always 0
             sound.feed(packet)
             continue
         first = first or next(_decode(packet), None)
@@ -280,7 +296,7 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
 
 
 def _is_jpeg(data: memoryview) -> bool:
-    """From its first marker to its last; a few bytes of padding may follow."""
+    """Return whether the data have the first and the last marker of a JPEG. A few bytes of padding may follow."""
     return bytes(data[:2]) == b"\xff\xd8" and b"\xff\xd9" in bytes(data[-16:])
 
 
@@ -293,7 +309,7 @@ def _decode(packet: Any) -> Iterator[VideoFrame]:
     try:
         yield from packet.decode()
     except av.error.FFmpegError:
-        return  # damage inside is the loader's to judge; that nothing decodes is judged by the caller
+        return  # the loader handles damage inside; the caller checks that a frame decodes
 
 
 def _video_info(
@@ -329,11 +345,11 @@ def _video_info(
 
 
 _Count = tuple[int, tuple[KeyFrame, ...], int, int]
-"""Frames, key frames, pts of the first frame, pts at which the last one ends."""
+"""The number of frames, the key frames, the pts of the first frame, and the pts at which the last frame ends."""
 
 
 def _count_packets(stream: Any, packets: list[_Packet]) -> _Count | None:
-    """The count by packets, or None where a packet need not be a frame."""
+    """Count by packets. Return None if a packet may not be exactly one frame."""
     shown = sorted(p.pts for p in packets if p.shown and p.pts is not None)
     keys = [p.pts for p in packets if p.key and p.pts is not None]
     simple = (
@@ -343,7 +359,7 @@ def _count_packets(stream: Any, packets: list[_Packet]) -> _Count | None:
         and all(p.pts is not None for p in packets)
         and len(set(shown)) == len(shown)
         and keys
-        and shown[0] >= keys[0]  # else leading frames lack what they refer to, and decoders drop them
+        and shown[0] >= keys[0]  # else leading frames lack their references, and decoders drop them
     )
     if not simple:
         return None
@@ -358,7 +374,7 @@ def _place(packet: Any) -> int:
 
 
 def _placed(keys: tuple[KeyFrame, ...], packets: list[_Packet], size: int) -> tuple[KeyFrame, ...]:
-    """The key frames with where their packets lie in a file of `size` bytes, if it is one of which parts are read."""
+    """Return the key frames with the places of their packets, if a file of `size` bytes may be read in part."""
     if size_for(size) is None:
         return keys
     places = {p.pts: p.at for p in packets if p.key and 0 <= p.at < size}

@@ -1,6 +1,7 @@
-"""Checking what users ask to be done to their media.
+"""Checks the recipe that a user gives.
 
-Invariant: a recipe that passes can be tried on any file. Failure behaviour: `UsageError` naming the option.
+Invariant: a recipe that passes can be tried on any file.
+Failure behaviour: `UsageError` names the option.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ CONTAINERS = ("mp4", "mkv", "webm", "mov")
 
 
 def check_recipe(recipe: Recipe) -> Recipe:
-    """`recipe` itself."""
+    """Check the recipe and return it."""
     wrong = {
         f"the codec must be one of {', '.join(CODECS)}": recipe.codec is not None and recipe.codec not in CODECS,
         f"the container must be one of {', '.join(CONTAINERS)}": recipe.container not in (None, *CONTAINERS),

@@ -1,13 +1,19 @@
-"""Copying streams into another container, whole or cut into clips, without decoding anything.
+"""Copies streams into another container, whole or cut into clips, without re-encoding.
 
-Invariants: of a file, the video and the sound that loaders use are kept, every packet of them in exactly one clip, byte for byte.
-A cut is made only at a key frame that nothing shown before or after it reaches across, so each clip decodes to exactly the frames
-that it had. Every clip's pictures begin at time 0; its sound is what begins within it. At most `_OPEN` clips are open at once.
-Containers that loaders do not read (`container.CONVERTED_EXTENSIONS`) begin at time 0 afterwards, and since not every one of them
-says enough for a copy to be right, all pictures of source and copy are decoded and compared.
-Failure behaviour: `UnsupportedError` for packets without times (AVI), for codecs that the container cannot hold, and for a copy
-that is not the same; `CorruptionError` for a file that cannot be demuxed to its end, that has damaged packets, or whose sound and
-pictures lie too far apart.
+Invariants:
+
+* The video and the audio that loaders use are kept. Every packet of them is in exactly one clip, byte for byte.
+* A cut is made only at a key frame. All packets before it in the file are shown before it, and all packets after it
+  are shown later. Each clip therefore decodes to exactly the frames that it had.
+* The pictures of each clip begin at time 0. Its audio is the audio that begins within it.
+* At most `_OPEN` clips are open at once.
+* Files in containers that loaders do not read (`container.CONVERTED_EXTENSIONS`) begin at time 0 after the copy. Some
+  of these containers say too little for a correct copy. All pictures of the source and the copy are therefore decoded
+  and compared.
+
+Failure behaviour: packets without times (AVI), codecs that the container cannot hold, and a copy that differs raise
+`UnsupportedError`. A file that cannot be demuxed to its end, that has damaged packets, or whose audio and pictures lie
+too far from each other raises `CorruptionError`.
 """
 
 from __future__ import annotations
@@ -29,12 +35,12 @@ from headrace.dataio.shards.media.encode import open_output, seconds, start_of
 
 _OPEN = 64
 _NEAR = 0.002
-"""Seconds by which a copy's times may differ: some containers have milliseconds."""
+"""The seconds by which a copy's times may differ. Some containers store milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One file written: what it shows of the source, in seconds of the source's time."""
+    """One file written, and the part of the source that it shows, in seconds of the source's time."""
 
     path: str
     start: float
@@ -42,7 +48,10 @@ class Piece:
 
 
 def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | None) -> list[Piece]:
-    """Copy the file at `source` to `<stem>-0000.<ext>` and, with `split`, following ones of at least so many seconds."""
+    """Copy the file at `source` to `<stem>-0000.<ext>`.
+
+    With `split`, cut it into this and further files of at least so many seconds each.
+    """
     other = is_converted(source)
     try:
         with probe._open(f"file:{source}") as container:
@@ -59,7 +68,7 @@ def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | N
 
 @dataclass(frozen=True, slots=True)
 class _Cuts:
-    """Where clips begin, in packets of the video in the file's order and in its time stamps; and where the last one ends."""
+    """The number of each clip's first video packet, that packet's time stamp, and the end of the last clip."""
 
     packets: tuple[int, ...]
     times: tuple[int, ...]
@@ -88,7 +97,7 @@ def _cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
 
 
 def _compare(source: str, pieces: list[Piece]) -> None:
-    """`UnsupportedError` unless pieces and source decode to the same pictures at the same times, which grow."""
+    """Raise `UnsupportedError` unless pieces and source decode to the same pictures at the same, increasing times."""
     last = float("-inf")
     copied = (one for piece in pieces for one in _pictures(piece.path, piece.start))
     for before, after in zip_longest(_pictures(source, 0.0), copied):
@@ -99,7 +108,7 @@ def _compare(source: str, pieces: list[Piece]) -> None:
 
 
 def _pictures(path: str, start: float) -> Iterator[tuple[float, Any]]:
-    """Time and pixels of each picture."""
+    """Yield the time and the pixels of each picture."""
     with probe._open(f"file:{path}") as container:
         video = probe._pick_video(container)
         probe._prepare(video)
@@ -112,12 +121,15 @@ def _pictures(path: str, start: float) -> Iterator[tuple[float, Any]]:
 
 
 def _check(packet: Any) -> None:
-    if packet.is_corrupt:  # a copy would hide it
+    if packet.is_corrupt:  # a copy would hide the damage
         raise CorruptionError(f"a packet is damaged, at time stamp {packet.pts}")
 
 
 def _choose(times: list[int], keys: list[bool], least: Fraction | None) -> list[int]:
-    """The packets at which clips begin: at `least` time stamps after the one before, where a cut loses nothing."""
+    """Return the packets at which clips begin.
+
+    A clip begins at least `least` ticks after the clip before, and only where a cut loses nothing.
+    """
     chosen = [0]
     if least is None:
         return chosen
@@ -132,7 +144,7 @@ def _choose(times: list[int], keys: list[bool], least: Fraction | None) -> list[
 
 
 class _Copy:
-    """One pass over the file, every packet to its clip; a clip is closed when both streams have gone past it."""
+    """Copies each packet to its clip in one pass over the file. It closes a clip when both streams have passed it."""
 
     def __init__(self, container: Any, cuts: _Cuts, stem: str, ext: str, faststart: bool) -> None:
         self._container, self._cuts, self._stem, self._ext, self._faststart = container, cuts, stem, ext, faststart

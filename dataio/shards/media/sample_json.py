@@ -1,7 +1,8 @@
-"""Adding fields to the JSON member of a sample that is being made.
+"""Adds fields to the JSON member of a new sample.
 
-Invariant: the new member is the old object with the fields added or replaced, in a fixed form, so equal input gives equal bytes.
-Failure behaviour: `CorruptionError` or `UnsupportedError` for a member that is not a JSON object.
+Invariant: the new member is the old object with the fields added or replaced. Its form is fixed, so equal input gives
+equal bytes.
+Failure behaviour: a member that is not a JSON object raises `CorruptionError` or `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from headrace.dataio.shards.media.facts import Request
 
 
 class Sample(NamedTuple):
-    """What a group becomes, or one of the clips that it becomes: what is added to the key, and the files."""
+    """A sample made from a group: the suffix of its key, and its files. It is the whole group or one clip."""
 
     suffix: str
     files: Request
 
 
 def with_fields(path: str | None, fields: Mapping[str, object], folder: str, name: str = "manifest") -> str:
-    """The path of a new JSON file in `folder`: the object at `path`, if any, with `fields`."""
+    """Write a new JSON file in `folder` and return its path. It holds the object at `path`, if any, with `fields`."""
     target = Path(folder) / f"{name}.json"
     found = {} if path is None else _object(Path(path))
     target.write_text(json.dumps({**found, **fields}, ensure_ascii=False), "utf-8")

@@ -1,8 +1,9 @@
 """WebVTT: the text of a subtitle file, and the part of it that belongs to a clip.
 
-Invariant: cues are taken in the order of the file; what is not a cue (notes, styles, settings, tags) is left out of the text.
-A file of at most `TEXT_BYTES` is read.
-Failure behaviour: `CorruptionError` for a file that does not begin as WebVTT must, or has a time that cannot be read.
+Invariants: cues keep the order of the file. Everything else (notes, styles, settings, tags) is left out of the text. A
+file may have at most `TEXT_BYTES`.
+Failure behaviour: a file without the first line of WebVTT, or with an unreadable time, raises `CorruptionError`. A
+larger file raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _TAG = re.compile(r"<[^<>\n]*>")
 
 @dataclass(frozen=True, slots=True)
 class Cue:
-    """One subtitle: shown from `start` to `end`, in milliseconds."""
+    """One subtitle. It is shown from `start` to `end`, in milliseconds."""
 
     start: int
     end: int
@@ -29,7 +30,7 @@ class Cue:
 
 
 def parse(text: str) -> list[Cue]:
-    """The cues of a WebVTT file."""
+    """Parse the cues of a WebVTT file."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     if not re.fullmatch(r"WEBVTT(?:[ \t].*)?", lines[0]):
         raise CorruptionError("not WebVTT: its first line is not WEBVTT")
@@ -50,7 +51,7 @@ def parse(text: str) -> list[Cue]:
 
 
 def words(cues: list[Cue]) -> str:
-    """What the cues say, as one text; a line that repeats the one before (rolling captions) is said once."""
+    """Return the words of the cues as one text. A line that repeats the line before (rolling captions) occurs once."""
     said: list[str] = []
     for cue in cues:
         for line in cue.text.split("\n"):
@@ -61,7 +62,7 @@ def words(cues: list[Cue]) -> str:
 
 
 def cut(cues: list[Cue], start: int, end: int) -> str:
-    """A WebVTT file of what is shown in [start, end) milliseconds, its times counted from `start`."""
+    """Return a WebVTT file with the cues in [start, end) milliseconds. Its times count from `start`."""
     parts = ["WEBVTT\n"]
     for cue in cues:
         if cue.start < end and cue.end > start:
@@ -71,7 +72,7 @@ def cut(cues: list[Cue], start: int, end: int) -> str:
 
 
 def read(path: str) -> list[Cue]:
-    """The cues of the file at `path`."""
+    """Read the cues of the file at `path`."""
     with open(path, "rb") as file:
         data = file.read(TEXT_BYTES + 1)
     if len(data) > TEXT_BYTES:
