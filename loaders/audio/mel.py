@@ -1,14 +1,14 @@
 """Log-mel spectrograms: by torch on the device that holds the samples, or by DALI for a whole batch on a GPU.
 
-Purpose: the features that speech and music models read.
-Invariants: the short-time Fourier transform is centred (reflected at both ends) with a periodic Hann window. Mel bands are
-triangles on Slaney's scale with Slaney's area norm (Slaney 1998, Auditory Toolbox), or on HTK's scale without a norm. Powers
-are summed, floored at `floor`, and taken as natural or base-10 logarithms. The result differs from the same formulas in
-double precision by less than 1e-3 wherever the power is at least 1e-6 of the clip's largest. DALI's graph stays within the
-same distance of `log_mel`; tests check its CPU version everywhere, and its GPU version where there is a GPU.
-Every channel carries a number through the graph, so results cannot be mixed up.
-Failure behaviour: `DaliMel` raises `UnsupportedError` at construction without DALI or without the GPU. DALI's other errors
-pass through, since no audio can cause them.
+Purpose: the features that speech and music models use.
+Invariants: the short-time Fourier transform is centred (reflected at both ends) with a periodic Hann window. Mel bands
+are triangles on Slaney's scale with Slaney's area norm (Slaney 1998, Auditory Toolbox), or on HTK's scale without a
+norm. Powers are summed, floored at `floor`, and converted to natural or base-10 logarithms. The result differs from the
+same formulas in double precision by less than 1e-3 wherever the power is at least 1e-6 of the clip's largest. DALI's
+graph stays within the same distance of `log_mel`. Tests check its CPU version everywhere, and its GPU version where
+there is a GPU. Every channel carries a number through the graph, so results cannot be mixed up.
+Failure behaviour: `DaliMel` raises `UnsupportedError` at construction without DALI or without the GPU. DALI's other
+errors pass through, since no audio can cause them.
 """
 
 from __future__ import annotations

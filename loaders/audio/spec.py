@@ -1,9 +1,9 @@
-"""Descriptions of the audio that a trainer asks for: sample rate, channels, window, and features.
+"""Descriptions of the requested audio: sample rate, channels, window, and features.
 
 Purpose: frozen descriptions, and the choice of a window in a recording. `headrace.loaders.audio.decode` and
-`headrace.loaders.audio.mel` do the work. Everything here is pure and needs no torch.
-Invariants: equal descriptions give equal samples. The choice of a window depends only on its arguments. Window starts count
-from the first sample of the audio; a recording shorter than the window is read from its beginning.
+`headrace.loaders.audio.mel` use them. Everything here is pure and needs no torch.
+Invariants: equal descriptions give equal samples. The choice of a window depends only on its arguments. Window starts
+count from the first sample of the audio. A recording shorter than the window is read from its beginning.
 Failure behaviour: `UsageError` for values that are not possible.
 """
 

@@ -1,14 +1,15 @@
-"""Frames to RGB by FFmpeg's filter graphs, and the canvases that collect the frames of a clip.
+"""Convert frames to RGB with FFmpeg's filter graphs, and collect the frames of a clip on canvases.
 
 Purpose: this module defines how colours are converted, in the cheapest way that gives the defined bits. Each frame is
-converted, scaled and cropped while it is in the CPU's cache; a clip of full-size frames exists only on request.
-Invariants: "bt601" and "tagged" give the bits of swscale's `bilinear+full_chroma_int+accurate_rnd` to rgb24, which is DALI's
-conversion. For the usual planar formats with even sides the conversion goes through planes (gbrp), which swscale computes with
-vector instructions: only the rounding of chroma between rows could differ, and at chroma weights of 1 and 3 there is nothing
-to round. Other frames are converted directly. A part of such a frame has the bits of the whole frame, except within `MARGIN`
-pixels of the part's edges. "fast" uses the quickest conversion, or scales in the same pass. A canvas gets `draw` calls for
-frames 0, 1, … in order (or `paint` with pixels); `again` repeats the previous frame. `clip` is complete after the last call.
-Failure behaviour: libav's errors; a graph that failed is built anew.
+converted, scaled and cropped while it is in the CPU's cache. A clip of full-size frames exists only on request.
+Invariants: "bt601" and "tagged" give the bits of swscale's `bilinear+full_chroma_int+accurate_rnd` to rgb24, which is
+DALI's conversion. For the usual planar formats with even sides the conversion goes through planes (gbrp), which swscale
+computes with vector instructions. This could change only the rounding of chroma between rows, and at chroma weights of
+1 and 3 there is nothing to round. Other frames are converted directly. A part of a usual frame has the bits of the
+whole frame, except within `MARGIN` pixels of the part's edges. "fast" uses the quickest conversion, or scales in the
+same pass. A canvas gets `draw` calls for frames 0, 1, … in order (or `paint` with pixels); `again` repeats the previous
+frame. `clip` is complete after the last call.
+Failure behaviour: libav's errors pass through. A graph that failed is rebuilt.
 """
 
 from __future__ import annotations

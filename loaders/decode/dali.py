@@ -1,15 +1,17 @@
 """Decoding with NVIDIA DALI: H.264, HEVC, VP9 and AV1 on a GPU (NVDEC); VP8, VP9 and MJPEG on the CPU on request.
 
 Purpose: the fast path, under the same contract as PyAV's, for the streams that DALI decodes correctly. DALI expects one
-decoded picture per packet, identifies frames by stamps of whole milliseconds, and converts pixels in blocks of two by two.
-For other streams it would return neighbouring frames or misplaced pixels without an error, so they are refused.
-Invariants: DALI never gets a whole file, only packets that `trim` selected and checked, so it cannot run out of data and pad
-with zeros. Every request carries a number through the graph, and the same number must come out with its frames. After an
-error the pipeline is discarded (building one takes milliseconds), and each request of the batch runs again in a new one: the
-bad request is identified, and the others are decoded. The checks are pure; `nvdec_missing` looks for the driver's library
-once. DALI keeps input buffers by reference (`no_copy`), so they live here until the outputs are copied.
-Failure behaviour: that of `headrace.loaders.decode.base`. `UnsupportedError` at construction where DALI is not installed or
-the GPU is missing. `check_nvdec` raises `UnsupportedError` with the reason, also for packets it cannot parse.
+decoded picture per packet, identifies frames by stamps of whole milliseconds, and converts pixels in blocks of two by
+two. For other streams it would return neighbouring frames or misplaced pixels without an error, so they are refused.
+Invariants: DALI never gets a whole file, only packets that `trim` selected and checked, so it cannot run out of data
+and pad with zeros. Every request carries a number through the graph, and the same number must come out with its frames.
+After an error the pipeline is discarded (building one takes milliseconds), and each request of the batch runs again in
+a new one. That identifies the bad request, and the others are decoded. The checks are pure; `nvdec_missing` looks for
+the driver's library once. DALI keeps input buffers by reference (`no_copy`), so this module keeps them until the
+outputs are copied.
+Failure behaviour: that of `headrace.loaders.decode.base`. `UnsupportedError` at construction where DALI is not
+installed or the GPU is missing. `check_nvdec` raises `UnsupportedError` with the reason, also for packets that it
+cannot parse.
 
 Sources: DALI's `FramesDecoderBase`, `FramesDecoderGpu` and `VideoColorSpaceConversion`; the specifications of AV1 (5.3,
 5.9.2), HEVC (8.1.3: pictures that lead an IRAP picture) and VP9 (6.2, annex B); NVIDIA's Video Codec SDK, "NVDEC

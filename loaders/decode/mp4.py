@@ -1,15 +1,16 @@
 """MP4 and MOV: read their tables as arrays, and write a small file that lists only the packets of one clip.
 
-Purpose: libav creates an object for every packet, audio included, when it opens a file. This takes some milliseconds for ten
-minutes of video; for hours of video it takes about as long as decoding a clip. Here the tables become numpy arrays, and the
-tables of an excerpt are written from a part of them. Boxes for codec, rotation and colour are copied unchanged, and packets
-stay where they are.
-Invariants: pure; a box is read only within its own length. An excerpt holds the file's own packets, with their bytes, key
-frames, and stamps up to one shift, from the clip's key frame to behind the next one. Only simple files are cut: a video track
-without fragments, with one sample description and one edit that contains the excerpt. The positions of both key frames, and
-the number of frames between them, must be those of the index.
-Failure behaviour: the readers of tables raise one of `WRONG`. `excerpt` returns None then, and libav reads the file itself.
-Errors of reading the file pass through.
+Purpose: libav creates an object for every packet, audio included, when it opens a file. This takes some milliseconds
+for ten minutes of video. For hours of video it takes about as long as decoding a clip. Here the tables become numpy
+arrays, and the tables of an excerpt are written from a part of them. Boxes for codec, rotation and colour are copied
+unchanged, and packets stay where they are.
+Invariants: pure. A box is read only within its own length. An excerpt lists packets of the file from the clip's key
+frame to a few packets after the next one. They keep their bytes and key frames, and their stamps differ by one constant
+shift. Only simple files are cut: a video track without fragments, with one sample description and one edit that
+contains the excerpt. The positions of both key frames, and the number of frames between them, must be those of the
+index.
+Failure behaviour: the functions that read tables raise one of `WRONG`. `excerpt` then returns None, and libav reads the
+file itself. Errors of reading the file pass through.
 """
 
 from __future__ import annotations
@@ -258,8 +259,8 @@ def pays(info: VideoInfo) -> bool:
 
 
 def excerpt(data: Media, info: VideoInfo, wanted: Wanted) -> Excerpt | None:
-    """A file whose stream 0 is this video, from the wanted key frame to a few packets after the next key frame behind
-    the clip."""
+    """A file whose stream 0 is this video, from the wanted key frame to a few packets after the first key frame that
+    follows the clip."""
     ends = _ends(info, wanted)
     if ends is None:
         return None
@@ -286,7 +287,7 @@ def _ends(info: VideoInfo, wanted: Wanted) -> tuple[KeyFrame, KeyFrame] | None:
     return key, keys[after]
 
 
-# --- what the file says
+# --- read the file's tables
 
 
 def _track(moov: memoryview, info: VideoInfo) -> _Track | None:
@@ -413,7 +414,7 @@ def _fits(track: _Track, packets: _Packets, ends: tuple[KeyFrame, KeyFrame], len
     )
 
 
-# --- the file that is written
+# --- write the excerpt
 
 
 def _written(data: Media, track: _Track, packets: _Packets) -> Excerpt | None:

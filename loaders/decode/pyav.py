@@ -1,14 +1,16 @@
-"""Decoding with FFmpeg through PyAV: every codec, on the CPU, with the same pixels as DALI. JPEG by libjpeg-turbo.
+"""Decoding with FFmpeg through PyAV: every codec, on the CPU, with the same pixels as DALI. libjpeg-turbo decodes JPEG.
 
-Purpose: the decoder that is always available. libjpeg-turbo decodes a JPEG in a third of the time of decoding its planes and
-converting them, and gives the pixels of Pillow, OpenCV and torchvision. Clips of one video that start at the same key frame
-are decoded once and drawn on all of their canvases.
-Invariants: a frame is identified by its time stamp, or by its number where stamps are unusable. Each requested frame must
-come out, undamaged and in order. As far as packets tell, a frame is decoded only if it is requested or if others refer to it.
-Clips decoded together are bit-identical to clips decoded alone. A JPEG is decoded whole and strictly, always as JFIF's
-full-range BT.601: warnings of libjpeg count as errors, and no more pixels are decoded than the index lists.
+Purpose: the decoder that is always available. libjpeg-turbo decodes a JPEG in a third of the time of decoding its
+planes and converting them, and gives the pixels of Pillow, OpenCV and torchvision. Clips of one video that start at the
+same key frame are decoded once and drawn on all of their canvases.
+Invariants: a frame is identified by its time stamp, or by its number where stamps are unusable. Each requested frame
+must come out, undamaged and in order. As far as packets tell, a frame is decoded only if it is requested or if others
+refer to it. Clips decoded together are bit-identical to clips decoded alone. A JPEG is decoded whole and strictly,
+always as JFIF's full-range BT.601. Warnings of libjpeg count as errors, and no more pixels are decoded than the index
+lists.
 Failure behaviour: that of `headrace.loaders.decode.base`. A clip uses one codec context with one thread; clips run in
-parallel. If decoding several clips together fails, each is decoded alone. PyAV judges a JPEG that libjpeg-turbo refuses.
+parallel. If decoding several clips together fails, each is decoded alone. PyAV decodes or rejects a JPEG that
+libjpeg-turbo refuses.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Scale and crop clips to the requested size: one implementation for the frames of all decoders.
 
-Purpose: equal frames give equal results. `Fitted` does the same frame by frame, and skips pixels that the crop discards where
-torch's filter allows it.
-Invariants: a clip is scaled bilinearly, by default with antialiasing, so that it just covers the requested size at its own
-aspect ratio; then it is cropped, by default at the centre. On the CPU the arithmetic stays in uint8. A GPU computes in float
-and rounds, which may differ by 1. `Fitted` is bit-identical to `fit` of the whole converted clip: it leaves out columns right
-of the crop and rows below it, with a scale factor whose inverse is the same number. Pixels left of the crop and above it are
-scaled from undefined content, which no kept pixel reads.
+Purpose: equal frames give equal results. `Fitted` does the same frame by frame, and skips pixels that the crop discards
+where torch's filter allows it.
+Invariants: a clip is scaled bilinearly, by default with antialiasing, so that it just covers the requested size at its
+own aspect ratio. Then it is cropped, by default at the centre. On the CPU the arithmetic stays in uint8. A GPU computes
+in float and rounds, which may differ by 1. `Fitted` is bit-identical to `fit` of the whole converted clip. It leaves
+out columns right of the crop and rows below it, with a scale factor whose inverse is the same number. Pixels left of
+the crop and above it are scaled from undefined content, which no kept pixel reads.
 Failure behaviour: that of the converter; the loader has checked all sizes.
 """
 

@@ -86,7 +86,6 @@ class Window(msgspec.Struct, frozen=True):
 
     @property
     def pts(self) -> tuple[int, ...]:
-        """The time stamps of the clip's frames."""
         found = tuple(self.times[min(pick, len(self.times) - 1)] for pick in self.picks)
         if _NEVER in found:
             raise UnsupportedError("frames of the clip have no time stamps", hint="remux the file, such as by ffmpeg")

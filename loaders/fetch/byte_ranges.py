@@ -140,7 +140,7 @@ def _between(video: VideoInfo, first: int, after: int, length: int) -> Span:
     return max(0, begin), min(length, end if end > begin else begin + _READ_ON)
 
 
-# --- sound
+# --- audio
 
 
 def reads_part_of_sound(sample: Sample, member: Member, audio: AudioInfo, seconds: float) -> bool:

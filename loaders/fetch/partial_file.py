@@ -1,15 +1,15 @@
 """A long file of which only the required pieces are fetched, and a cache of the heads of such files.
 
 Purpose: decoders open the file, seek and read. The pieces that the index predicts are fetched in advance, and others on
-access. Every clip of a long video reads the head of its file first; that head may be as long as the clip, and an epoch reads
-clips of one video at many places.
-Invariants: a piece is compared with its digest on first access; a fetched piece that is never accessed is not compared. A
-piece that does not match is read again straight from the store, since the cache may be wrong, and a third time later, since
-the network may be. Sequential access doubles the size of each fetch, up to `AHEAD_BYTES`. About `KEPT_BYTES` of unpredicted
-pieces are kept. `HeadCache` holds verified pieces only, at most its limit in bytes but always one piece, evicts the least
-recently used first, and is safe to share between threads.
-Failure behaviour: `CorruptionError` names the object and the offset of a piece that is wrong or missing. Other errors of the
-store pass through. Failures are not remembered. `PartialFile` is for one thread at a time.
+access. Every clip of a long video reads the head of its file first. That head may be as long as the clip, and an epoch
+reads clips of one video at many positions.
+Invariants: a piece is compared with its digest on first access. A fetched piece that is never accessed is not compared.
+A piece that does not match is read again directly from the store, since the cache may be wrong. If it is still wrong,
+it is read a third time later, since the network may be at fault. Sequential access doubles the size of each fetch, up
+to `AHEAD_BYTES`. About `KEPT_BYTES` of unpredicted pieces are kept. `HeadCache` holds verified pieces only, at most its
+limit in bytes but always one piece. It evicts the least recently used first, and is safe to share between threads.
+Failure behaviour: `CorruptionError` names the object and the offset of a piece that is wrong or missing. Other errors
+of the store pass through. Failures are not remembered. `PartialFile` is not safe to share between threads.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _log = get_logger(__name__)
 LATER = 0.25
 """Seconds until bytes that were wrong twice are read again."""
 AT_ONCE = 64
-"""Reads that are prepared at once. With many more, the garbage collector would run in between."""
+"""Reads that are prepared together. With many more, the garbage collector would run in between."""
 Range = tuple[str, int, int]
 """Part of an object: key, offset, length."""
 
@@ -72,7 +72,7 @@ class StoreReader:
         self._store = store
 
     def read_later(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """`read` after `LATER` seconds, through another connection."""
+        """Like `read`, after `LATER` seconds and through another connection."""
         time.sleep(LATER)
         check_cancelled()
         self._store.reconnect()
@@ -230,7 +230,7 @@ def _pieces(files: Files, memory: memoryview) -> list[tuple[int, memoryview]]:
 
 
 def _lost(shard: str, error: HeadraceError) -> CorruptionError:
-    """The shard is missing, or too short for the range."""
+    """The error for a shard that is missing, or too short for the range."""
     return CorruptionError(f"{shard}: {error.message}", hint=error.hint)
 
 

@@ -1,1 +1,1 @@
-"""What is done to a sample's bytes, one module for each kind of sample, and wrappers that add to any of them."""
+"""Processors: one module for each kind of sample, and wrappers that add to any of them."""

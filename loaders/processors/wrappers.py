@@ -1,11 +1,12 @@
-"""Wrappers that add to any processor: columns of the index, source names, log-mel spectrograms, the trainer's transform.
+"""Wrappers that add to any processor: columns of the index, source names, log-mel spectrograms, the user's transform.
 
-Purpose: each behaviour that all loaders share is written once.
-Invariants: what a wrapper adds depends only on the sample and its `SampleRef`. The transform gets a generator seeded from the
-`SampleRef`, so a resumed run draws the same numbers, and so does a run with another world size. Spectrograms depend on the
-audio alone; on a GPU DALI computes them.
-Failure behaviour: an error of the trainer's transform passes through with a note that names the sample; the sample does not
-count as damaged. `UsageError` for an unknown column names the known ones. All other errors come from the wrapped processor.
+Purpose: each feature that all loaders share is written once.
+Invariants: a wrapper's additions depend only on the sample and its `SampleRef`. The transform gets a generator seeded
+from the `SampleRef`. So a resumed run draws the same numbers, and so does a run with another world size. Spectrograms
+depend on the audio alone; on a GPU DALI computes them.
+Failure behaviour: an error of the user's transform passes through with a note that names the sample, and the sample
+does not count as damaged. `UsageError` for an unknown column names the known ones. All other errors come from the
+wrapped processor.
 """
 
 from __future__ import annotations

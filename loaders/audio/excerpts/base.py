@@ -1,12 +1,12 @@
-"""What the excerpt makers share: the `Excerpt` itself, a search for the byte to begin at, and in-memory files.
+"""Shared parts of the excerpt makers: the `Excerpt`, a search for the byte to begin at, and in-memory files.
 
-Purpose: containers differ in how a time is found in them. FFmpeg always decodes a small file in the end.
-Invariants: decoding an excerpt gives the samples of decoding the recording, except for the first few, which only warm up the
-decoder. Stamps of the excerpt are `shift` smaller than the recording's. Before an excerpt is used, its maker compares what it
-reads in the file with the packets that the index marked (`around`). The search (`before`) returns a position at or before the
-wanted sample; the number of reads hardly depends on the file's length.
+Purpose: containers differ in how a time is found in them. In every case FFmpeg decodes a small file at the end.
+Invariants: decoding an excerpt gives the samples of decoding the recording, except for the first few, which only warm
+up the decoder. Stamps of the excerpt are `shift` smaller than the recording's. Before an excerpt is used, its maker
+compares the packets in the file with those that the index marked (`around`). The search (`before`) returns a position
+at or before the wanted sample. The number of reads hardly depends on the file's length.
 Failure behaviour: a maker returns None for a file with an unusual structure, and libav then reads that file itself. The
-search falls back to its lower bound. `OSError` where no memory is left for a `memfd`.
+search falls back to its lower bound. `OSError` if there is no memory for a `memfd`.
 """
 
 from __future__ import annotations

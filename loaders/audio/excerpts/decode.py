@@ -1,15 +1,15 @@
 """Choose the excerpt maker for a file, then decode, cut and resample the excerpt in one call to FFmpeg.
 
-Purpose: packets hold a few milliseconds of audio. Threads that release and take the GIL for every packet wait for each other:
-two threads are hardly faster than one. FFmpeg's filters do everything in one call: `amovie` opens, demuxes and decodes,
-`atrim` cuts by stamps, and the result arrives in one frame.
-Invariants: the samples are bit-identical to those of `headrace.loaders.audio.frames` and `headrace.loaders.audio.resample`.
-Silence precedes and follows the recording, and is added before resampling. An excerpt begins early enough for its codec to
-settle. A file is cut only where the index marks some of its packets and the maker finds them there; WAV needs no marks,
-since its header tells everything.
-Failure behaviour: None where libav has to read the file itself: no maker, a decoding error, or too few samples. The caller
-then finds the cause. `CorruptionError` for a truncated MP4. Decoding uses one thread: FFmpeg's frame threads can request
-buffers from a decoder that is being freed.
+Purpose: packets hold a few milliseconds of audio. Threads that release and take the GIL for every packet wait for each
+other: two threads are hardly faster than one. FFmpeg's filters do everything in one call. `amovie` opens, demuxes and
+decodes, `atrim` cuts by stamps, and the result arrives in one frame.
+Invariants: the samples are bit-identical to those of `headrace.loaders.audio.frames` and
+`headrace.loaders.audio.resample`. Silence precedes and follows the recording, and is added before resampling. An
+excerpt begins early enough for its codec to settle. A file is cut only where the index marks some of its packets and
+the maker finds them there. WAV needs no marks, since its header is enough.
+Failure behaviour: None where libav has to read the file itself: there is no maker, decoding fails, or the number of
+samples is wrong. The caller then finds the cause. `CorruptionError` for a truncated MP4. Decoding uses one thread,
+because FFmpeg's frame threads can request buffers from a decoder that is being freed.
 """
 
 from __future__ import annotations

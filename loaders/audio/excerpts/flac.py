@@ -1,14 +1,15 @@
 """Excerpts of FLAC, frame by frame, wrapped in Matroska.
 
-Purpose: every FLAC frame contains its number, so a few reads find a time. libav also searches for it, but with more reads, and
-for times near the end from the file's beginning. In raw FLAC libav has to look for every frame header; in a Matroska packet
-its decoder takes one frame after the other.
-Invariants: an excerpt holds whole, unchanged frames: from the frame with the sample `low`, or the first frame, to the frame
-with `high`, or the last. Only files with a fixed block size are cut, since those number their frames. The first packet of the
-Matroska file has the stamp zero, and its ticks are nanoseconds, so rounding of stamps stays small.
-Failure behaviour: `CorruptionError` where nearly every position looks like a frame. None where the file is not FLAC, differs
-from the index, has no frame in reach, or lacks its last frame; libav then reads the file. A false frame (right sync code,
-number and 8-bit checksum) gives too few samples, and the caller rejects the excerpt.
+Purpose: every FLAC frame contains its number, so a few reads find a time. libav also searches for it, but with more
+reads, and for times close to the end it starts at the file's beginning. In raw FLAC, libav must search for every frame
+header. In a Matroska packet its decoder takes one frame after the other.
+Invariants: an excerpt holds whole, unchanged frames. They begin with the frame that holds the sample `low`, or the
+first frame, and end with the frame that holds `high`, or the last. Only files with a fixed block size are cut, since
+those number their frames. The first packet of the Matroska file has the stamp zero. Its ticks are nanoseconds, so
+rounding of stamps stays small.
+Failure behaviour: `CorruptionError` where nearly every position looks like a frame. None where the file is not FLAC,
+differs from the index, has no frame in reach, or lacks its last frame; libav then reads the file itself. A false frame
+(right sync code, number and 8-bit checksum) gives too few samples, and the caller rejects the excerpt.
 """
 
 from __future__ import annotations

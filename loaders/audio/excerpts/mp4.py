@@ -145,7 +145,7 @@ def _track(moov: memoryview, view: memoryview) -> Track | None:
     )
 
 
-# --- a part of them
+# --- parts of tables
 
 
 def _packet(track: Track, ends: Ints, time: int) -> int:
