@@ -32,7 +32,10 @@ from headrace.dataio.store.base import Store
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A damaged or missing object. `what` is one sentence; `hits` names the steps and tensors that need the object."""
+    """A damaged or missing object.
+
+    `what` is one sentence; `hits` names the steps and tensors that need the object.
+    """
 
     object: str
     what: str
@@ -99,7 +102,10 @@ class _Needs:
 
 
 def survey(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) -> tuple[Report, list[Step]]:
-    """List all steps and attempts of the repository, or of one run. Returns the report and the steps that could be read."""
+    """List all steps and attempts of the repository, or of one run.
+
+    Returns the report and the steps that could be read.
+    """
     if repository.read_repo(store) is None:
         raise NotFoundError(f"no checkpoint repository at {store.location.url}", hint="check the URL")
     runs = repository.runs(store)

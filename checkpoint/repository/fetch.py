@@ -36,7 +36,10 @@ from headrace.dataio.store.base import Store
 _log = get_logger(__name__)
 BATCH_BYTES = 4 * CHUNK_BYTES
 THREADS = 4
-"""Default number of threads. It is larger than the number that hash at once, because some threads wait for the store."""
+"""Default number of threads.
+
+It is larger than the number that hash at once, because some threads wait for the store.
+"""
 _COPIES = 4
 _GAP = 64 * KIB
 """Ranges with at most this many bytes between them are read as one, which is cheaper than another request."""
@@ -183,7 +186,10 @@ def read_one(store: Store, pack: str, chunk: Place) -> memoryview | None:
 
 
 def _unpacked(store: Store, chunk: Place, stored: memoryview) -> memoryview | None:
-    """Decode the chunk and compare its digest; None if it is damaged. For a difference, the base chunk is read as well."""
+    """Decode the chunk and compare its digest; None if it is damaged.
+
+    For a difference, the base chunk is read as well.
+    """
     if chunk.codec not in DELTAS:
         return codec.unpack(stored, chunk.codec, chunk.raw, chunk.digest)
     link = codec.link_of(stored)

@@ -40,7 +40,10 @@ class SeenLease:
 
     @property
     def reads_only(self) -> bool:
-        """Whether the lease is a reader's. A reader's lease references the step that it names; a saver's never does."""
+        """Whether the lease is a reader's.
+
+        A reader's lease references the step that it names; a saver's never does.
+        """
         lease = self.lease
         at = StepOfRun(lease.run, lease.timeline, lease.step)
         return any(base.of(lease.run) == at for base in lease.bases)
@@ -193,7 +196,10 @@ class Reader:
             return None
 
     def _many(self, work: Callable[[T], R | None], items: list[T]) -> Iterator[R]:
-        """Call `work` on every item, with a few threads if there are many. None (the object was deleted) is dropped."""
+        """Call `work` on every item, with a few threads if there are many.
+
+        None (the object was deleted) is dropped.
+        """
         if len(items) <= _FEW:
             yield from (found for found in map(work, items) if found is not None)
             return

@@ -88,7 +88,10 @@ class LeaseKeeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Stop renewing. Unless `release` was called the lease itself stays, to protect what the attempt has stored."""
+        """Stop renewing.
+
+        Unless `release` was called the lease itself stays, to protect what the attempt has stored.
+        """
         self._stop.put(None)
         self._thread.join(self._holding.life)
 

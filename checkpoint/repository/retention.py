@@ -66,7 +66,10 @@ class Keep:
 def steps_to_delete(
     keep: Keep, branch: Sequence[StepName], others: Iterable[StepName], tagged: Mapping[StepName, Iterable[str]]
 ) -> set[StepName]:
-    """The steps to remove. `branch`: the steps that readers see, newest first; `others`: steps of abandoned timelines."""
+    """The steps to remove.
+
+    `branch`: the steps that readers see, newest first; `others`: steps of abandoned timelines.
+    """
     if keep.last is None and keep.every is None:
         return set()
     newest = set(branch[: keep.last or 1])
@@ -213,7 +216,10 @@ def _leases(seen: Inventory, now: float) -> list[str]:
 
 
 def _decisions(seen: Inventory, gone: set[str]) -> list[str]:
-    """Decisions of removed steps. A decision stays while other steps need a pack of its attempt, because it explains the pack."""
+    """Decisions of removed steps.
+
+    A decision stays while other steps need a pack of its attempt, because it explains the pack.
+    """
     return [
         a.decision_key
         for a in seen.attempts.values()

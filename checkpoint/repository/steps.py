@@ -50,7 +50,10 @@ _repo_created = declare("ckpt.repo-created", "an empty repository")
 
 @dataclass(slots=True)
 class ListedStep:
-    """The objects of one step as listed. `ranks[attempt]`: ranks with a manifest; `decided`: attempts with a decision."""
+    """The objects of one step as listed.
+
+    `ranks[attempt]`: ranks with a manifest; `decided`: attempts with a decision.
+    """
 
     committed: bool = False
     ranks: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -58,7 +61,10 @@ class ListedStep:
 
 
 class MissingStepError(NotFoundError, FileNotFoundError):
-    """A run or a step does not exist; the message lists what does. It is also a `FileNotFoundError`, for other software."""
+    """A run or a step does not exist; the message lists what does.
+
+    It is also a `FileNotFoundError`, for other software.
+    """
 
 
 def read_repo(store: Store) -> Repo | None:
@@ -73,7 +79,10 @@ def read_repo(store: Store) -> Repo | None:
 
 
 def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
-    """The repository's document. If it is missing, it is created after a check that the store supports conditional writes."""
+    """The repository's document.
+
+    If it is missing, it is created after a check that the store supports conditional writes.
+    """
     repo = read_repo(store)
     if repo is not None:
         return repo
@@ -112,7 +121,10 @@ def scan(store: Store, run: str, number: int) -> dict[int, ListedStep]:
 
 
 def settle(store: Store, run: str, number: int, at: int, seen: ListedStep) -> Base | None:
-    """The attempt that is this step, or None. If the step has only a complete attempt, its COMMIT is written first."""
+    """The attempt that is this step, or None.
+
+    If the step has only a complete attempt, its COMMIT is written first.
+    """
     if seen.committed:
         return _base_of(commit.find_commit(store, names.commit(run, number, at)), number)
     for attempt_id in sorted(seen.decided):
@@ -322,7 +334,10 @@ def scan_one(store: Store, run: str, number: int, step: int) -> ListedStep | Non
 
 
 def require_there(store: Store, run: str, base: Base) -> None:
-    """Raise `NotFoundError` if the step is removed or being removed. The caller must have written its lease before."""
+    """Raise `NotFoundError` if the step is removed or being removed.
+
+    The caller must have written its lease before.
+    """
     going = (run, base.timeline, base.step) in pending_deletes(store)
     if going or is_removed(store, run, base):
         raise removed(run, base.step)

@@ -71,7 +71,10 @@ def _newest(store: Store, run: str) -> int:
 
 
 def _is_lost(store: Store, run: str, number: int) -> bool:
-    """Whether a timeline that was not listed has objects but no document. One that was opened just now has its document."""
+    """Whether a timeline that was not listed has objects but no document.
+
+    One that was opened just now has its document.
+    """
     there = next(iter(store.list(names.timeline_steps(run, number))), None) is not None
     return there and not store.exists(names.timeline(run, number))
 

@@ -1,11 +1,11 @@
 """The staging arena: one memfd, allocated once and reused, which the daemon can map too.
 
-Its size is sealed and its pages are touched once, at allocation (`warm_up` does both in the background). With CUDA it
-is registered for copies at full speed. The layout changes only when the tensors change.
+Its size is sealed and its pages are touched once, at allocation (`warm_up` does both in the background). With CUDA
+its memory is registered, so that copies run at full speed. The layout changes only when the tensors change.
 Invariant: the arena has one owner at a time: the save that staged into it, until its worker no longer needs it. An
-arena whose worker was lost is dropped, never reused, because that worker may still be reading it.
-Failure behaviour: `DeadlineError` when the previous save does not release the arena in time; `CapacityError` without
-memory.
+arena whose worker was lost is dropped and never reused, because that worker may still be reading it.
+Failure behaviour: `DeadlineError` if the previous save does not release the arena in time; `CapacityError` if there
+is not enough memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from headrace.dataio.core.log import get_logger
 
 _ROUND = 2 << 20
 _PAGE = 4096
-_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable: a state may be on several
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable: a state may be on several devices
 _log = get_logger(__name__)
 
 
 class Arena:
-    """`size` bytes of shared memory; `fd` names it for other processes. With `crew`, its threads touch every page."""
+    """`size` bytes of shared memory, rounded up to 2 MiB. `fd` can be sent to other processes.
+
+    If `crew` is given, its threads touch every page.
+    """
 
     def __init__(self, size: int, crew: Crew | None = None) -> None:
         self.size = max(-(-size // _ROUND), 1) * _ROUND
@@ -49,21 +52,21 @@ class Arena:
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         if crew is not None:
             self._touch(crew)
-        self._pinned = _pin(self.tensor)  # afterwards: one thread would find and clear every page here
+        self._pinned = _pin(self.tensor)  # after the touch: otherwise one thread would fault in every page here
 
     def view(self) -> memoryview:
-        """All of it, read-only: nothing changes it while it is saved."""
+        """A read-only view of the whole arena."""
         return memoryview(self._map).toreadonly()
 
     def _touch(self, crew: Crew) -> None:
-        """Have the kernel find and clear every page now, rather than during a copy."""
+        """Fault in every page now rather than during a copy."""
         part = -(-self.size // crew.size)
         parts = [self.bytes[i * part : (i + 1) * part : _PAGE] for i in range(crew.size)]
         for worker in [crew.submit(piece.fill, 0) for piece in parts]:
             worker.result()
 
     def close(self) -> None:
-        """Free the memory once the last view of it is dropped."""
+        """Close the arena. The memory is freed when the last view of it is dropped."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
         os.close(self.fd)
@@ -73,13 +76,16 @@ class Arena:
 def _advise(mapped: mmap.mmap) -> None:
     try:
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:  # a kernel without it
+    except OSError as error:  # the kernel has no transparent huge pages
         _log.debug("no huge pages for the arena: %s", error)
 
 
 def _device_here() -> contextlib.AbstractContextManager[object]:
-    """Makes the caller's device that of another thread, which begins on device 0: registering memory from there would make a
-    context of this process on it, of some hundred MiB, beside the rank whose device it is."""
+    """A context manager that sets the caller's CUDA device in another thread.
+
+    A new thread starts on device 0. Registering memory there would create a CUDA context of some hundred MiB on that device,
+    which belongs to another rank.
+    """
     if not torch.cuda.is_available():
         return contextlib.nullcontext()
     return torch.cuda.device(torch.cuda.current_device())
@@ -92,7 +98,7 @@ def _pin(tensor: torch.Tensor) -> bool:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     failed = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.numel(), _FOR_ALL_DEVICES))
     if failed:
-        # CUDA would tell the next kernel's launch of it, which is the trainer's
+        # clear CUDA's sticky error; otherwise the trainer's next kernel launch would report it
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         _log.warning("the staging arena could not be pinned (CUDA error %d); copies will be slower", failed)
@@ -100,7 +106,7 @@ def _pin(tensor: torch.Tensor) -> bool:
 
 
 class Staging:
-    """Owns the arena between saves. `limit`: the most bytes it may have, None for as many as the state needs."""
+    """Owns the arena between saves. `limit`: the largest size of the arena in bytes; None: as large as the state."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -111,16 +117,16 @@ class Staging:
         self._owned = self._closed = False
 
     def fits(self, layout: Layout) -> bool:
-        """Whether the whole state may be in the arena at once."""
+        """Whether the whole state fits into the arena at once."""
         return self.limit is None or layout.total <= self.limit
 
     @property
     def busy(self) -> bool:
-        """Whether a save, or `warm_up`, has the arena."""
+        """Whether a save or `warm_up` owns the arena."""
         return self._owned
 
     def take(self, layout: Layout, timeout: float) -> Arena:
-        """The arena, laid out for `layout` and owned by the caller until `give_back` or `abandon`."""
+        """Return the arena, prepared for `layout`. The caller owns it until `give_back` or `abandon`."""
         deadline = time.monotonic() + timeout
         with self._free:
             while self._owned:
@@ -139,7 +145,10 @@ class Staging:
             raise
 
     def warm_up(self, layout: Layout) -> bool:
-        """Allocate and touch the arena in a thread, owning it meanwhile; False, and nothing happens, when a save has it."""
+        """Allocate and touch the arena in a thread, which owns it until it is done.
+
+        Returns False if a save owns the arena.
+        """
         with self._free:
             if self._owned or self._closed:
                 return False
@@ -155,7 +164,7 @@ class Staging:
             self._drop_if_closed()
 
     def abandon(self) -> None:
-        """A lost worker may still read the arena: drop it, so that the next save allocates another."""
+        """Drop the arena, because a lost worker may still read it. The next save allocates another."""
         with self._free:
             arena, self._arena, self._layout, self._owned = self._arena, None, None, False
             self._free.notify()
@@ -164,7 +173,7 @@ class Staging:
             arena.close()
 
     def close(self) -> None:
-        """Free the memory; with a save still in flight, once that ends."""
+        """Free the memory. If a save still owns the arena, the memory is freed when that save ends."""
         with self._free:
             self._closed = True
             self._drop_if_closed()
@@ -180,7 +189,7 @@ class Staging:
         try:
             with here:
                 self._fitting(layout)
-        except HeadraceError as error:  # the save that needs the arena raises it
+        except HeadraceError as error:  # the next save tries again, and raises the error
             _log.warning("the staging arena could not be made ahead of time: %s", error)
         finally:
             self.give_back()
@@ -193,7 +202,7 @@ class Staging:
             self._arena, self._layout = None, layout
             self._arena = Arena(size, self.crew)
         elif layout != self._layout:
-            # the gaps between small tensors are part of their chunks
+            # clear the gaps between small tensors, because they are part of the chunks
             self._arena.bytes[: min(layout.small_bytes, self._arena.size)] = 0
             self._layout = layout
         return self._arena

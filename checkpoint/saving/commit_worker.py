@@ -1,13 +1,14 @@
 """Commits a staged arena by its put plan: in a thread of the trainer, or as a program that the daemon starts.
 
-Order, each step durable before the next: lease → (base read) → packs → rank manifest → decision → COMMIT → lease
+Order, each write durable before the next: lease → (base read) → packs → rank manifest → decision → COMMIT → lease
 deleted.
-Invariant: the arena is only read, and never after `Released`. Two workers of one plan may run at once, and late
-requests of a dead one may still be applied: each process names its packs by its own digits, and the first manifest
-counts. Afterwards the step is absent, complete or committed; earlier steps are unchanged.
-Failure behaviour: errors of `headrace.dataio.core.errors`; packs that were uploaded before one are garbage. As a
-program (`python -m headrace.checkpoint.saving.commit_worker --arena-fd N --plan-fd M`) it prints events as lines of
-JSON and ends with the error's exit code. It continues when its output is closed.
+Invariant: the worker only reads the arena, and never after `Released`. Two workers of one plan may run at once, and
+late requests of a dead worker may still be applied. So each process puts its own random digits into the names of its
+packs, and the first manifest counts. When a worker ends, the step is absent, complete or committed. Earlier steps are
+unchanged.
+Failure behaviour: errors of `headrace.dataio.core.errors`. Packs that were uploaded before an error are garbage. As a
+program (`python -m headrace.checkpoint.saving.commit_worker --arena-fd N --plan-fd M`) the worker prints events as
+lines of JSON and ends with the error's exit code. It continues if its output is closed.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ def commit_staged(
     gone: commit.Gone = commit.none_known,
     clock: Clock = SYSTEM_CLOCK,
 ) -> dict[str, object]:
-    """Commit the plan's step and return what happened; `store` when the caller has it open already; `shelf` is the node's
-    tier.
+    """Commit the plan's step and return the report of the save.
 
-    With `progress` it continues where an earlier worker stopped, without an arena (None) when only the manifest was left to be
-    written. `gate` is asked before each piece that is sent, `gone` which ranks can never come, while they are waited for.
+    `store`: the store, if the caller has opened it already. `shelf`: the node's tier. With `progress` the worker continues
+    where an earlier worker stopped; `arena` may be None if only the manifest is left to be written. `gate` is called before
+    each piece that is sent. `gone` is asked about the ranks whose manifests are missing.
     """
     decoded = plans.decode(plan, len(arena) if arena is not None else _ANY_BYTES)
     book = progress or ProgressFile(None)
@@ -83,7 +84,7 @@ def commit_staged(
             return _commit(arena, decoded, emit, held, book, gone, clock) | {"kept": held.kept}
         except TransientError as error:
             if held.can_keep_alone and arena is not None:
-                with contextlib.suppress(HeadraceError, OSError):  # then the store's error is the one to report
+                with contextlib.suppress(HeadraceError, OSError):  # the caller gets the store's error instead
                     _keep(arena, decoded, emit, held, book, clock)
             if held.kept is None:
                 raise
@@ -98,8 +99,10 @@ def _keep(
     book: ProgressFile,
     clock: Clock,
 ) -> None:
-    """The store is unreachable: keep the whole step in the tier, without bases, because no lease protects them. The next
-    worker sends it from there."""
+    """Keep the rank's whole part of the step in the tier while the store is unreachable.
+
+    It is kept without bases, because no lease protects them. The next worker, or a restore, sends it from the tier.
+    """
     held.alone()
     stored = upload(arena, msgspec.structs.replace(plan, bases=()), emit, held.store, ProgressFile(None))
     manifest = manifest_of(plan, stored, clock)
@@ -138,7 +141,7 @@ def _commit(
         _arena_released()
         stands = store.put_if_absent(attempt.manifest_key(plan.rank), encoded)
         if not stands:
-            held.replaced()  # another worker's counts
+            held.replaced()  # another worker's manifest counts
         _manifest_written()
         if not book.safe:
             emit(Released())
@@ -154,7 +157,7 @@ def _commit(
 
 
 def _look_first(store: Store, attempt: Attempt) -> Commit | None:
-    """COMMIT, if an earlier worker got so far; raises when the attempt cannot become the step any more."""
+    """The COMMIT, if an earlier worker wrote it. Raises if the attempt cannot become the step any more."""
     view = commit.look(store, attempt, lease_alive=True)
     action = commit.decide(attempt, view)
     if isinstance(action, commit.Stop):
@@ -172,7 +175,10 @@ def _packed(
     book: ProgressFile,
     clock: Clock,
 ) -> tuple[manifests.Manifest, bytes]:
-    """Store every pack that the manifest needs; return the manifest and its encoding. The arena is not needed afterwards."""
+    """Store every pack that the manifest needs, and return the manifest and its encoding.
+
+    Afterwards the arena is not needed.
+    """
     if book.manifest is not None:
         return book.require_packs(store, plan, book.manifest), book.manifest
     if arena is None:
@@ -197,7 +203,7 @@ def result_of(
 ) -> dict[str, object]:
     """The report of a committed save, from the rank's manifest in the store.
 
-    If a policy has removed the step since, or the store is unreachable, the report is made from `mine`.
+    If a policy has already removed the step, or the store is unreachable, the report is made from `mine`.
     """
     key = attempt.manifest_key(rank)
     try:
@@ -226,7 +232,7 @@ def _told(attempt: Attempt, found: Commit, manifest: manifests.Manifest) -> dict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program: see the module's text."""
+    """The program that the module's docstring describes."""
     parser = argparse.ArgumentParser(
         prog="python -m headrace.checkpoint.saving.commit_worker", description="Commit one staged checkpoint."
     )
@@ -249,12 +255,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _may_succeed_later(error: HeadraceError) -> bool:
-    """Whether the same job may be tried again: the store was away, or the lease ran out meanwhile."""
+    """Whether the same plan may be tried again: the store was unreachable, or the lease expired."""
     return isinstance(error, TransientError) and not isinstance(error, FinalError)
 
 
 def _mapped(fd: int) -> memoryview | None:
-    """The arena, read-only, for as long as the process lives; None when it is not there any more."""
+    """Map the arena read-only for the life of the process; None for a negative `fd`, which means that there is no arena."""
     if fd < 0:
         return None
     return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))

@@ -1,13 +1,14 @@
 """Chooses a codec for each tensor by measurement, so that the save becomes durable sooner.
 
-For every tensor with new chunks, three short runs of its first new chunk are compressed by each candidate. The speed
-of the upload is measured while it runs: bytes over the time that the store was waited for. Storing a raw byte takes
-1/upload seconds. Storing it compressed takes the longer of the time to compress it (over the threads) and
-size/upload, since both overlap. The shortest wins; raw wins unless another is clearly shorter. With "delta", a
-difference from the base chunk is one more candidate, and reading the base counts as time.
-Invariant: until the upload's speed is known everything is stored raw, so a save takes no longer than without
+For every tensor with new chunks, each candidate codec compresses three short samples of the tensor's first new chunk.
+The upload speed is measured during the upload: bytes divided by the time spent waiting for the store. Storing a raw
+byte takes 1/upload seconds. Storing it compressed takes the longer of two times, because both overlap: the time to
+compress it (divided by the threads), and size/upload. The codec with the shortest time wins; raw wins unless another
+codec is clearly faster. With "delta", a difference from the base chunk is one more candidate, and the time to read
+the base counts.
+Invariant: until the upload speed is known everything is stored raw. So a save takes no longer than without
 compression, except for the samples.
-Failure behaviour: none.
+Failure behaviour: it raises no errors of its own.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from headrace.dataio.store.base import Buffer
 _RUN = 64 * KIB
 _RUNS = 3
 _KNOWN_BYTES, _KNOWN_SECONDS = 48 * MIB, 0.02
-"""What the store takes into its own buffers at first says nothing of its speed."""
+"""The speed counts as known after this many bytes and seconds, because the store first fills its own buffers."""
 _CLEARLY = 0.95
 _HASH_SECONDS = 1 / 5e9
-"""Of a byte, on the same threads (BLAKE3)."""
+"""Seconds to hash one byte with BLAKE3, on the same threads."""
 _KEY_FRAME = 0.6
-"""A difference that is not smaller than this part of what the chunk takes by itself makes a new base worth more."""
+"""A difference is used only if it is smaller than this fraction of the chunk stored alone; otherwise a new base is better."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a codec makes of a tensor: size by size, and seconds for each raw byte on one core."""
+    """A codec's measured result for a tensor: compressed size over raw size, and seconds for each raw byte on one core."""
 
     kind: int
     ratio: float
@@ -45,7 +46,7 @@ class Sample:
 
 
 def decide(samples: Sequence[Sample], upload: float | None, threads: int) -> int:
-    """The codec for a tensor, with `upload` in bytes per second. Pure."""
+    """Choose the codec for a tensor; `upload` in bytes per second, None while it is unknown. Pure."""
     if not upload:
         return RAW
     raw = max(1 / upload, _HASH_SECONDS / threads)
@@ -58,30 +59,30 @@ def decide(samples: Sequence[Sample], upload: float | None, threads: int) -> int
 
 
 def candidates(item_bytes: int) -> tuple[int, ...]:
-    """The codecs worth trying for elements of so many bytes."""
+    """The codecs to try for elements of `item_bytes` bytes."""
     return (ZSTD, *(kind for kind, width in PLANES.items() if width == item_bytes))
 
 
 def _starts(size: int) -> list[int]:
-    """Of the runs that stand for so many bytes: at the beginning, in the middle and at the end."""
+    """Start offsets of the samples of a chunk of `size` bytes: at its beginning, in its middle and at its end."""
     last = max(size - _RUN, 0) // 8 * 8
     return sorted({last * i // (_RUNS - 1) // 8 * 8 for i in range(_RUNS)})
 
 
 def measure(payload: memoryview, kinds: Sequence[int]) -> list[Sample]:
-    """Compress some runs."""
+    """Compress the samples of a chunk with each codec."""
     runs = [payload[start : start + _RUN] for start in _starts(len(payload))]
     total = sum(len(run) for run in runs)
     found = []
     for kind in kinds:
-        began = time.thread_time()  # not what others do to this machine
+        began = time.thread_time()  # CPU time, so that other processes do not distort it
         size = sum(len(codec.compress(run, kind)) for run in runs)
         found.append(Sample(kind, size / max(total, 1), (time.thread_time() - began) / max(total, 1)))
     return found
 
 
 def measure_difference(payload: memoryview, base: memoryview, kind: int, reading: float) -> Sample:
-    """As `measure`, of the difference from a base that took `reading` seconds to be read."""
+    """As `measure`, for the difference from `base`. `reading`: seconds that reading the base took."""
     runs = [(payload[start : start + _RUN], base[start : start + _RUN]) for start in _starts(len(payload))]
     total = sum(len(run) for run, _ in runs)
     began = time.thread_time()
@@ -90,13 +91,16 @@ def measure_difference(payload: memoryview, base: memoryview, kind: int, reading
 
 
 def worth_delta(difference: Sample, alone: Sequence[Sample]) -> bool:
-    """Whether the difference is so small that it beats a new base, to which later chunks would have smaller ones. Pure."""
+    """Whether the difference is small enough to be better than a new base, which would make later differences smaller.
+
+    Pure.
+    """
     return difference.ratio < _KEY_FRAME * min([1.0, *(sample.ratio for sample in alone)])
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What is stored of a chunk; of a difference, with its base."""
+    """The stored bytes of a chunk, its codec and, for a difference, its base."""
 
     stored: Buffer
     kind: int
@@ -104,27 +108,33 @@ class Packed:
 
 
 class UploadSpeed:
-    """How fast the store takes bytes: counted where it is waited for. `hint`: what an earlier save found."""
+    """Measures how fast the store takes bytes while the saver waits for it.
+
+    `hint`: the speed that an earlier save measured.
+    """
 
     def __init__(self, hint: float = 0.0) -> None:
         self._hint = hint
         self.bytes, self.seconds = 0, 0.0
 
     def took(self, count: int, seconds: float) -> None:
-        """The store was waited for so long while it took `count` bytes."""
+        """Record that the store took `count` bytes while the saver waited for `seconds`."""
         self.bytes += count
         self.seconds += seconds
 
     @property
     def speed(self) -> float | None:
-        """Bytes per second, None while it is not known."""
+        """Bytes per second; None while it is unknown."""
         if self.bytes >= _KNOWN_BYTES and self.seconds >= _KNOWN_SECONDS:
             return self.bytes / self.seconds
         return self._hint or None
 
 
 class CodecChooser:
-    """The codec of every piece of one save. Asked from several threads; a tensor is measured once."""
+    """Chooses the codec of every piece of one save and encodes new chunks. Safe for several threads.
+
+    A tensor's measurement is kept for the rest of the save.
+    """
 
     def __init__(
         self,
@@ -145,14 +155,14 @@ class CodecChooser:
         self._lock = threading.Lock()
 
     def pack(self, piece: int, payload: memoryview) -> Packed:
-        """A new chunk, as it is to be stored."""
+        """Encode a new chunk."""
         kind = self.kind(piece, payload)
         if kind in DELTAS:
             return self._difference(piece, payload, kind)
         return Packed(*codec.pack(payload, kind))
 
     def kind(self, piece: int, payload: memoryview) -> int:
-        """For a new chunk; the small tensors' common stream counts as one tensor of 4-byte elements."""
+        """The codec for a new chunk. The common stream of small tensors counts as one tensor of 4-byte elements."""
         if self._compression == "none":
             return RAW
         if self._compression == "zstd":
@@ -184,7 +194,7 @@ class CodecChooser:
         return [found] if worth_delta(found, alone) else []
 
     def _difference(self, piece: int, payload: memoryview, kind: int) -> Packed:
-        """Of a tensor whose first new chunk was worth it; whole where this one has no base, or gains nothing by it."""
+        """Encode the chunk as a difference; alone if it has no readable base or the difference is not clearly smaller."""
         assert self._bases is not None
         on = self._bases.of(piece)
         base = self._bases.read(piece) if on is not None else None

@@ -1,14 +1,14 @@
 """The threads that copy a state in main memory, and a measurement of how fast this machine copies.
 
-Large copies are fastest with non-temporal stores, which bypass the caches. glibc uses them from a size that it
+Large copies are fastest with non-temporal stores, which bypass the caches. glibc uses them from a threshold that it
 derives from the last-level cache: a few MiB on most machines. On a virtual machine that reports its host's whole
-cache, that size may exceed every piece of a state. Only the environment at the start of a process changes it
-(`TUNABLE`). `python -m headrace.checkpoint.saving.copy_threads`, which `headrace doctor --memory` starts, measures
-both and prints the setting.
-Invariant: the measured copies are those of staging, in processes with and without the setting in turn. Nothing is
-left behind.
-Failure behaviour: without enough memory the program ends with the exit code of `CapacityError`. On other C libraries
-than glibc the setting does nothing, and none is advised.
+cache, the threshold may exceed every piece of a state. Only the environment at the start of a process changes it
+(`TUNABLE`). `headrace doctor --memory` starts `python -m headrace.checkpoint.saving.copy_threads`, which measures
+copies with and without the setting and advises on it.
+Invariant: the measured copies are those of staging, in processes with and without the setting in turn. The program
+leaves no files.
+Failure behaviour: without enough memory the program ends with the exit code of `CapacityError`. On C libraries other
+than glibc the setting does nothing, and the program does not advise it.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from headrace.dataio.core.errors import CapacityError, HeadraceError, TransientE
 from headrace.dataio.core.limits import MIB
 
 PIECE = 16 * MIB
-"""What a thread copies at once."""
+"""Bytes that a thread copies at once."""
 LATE = 2
-"""Threads that copy while training goes on (lazy staging), which has a use for the others."""
+"""Threads that copy during training (lazy staging). Training needs the other cores."""
 _MOST = 8
 TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 SETTING = f"{TUNABLE}=0x100000"
-"""1 MiB: what glibc itself comes to where a core has 1.33 MiB of the last cache."""
+"""1 MiB: the threshold that glibc itself derives if a core has 1.33 MiB of the last-level cache."""
 VARIABLE = "GLIBC_TUNABLES"
 _WORTH = 0.85
-"""A setting that saves less is not advised."""
+"""The setting is advised only if copies take less than this fraction of the time."""
 _BYTES, _ROUNDS, _PROCESSES, _SECONDS = 256 * MIB, 5, 2, 60
 
 
 class Crew(ThreadPoolExecutor):
-    """The threads that copy, `size` of them."""
+    """A pool of `size` threads that copy a state."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, thread_name_prefix="headrace-stage")
@@ -52,21 +52,24 @@ class Crew(ThreadPoolExecutor):
 
 
 def threads(cores: int, ranks_here: int) -> int:
-    """By how many a rank copies while its trainer stands still: its share of the node's cores, eight at most. Pure.
+    """Number of threads with which a rank copies while its trainer waits: its share of the node's cores, at most eight. Pure.
 
-    More than a few gain nothing: the memory is what is waited for.
+    More threads gain nothing, because memory bandwidth is the limit.
     """
     return min(max(cores // max(ranks_here, 1), 1), _MOST)
 
 
 def threads_here() -> int:
-    """The same for this process; torchrun and its kind say how many ranks the node has."""
+    """`threads` for this process. Launchers such as torchrun give the node's ranks in `LOCAL_WORLD_SIZE`."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return threads(len(os.sched_getaffinity(0)), int(ranks) if ranks.isdecimal() else 1)
 
 
 def streaming(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process whose copies from 1 MiB on go past the caches, unless it says itself from where on. Pure."""
+    """The environment in which copies from 1 MiB on bypass the caches.
+
+    A threshold that is already set stays. Pure.
+    """
     given = environment.get(VARIABLE, "")
     if TUNABLE in given:
         return dict(environment)
@@ -74,7 +77,10 @@ def streaming(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def advice(as_it_is: float, streamed: float, environment: Mapping[str, str]) -> str:
-    """What to set, of the seconds that a copy takes without and with the setting; empty where that is not worth it. Pure."""
+    """The advice, from the seconds that a copy takes without and with the setting; "" if the gain is too small.
+
+    Pure.
+    """
     if streamed >= _WORTH * as_it_is:
         return ""
     value = streaming(environment)[VARIABLE]
@@ -85,13 +91,13 @@ def advice(as_it_is: float, streamed: float, environment: Mapping[str, str]) -> 
 
 
 def measure(size: int = _BYTES, rounds: int = _ROUNDS) -> float:
-    """Seconds, the median, in which this process copies so many bytes into shared memory as staging does."""
+    """Median seconds in which this process copies `size` bytes into shared memory, in the same way as staging."""
     count = threads_here()
     try:
         source, target = np.ones(size, np.uint8), np.frombuffer(mmap.mmap(-1, size), np.uint8)
     except (MemoryError, OSError) as error:
         raise CapacityError(f"no memory for two times {size} bytes: {error}") from error
-    target.fill(0)  # pages are found here, not in the copy
+    target.fill(0)  # fault in the pages here, not in the measured copy
 
     def one(at: int) -> None:
         np.copyto(target[at : at + PIECE], source[at : at + PIECE])
@@ -106,7 +112,7 @@ def measure(size: int = _BYTES, rounds: int = _ROUNDS) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program: see the module's text."""
+    """The program that the module's docstring describes."""
     parser = argparse.ArgumentParser(
         prog="headrace doctor --memory", description="Measure copies as staging makes them."
     )

@@ -3,11 +3,11 @@
 A training step reads parameters in its forward and backward pass. It writes them, and the optimizer's own tensors,
 only in `optimizer.step()`. So lazy staging copies those tensors late, and `OptimizerGate` makes the optimizer wait,
 before its step, for the rest of the copy. Everything else (buffers, generators, counters, loader state) is copied
-before `save` returns. Threads copy main memory piece by piece; copies from a CUDA device run on their own stream. A
-caller that waits for the copy helps with it.
+before `save` returns. Threads copy main memory piece by piece. Copies from a CUDA device run on their own stream. A
+thread that waits for the copy also copies pieces.
 Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began. A tensor is late only
 if its memory is that of a parameter or a state tensor of an optimizer in the saved state, or of a frozen parameter.
-Torch's version counters show whether it was written meanwhile.
+Torch's version counters show whether the trainer wrote it during the copy.
 Failure behaviour: `wait` raises `UsageError` naming a tensor that was written during the copy, and any error of the
 copy, to every caller. After an error nothing writes into the arena. An error of the copy fails the save, never the
 optimizer.
@@ -40,23 +40,26 @@ from headrace.dataio.core.limits import MIB
 _mid_stage = declare("ckpt.mid-stage", "the state is half copied, nothing of the attempt is stored")
 
 _Copy = tuple[torch.Tensor, int | None, int, int]
-"""A tensor, and the run of its bytes (start, length) that goes to this place of the arena; no start: it is no such run."""
+"""(tensor, start, length, at): bytes of a tensor and their offset in the arena.
+
+Start None: its memory is not contiguous.
+"""
 _TURN, _MANY = MIB, 4096
-"""Small tensors are copied in one go, as many as have so many bytes together, or so many of them."""
+"""A thread copies small tensors in one turn until the turn has this many bytes or this many tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is to be copied: tensors of devices with their places, and what threads copy, by what one takes at a time."""
+    """Work to copy: device tensors with their offsets in the arena, and the turns of the threads that copy host memory."""
 
     of_devices: list[tuple[torch.Tensor, int]]
     of_host: list[list[_Copy]]
 
 
 class Copying:
-    """`tensors` on their way into `arena`; those numbered in `late` may still be on it when the constructor returns.
+    """Copies `tensors` into `arena`. Tensors whose numbers are in `late` may still be copied after the constructor returns.
 
-    `wait_seconds`: seconds that callers of `wait` and `gate` were held, together.
+    `wait_seconds`: the sum of the seconds that callers of `wait` and `gate` waited.
     """
 
     def __init__(
@@ -98,31 +101,31 @@ class Copying:
 
     @property
     def sealed(self) -> bool:
-        """Whether the state may change; also true of a copy that failed."""
+        """Whether the state may change; also True after the copy has failed."""
         return self._sealed
 
     def join(self, timeout: float | None = None) -> None:
-        """Return once every byte is in the arena, or raise. For the worker."""
+        """Return when every byte is in the arena, or raise the copy's error. For the worker."""
         self._wait_for_host(timeout)
         for _, event in self._events:
             event.synchronize()
         self._seal()
 
     def wait(self, timeout: float | None = None) -> None:
-        """As `join`, for the trainer: helps with what is left, and the time counts as waited."""
+        """As `join`, for the trainer: the caller helps to copy, and the time counts as waited."""
         with self._counted():
             self._work()
             self.join(timeout)
 
     def gate(self) -> None:
-        """Return once the state may change as far as this thread and the work it now gives to devices can change it.
+        """Return when this thread, and device work that it enqueues from now on, may change the state.
 
-        What a device still copies its own next work waits for, not this thread.
+        The thread does not wait for copies on a device; the device's next work does.
         """
         with self._counted():
             self._work()
             self._wait_for_host(None)
-            for device, event in self._events:  # each of its own device, which need not be the current one
+            for device, event in self._events:  # an event's device need not be the current one
                 event.wait(torch.cuda.current_stream(device))
             self._seal()
 
@@ -145,7 +148,7 @@ class Copying:
                 self.wait_seconds += time.perf_counter() - began
 
     def _wait_for_host(self, timeout: float | None) -> None:
-        """Until threads have nothing left to copy, and none, the trainer's own included, is still copying."""
+        """Wait until no host memory is left to copy and no thread, the trainer's included, is copying."""
         with self._idle:
             done = self._idle.wait_for(lambda: not self._todo and not self._at_work, timeout)
         if not done:
@@ -170,7 +173,7 @@ class Copying:
         return None
 
     def _copy_now(self, crew: Crew) -> None:
-        """What may not wait: copied when this returns."""
+        """Copy everything that is queued now, and return when it is copied."""
         for _ in range(min(crew.size, len(self._todo)) - 1):
             crew.submit(self._work)
         self._work()
@@ -189,7 +192,7 @@ class Copying:
                 for each in turn:
                     _copy(self._arena, *each)
                 _mid_stage()
-            except BaseException as error:  # also an interrupt: what it cut short is not in the arena
+            except BaseException as error:  # also KeyboardInterrupt: the interrupted turn is not in the arena
                 self._todo.clear()
                 self._error = self._error or error
                 if not isinstance(error, Exception):
@@ -200,7 +203,7 @@ class Copying:
                     self._idle.notify_all()
 
     def _enqueue_devices(self, rows: Sequence[tuple[torch.Tensor, int]], *, hold: bool) -> None:
-        """Copies on a stream of their own; with `hold` the device's next work waits for them."""
+        """Enqueue copies on a separate stream of each device. With `hold` the device's next work waits for them."""
         for device in {tensor.device for tensor, _ in rows}:
             stream, event = torch.cuda.Stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -210,7 +213,7 @@ class Copying:
                         if tensor.device == device:
                             tensor.record_stream(stream)
                             _copy_strided(self._arena, tensor, at)
-            finally:  # what was given to the device before an error goes on, and `cancel` waits for it
+            finally:  # after an error, copies that are already enqueued continue, and `cancel` waits for them
                 event.record(stream)
                 self._events.append((device, event))
             if hold:
@@ -222,14 +225,14 @@ def _part(rows: Iterable[tuple[torch.Tensor, int, bool]], late: bool) -> _Part:
     host: list[tuple[torch.Tensor, int]] = []
     for tensor, at, is_late in rows:
         if is_late == late:
-            # what is copied later keeps its memory, whatever the trainer puts in its place
+            # `detach` keeps the memory of a late tensor, even if the trainer replaces the tensor
             part = (tensor.detach() if late else tensor, at)
             (devices if tensor.device.type == "cuda" else host).append(part)
     return _Part(devices, list(_turns(host)))
 
 
 def _turns(rows: Iterable[tuple[torch.Tensor, int]]) -> Iterator[list[_Copy]]:
-    """What a thread copies before it looks again."""
+    """Group the pieces into the turns of a thread."""
     turn: list[_Copy] = []
     size = 0
     for row in rows:
@@ -261,7 +264,7 @@ def _copy(arena: Arena, source: torch.Tensor, start: int | None, length: int, at
 
 
 def _copy_strided(arena: Arena, source: torch.Tensor, at: int) -> None:
-    """From another device, or from memory that is not one run of the tensor's bytes."""
+    """Copy a device tensor, or one whose memory is not contiguous."""
     bits = as_bits(source.detach().resolve_conj().resolve_neg())
     size = source.numel() * source.element_size()
     target = arena.tensor[at : at + size].view(bits.dtype).view(bits.shape)
@@ -272,7 +275,7 @@ _DEPTH = 64
 
 
 class Gate(Protocol):
-    """What a step waits for."""
+    """A copy that an optimizer's step waits for."""
 
     def gate(self) -> None: ...
 
@@ -295,7 +298,7 @@ def _frozen_in(state: object, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def late_tensors(state: object, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-    """Numbers of those of `tensors` that only a step of the optimizers in `state` changes."""
+    """Indices of the `tensors` that only a step of the optimizers in `state` changes."""
     governed = {_memory(t) for optimizer in optimizers_in(state) for t in _governed(optimizer)}
     if not governed:
         return frozenset()
@@ -312,7 +315,7 @@ def _governed(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _memory(tensor: Any) -> int | None:
-    """The address of the tensor's storage: of the local shard where there is one."""
+    """The address of the tensor's storage; for a DTensor, that of its local shard."""
     local = getattr(tensor, "_local_tensor", tensor)
     try:
         return int(local.untyped_storage().data_ptr()) or None
@@ -321,7 +324,7 @@ def _memory(tensor: Any) -> int | None:
 
 
 class OptimizerGate:
-    """Makes every known optimizer wait, before its step, for the copies that are on their way."""
+    """Makes every watched optimizer wait, before its step, for the copies in progress."""
 
     def __init__(self) -> None:
         self._pending: list[Gate] = []
@@ -329,7 +332,7 @@ class OptimizerGate:
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer], copying: Gate) -> None:
-        """`copying` is done before any of `optimizers` steps."""
+        """Make every watched optimizer wait for `copying`. `optimizers` are watched from now on."""
         with self._lock:
             self._pending.append(copying)
         for optimizer in optimizers:
@@ -337,7 +340,7 @@ class OptimizerGate:
                 self._hooks[optimizer] = optimizer.register_step_pre_hook(_hook(weakref.ref(self)))
 
     def pass_all(self) -> None:
-        """Return when the state may change."""
+        """Wait for all copies in progress. Their errors are suppressed here, because the saves report them."""
         with self._lock:
             pending, self._pending = self._pending, []
         for copying in pending:
@@ -345,7 +348,7 @@ class OptimizerGate:
                 copying.gate()
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks from all optimizers."""
         for handle in list(self._hooks.values()):
             handle.remove()
         self._hooks.clear()

@@ -1,12 +1,12 @@
 """Deduplication: which chunks are stored already, and which can be stored as differences from those of a base step.
 
-Only the manifests of the base steps are looked at. A rank reads its own manifest of the base alone if the ranks
-divided the work in the same way; otherwise it reads all.
-Invariant: a chunk is left out only if the base is committed, no collector is about to remove it, and the lease named
-it *before* that was checked. A pack of a removed step is referenced only for at least a quarter of its bytes, so a
-step keeps at most four times the bytes it needs. The base of a difference can be read alone, and its pack is named in
-the new manifest, which protects it.
-Failure behaviour: a base that is missing, pending deletion or damaged is not used. That costs space only, and is
+The saver reads only the manifests of the base steps. A rank reads its own manifest alone if the ranks divided the
+work in the same way; otherwise it reads the manifests of all ranks.
+Invariant: a chunk is left out only if the base is committed, no collector is about to remove the base, and the lease
+named the base *before* that check. A pack of a removed step is referenced only for at least a quarter of its bytes,
+so a step keeps at most four times the bytes it needs. The base of a difference can be read alone. The new manifest
+names the base's pack, which protects it.
+Failure behaviour: a base that is missing, pending deletion or damaged is not used. That costs only space, and is
 logged.
 """
 
@@ -41,35 +41,38 @@ class Stored:
     pack: PackName
     chunk: Chunk
     base: Stored | None = None
-    """The base of a difference."""
+    """The base, if the chunk is a difference."""
 
     @property
     def whole(self) -> Stored:
-        """Itself, or its base: a chunk that can be read alone."""
+        """The base of a difference, else the chunk itself. It can be read alone."""
         return self.base or self
 
 
 @dataclass(slots=True)
 class KnownChunks:
-    """Stored chunks by digest, and the bases that they come from."""
+    """Stored chunks by digest, and the base steps that name them."""
 
     chunks: dict[bytes, Stored] = field(default_factory=dict)
     bases: list[Base] = field(default_factory=list)
     own: dict[bytes, int] = field(default_factory=dict)
-    """Chunks that an earlier worker of the same save stored, and their stored bytes: they count as written."""
+    """Stored bytes, by digest, of chunks that an earlier worker of the same save stored. They count as written."""
     shards: dict[Shard, tuple[Stored, ...]] = field(default_factory=dict)
-    """The chunks of the bases' shards, of those that are made of whole chunks."""
+    """The chunks of each shard of the bases that consists of whole chunks."""
 
 
 def shard_of(rank: int, tensor: Tensor | TensorSpec) -> Shard:
-    """What must be the same for chunks to be compared place by place; tensors of a rank's own are its own."""
+    """The key under which chunks of two steps correspond. A tensor that is not replicated includes its rank."""
     return tensor.name, tensor.dtype, tensor.box, -1 if tensor.replicated else rank
 
 
 def load(
     store: Store, run: str, bases: Sequence[Base], *, rank: int = 0, world_size: int = 1, replicas: bytes = b""
 ) -> KnownChunks:
-    """What `rank` may leave out. The caller's lease already names `bases`. `replicas`: as a manifest's."""
+    """Load the chunks that `rank` may leave out.
+
+    The caller's lease must already name `bases`. `replicas`: see `Manifest`.
+    """
     known = KnownChunks()
     if not bases:
         return known
@@ -123,12 +126,12 @@ def is_little(needed: int, size: int) -> bool:
 def _size(store: Store, key: str) -> int:
     try:
         return store.stat(key).size
-    except NotFoundError:  # a reader of the step reports that
+    except NotFoundError:  # a restore of the step reports the missing pack
         return 0
 
 
 def _attempts(store: Store, run: str) -> set[str]:
-    """Attempts of the run that have manifests: those of removed steps have none."""
+    """Attempts of the run that have manifests. Attempts of removed steps have none."""
     keys = (names.parse_step_key(info.key) for info in store.list(f"{names.RUNS}{run}/"))
     return {key.attempt for key in keys if key is not None and key.kind == "manifest"}
 
@@ -155,7 +158,7 @@ _log = get_logger(__name__)
 
 
 class DeltaBases:
-    """By number of piece."""
+    """The base chunk of each piece, by piece number, for pieces that may be stored as differences."""
 
     def __init__(
         self,
@@ -174,11 +177,11 @@ class DeltaBases:
                     self._add(known, span, stored.whole)
 
     def of(self, piece: int) -> Stored | None:
-        """The base that this piece may be stored against."""
+        """The base of this piece; None if the piece has none."""
         return self._of.get(piece)
 
     def read(self, piece: int) -> memoryview | None:
-        """The bytes of that, None when they cannot be had."""
+        """Read the bytes of the piece's base; None if they cannot be read."""
         base = self._of[piece]
         try:
             found = fetch.read_one(self._store, base.pack.key, base.chunk)
@@ -193,7 +196,7 @@ class DeltaBases:
         return found
 
     def link(self, piece: int) -> codec.Link:
-        """What the chunk says of its base."""
+        """The link to the base that is stored with the difference."""
         base = self._of[piece]
         c = base.chunk
         return codec.Link(c.digest, base.pack.attempt, base.pack.name, c.offset, c.stored, c.raw, c.codec)

@@ -1,10 +1,10 @@
 """Runs a staged save: in the node's sidecar if one answers and accepts it, otherwise in this process.
 
-Invariant: a save is reported as failed only after the repository was asked. An arena that a lost worker may still be
-reading is not used again. Two workers of one save do no harm: their packs have different names, and the first
-manifest counts.
-Failure behaviour: without a sidecar, or when it refuses, this process saves, and logs that once. Errors of the save
-are raised.
+Invariant: after a transient error the executor first asks the repository whether the step was committed. An arena
+that a lost worker may still be reading is not reused. Two workers of one save do no harm: their packs have different
+names, and the first manifest counts.
+Failure behaviour: without a sidecar, or if it refuses, this process saves and logs that once. Errors of the save are
+raised.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from headrace.dataio.sidecar.client import SaveMeter, Sidecar, StagedJob
 from headrace.dataio.store.base import Store
 
 ROOM_SECONDS = 600.0
-"""How long a save waits for room in the daemon before this process commits it. Seconds."""
+"""Seconds that a save waits for room in the daemon before this process commits it."""
 CARRY_SECONDS = 6 * 3600.0
-"""The most that a daemon may take for one save before its client gives up waiting."""
+"""Seconds that the client waits for the daemon to finish one save."""
 RETURN_SECONDS = 20.0
-"""How long a daemon that is gone may take to come back before its client does without."""
+"""Seconds that the client waits for a lost daemon to return before it saves in this process."""
 GRACE_SECONDS = 10.0
-"""How long the repository is watched for the commit of a save whose worker was lost after the arena was released."""
+"""Seconds that the client waits for the commit of a save if the connection broke after the arena was released."""
 ROUNDS = 5
-"""How often one save is taken to a daemon that came back."""
+"""The most times that one save is followed at a daemon, restarts included."""
 _POLL = 0.2
 _WATCH_SECONDS = 5.0
 _plan_built = declare("trainer.plan-built", "the arena is full, the plan is built, the sidecar has neither")
@@ -47,11 +47,14 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedSave:
-    """A staged save. `give_back` and `abandon` are the arena's; `handed_over` is told "sidecar" or "process".
+    """A staged save.
 
-    `arena_fd` is -1 for a state in slices, which only this process can save; `through` is how it then sees the store.
-    `gone` says which ranks have ended. It is asked only without a daemon, which would store their parts without them.
-    `silent` says which are on a lost node; None where that cannot be known.
+    - `arena_fd`: -1 for a state in slices, which only this process can save.
+    - `give_back`, `abandon`: release the arena.
+    - `handed_over`: called with "sidecar" or "process".
+    - `through`: wraps the store when this process saves.
+    - `gone`: reports ranks that have ended. It is used only without a daemon, because a daemon stores the parts of ended ranks.
+    - `silent`: reports ranks on a lost node; None if that cannot be observed.
     """
 
     plan: PutPlan
@@ -77,7 +80,7 @@ class SaveExecutor:
         self._lock = threading.Lock()
 
     def commit_staged(self, save: StagedSave) -> dict[str, object]:
-        """Commit the save and return what happened; the arena is released as soon as possible."""
+        """Commit the save and return its report. The arena is released as soon as possible."""
         sidecar, staged = self._hand_over(save)
         save.handed_over("process" if staged is None else "sidecar")
         try:
@@ -95,7 +98,10 @@ class SaveExecutor:
             self._sidecar = None
 
     def _hand_over(self, save: StagedSave) -> tuple[Sidecar | None, StagedJob | None]:
-        """(sidecar, its job). Without a job this process saves; if a sidecar is returned then, it may be saving as well."""
+        """Returns (sidecar, its job).
+
+        Without a job this process saves; a sidecar that is returned then may be saving as well.
+        """
         if self._wanted is None:
             return None, None
         if save.arena_fd < 0:
@@ -127,7 +133,10 @@ class SaveExecutor:
             return self._sidecar
 
     def _here(self, save: StagedSave, *, shared: bool) -> dict[str, object]:
-        """In this process; `shared`: a sidecar may be reading the arena as well, and may commit the same attempt."""
+        """Commit in this process.
+
+        `shared`: a sidecar may also be reading the arena and may commit the same attempt.
+        """
         release, done = (save.abandon if shared else save.give_back), False
 
         def emit(event: Event) -> None:
@@ -147,7 +156,10 @@ class SaveExecutor:
                 release()
 
     def _there(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
-        """Wait for the daemon's job, also through restarts of the daemon; if it does not come back, save here."""
+        """Wait for the daemon's job, across restarts of the daemon.
+
+        If the daemon does not return, save in this process.
+        """
         with self._watching(save):
             return self._followed(save, sidecar, staged)
 
@@ -191,8 +203,11 @@ class SaveExecutor:
     def _found_again(
         self, save: StagedSave, token: str, error: TransientError, released: bool
     ) -> tuple[Sidecar, StagedJob] | dict[str, object] | None:
-        """After the connection broke: the job, followed again or staged again, or the result of one that goes on by itself.
-        None when there is neither; raises `error` when the arena is released and nothing more can be known."""
+        """Find the job again after the connection broke.
+
+        Returns the sidecar with the job, followed or staged again; or the result, if the step was committed meanwhile; or None
+        if neither is possible. Raises `error` if the arena was already released and no commit appears in time.
+        """
         until = self._clock.monotonic() + (GRACE_SECONDS if released else RETURN_SECONDS)
         while True:
             if (result := self._committed(save.plan)) is not None:
@@ -206,7 +221,10 @@ class SaveExecutor:
             self._clock.sleep(_POLL)
 
     def _back(self, save: StagedSave, token: str, released: bool) -> tuple[Sidecar, StagedJob] | None:
-        """The job at a daemon that is back; staged again when the daemon does not know it and the arena is still ours."""
+        """The job at a daemon that has returned.
+
+        It is staged again if the daemon does not know it and the arena is not released.
+        """
         sidecar = self._find()
         if sidecar is None:
             return None
@@ -224,7 +242,7 @@ class SaveExecutor:
             return None
 
     def _look_again(self, plan: PutPlan, error: TransientError) -> dict[str, object]:
-        """The save's result if it was committed after all, else its error."""
+        """Return the save's result if it was committed despite the error; else raise the error."""
         try:
             found = self._recognised(plan)
         except HeadraceError as second:
@@ -235,7 +253,7 @@ class SaveExecutor:
         return found
 
     def _committed(self, plan: PutPlan) -> dict[str, object] | None:
-        """As `_recognised`, while the store may be away."""
+        """As `_recognised`, but None if the store is unreachable."""
         with contextlib.suppress(TransientError):
             return self._recognised(plan)
         return None
@@ -249,7 +267,7 @@ class SaveExecutor:
 
 
 class _ArenaOwner:
-    """The arena of a save that a daemon commits: given back or abandoned, once."""
+    """Gives the arena of a save back, or abandons it, once."""
 
     def __init__(self, save: StagedSave) -> None:
         self._staged_save, self.given = save, False
@@ -266,14 +284,14 @@ class _ArenaOwner:
 
 
 def attempt_of(plan: PutPlan) -> Attempt:
-    """Which attempt a plan is a part of."""
+    """The attempt that the plan belongs to."""
     return Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
 
 
 def _watch(over: threading.Event, store: Store, attempt: Attempt, silent: commit.Gone) -> None:
     while not over.wait(_WATCH_SECONDS):
         if silent(range(attempt.world_size)):
-            with contextlib.suppress(HeadraceError):  # the store is unreachable: the next look may see it
+            with contextlib.suppress(HeadraceError):  # the store is unreachable: the next round tries again
                 commit.abort_without(store, attempt, silent)
 
 
@@ -297,6 +315,6 @@ def _without_daemon(plan: PutPlan) -> TransientError:
 
 
 def _about(plan: PutPlan) -> str:
-    """The save, for people."""
+    """A description of the save, for status displays."""
     rank = f", rank {plan.rank} of {plan.world_size}" if plan.world_size > 1 else ""
     return f"{plan.run}, step {plan.step}{rank}"

@@ -1,6 +1,6 @@
 """What the saver and the commit worker exchange: the put plan, and the worker's events.
 
-Invariant: a plan holds no secret and no tensor bytes; together with the arena it is enough to commit the step. The
+Invariant: a plan holds no secret and no tensor bytes. Plan and arena together are enough to commit the step. The
 tensors of a plan lie inside the arena and do not overlap. After `Released` the worker never touches the arena again.
 At most one of `Done` and `Failed` ends the events.
 Failure behaviour: `decode` raises `UnsupportedError` for a newer version and `UsageError` for an invalid plan.
@@ -49,9 +49,10 @@ class PlanTensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PutPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`upload_hint`: bytes per second that an earlier save found, 0 when unknown.
+    """Everything that a worker needs to commit one rank's part of a step, except the tensor bytes.
 
-    `tree` and `replicas` go into the manifest as they are. Times in seconds.
+    `upload_hint`: bytes per second that an earlier save measured; 0 if unknown. `tree` and `replicas` are copied into the
+    manifest. Times are in seconds.
     """
 
     version: int = VERSION
@@ -82,7 +83,7 @@ class _Head(msgspec.Struct):
 
 
 def plan_tensors(specs: Sequence[TensorSpec], layout: Layout) -> tuple[PlanTensor, ...]:
-    """The plan's rows for tensors laid out so."""
+    """The plan's rows for these tensors and their layout."""
     rows = zip(specs, layout.offsets, strict=True)
     return tuple(
         PlanTensor(s.name, s.dtype, s.box.shape, s.box.offset, s.box.local, s.replicated, at) for s, at in rows
@@ -90,7 +91,7 @@ def plan_tensors(specs: Sequence[TensorSpec], layout: Layout) -> tuple[PlanTenso
 
 
 def encode(plan: PutPlan) -> bytes:
-    """The plan's bytes; `UsageError` when the state has too many tensors for one plan."""
+    """Encode the plan; `UsageError` if the state has too many tensors for one plan."""
     data = msgspec.msgpack.encode(plan)
     if len(data) > MAX_BYTES:
         raise UsageError(f"the plan of step {plan.step} has {len(data)} bytes, more than {MAX_BYTES}")
@@ -98,7 +99,7 @@ def encode(plan: PutPlan) -> bytes:
 
 
 def decode(data: bytes, arena_bytes: int) -> PutPlan:
-    """The checked plan for an arena of this size."""
+    """Decode a plan and check it against an arena of `arena_bytes` bytes."""
     try:
         version = msgspec.msgpack.decode(data, type=_Head).version
         if version != VERSION:
@@ -130,7 +131,7 @@ def _check(plan: PutPlan, arena_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Bytes of state dealt with, of how many."""
+    """Bytes of state that are stored or deduplicated, of the total."""
 
     done: int
     total: int
@@ -138,12 +139,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The arena is no longer needed."""
+    """The worker no longer needs the arena."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committing:
-    """This rank's manifest is written: what is left is to wait for other ranks, and small writes."""
+    """This rank's manifest is written. Only waiting for other ranks and small writes are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ Event = Progress | Released | Committing | Done | Failed
 
 
 def to_json(event: Event) -> str:
-    """One line, without the newline."""
+    """The event as one line of JSON, without the newline."""
     name = type(event).__name__.lower()
     return json.dumps({"event": name} | {key: getattr(event, key) for key in event.__slots__})
 

@@ -1,13 +1,13 @@
 """A log of what a commit worker has done, for the next worker if this one is killed.
 
-The file holds records: a length, the XXH3-64 of the payload, and msgpack. They say which uploads were begun, which
-packs are complete and what they hold, and at last the manifest.
-Invariants: a record is written after it is true. The manifest is synced before the arena is released; if the file
-cannot be written (`safe` is False), it is in the store before that. Each worker names its packs by its own digits, so
-a late request of an earlier worker never overwrites a pack of this one. The log is not trusted: packs are looked up
-again, chunks are found by their digest.
-Failure behaviour: reading ends at the first torn record; the rest is cut off and done again. A full or failing disk
-is logged, and the save continues.
+The file holds records: a length, the XXH3-64 of the payload, and the payload in msgpack. They record which uploads
+were begun, which packs are complete and what they hold, and at the end the manifest.
+Invariants: a record is written after its event has happened. The manifest is synced before the arena is released; if
+the file cannot be written (`safe` is False), the manifest is in the store before the release. Each worker names its
+packs with its own random digits, so a late request of an earlier worker never overwrites a pack of this one. The log
+is not trusted: packs are looked up in the store again, and chunks are found by their digest.
+Failure behaviour: reading ends at the first torn record. The rest is cut off, and that work is repeated. A full or
+failing disk is logged, and the save continues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = get_logger(__name__)
 
 
 class Begun(msgspec.Struct, tag="begun", frozen=True):
-    """An upload in parts."""
+    """A multipart upload was begun."""
 
     key: str
     id: str
@@ -51,7 +51,7 @@ class Aborted(msgspec.Struct, tag="aborted", frozen=True):
 
 
 class Packed(msgspec.Struct, tag="packed", frozen=True):
-    """A pack that is stored, with its chunks."""
+    """A pack was stored; `entries` are its chunks."""
 
     key: str
     size: int
@@ -68,13 +68,16 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 class ProgressFile:
-    """An `UploadLog` in the file `fd`, which stays the caller's; with None in memory only. Safe to share between threads."""
+    """An `UploadLog` in the file `fd`, which the caller closes; in memory only if `fd` is None.
+
+    Safe to share between threads.
+    """
 
     def __init__(self, fd: int | None) -> None:
         self._fd, self._lock = fd, threading.Lock()
         self.safe = True
         self.unfinished: dict[str, str] = {}
-        """Uploads by key: their ids."""
+        """Ids of unfinished uploads, by key."""
         self._packed: dict[str, Packed] = {}
         self._filling: dict[str, list[Entry]] = {}
         self._stored: dict[str, Packed] = {}
@@ -94,18 +97,18 @@ class ProgressFile:
         return PackName(plan.attempt, names.pack_name(plan.rank, self._worker, number))
 
     def packing(self, pack: PackName, entry: Entry) -> None:
-        """A chunk goes into this pack."""
+        """Record that a chunk is written into this pack."""
         self._filling.setdefault(pack.key, []).append(entry)
 
     def finished(self, manifest: bytes) -> None:
-        """All packs are stored; `manifest` is what is left to be written. On the disk when this returns, if `safe`."""
+        """Record the manifest after all packs are stored. If `safe`, the record is on disk when this returns."""
         self._write(Finished(manifest))
         with self._lock:
             if self._fd is not None:
                 self._try(_sync)
 
     def stored(self, store: Store, plan: PutPlan) -> dict[PackName, tuple[Entry, ...]]:
-        """The complete packs of earlier workers, looked up in the store."""
+        """The packs that earlier workers completed and that are in the store."""
         found = {}
         for packed in self._packed.values():
             name = names.parse_pack_key(packed.key)
@@ -114,7 +117,7 @@ class ProgressFile:
         return found
 
     def require_packs(self, store: Store, plan: PutPlan, encoded: bytes) -> manifests.Manifest:
-        """The manifest, decoded; `TransientError` unless every pack that it needs of this save is in the store."""
+        """Decode the manifest; `FinalError` unless every pack of this attempt that it names is in the store."""
         manifest = manifests.decode(
             encoded, names.manifest(plan.run, plan.timeline, plan.step, plan.attempt, plan.rank)
         )
@@ -138,18 +141,24 @@ class ProgressFile:
             self._note_pack(key)
 
     def checked(self, key: str) -> None:
-        """This pack holds what its entries say: once it is stored, a later worker may use it."""
+        """Record that the pack's contents match its entries. Once the pack is stored, a later worker may use it."""
         self._checked.add(key)
         self._note_pack(key)
 
     def _note_pack(self, key: str) -> None:
-        """Write it down when it is checked and stored. With a tier another thread stores it, before or after."""
+        """Write the record of a pack that is checked and stored.
+
+        With a tier another thread stores it, before or after the check.
+        """
         packed = self._stored.pop(key, None) if key in self._checked else None
         if packed is not None:
             self._write(packed)
 
     def abandon(self, store: Store) -> None:
-        """Abort every upload that an earlier worker left unfinished. Uploads that cannot be aborted stay, invisible."""
+        """Abort every upload that an earlier worker left unfinished.
+
+        Uploads that cannot be aborted stay on the server, invisible.
+        """
         for key, upload in list(self.unfinished.items()):
             try:
                 store.abort_upload(key, upload)
@@ -169,7 +178,10 @@ class ProgressFile:
             self._apply(record)
 
     def _try(self, work: Callable[[int], object]) -> None:
-        """Do something to the file, or do without it from now on: what would come behind a torn record is not read."""
+        """Call `work` on the file.
+
+        After an error the file is no longer used, because records behind a torn one are not read.
+        """
         assert self._fd is not None
         try:
             work(self._fd)
@@ -209,7 +221,7 @@ class ProgressFile:
 
 
 class RecordingStore(Wrapper):
-    """`inner`, with uploads and packs written down in `book`."""
+    """Wraps `inner` and records uploads and packs in `book`."""
 
     def __init__(self, inner: Store, book: ProgressFile) -> None:
         super().__init__(inner)
@@ -231,11 +243,11 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def add_stored(known: KnownChunks, packs: Mapping[PackName, tuple[Entry, ...]]) -> None:
-    """Make the chunks of these packs known, as this save's own."""
+    """Add the chunks of these packs to `known`, as chunks that this save has written."""
     for name, entries in packs.items():
         for entry in entries:
             if entry.codec in DELTAS:
-                continue  # its base is not recorded: it is stored once more
+                continue  # the log does not record its base, so the chunk is stored again
             chunk = Chunk(entry.digest, 0, entry.offset, entry.stored, entry.raw, entry.codec)
             known.chunks[entry.digest] = Stored(name, chunk)
             known.own[entry.digest] = entry.stored

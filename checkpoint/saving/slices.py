@@ -1,13 +1,13 @@
 """Stages a state that is larger than its memory: one chunk at a time through a ring, as fast as the worker consumes them.
 
-The ring is the arena cut into slots of one chunk. A feeder thread fills free slots in the order of the pieces. The
+The ring is the arena, cut into slots of one chunk. A feeder thread fills free slots in the order of the pieces. The
 worker asks for the pieces in that order, from several threads. A slot is free again when the worker has dropped every
-view of it (a finalizer reports that).
+view of it; a finalizer reports that.
 Invariant: at most the arena's bytes are held. `SlicedState` looks like the whole arena to the worker. The state must
 not change before `wait` has returned.
-Failure behaviour: a worker that ends calls `cancel`; then nothing waits and nothing writes into the arena. A piece
-that was not copied by then raises an error. Errors of the feeder are raised to the worker and to every waiter. A
-limit below `LEAST_BYTES` is a `UsageError`.
+Failure behaviour: a worker that ends calls `cancel`. After that no thread waits and no thread writes into the arena.
+Asking for a piece that was not copied by then raises an error. Errors of the feeder are raised in the worker and in
+every waiting thread. A limit below `LEAST_BYTES` raises `UsageError`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace.dataio.core.errors import DeadlineError, TransientError, UsageErro
 from headrace.dataio.core.limits import MIB, format_bytes
 
 LEAST_BYTES = 64 * MIB
-"""16 chunks: what the worker holds at once (8 hashed ahead, those being hashed, one being written), and room to copy."""
+"""16 chunks: those that the worker holds (8 hashed ahead, those being hashed, one being written), and free slots to copy into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Part:
 
 
 def check_limit(limit: int | None) -> int | None:
-    """`limit` itself when a ring of that size can work."""
+    """Return `limit`; `UsageError` if a ring of that size is too small."""
     if limit is not None and limit < LEAST_BYTES:
         raise UsageError(
             f"a staging memory of {format_bytes(limit)} is too little", hint=f"give {format_bytes(LEAST_BYTES)} or more"
@@ -54,9 +54,9 @@ def check_limit(limit: int | None) -> int | None:
 
 
 class SlicedState:
-    """The state's bytes as the worker sees them: `sliced[at : at + length]` waits for that piece and returns it.
+    """The state's bytes for the worker: `sliced[at : at + length]` waits for that piece and returns it.
 
-    `wait_seconds`: seconds that `wait` and `gate` held their callers.
+    `wait_seconds`: the sum of the seconds that callers of `wait` and `gate` waited.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class SlicedState:
         return self._copied.is_set()
 
     def join(self, timeout: float | None = None) -> None:
-        """Does nothing: the worker starts while the copy goes on."""
+        """Do nothing: the worker starts while the state is being copied."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return once the last slice is copied and the state may change."""
+        """Return when the last slice is copied and the state may change."""
         began = time.perf_counter()
         try:
             if not self._copied.wait(timeout):
@@ -116,7 +116,10 @@ class SlicedState:
         self.wait()
 
     def cancel(self) -> None:
-        """The worker is done or gives up: stop copying and wake every waiter. A second call does nothing."""
+        """Stop copying and wake every waiting thread.
+
+        The worker calls this when it ends; a second call does nothing.
+        """
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
@@ -165,7 +168,7 @@ class SlicedState:
             np.copyto(target[part.at : part.at + part.length], np.frombuffer(view, np.uint8))
 
     def _memory(self, number: int) -> memoryview:
-        """The tensor's bytes; one that is not plain memory is replaced by a copy, alone, until the next such one."""
+        """The tensor's bytes. If the tensor is not plain memory, one copy is kept until the next such tensor."""
         tensor = self._tensors[number]
         if not has_plain_memory(tensor):
             if getattr(self, "_copy_of", None) != number:

@@ -1,9 +1,10 @@
 """Turns a staged arena into packs: hashes pieces, leaves known chunks out, compresses new ones, and builds the manifest.
 
-Invariant: pieces are taken from the arena in order, each once. A chunk is stored once per attempt; a chunk of a base
-is referenced there. At most `_AHEAD` chunks are hashed ahead of the store. What is stored is what was hashed: the
-trainer can still reach the arena, so each piece is compared again once the store has it.
-Failure behaviour: errors of the store; `CorruptionError` if the arena was changed, before a manifest names the chunk.
+Invariant: pieces are taken from the arena in order, each once. A chunk is stored once per attempt. A chunk that a base
+has is referenced in the base's pack. At most `_AHEAD` chunks are hashed ahead of the store. The stored bytes are those
+that were hashed: the trainer can still reach the arena, so each piece is compared again once the store has it.
+Failure behaviour: errors of the store are raised. If the arena was changed, `CorruptionError` is raised before a
+manifest names the chunk.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ _THREADS = 2
 _AHEAD = 8
 """Chunks hashed ahead of the upload."""
 _ON_THEIR_WAY = 32 * MIB
-"""What the store may still be reading when it asks for more; it is looked at again later, or when the pack is stored."""
+"""Bytes that the store may still be reading when it asks for more.
+
+They are compared later, or when the pack is stored.
+"""
 
 _in_pack = declare("ckpt.in-pack", "a pack is half sent: invisible, and no such object")
 _first_pack = declare("ckpt.first-pack", "one pack is there: invisible, garbage once the lease is over")
 
 
 class ArenaBytes(Protocol):
-    """A staged arena: a memoryview of all of it, or what lends each piece when it is asked for it, in order."""
+    """A staged arena: a memoryview of all of it, or an object such as `SlicedState` that returns each piece once, in order."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, at: slice, /) -> memoryview: ...
@@ -50,8 +54,10 @@ class ArenaBytes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Everything that a plan's manifest is to say of tensors, packs and chunks: `spans` by spec, `digests` by piece, `known` what
-    was there before."""
+    """The manifest's data about tensors, packs and chunks.
+
+    `spans`: by spec. `digests`: by piece. `known`: the chunks that were stored before.
+    """
 
     specs: list[chunking.TensorSpec]
     spans: list[list[chunking.PieceSpan]]
@@ -62,13 +68,13 @@ class Stored:
 
 @dataclass(slots=True)
 class Tables:
-    """The manifest's tables while they grow, and what became of the bytes."""
+    """The manifest's tables while they are built, and the bytes written and deduplicated."""
 
     packs: dict[PackName, int] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
     number: dict[bytes, int] = field(default_factory=dict)
     references: dict[bytes, dedup.Stored] = field(default_factory=dict)
-    """Of each new chunk that is a difference, its base."""
+    """The base of each chunk that is a difference, by the chunk's digest."""
     links: list[tuple[int, int]] = field(default_factory=list)
     written: int = 0
     deduplicated: int = 0
@@ -84,7 +90,7 @@ class Tables:
 
 
 def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], store: Store, book: ProgressFile) -> Stored:
-    """Hash every piece of the arena, store those that are new; the digests are by piece."""
+    """Hash every piece of the arena and store the new chunks."""
     specs = [tensor.spec() for tensor in plan.tensors]
     place = chunking.lay_out(specs)
     pieces, spans = chunking.cut_all(specs, place)
@@ -132,10 +138,10 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
 
 
 class _ArenaCheck:
-    """Whether the pieces that were sent are still what they were when they were hashed.
+    """Checks that the pieces were not changed between hashing and storing.
 
-    A trainer that writes to the arena meanwhile would have a step committed that cannot be restored. Each piece is read once more
-    (XXH3-64) when the store must be done with it. A state in slices is not compared: no other process can reach its memory.
+    If the trainer wrote to the arena during the save, the committed step could not be restored. So each piece is hashed again
+    (XXH3-64) when the store must have read it. A state in slices is not checked: no other process can reach its memory.
     """
 
     def __init__(self, arena: ArenaBytes, pool: Executor, step: int) -> None:
@@ -145,7 +151,7 @@ class _ArenaCheck:
         self._looks: deque[Future[None]] = deque()
 
     def sent(self, piece: chunking.Piece, seen: int) -> None:
-        """This piece is sent next."""
+        """Record that this piece is sent next; `seen` is its fingerprint."""
         if self._arena is None:
             return
         self._waiting.append((piece, seen))
@@ -156,7 +162,10 @@ class _ArenaCheck:
             self._looks.popleft().result()
 
     def require(self) -> None:
-        """The store has all that was sent: raises `CorruptionError` unless nothing of it has changed."""
+        """Check all pieces that were sent; raise `CorruptionError` if one has changed.
+
+        The store must have all of them.
+        """
         while self._waiting:
             self._look()
         while self._looks:
@@ -200,13 +209,17 @@ def _hashed(
     known: dedup.KnownChunks,
     choice: compression.CodecChooser,
 ) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None, int]]:
-    """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead; with the base of a
-    difference, and what `_ArenaCheck` compares later."""
+    """Yield each piece as a chunk, in order, with the base of a difference and the fingerprint for `_ArenaCheck`.
+
+    Threads hash the pieces a few chunks ahead, and compress those that are new.
+    """
 
     def work(numbered: tuple[int, chunking.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None, int]:
         number, piece = numbered
         payload = arena[piece.at : piece.at + piece.length]
-        seen = _fingerprint(payload) if isinstance(arena, memoryview) else 0  # first: a change from here on is seen
+        seen = (
+            _fingerprint(payload) if isinstance(arena, memoryview) else 0
+        )  # first, so that every later change is detected
         name = digest(payload)
         if name in known.chunks:
             return pack.NewChunk(name, payload, piece.length), None, seen
