@@ -1,8 +1,8 @@
 """WebDataset tars as input: `pack` packs their samples again under the same keys.
 
-Invariant: this module reads only headers. The worker processes read the members, one sample at a time. Failure
-behaviour: a damaged archive raises `CorruptionError`. An archive that holds something that a shard must not hold raises
-`UnsupportedError`.
+Invariant: this module reads only headers. The worker processes read the members, one sample at a time.
+Failure behaviour: a damaged archive raises `CorruptionError`. An archive that holds something that a shard must not
+hold raises `UnsupportedError`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Invariants:
   its unit and a digest of its contents. Racing packers therefore never overwrite each other's shards with other bytes,
   and one of them publishes.
 * Memory is bounded, except for the names of all files. The packer holds the metadata of two units, the rows of one
-  index part and a few megabytes of payload, whatever the size of the files.
+  index part and a few megabytes of payload, regardless of the size of the files.
 * Temporary files (from recipes and tars) take disk space for one unit, in `TMPDIR`.
 * The index describes the bytes that were stored. A file that changes between being described and being sent stops the
   packing.

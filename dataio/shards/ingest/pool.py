@@ -5,9 +5,8 @@ once as are in flight.
 
 Invariants: at most `_AHEAD` samples per worker are in flight. Results come in the order of the groups.
 `headrace.dataio.shards.workers.process` enforces the time limits and restarts workers.
-Failure behaviour: a hang is a
-`Failure` with code "deadline". A crash is a `Failure` with code "corruption". If a worker cannot start at all, no file
-is at fault, and the pool raises `UnsupportedError`.
+Failure behaviour: a hang is a `Failure` with code "deadline". A crash is a `Failure` with code "corruption". If a
+worker cannot start at all, no file is at fault, and the pool raises `UnsupportedError`.
 """
 
 from __future__ import annotations

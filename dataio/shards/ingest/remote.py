@@ -6,7 +6,7 @@ other URL that `open_store` opens, too.
 Invariants:
 
 * `Remote` opens one store per bucket, at first use, with this process's own credentials or `options`.
-* It copies an object in pieces of `_PIECE` bytes, so memory is bounded whatever the object's size.
+* It copies an object in pieces of `_PIECE` bytes, so memory is bounded regardless of the object's size.
 * `is_url` tells a URL from a path.
 
 Failure behaviour: errors of a store pass through, since no input is at fault if a store cannot be reached. An object

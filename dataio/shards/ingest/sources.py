@@ -17,8 +17,8 @@ Invariants:
   sample per row. The sample is the media file and the `.json`, `.txt` and `.vtt` files with its stem. Its key is the
   row's key, or else the path relative to the manifest.
 * A `.tar` gives the samples that it holds, under their keys in the tar.
-* `apart` is the URL of the dataset that `pack` writes. `gather` takes no files from it that it finds in a folder or by a
-  glob.
+* `apart` is the URL of the dataset that `pack` writes. `gather` leaves out its files, unless the user names a file
+  itself.
 * A sample needs at least one media file. In a folder, other files with its stem become its members. Files that belong
   to no media file are reported as `ignored`. Hidden files and symbolic links to folders are ignored without a report.
 

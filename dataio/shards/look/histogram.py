@@ -21,7 +21,7 @@ _TICK = 96
 _ONE_POINT = 1e-9
 """If all values lie closer together than this share of their size, they count as one.
 
-Floats could not tell the edges between them apart.
+Floats could not distinguish the edges between them.
 """
 
 
@@ -93,7 +93,7 @@ def svg(found: Bins, label: Callable[[float], str], what: str) -> str:
 
 
 def _ticks(edges: Sequence[float]) -> list[int]:
-    """Return the edges that get a label: the first, the last, and some between, `_TICK` apart."""
+    """Return the edges that get a label: the first, the last, and some between, one per `_TICK` pixels."""
     last = len(edges) - 1
     step = max(1, math.ceil(last * _TICK / _WIDTH))
     return [*(i for i in range(0, last, step) if i + step <= last), last]

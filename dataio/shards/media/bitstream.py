@@ -7,9 +7,9 @@ Invariants: the functions are pure and read only a few bytes of each unit. A pac
 bitstream says so. Every picture shown from a clean start on decodes to the same pixels as from the beginning of the
 file.
 
-* H.264: a clean start is an IDR picture (instantaneous refresh), or a picture with only I slices whose recovery point
-  says "exact, after 0 frames" (open groups of pictures). If a picture has two fields, the first counts. A recovery
-  point that needs more frames (intra refresh) is not a clean start, since the picture is grey at first.
+* H.264: a clean start is an IDR picture (instantaneous refresh). It is also a picture with only I slices, if its
+  recovery point says "exact, after 0 frames" (open groups of pictures). If a picture has two fields, the first counts.
+  A recovery point that needs more frames (intra refresh) is not a clean start, since the picture is grey at first.
 * HEVC: a clean start is an IDR, CRA or BLA picture.
 * For other codecs, the container's mark counts. If it is wrong, their decoders report errors rather than show pictures.
 

@@ -11,22 +11,24 @@ Invariants:
 * Frames are counted, never taken from a header. A packet that is shown is a frame, in order of pts. If that does not
   hold, the whole stream is decoded and its output is counted. It does not hold for AVI (which stores no pts), packed
   MPEG-4, packets without pts, and a start inside a group of pictures. If even the first shown frame does not follow a
-  key frame, the first key frame of the index lies after it, or is not one of the file's. Loaders then begin at the
-  file's first packet.
-* A key frame is a frame at which decoding can begin (`bitstream.starts_clean`), whatever the container marks. A point
-  from which H.264 recovers gradually is not a key frame.
+  key frame, the first key frame of the index lies after it, or the file has no such key frame. Loaders then begin at
+  the file's first packet.
+* A key frame is a frame at which decoding can begin (`bitstream.starts_clean`), also against the container's
+  marks. A point from which H.264 recovers gradually is not a key frame.
 * A key frame's index is therefore the number of frames that decoding from the start outputs before it. A key frame that
   an edit list cuts off is decoded but not shown. It has the index of the first shown frame that needs it.
 * In files that may be read in part (`headrace.dataio.shards.pieces`), a key frame's place is where libav says that its
   packet begins.
-* The time of the first audio sample and the places of some audio packets are as libav gives them when it reads the file
-  from the beginning. If audio does not decode without an error, no packets are marked, and loaders leave it to libav.
+* The index has the time of the first audio sample and the places of some audio packets. Both are as libav gives them
+  when it reads the file from the beginning. If audio does not decode without an error, no packets are marked, and
+  loaders leave it to libav.
 * At least one frame was decoded. A file that cannot be decoded at all is rejected. `probe` does not look for damage
   further inside the file. Such a file passes, and the loader that finds the damage quarantines the sample.
 * Only the listed demuxers may open a file (others for a file that will be converted: `container.is_converted`). No
   demuxer may open a second file or an address.
-* No frame of more than `limits.FRAME_PIXELS` is decoded, whatever the container or the bitstream say, not even while
-  the file is opened. At most `limits.VIDEO_FRAMES` frames and `limits.AUDIO_VALUES` audio values are counted.
+* No frame of more than `limits.FRAME_PIXELS` is decoded, not even while the file is opened. The values in the container
+  and in the bitstream are not trusted. At most `limits.VIDEO_FRAMES` frames and `limits.AUDIO_VALUES` audio values are
+  counted.
 
 Failure behaviour: `UnsupportedError` (not a regular file, not one of the formats, no streams, above a limit),
 `CorruptionError` (empty, truncated, not demuxable, nothing decodes). `probe` does not protect its caller if libav
