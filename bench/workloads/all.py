@@ -1,9 +1,10 @@
-"""`headrace bench all`, which is `make bench`: a short version of every benchmark, and one report of all.
+"""`headrace bench all`, which `make bench` runs: a short version of every benchmark, and one report about all of them.
 
-It takes about five minutes on two cores. Each benchmark is a process of its own, with the time that it needed on two cores. It
-may take longer while the later ones still have enough time. At the end of its time it is interrupted, and keeps its results.
-Invariant: every requested benchmark is in `OUT/bench.json` and in `OUT/report.html` with its outcome: done, failed, interrupted
-or skipped. Both files are rewritten after each benchmark.
+It takes about five minutes on two cores. Each benchmark runs in its own process and gets the time that it needed on two
+cores. It may take longer while the later ones still have enough time. When its time is over, it is interrupted and
+keeps its results.
+Invariant: every requested benchmark is in `OUT/bench.json` and in `OUT/report.html` with its outcome: done, failed,
+interrupted or skipped. Both files are rewritten after each benchmark.
 Failure behaviour: exit code 1 if a benchmark is not done, 130 after Ctrl-C.
 """
 
@@ -32,7 +33,8 @@ GRACE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Short:
-    """A benchmark, its options for a short run, and the seconds it needs. `name` distinguishes two runs of one benchmark."""
+    """A benchmark, its options for a short run, and the seconds it needs. `name` distinguishes two runs of one
+    benchmark."""
 
     name: str
     command: tuple[str, ...]
@@ -52,11 +54,11 @@ PLAN = (
     Short("tier", ("tier", "--rounds", "1", "--mib", "64"), 24),
     Short("simulate", ("simulate", "--rounds", "2"), 8),
 )
-"""Seconds as seen on two cores of a virtual machine with nothing else to do: 234 together."""
+"""Seconds are measured on two cores of an otherwise idle virtual machine: 234 in total."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the plan, or some of it."""
+    """Run the plan, or the chosen part of it."""
     parser = Parser(
         prog="headrace bench all",
         description="A short version of every benchmark, and one report of all.",
@@ -90,7 +92,7 @@ def _chosen(only: str | None) -> list[Short]:
 
 
 def run(plan: Sequence[Short], folder: Path, seconds: float, document: Run) -> list[Part]:
-    """One after the other; the document is written after each."""
+    """Run the benchmarks one after the other, and write the document after each."""
     until, interrupted = time.monotonic() + seconds, False
     parts = [Part(short.name, status="skipped", why="not begun") for short in plan]
     for place, short in enumerate(plan):
@@ -110,13 +112,15 @@ def run(plan: Sequence[Short], folder: Path, seconds: float, document: Run) -> l
 
 
 def allowance(need: float, left: float, later: float) -> float:
-    """Seconds for a benchmark that needs `need`, when `left` are left and the later ones need `later`: all that the later ones
-    do not need or, if there is too little for all, its share."""
+    """Return the seconds that a benchmark may take. It needs `need`, `left` are left, and the later ones need `later`.
+
+    The benchmark gets all time that the later ones do not need. If there is too little time for all, it gets its share.
+    """
     return max(left - later, left * need / (need + later) if need + later else 0.0)
 
 
 def _one(short: Short, folder: Path, seconds: float) -> tuple[Part, bool]:
-    """Run one benchmark: its part of the results, and whether the user interrupted it."""
+    """Run one benchmark. Return its part of the results, and whether the user interrupted it."""
     path, log, scratch = folder / f"{short.name}.json", folder / f"{short.name}.log", folder / "scratch"
     path.unlink(missing_ok=True)
     scratch.mkdir(exist_ok=True)
@@ -143,7 +147,7 @@ def _one(short: Short, folder: Path, seconds: float) -> tuple[Part, bool]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the process, as Ctrl-C does, and kill it if it goes on."""
+    """Interrupt the process, as Ctrl-C does, and kill it if it does not end."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(GRACE_SECONDS)

@@ -1,8 +1,8 @@
-"""Sound for the loader benchmarks: short recordings, as datasets of speech and sound events have them, and long ones.
+"""Audio for the loader benchmarks: short recordings, as in datasets of speech and sound events, and long ones.
 
-The sound is synthetic: a voice that changes its pitch, vowels and loudness, with noise and pauses. Short recordings are 16-bit
-FLAC, alternately at 16 and 44.1 kHz. Long ones are FLAC at 16 kHz, Opus in Ogg, MP3 and AAC in M4A, in turn. One minute is made
-for each format and repeated: as samples for FLAC, whose frames are numbered, otherwise as packets.
+The sound is synthetic: a voice that changes its pitch, vowels and loudness, with noise and pauses. Short recordings are
+16-bit FLAC, alternately at 16 and 44.1 kHz. Long ones are FLAC at 16 kHz, Opus in Ogg, MP3 and AAC in M4A, in turn. One
+minute is made for each format and repeated: as samples for FLAC, whose frames are numbered, otherwise as packets.
 Invariant: a recording is a pure function of its number and kind. Failure behaviour: PyAV's exceptions.
 """
 
@@ -23,13 +23,13 @@ RATE = 16_000
 """The rate of all delivered windows, in one channel."""
 BATCH = 32
 DISTINCT = 48
-"""So many short recordings are encoded; a dataset repeats them under other names."""
+"""The number of short recordings that are encoded. A dataset repeats them under other names."""
 _HOP, _FFT = 160, 400
 
 
 @dataclass(frozen=True)
 class Form:
-    """A file's end, and what is in it."""
+    """A file format: the suffix, the codec and its options."""
 
     ext: str
     codec: str
@@ -43,15 +43,18 @@ FLAC, FINE_FLAC = Form("flac", "flac", RATE), Form("flac", "flac", 44_100)
 LONG = (
     FLAC,
     Form("ogg", "libopus", 48_000, bit_rate=32_000),
-    Form("mp3", "libmp3lame", 44_100, bit_rate=64_000, options=(("reservoir", "0"),)),  # whose packets stand alone
+    Form("mp3", "libmp3lame", 44_100, bit_rate=64_000, options=(("reservoir", "0"),)),  # independent packets
     Form("m4a", "aac", 44_100, "stereo", 96_000),
 )
 
 
 @dataclass(frozen=True)
 class Sound:
-    """Recordings from `shortest` to `longest` seconds; what a candidate delivers of them are windows of `window` seconds, or with
-    `bands` their log-mel spectrograms. An epoch has `per_file` windows of each file, which divide `BATCH`."""
+    """Recordings from `shortest` to `longest` seconds.
+
+    A candidate delivers windows of `window` seconds or, with `bands`, their log-mel spectrograms. An epoch has
+    `per_file` windows of each file. `per_file` divides `BATCH`.
+    """
 
     name: str
     shortest: int
@@ -61,10 +64,10 @@ class Sound:
     per_file: int = 1
     bands: int = 0
     of: str = ""
-    """The kind whose files these are, where it is another."""
+    """The kind whose files are used, if it is another kind."""
     shard_bytes: int = 64 << 20
     stretch: int = 60
-    """Seconds of a long one that are made up, and repeated."""
+    """Seconds of a long recording that are synthesized, and then repeated."""
 
     @property
     def folder(self) -> str:
@@ -100,7 +103,7 @@ class Sound:
         return "float32"
 
     def seconds(self, number: int) -> int:
-        """How long a recording is."""
+        """Length of recording `number` in seconds."""
         return self.shortest + 7919 * (number % DISTINCT) % (self.longest - self.shortest + 1)
 
     def described(self, files: int) -> str:
@@ -123,7 +126,7 @@ KINDS = {
 
 
 def write(kind: Sound, folder: Path, count: int, tell: Callable[..., None]) -> None:
-    """So many recordings, of which the first short ones are encoded."""
+    """Write `count` recordings. Of short recordings only the first `DISTINCT` are encoded."""
     paths = list[Path]()
     for number in range(count):
         form = kind.forms[number % len(kind.forms)]
@@ -139,7 +142,7 @@ def write(kind: Sound, folder: Path, count: int, tell: Callable[..., None]) -> N
 
 
 def _samples(form: Form, kind: Sound, number: int, seconds: int) -> Iterator[npt.NDArray[np.int16]]:
-    """By the second."""
+    """Yield the samples of each second."""
     voice = _voice(form.rate, kind.stretch, 0) if kind.sought else _voice(form.rate, seconds, number)
     for second in range(seconds):
         at = (second + number if kind.sought else second) * form.rate % len(voice)
@@ -163,7 +166,7 @@ def _encoded(target: Path, form: Form, seconds: Iterator[npt.NDArray[np.int16]])
 
 
 def _repeated(target: Path, form: Form, kind: Sound, number: int) -> None:
-    """The packets of the stretch, again and again."""
+    """Write a file that repeats the packets of the synthesized stretch."""
     import av
 
     stretch = target.with_name(f".stretch.{form.ext}")
@@ -184,7 +187,7 @@ def _repeated(target: Path, form: Form, kind: Sound, number: int) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _voice(rate: int, seconds: int, number: int) -> npt.NDArray[np.int16]:
-    """Harmonics with changing formants, in syllables, over noise."""
+    """Synthesize harmonics with changing formants, in syllables, over noise."""
     rng, count = np.random.default_rng(number), rate * seconds
 
     def wander(low: float, high: float, a_second: float) -> npt.NDArray[np.float32]:

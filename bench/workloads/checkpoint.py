@@ -1,9 +1,11 @@
-"""`headrace bench checkpoint`: stall and slow-down of the trainer, seconds until durable, bytes written, seconds to restore.
+"""`headrace bench checkpoint`: stall and slow-down of the trainer, seconds until durable, bytes written, seconds to
+restore.
 
-It runs every candidate in its own process (`checkpoint_worker`), on a disk, on tmpfs or against an S3 server on loopback, with
-one rank or several. `headrace.bench.peers.checkpointers` builds the candidates. Nothing heavy is imported here.
-Invariant: every candidate saves the same bytes, and a save counts as durable only when it is fsynced. A candidate fails if a
-restored state differs in any bit from the state at the time of the save.
+It runs every candidate in its own process (`checkpoint_worker`), on a disk, on tmpfs or against an S3 server on
+loopback, with one rank or several. `headrace.bench.peers.checkpointers` builds the candidates. Nothing heavy is
+imported here.
+Invariant: every candidate saves the same bytes, and a save counts as durable only when it is fsynced. A candidate fails
+if a restored state differs in any bit from the state at the time of the save.
 Failure behaviour: a candidate that fails is named with the end of its error; the others go on.
 """
 
@@ -54,7 +56,7 @@ METRICS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace bench checkpoint`."""
+    """Run `headrace bench checkpoint` and return the exit code."""
     about = "Saves and restores, compared with torch.save, safetensors, torch.distributed.checkpoint and others."
     return command.run(argv, "checkpoint", about, fill, _options, show=show)
 
@@ -81,7 +83,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """Every candidate saves and restores the same state, in one place after the other."""
+    """Measure all candidates in one place after the other. Every candidate saves and restores the same state."""
     places, mib = _places(job.args.on), parse_bytes(job.args.size) // MIB
     if mib < 8:
         raise UsageError("there must be at least 8 MiB of state", hint="give --size 64MiB or more")
@@ -110,7 +112,7 @@ def fill(job: command.Job, part: Part) -> None:
 
 @contextlib.contextmanager
 def copying(streaming: bool) -> Iterator[str]:
-    """Set glibc's tunables for the processes of all candidates; yields the value."""
+    """Set glibc's tunables for the processes of all candidates, and yield the value."""
     from headrace.checkpoint.saving import copy_threads
 
     before = os.environ.copy()
@@ -134,7 +136,7 @@ def _places(given: str) -> list[str]:
 
 @contextlib.contextmanager
 def _place(name: str, scratch: Path) -> Iterator[str]:
-    """Where to save, empty: a path or the URL of a bucket."""
+    """Yield an empty place to save to: a path or the URL of a bucket."""
     if name == "disk":
         yield str(scratch / "checkpoints")
     elif name == "tmpfs":
@@ -149,7 +151,7 @@ def _place(name: str, scratch: Path) -> Iterator[str]:
 
 
 def show(part: Part) -> str:
-    """One table for each place."""
+    """Return one table for each place."""
     places = part.settings.get("on", [])
     if len(places) < 2:
         return part_table(part, _shown(part))
@@ -163,7 +165,7 @@ def show(part: Part) -> str:
 
 
 def _shown(part: Part) -> list[str]:
-    """Metrics that at least one candidate has."""
+    """Return the metrics that at least one candidate has."""
     return [name for name in part.metrics if any(name in found.metrics for found in part.candidates.values())]
 
 
@@ -176,14 +178,17 @@ OURS = "headrace"
 
 @dataclass(frozen=True)
 class Entry:
-    """`build` is a function of `headrace.bench.peers.checkpointers`, called as `function(where, training, **options)`."""
+    """A candidate. `build` names a function of `headrace.bench.peers.checkpointers`.
+
+    It is called as `function(where, training, **options)`.
+    """
 
     build: str
     options: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     places: tuple[str, ...] = ("disk", "tmpfs")
     ranks: bool = False
-    """Whether it can have several."""
+    """Whether the candidate supports several ranks."""
 
 
 ENTRIES: dict[str, Entry] = {
@@ -208,11 +213,11 @@ SHORT = (
     *(OURS, "headrace, lazy", "floor: memcpy, O_DIRECT, BLAKE3", "torch.save", "safetensors"),
     *("dcp.save", "dcp.async_save", "dcp.async_save, stager", "s3torchconnector's dcp"),
 )
-"""What `make bench` runs."""
+"""The candidates that `make bench` runs."""
 
 
 def runs_here(entry: Entry, place: str, ranks: int) -> str | None:
-    """None, or why the candidate cannot run so."""
+    """Return None if the candidate can run here, otherwise the reason why it cannot."""
     if place not in entry.places:
         return f"saves to {' and '.join(entry.places)} only"
     if ranks > 1 and not entry.ranks:

@@ -1,10 +1,16 @@
-"""One candidate on one rank: saves while training goes on, then restores into other tensors.
+"""One candidate on one rank: it saves while training continues, then restores into other tensors.
 
-The saves: a first one; one after one more step, when every tensor has changed; one after many steps, if asked for; one after a
-step in which nine tenths were frozen; and one of a LoRA run, if asked for.
-Invariant: training goes on from the return of `save` until the state is durable, and the steps of that time are compared with
-those of a quiet time. With several ranks each figure is that of the slowest rank. Restored tensors equal the saved ones bit
-for bit.
+The saves are:
+
+1. a first one;
+2. one after one more step, when every tensor has changed;
+3. one after many steps, if requested;
+4. one after a step in which nine tenths of the layers were frozen;
+5. one of a LoRA run, if requested.
+
+Invariants: training continues from the return of `save` until the state is durable. The steps of that time are compared
+with steps without a save. With several ranks each figure is that of the slowest rank. Restored tensors equal the saved
+ones bit for bit.
 Failure behaviour: an exception ends the process; `headrace.bench.core.measure` reports it.
 """
 
@@ -34,7 +40,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Job:
-    """`steps`: the many steps, 0 for none. `lora`: whether there is a LoRA run too."""
+    """What to measure. `steps` is the number of steps before the third save, 0 for none. `lora` adds a LoRA run."""
 
     build: Build
     where: str
@@ -45,7 +51,7 @@ class Job:
 
 
 def measure(job: Job) -> Figures:
-    """All figures of the candidate; on every rank, with the same result."""
+    """Measure all figures of the candidate. Every rank calls this and gets the same result."""
     if _first_rank():
         empty(job.where)
     _together()
@@ -69,7 +75,7 @@ def measure(job: Job) -> Figures:
         out |= _keys("later", _save(job, built, training), "mib")
     training.train_only(0.1)
     training.step()
-    _save(job, built, training)  # what the steps before changed is not to count
+    _save(job, built, training)  # changes of earlier steps must not count
     training.step()
     wanted = {name: tensor.detach().clone() for name, tensor in training.state().items()}
     out |= _keys("frozen", _save(job, built, training), "durable_s", "mib")
@@ -127,7 +133,10 @@ def _save(job: Job, built: Built, training: Training) -> Figures:
 
 
 def _restores(job: Job, built: Built, wanted: State) -> Figures:
-    """Into memory that is there, as a trainer's is: cold (a disk only), warm, and with several ranks every tensor whole."""
+    """Restore into allocated memory, as a trainer does, and compare.
+
+    The restores are cold (on a disk only), warm and, with several ranks, into unsharded tensors.
+    """
     out: Figures = {}
     on_disk = "://" not in job.where and not job.where.startswith("/dev/shm")
     target = {name: torch.ones_like(tensor) for name, tensor in wanted.items()}
@@ -189,7 +198,7 @@ def _together() -> None:
 
 
 def _all_done(done: bool) -> bool:
-    """Whether all ranks are: they take the same number of steps, since these wait for each other."""
+    """Return whether all ranks are done. All ranks take the same number of steps, because steps wait for each other."""
     if not _several():
         return done
     flag = torch.tensor([int(done)])
@@ -210,7 +219,7 @@ def _slowest(out: Figures) -> Figures:
 
 
 def _status(name: str, pid: str = "self") -> float:
-    """KiB of /proc/PID/status; 0 for a process that is gone."""
+    """Return a value of /proc/PID/status in KiB, or 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -219,7 +228,7 @@ def _status(name: str, pid: str = "self") -> float:
 
 
 def _of_children() -> float:
-    """KiB that children have to themselves."""
+    """Return the KiB of anonymous memory of the child processes."""
     try:
         children = [c for task in Path("/proc/self/task").iterdir() for c in (task / "children").read_text().split()]
     except OSError:
@@ -230,12 +239,15 @@ def _of_children() -> float:
 def _reset_peak() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # then the peak is that of the whole life
+    except OSError:  # the peak is then that of the whole process lifetime
         return
 
 
 def empty(where: str) -> None:
-    """Remove what an earlier candidate left: what is written over an object of the same name would not be seen as written."""
+    """Remove everything that an earlier candidate saved.
+
+    `stored_bytes` would not count a write that replaces an object of the same name.
+    """
     if where.startswith("s3://"):
         from headrace.dataio.store.open import open_store
 
@@ -246,7 +258,7 @@ def empty(where: str) -> None:
 
 
 def stored_bytes(where: str) -> int:
-    """Of all objects or files."""
+    """Return the total bytes of all objects or files."""
     if where.startswith("s3://"):
         from headrace.dataio.store.open import open_store
 
@@ -256,7 +268,7 @@ def stored_bytes(where: str) -> int:
 
 
 def forget(where: str) -> None:
-    """Take all files out of the page cache."""
+    """Drop all files from the page cache."""
     for path, _ in _all_files(where):
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -265,7 +277,7 @@ def forget(where: str) -> None:
 
 
 def recall(where: str) -> None:
-    """Put all files into it."""
+    """Read all files into the page cache."""
     buffer = bytearray(4 << 20)
     for path, _ in _all_files(where):
         with open(path, "rb", buffering=0) as file:

@@ -2,9 +2,10 @@
 
 It prints one JSON object.
 
-Invariant: with several ranks this process starts one for each and prints what rank 0 found. They meet by a file: a port
-that was free when it was chosen may be taken by the time that they have torch.
-Failure behaviour: the first rank that fails ends the others, and its last words are this process's. No rank outlives it.
+Invariant: with several ranks this process starts a process for each rank and prints the figures of rank 0. The ranks
+rendezvous by a file, not by a port: another process may take a free port while the ranks import torch.
+Failure behaviour: the first rank that fails ends the others, and this process reports the end of its error. No rank
+outlives this process.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from headrace.bench.workloads.checkpoint import ENTRIES
 from headrace.bench.workloads.checkpoint_run import Job, measure
 
 _MEETING = "HEADRACE_BENCH_MEETING"
-"""The file by which the ranks find each other, and the process that started them."""
+"""The environment variable with the rendezvous file of the ranks and the id of the process that started them."""
 _PR_SET_PDEATHSIG = 1
 
 
 def run(arguments: list[str]) -> dict[str, float]:
-    """In this process."""
+    """Measure in this process."""
     name, where, mib, ranks, steps, lora = arguments
     entry = ENTRIES[name]
-    checkpointers: Any = importlib.import_module("headrace.bench.peers.checkpointers")  # with torch, in a rank alone
+    checkpointers: Any = importlib.import_module("headrace.bench.peers.checkpointers")  # needs torch
     build = partial(getattr(checkpointers, entry.build), **entry.options)
     return measure(Job(build, where, int(mib), int(ranks), int(steps), lora == "1"))
 
@@ -56,7 +57,7 @@ def _rank(arguments: list[str]) -> None:
 
 
 def _start(arguments: list[str], ranks: int) -> str:
-    """Run all ranks; what rank 0 printed last."""
+    """Run all ranks and return the last line that rank 0 printed."""
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     common = os.environ | sizes | {"MASTER_ADDR": "127.0.0.1"}
     command = [sys.executable, "-m", "headrace.bench.workloads.checkpoint_worker", *arguments]

@@ -1,9 +1,9 @@
 """`python -m headrace.bench.workloads.dlio DATA_FOLDER`: make a dataset of the files that DLIO generated.
 
-`DATA_FOLDER/train/*` goes into `DATA_FOLDER/headrace/train` (tar shards and an index), and `valid` likewise; the files
-stay, as DLIO counts them.
-Invariant: one sample a file, with the file's bytes. Failure behaviour: a folder without files is a `UsageError`; one that
-was prepared before is left as it is.
+It puts `DATA_FOLDER/train/*` into `DATA_FOLDER/headrace/train` (tar shards and an index), and `valid` likewise. The
+files stay, because DLIO counts them.
+Invariant: each file is one sample, with the file's bytes.
+Failure behaviour: a folder without files is a `UsageError`. A folder that was prepared before stays as it is.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ PLACE = "headrace"
 
 
 def place_of(folder: Path, kind: str) -> Path:
-    """Where the dataset of `train` or `valid` lies."""
+    """Return the path of the dataset of `train` or `valid`."""
     return folder / PLACE / kind / "dataset"
 
 
 def prepare(folder: Path) -> list[str]:
-    """Make the datasets that are missing; their places."""
+    """Make the datasets that are missing, and return their paths."""
     kinds = [kind for kind in ("train", "valid") if (folder / kind).is_dir() and any((folder / kind).iterdir())]
     if not kinds:
         raise UsageError(
@@ -38,7 +38,7 @@ def prepare(folder: Path) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prepare the folder named on the command line."""
+    """Prepare the folder that the command line names."""
     if len(argv) != 1:
         print("usage: python -m headrace.bench.workloads.dlio DATA_FOLDER", file=sys.stderr)
         return 2

@@ -1,9 +1,11 @@
 """`headrace bench encodings`: bytes of a training state, by checkpoint encoding.
 
-A small transformer trains with bf16 weights, fp32 masters and AdamW's moments. Its tensors, joined by kind, are encoded by every
-codec that fits them, one chunk at a time, as a save does. The weights are also encoded as differences from earlier steps.
-Invariant: sizes are those that would be stored, and every encoding is decoded and compared. The training is seeded, so every
-round gives the same sizes; the seconds differ. Failure behaviour: an encoding that does not decode to its input is an error.
+A small transformer trains with bf16 weights, fp32 masters and AdamW's moments. Its tensors, joined by kind, are encoded
+by every codec that fits them, one chunk at a time, as a save does. The weights are also encoded as differences from
+earlier steps.
+Invariant: sizes are those of stored chunks, and every encoding is decoded and compared. The training is seeded, so
+every round gives the same sizes. Only the seconds differ.
+Failure behaviour: an encoding that does not decode to its input is an error.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ KINDS = (WEIGHTS, MASTERS, "first moments, fp32", "second moments, fp32", "all o
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace bench encodings`."""
+    """Run `headrace bench encodings` and return the exit code."""
     about = "Bytes of a state in training, by encoding."
     return command.run(argv, "encodings", about, fill, _options, rounds=1)
 
@@ -49,7 +51,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """One process trains for each kind of tensor."""
+    """Measure each kind of tensor in its own process, which trains the model."""
     steps, width = job.args.steps, job.args.width
     part.title = f"Encodings of a transformer's state after {steps} steps, width {width}"
     part.metrics, part.settings = METRICS, {"steps": steps, "width": width, "chunk_bytes": CHUNK}
@@ -58,7 +60,7 @@ def fill(job: command.Job, part: Part) -> None:
 
 
 def train(steps: int, width: int) -> tuple[dict[str, bytes], dict[int, bytes]]:
-    """The state by kind after so many steps, and the weights of so many steps before that."""
+    """Return the state by kind after `steps` steps, and the weights of earlier steps by their distance in steps."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
@@ -68,7 +70,7 @@ def train(steps: int, width: int) -> tuple[dict[str, bytes], dict[int, bytes]]:
     optimizer = torch.optim.AdamW(parameters, lr=3e-4)
     earlier = dict[int, bytes]()
     for step in range(1, steps + 1):
-        tokens = torch.randint(0, 512, (8, 33)) // torch.randint(1, 9, (8, 1))  # some are likelier than others
+        tokens = torch.randint(0, 512, (8, 33)) // torch.randint(1, 9, (8, 1))  # an uneven distribution of tokens
         found = head(model(table(tokens[:, :-1])))
         optimizer.zero_grad()
         nn.functional.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
@@ -90,7 +92,7 @@ def _planes(kind: str) -> int:
 
 
 def encoded(data: bytes, code: int) -> tuple[int, float]:
-    """Bytes stored, chunk by chunk, and CPU seconds."""
+    """Encode chunk by chunk. Return the stored bytes and the CPU seconds."""
     view, stored, seconds = memoryview(data), 0, 0.0
     for first in range(0, len(view), CHUNK):
         chunk, began = view[first : first + CHUNK], time.thread_time()
@@ -103,14 +105,14 @@ def encoded(data: bytes, code: int) -> tuple[int, float]:
 
 
 def different(data: bytes, before: bytes) -> int:
-    """Bytes stored as differences."""
+    """Return the stored bytes of `data`, encoded as differences from `before`."""
     code = next(code for code, kind in DELTAS.items() if PLANES[kind] == 2)
     chunks = [slice(first, first + CHUNK) for first in range(0, len(data), CHUNK)]
     return sum(len(codec.compress_difference(data[one], before[one], code)) for one in chunks)
 
 
 def measure(kind: str, steps: int, width: int) -> dict[str, float]:
-    """Figures of one kind, or of the whole state, each tensor by whichever is smaller."""
+    """Measure one kind of tensor, or the whole state with the smaller encoding of each kind."""
     state, earlier = train(steps, width)
     if kind == KINDS[-1]:
         whole = sum(map(len, state.values()))

@@ -1,4 +1,4 @@
-"""A dataset of plain files: they are put into tar shards, which are indexed in place.
+"""Makes a dataset of plain files: it puts them into tar shards and indexes the shards in place.
 
 Invariant: a sample holds the bytes of its files. Failure behaviour: errors of the file system are raised.
 """

@@ -1,6 +1,6 @@
-"""Pictures that every loader reads: JPEGs of the sizes that datasets of photographs have.
+"""Images for the loader benchmarks: JPEGs of the sizes that datasets of photographs have.
 
-Invariant: a picture is a pure function of its number.
+Invariant: an image is a pure function of its number.
 Failure behaviour: Pillow's exceptions.
 """
 
@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 DISTINCT = 96
-"""So many pictures are encoded; a dataset repeats them under other names."""
+"""The number of images that are encoded. A dataset repeats them under other names."""
 QUALITY = 90
 
 
 @dataclass(frozen=True)
 class Stills:
-    """JPEGs whose sides lie between two lengths; what a candidate delivers of them is `size` x `size`."""
+    """JPEGs with sides between two lengths. A candidate delivers them as `size` x `size`."""
 
     name: str
     shortest: int
@@ -29,7 +29,7 @@ class Stills:
     shard_bytes: int = 64 << 20
     per_file: int = 1
     sought: bool = False
-    """Files are short, and read whole."""
+    """Whether readers seek in the files. Images are short, so readers read them whole."""
     batch: int = 64
     buffer: int = 1024
     default: int = 4_800
@@ -40,7 +40,7 @@ class Stills:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what a candidate delivers of a picture."""
+        """Shape of an image that a candidate delivers."""
         return 3, self.size, self.size
 
     @property
@@ -48,12 +48,12 @@ class Stills:
         return "uint8"
 
     def sides(self, number: int) -> tuple[int, int]:
-        """Height and width."""
+        """Height and width of image `number`."""
         room = self.longest - self.shortest + 1
         return self.shortest + 7919 * number % room, self.shortest + 6271 * number % room
 
     def described(self, files: int) -> str:
-        """What an epoch is."""
+        """One line that describes an epoch."""
         return f"{files} JPEGs of {self.shortest} to {self.longest} pixels a side; to {self.size}²"
 
 
@@ -61,7 +61,7 @@ KINDS = {kind.name: kind for kind in (Stills("pictures", 360, 640, 224),)}
 
 
 def write(kind: Stills, folder: Path, count: int, tell: Callable[..., None]) -> None:
-    """So many pictures, of which the first are encoded."""
+    """Write `count` images, of which only the first `DISTINCT` are encoded."""
     from PIL import Image
 
     for number in range(count):
@@ -74,7 +74,7 @@ def write(kind: Stills, folder: Path, count: int, tell: Callable[..., None]) -> 
 
 
 def _pixels(height: int, width: int, number: int) -> np.ndarray:
-    """Waves, edges and a little noise."""
+    """Draw waves, edges and a little noise."""
     rng = np.random.default_rng(number)
     y, x = np.mgrid[:height, :width].astype(np.float32)
     canvas = np.full((height, width, 3), 127, np.float32)

@@ -1,9 +1,10 @@
-"""`headrace bench index`: opening, querying and reading a large index, compared with pyarrow and DuckDB on the same files.
+"""`headrace bench index`: opening, querying and reading a large index, compared with pyarrow and DuckDB on the same
+files.
 
-`--samples 10000000` makes a synthetic index of that many rows. With `--directory` the index is kept there and used again.
-`python -m headrace.bench.workloads.index CANDIDATE DIRECTORY` runs one candidate and prints its figures as JSON.
-Invariant: each candidate has its own process and measures itself; `peak_mib` is the whole process. All candidates must find
-the same number of samples.
+`--samples 10000000` makes a synthetic index of that many rows. With `--directory` the index is kept there and used
+again. `python -m headrace.bench.workloads.index CANDIDATE DIRECTORY` runs one candidate and prints its figures as JSON.
+Invariant: each candidate has its own process and measures itself; `peak_mib` is the whole process. All candidates must
+find the same number of samples.
 Failure behaviour: a candidate that fails is named with the end of its error; the others go on.
 """
 
@@ -47,7 +48,7 @@ METRICS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace bench index`."""
+    """Run `headrace bench index` and return the exit code."""
     return command.run(
         argv,
         "index",
@@ -65,7 +66,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """One index for all candidates."""
+    """Measure all candidates on one index."""
     from headrace.bench.workloads.index import make_index
     from headrace.dataio.shards.versions.documents import version_key
 
@@ -83,7 +84,7 @@ def fill(job: command.Job, part: Part) -> None:
 
 
 def _require_equal(part: Part) -> None:
-    """What they counted is no figure, but must be the same for all."""
+    """Raise unless all candidates counted the same samples. The counts are not figures, so they are removed."""
     for counted in ("samples", "where_samples"):
         found = {name: set(one.metrics.pop(counted, [])) for name, one in part.candidates.items()}
         if len(set[float]().union(*found.values())) > 1:
@@ -93,7 +94,7 @@ def _require_equal(part: Part) -> None:
 
 
 WHERE = "duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"
-_SQL = "duration between 2 and 20 and height >= 720 and text ilike '%dog%'"  # the same, in the index's own names
+_SQL = "duration between 2 and 20 and height >= 720 and text ilike '%dog%'"  # the index's column names
 _PER_SHARD, _PER_PART = 400, 100_000
 _WORDS = (
     *(
@@ -133,7 +134,7 @@ _WORDS = (
 
 
 def make_index(where: Path, samples: int) -> None:
-    """A dataset of that many rows without shards; rows are as large as those of real clips with captions."""
+    """Write the index of a dataset without shards. Its rows are as large as those of real clips with captions."""
     with open_store(where) as store:
         stored, shards = list[versions.IndexPart](), list[versions.Shard]()
         for first in range(0, samples, _PER_PART):
@@ -211,7 +212,7 @@ def _lists(name: str, offsets: Any, flat: dict[str, Any]) -> Any:
     return pa.ListArray.from_arrays(offsets, values, type=index.SCHEMA.field(name).type)
 
 
-# --- candidates; each is the only one of its process
+# --- candidates; each runs in its own process
 
 
 def _headrace(where: Path) -> dict[str, Any]:
@@ -256,7 +257,7 @@ def _headrace(where: Path) -> dict[str, Any]:
 
 
 def _peak_mib() -> float:
-    """The most memory that this process has had; `getrusage` would count the parent's before the fork too."""
+    """Return the peak memory of this process. `getrusage` would also count the parent's memory before the fork."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 

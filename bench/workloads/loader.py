@@ -1,9 +1,8 @@
-"""What `headrace bench loader` compares: clips of short and long videos and of films, windows of short and long recordings;
-from files or from an S3 server here.
+"""`headrace bench loader`: Headrace and other loaders on video, audio and images, from files or from a local S3 server.
 
-Invariant: candidates alternate, each in its own process, over the same clips; peers that are not installed are
-left out and named. Nothing heavy is imported before the options were understood.
-Failure behaviour: a candidate that fails is named with its last words; the others go on.
+Invariant: candidates alternate, each in its own process, and read the same clips. Peers that are not installed are left
+out and named. Large packages are imported only after the options are parsed.
+Failure behaviour: a candidate that fails is named with the end of its error, and the others continue.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ FROM_S3 = {"read_mb": Metric("MB read from the server", "MB")}
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace bench loader`."""
+    """Run `headrace bench loader` and return the exit code."""
     about = "One epoch of decoded samples, compared with other loaders. `headrace bench resume` measures resuming."
     return command.run(argv, "loader", about, fill, _options)
 
@@ -68,7 +67,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """Every candidate reads the same clips."""
+    """Measure all candidates in turn. Every candidate reads the same clips."""
     from headrace.bench.peers import candidates
     from headrace.bench.peers.peer_loaders import THREADS
     from headrace.bench.peers.video_peers import FLOOR
@@ -122,7 +121,7 @@ def _files(clips: int, kind: video.AnyKind) -> int:
 
 
 def _pythons(given: Sequence[str]) -> dict[str, str]:
-    """The interpreter of each peer that has its own."""
+    """Return the interpreter of each peer that has its own."""
     found = dict[str, str]()
     for pair in given:
         name, separator, python = pair.partition("=")
@@ -141,7 +140,7 @@ def _short(package: str) -> str:
 def _is_here(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # a parent package is absent, too
         return False
 
 
@@ -161,7 +160,7 @@ def _names(
 def _prepared(
     job: command.Job, kind: video.AnyKind, files: int, names: Sequence[str], pythons: Mapping[str, str]
 ) -> Path:
-    """The folder with the files in every form that is needed."""
+    """Write the files in every format that the candidates need, and return the folder."""
     folder: Path = (job.args.data or job.scratch) / kind.folder
     if not (folder / "dataset").is_dir():
         video.make(kind, folder, files, job.tell)
@@ -183,7 +182,10 @@ def _prepared(
 
 @contextlib.contextmanager
 def _served(root: Path, args: argparse.Namespace) -> Iterator[int]:
-    """The port of a server of `root`, 0 if none is wanted; candidates, processes of their own, find it in the environment."""
+    """Serve `root` over S3 and yield the port, or yield 0 without a server.
+
+    Candidates run in their own processes and find the server through the environment.
+    """
     if not args.s3:
         yield 0
         return

@@ -1,7 +1,7 @@
 """Measure one candidate: `python -m headrace.bench.workloads.loader_worker CANDIDATE FOLDER KIND PORT`.
 
-The process delivers one epoch and prints one JSON object. Failure behaviour: too few samples, or samples of another shape,
-end the process with an error.
+The process delivers one epoch and prints one JSON object. Failure behaviour: too few samples, or samples of another
+shape, end the process with an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.bench.workloads.source import Place
 
 
 class TreeMemory:
-    """The most that this process and its children held at once, by proportional set size, looked at four times a second."""
+    """Peak memory of this process and its children: the sum of their PSS, sampled four times a second."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -31,7 +31,7 @@ class TreeMemory:
         self._thread.start()
 
     def stop(self) -> float:
-        """MiB."""
+        """Stop sampling, and return the peak in MiB."""
         self._over.set()
         self._thread.join()
         return self.most / 1024
@@ -55,7 +55,7 @@ def _tree(pid: str) -> list[str]:
 
 
 def _pss(pid: str) -> int:
-    """KiB; 0 for a process that has ended."""
+    """Return the PSS of a process in KiB, or 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -64,7 +64,7 @@ def _pss(pid: str) -> int:
 
 
 def measure(candidate: str, place: Place, kind: video.AnyKind) -> dict[str, float]:
-    """Figures of one epoch of one candidate. `steady_per_s` leaves out everything up to the first batch."""
+    """Measure one epoch of one candidate. `steady_per_s` excludes everything up to the first batch."""
     torch.set_num_threads(1)
     memory, sent, meter = TreeMemory(), place.sent(), Meter()
     begun = time.perf_counter()
@@ -95,6 +95,6 @@ if __name__ == "__main__":
     name, at, what, port = sys.argv[1:5]
     libraries = str(video.ffmpeg_libraries(Path(at)))
     if ("torchcodec" in name or "SPDL" in name) and libraries not in os.environ.get("LD_LIBRARY_PATH", ""):
-        os.environ["LD_LIBRARY_PATH"] = libraries  # read when a process starts
+        os.environ["LD_LIBRARY_PATH"] = libraries  # the dynamic linker reads it when a process starts
         os.execv(sys.executable, [sys.executable, "-m", "headrace.bench.workloads.loader_worker", *sys.argv[1:]])
     print(json.dumps(measure(name, Place(Path(at), int(port)), video.KINDS[what])))

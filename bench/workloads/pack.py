@@ -1,10 +1,10 @@
 """`headrace bench pack`: MB/s, files/s, CPU seconds and peak memory of packing the same files into tar shards.
 
-The peers are tar + ffprobe and webdataset's ShardWriter. `python -m headrace.bench.workloads.pack CANDIDATE DIRECTORY` packs
-`DIRECTORY/clips` into `DIRECTORY/packed`, which is emptied first. Imports of the measured process do not count, as their cost
-does not grow with the number of files; processes that it starts do count.
-Invariant: every candidate writes tar shards of about `SHARD_BYTES` to local disk and fsyncs them within the measured time.
-Digests show that the members equal the files.
+The peers are tar + ffprobe and webdataset's ShardWriter. `python -m headrace.bench.workloads.pack CANDIDATE DIRECTORY`
+packs `DIRECTORY/clips` into `DIRECTORY/packed`, which is emptied first. Imports of the measured process do not count,
+as their cost does not grow with the number of files; processes that it starts do count.
+Invariant: every candidate writes tar shards of about `SHARD_BYTES` to local disk and fsyncs them within the measured
+time. Digests show that the members equal the files.
 Failure behaviour: wrong members or an exception end the process; `headrace.bench.core.measure` reports it.
 """
 
@@ -45,7 +45,7 @@ METRICS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace bench pack`."""
+    """Run `headrace bench pack` and return the exit code."""
     about = "Packing into tar shards on local disk, compared with tar + ffprobe and webdataset's ShardWriter."
     return command.run(argv, "pack", about, fill, _options)
 
@@ -55,7 +55,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """Every candidate packs the same copies of made clips, and of the real ones where there are any."""
+    """Measure all candidates in turn. They pack the same copies of generated clips and, if there are any, of real
+    ones."""
     from headrace.bench.demo.media import REAL_CLIPS
 
     size = make_files(job.scratch / "clips", job.args.files, job.tell, REAL_CLIPS)
@@ -70,12 +71,15 @@ def fill(job: command.Job, part: Part) -> None:
 
 
 def candidates() -> tuple[str, ...]:
-    """Those that can run here: the one with ffprobe only where that is on the PATH."""
+    """Return the candidates that can run here. The one with ffprobe needs it on the PATH."""
     return tuple(name for name in CANDIDATES if name != FFPROBE or shutil.which("ffprobe"))
 
 
 def make_files(folder: Path, count: int, tell: Tell, media: Path | None = None) -> int:
-    """Fill `folder` with `count` files: copies, in turn, of made clips and of those in `media` that can be probed; bytes."""
+    """Fill `folder` with `count` files, and return their bytes.
+
+    The files are copies, in turn, of generated clips and of the files in `media` that can be probed.
+    """
     from headrace.bench.demo.media import make_clip
 
     originals = []
@@ -91,7 +95,7 @@ def make_files(folder: Path, count: int, tell: Tell, media: Path | None = None) 
 
 
 def _usable(media: Path) -> list[Path]:
-    """Without the files that are damaged on purpose: Headrace would skip them, and `tar` would not."""
+    """Return the files that are not damaged on purpose. Headrace would skip damaged files, and `tar` would not."""
     from headrace.dataio.core.errors import HeadraceError
     from headrace.dataio.shards.media.probe import probe
 
@@ -106,7 +110,7 @@ def _usable(media: Path) -> list[Path]:
 
 
 def measure(candidate: str, directory: Path) -> dict[str, float]:
-    """Figures of one candidate; "a core" is by CPU second, of the process and its children."""
+    """Measure one candidate. Figures "a core" are by CPU second of the process and its children."""
     clips, packed = directory / "clips", directory / "packed"
     shutil.rmtree(packed, ignore_errors=True)
     packed.mkdir()
@@ -116,7 +120,7 @@ def measure(candidate: str, directory: Path) -> dict[str, float]:
         importlib.import_module(module)
     meter = Meter()
     _BUILD[candidate](files, packed)
-    if candidate != "headrace":  # whose store has done so
+    if candidate != "headrace":  # Headrace's store has synced already
         _sync(packed)
     read = meter.read()
     check_members(files, packed)
@@ -164,7 +168,7 @@ def _headrace(files: list[Path], packed: Path) -> None:
 
 
 def _tar_ffprobe(files: list[Path], packed: Path) -> None:
-    """A `tar` per shard, then an `ffprobe` per file, as many at once as there are cores."""
+    """Run a `tar` for each shard, then an `ffprobe` for each file, one at a time on each core."""
     for number, shard in enumerate(_shards(files)):
         names = "\n".join(path.name for path in shard)
         command = ["tar", "-cf", str(packed / f"{number:06d}.tar"), "-C", str(shard[0].parent), "-T", "-"]
@@ -208,7 +212,8 @@ def _shard_writer(files: list[Path], packed: Path, *, probed: bool) -> None:
 
 
 def _facts(content: bytes) -> dict[str, Any]:
-    """The index that a team writes itself: streams, number of packets, key frames with pts, and one decoded frame."""
+    """Collect the facts of a typical hand-written index: streams, packet count, key frames with pts, one decoded
+    frame."""
     import av
 
     with av.open(io.BytesIO(content), "r") as container:

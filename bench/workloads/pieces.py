@@ -1,10 +1,10 @@
-"""`headrace bench pieces`: the cost of single steps that the pages mention: one clip, one probe, one digest.
+"""`headrace bench pieces`: the cost of single steps that the documentation mentions: one clip, one probe, one digest.
 
-Each candidate prepares its input, repeats one step on one thread for `SECONDS` after a warm-up, and reports CPU and wall time of
-each piece.
-Invariant: candidates that are compared have the same input: colours and decoders one video, clips decoded together and apart
-one video, digests and reads the same length.
-Failure behaviour: a candidate that fails, or lacks a package, is named; the others go on.
+Each candidate prepares its input, repeats one step on one thread for `SECONDS` after a warm-up, and reports CPU and
+wall time of each piece.
+Invariant: candidates that are compared have the same input. Colours and decoders use one video, and so do clips decoded
+together and separately. Digests and reads have the same length.
+Failure behaviour: a candidate that fails, or lacks a package, is named, and the others continue.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ METRICS = {
     "padding": Metric("padding, %", "%"),
 }
 Step = tuple[Callable[[], float | None], int]
-"""What is repeated, and how many pieces it does; what it returns is the share of padding, if anything."""
+"""A step to repeat, and the number of pieces that one step handles. The step may return a share of padding."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace bench pieces`."""
+    """Run `headrace bench pieces` and return the exit code."""
     return command.run(argv, "pieces", "What single steps cost: one clip, one probe, one digest.", fill, _options)
 
 
@@ -47,7 +47,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """All inputs, then all candidates in turn."""
+    """Make all inputs, then measure all candidates in turn."""
     names = [name for name in CANDIDATES if job.args.only in name]
     if not names:
         raise UsageError(f"no step has {job.args.only!r} in its name", hint=f"there are {', '.join(CANDIDATES)}")
@@ -63,8 +63,8 @@ def fill(job: command.Job, part: Part) -> None:
 
 
 def make(folder: Path, tell: Callable[[str, float], None], seconds: int = 6) -> None:
-    """The videos: H.264 with rare and with frequent key frames, VP9, and a clip of each container that
-    `headrace.bench.demo` makes."""
+    """Write the videos: H.264 with rare and with frequent key frames, VP9, and a clip of each container of
+    `headrace.bench.demo`."""
     from headrace.bench.demo.media import make_clip
     from headrace.bench.workloads.video import Kind, encode
 
@@ -77,11 +77,11 @@ def make(folder: Path, tell: Callable[[str, float], None], seconds: int = 6) -> 
         made.rename(folder / f"probed{made.suffix}")
 
 
-# --- candidates; each is the only one of its process
+# --- candidates; each runs in its own process
 
 
 def _decoding(folder: Path, name: str, clip: Any, size: int, color: Any = "bt601") -> tuple[list[Any], Any]:
-    """Requests for all clips of a video, and PyAV."""
+    """Return the requests for all clips of a video, and a PyAV decoder."""
     import torch
 
     from headrace.dataio.shards.media.probe import probe
@@ -99,7 +99,7 @@ def _decoding(folder: Path, name: str, clip: Any, size: int, color: Any = "bt601
 
 
 def _nothing(_: object) -> None:
-    """What was made is dropped."""
+    """Drop a result, so that a step returns None."""
 
 
 def _decode(decoder: Any, requests: Sequence[Any]) -> None:
@@ -188,7 +188,7 @@ def _digest(name: str) -> Callable[[Path], Step]:
 
 
 def _read(*, mapped: bool) -> Callable[[Path], Step]:
-    """450 kB at a time, anywhere in a file of 64 MiB that the page cache holds."""
+    """Read 450 kB at a time, at random places of a file of 64 MiB that the page cache holds."""
 
     def prepare(folder: Path) -> Step:
         length, path = 450_000, folder / "bytes"
@@ -231,7 +231,7 @@ CANDIDATES: Mapping[str, Callable[[Path], Step]] = {
 
 
 def measure(name: str, folder: Path, seconds: float = SECONDS) -> dict[str, float]:
-    """Figures of one candidate, after one step that warms up."""
+    """Measure one candidate, after one warm-up step."""
     step, pieces = CANDIDATES[name](folder)
     padding = step()
     began, cpu, steps = time.perf_counter(), cpu_seconds(), 0

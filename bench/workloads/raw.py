@@ -3,15 +3,17 @@
 Every candidate reads the same shuffled samples (three files each, in tars on local disk) and delivers each batch in one
 staging buffer. The page cache holds everything.
 
-- The plain loop is the least work: it knows all offsets, keeps the shards open, and lets the kernel copy into the buffer.
-- Headrace does what a loader does before it decodes: the order, the index, announcements eight batches ahead, a read into
-  the buffer, and the digest of every file.
-- Both also run as loaders read: in two threads, one batch ahead, into one of two buffers.
-- `FileLoader` prepares three batches while the trainer holds one. The loop with as many buffers is its floor: one buffer of
-  some megabytes stays in the processor's cache, and four do not.
+- The plain loop is the least work: it knows all offsets, keeps the shards open, and lets the kernel copy into the
+  buffer.
+- Headrace does what a loader does before it decodes: the order, the index, announcements eight batches ahead, a read
+  into the buffer, and the digest of every file.
+- Both also run as a loader does: in two threads, one batch ahead, into one of two buffers.
+- `FileLoader` prepares three batches while the trainer holds one. Its floor is the loop with as many buffers: one
+  buffer of some megabytes stays in the processor's cache, and four do not.
 
 The first epoch fills caches and has a column of its own.
-Invariant: all candidates deliver the same bytes, which their digests show. Failure behaviour: a candidate that fails is named.
+Invariant: all candidates deliver the same bytes, which their digests show. Failure behaviour: a candidate that fails is
+named.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from headrace.loaders.sampling.order import Order
 
 BATCH, EPOCHS, AT_ONCE = 16, 6, 32
 HELD = 4
-"""Batches in memory where two are made ahead of the next one, and the trainer still has the last."""
+"""Batches in memory when two are made ahead of the next one, and the trainer still holds the last."""
 MEMBERS = {"video.bin": 386_000, "sound.bin": 64_000, "text.bin": 600}
 PLAIN, SIDECAR, ALONE = "pread into the staging buffer", "Headrace through the sidecar", "Headrace in one process"
 TWO, PLAIN_TWO = f"{ALONE}, 2 threads", f"{PLAIN}, 2 threads"
@@ -66,12 +68,12 @@ METRICS = {
 Batches = Iterator[memoryview]
 Epochs = Callable[[int], Batches]
 Wanted = tuple[int, int, int, int]
-"""A descriptor, and of a file in what it opens offset, length and digest."""
+"""A file to read: the shard's descriptor, and the file's offset, length and digest."""
 T = TypeVar("T")
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace bench raw`."""
+    """Run `headrace bench raw` and return the exit code."""
     about = "Samples as bytes, checked, compared with a plain loop of preadv."
     return command.run(argv, "raw", about, fill, _options, rounds=5)
 
@@ -81,7 +83,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """One dataset, all candidates in turn."""
+    """Make one dataset, and measure all candidates in turn."""
     make(job.scratch, job.args.samples, job.tell)
     part.title = (
         f"Raw: {job.args.samples} samples of {sum(MEMBERS.values()) / 1000:.0f} kB, shuffled, batches of {BATCH}"
@@ -98,7 +100,7 @@ def fill(job: command.Job, part: Part) -> None:
 
 
 def make(folder: Path, samples: int, tell: Callable[[str, float], None]) -> None:
-    """The dataset, `folder`/dataset."""
+    """Make the dataset in `folder`/dataset."""
     files = folder / "files"
     files.mkdir()
     rng = random.Random(1)
@@ -115,7 +117,10 @@ def make(folder: Path, samples: int, tell: Callable[[str, float], None]) -> None
 
 
 def _order(dataset: Dataset, epoch: int) -> Iterator[list[Files]]:
-    """Where the batches of an epoch lie. Order and index are asked for many of them at once, which takes a tenth of the time."""
+    """Yield the files of each batch of an epoch.
+
+    The order and the index are queried for `AT_ONCE` batches at once, which takes a tenth of the time.
+    """
     order = Order.of(len(dataset), BATCH, sample_bytes=dataset.total_bytes / len(dataset), seed=1)
     batches = order.full_batches + bool(order.tail)
     for first in range(0, batches, AT_ONCE):
@@ -134,7 +139,7 @@ def _plain(
     check: bool = False,
     buffers: int = 2,
 ) -> Epochs:
-    """The loop: offsets and descriptors are looked up before, and do not count."""
+    """The plain loop. Offsets and descriptors are looked up before the measurement."""
     with Dataset(str(folder / "dataset"), trust_mounts=True) as dataset:
         epochs = [list(_order(dataset, epoch)) for epoch in range(EPOCHS)]
     shards = {sample.shard for batch in epochs[0] for sample in batch}
@@ -182,7 +187,7 @@ def _headrace(
         return at
 
     def planned(epoch: int) -> Iterator[list[Files]]:
-        """Each batch, when those behind it are announced."""
+        """Yield each batch after the next ones are announced."""
         coming, order = deque[tuple[list[Files], list[sample_reader.Range]]](), _order(dataset, epoch)
         while True:
             for batch in itertools.islice(order, 1 + AHEAD - len(coming)):
@@ -205,15 +210,18 @@ def _reading(
     threads: int,
     buffers: int = 2,
 ) -> Callable[[Iterable[Sequence[T]]], Batches]:
-    """Batches filled in turn; or each by several threads at once into one of several buffers, of which one is with who takes the
-    batches."""
+    """Return a function that fills batches.
+
+    One thread fills the batches in turn into `staging`. Several threads fill each batch together, into one of several
+    buffers. The consumer of the batches holds one of these buffers.
+    """
     if threads == 1:
         return lambda batches: (staging[: fill(batch, staging)] for batch in batches)
     pool = stack.enter_context(ThreadPoolExecutor(threads))
     memory = [staging, *(_staging() for _ in range(1, buffers))]
 
     def begin(batch: Sequence[T], room: memoryview) -> Callable[[], memoryview]:
-        """Have the batch filled by all threads; call what this returns for the batch."""
+        """Let all threads fill the batch, and return a function that waits for the batch and returns it."""
         each, at, parts = -(-len(batch) // threads), 0, list[Future[int]]()
         for first in range(0, len(batch), each):
             part = batch[first : first + each]
@@ -252,14 +260,14 @@ def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack, side
 
 
 def _staging() -> memoryview:
-    """A buffer for a batch, whose pages have been touched."""
+    """Return a buffer for a batch. All its pages have been touched."""
     memory = memoryview(bytearray(BATCH * sum(MEMBERS.values())))
     memory[::4096] = bytes(len(memory[::4096]))
     return memory
 
 
 def measure(name: str, folder: Path) -> dict[str, float]:
-    """Figures of one candidate: the first epoch by itself, then the others."""
+    """Measure one candidate: the first epoch separately, then the others."""
     with contextlib.ExitStack() as stack:
         staging = _staging()
         batches = CANDIDATES[name](folder, staging, stack)
@@ -284,7 +292,7 @@ def measure(name: str, folder: Path) -> dict[str, float]:
 def _through(
     read: Callable[[Path, memoryview, contextlib.ExitStack, Path | None], Epochs],
 ) -> Callable[[Path, memoryview, contextlib.ExitStack], Epochs]:
-    """The same through a daemon."""
+    """Return the same candidate, reading through a daemon."""
 
     def epochs(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Epochs:
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-"))

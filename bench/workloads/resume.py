@@ -1,11 +1,12 @@
-"""`headrace bench resume`: how long resuming in the middle of an epoch takes, how exact it is, and how large the state is.
+"""`headrace bench resume`: how long resuming in the middle of an epoch takes, how exact it is, and how large the state
+is.
 
-Every candidate reads the same small clips in shuffled batches of 8 and decodes them: Headrace by its decoder, the peers by
-plain PyAV in the reading process, as their documentation shows. The floor opens the same dataset, then looks up, reads and
-decodes the next samples one after the other, without threads.
-Invariant: a candidate delivers one epoch, and keeps its state and the ids of the next batches at 50 % and at 99 %. Then a new
-loader in the same process takes that state, as it comes back from JSON, and is timed until its first batch. Imports do not
-count. The resume is exact if the next batches have the same ids.
+Every candidate reads the same small clips in shuffled batches of 8 and decodes them: Headrace by its decoder, the peers
+by plain PyAV in the reading process, as their documentation shows. The floor opens the same dataset, then looks up,
+reads and decodes the next samples one after the other, without threads.
+Invariant: a candidate delivers one epoch, and keeps its state and the ids of the next batches at 50 % and at 99 %. Then
+a new loader in the same process takes that state, as it comes back from JSON, and is timed until its first batch.
+Imports do not count. The resume is exact if the next batches have the same ids.
 Failure behaviour: an exception ends the candidate's process; `headrace.bench.core.measure` reports it.
 """
 
@@ -57,7 +58,7 @@ class Loader(Protocol):
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace bench resume`."""
+    """Run `headrace bench resume` and return the exit code."""
     return command.run(argv, "resume", "Resuming in the middle of an epoch, beside other loaders.", fill, _options)
 
 
@@ -119,7 +120,7 @@ def measure(candidate: str, folder: Path) -> dict[str, float]:
 
 
 def _resume(make: Callable[[], Loader], state: str, found: dict[str, float], percent: int) -> list[list[int]]:
-    """Resume from `state`, and add the times to `found`; the ids of the first batches."""
+    """Resume from `state`, add the times to `found`, and return the ids of the first batches."""
     begun = time.perf_counter()
     with _ended(make()) as loader:
         loader.load_state_dict(json.loads(state))
@@ -149,7 +150,7 @@ def _count(folder: Path) -> int:
 
 
 def _walk(loader: Loader, marks: set[int]) -> tuple[dict[int, str], dict[int, list[list[int]]]]:
-    """Deliver one epoch: the states after `marks` batches, and the ids of the batches that follow each."""
+    """Deliver one epoch. Return the states after `marks` batches, and the ids of the batches that follow each."""
     states, ids = dict[int, str](), list[list[int]]()
     for number, batch in enumerate(loader, 1):
         ids.append(_ids(batch))
@@ -167,7 +168,7 @@ _READS: list[float] = []
 
 
 def _decoded(data: bytes) -> Any:
-    """uint8 (2, 16, 16, 3) of the clip."""
+    """Decode the clip: uint8 (2, 16, 16, 3)."""
     import av
     import numpy as np
 
@@ -221,7 +222,7 @@ class _Bare:
 
 
 def _torchdata(folder: Path) -> Loader:
-    """Samples by number, in the shuffled order of torch."""
+    """torchdata's loader: samples by number, in torch's shuffled order."""
     import torch
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -293,7 +294,7 @@ def _mosaic(folder: Path) -> Loader:
 
 
 def _convert(peer: str, folder: Path, python: str) -> None:
-    """Write the same samples in the peer's own format, by an interpreter that has the peer."""
+    """Write the same samples in the peer's own format, with an interpreter that has the peer installed."""
     import subprocess
 
     quiet = {**os.environ, "LITDATA_DISABLE_VERSION_CHECK": "1"}
@@ -318,7 +319,7 @@ def _to_mosaic(folder: Path) -> None:
 
 
 class _Read:
-    """Sample number → a row for a peer. Each worker opens the dataset itself."""
+    """Maps a sample number to a row for a peer. Each worker opens the dataset itself."""
 
     def __init__(self, url: str) -> None:
         self._url = url

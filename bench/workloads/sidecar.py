@@ -1,12 +1,12 @@
 """`headrace bench sidecar`: throughput, latency, CPU and memory of the node's daemon, with medians and spread.
 
-Every round runs every measurement once, so drift of the machine affects all alike. The dataset is synthetic: random bytes in
-the shape of short clips (video, sound and text), on local disk. Ranks and daemon are real processes, and a rank copies every
-byte of its batches. Compared measurements (with and without the daemon, mapped and plain) alternate.
-A first epoch begins with as much free memory as it will fill (`Memory`): a virtual machine that returns free memory to its host
-takes several times longer for a page that it has not used for some seconds.
-Invariant: only figures that were measured in this run are printed. Failure behaviour: a rank or daemon that fails ends the
-benchmark.
+Every round runs every measurement once, so drift of the machine affects all alike. The dataset is synthetic: random
+bytes in the shape of short clips (video, sound and text), on local disk. Ranks and daemon are real processes, and a
+rank copies every byte of its batches. Compared measurements (with and without the daemon, mapped and plain) alternate.
+A first epoch begins with as much free memory as it will fill (`Memory`). The reason is that a virtual machine may
+return free memory to its host. A page that it has not used for some seconds then takes several times longer.
+Invariant: only figures that were measured in this run are printed.
+Failure behaviour: a rank or daemon that fails ends the benchmark.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IDLE_SECONDS = 4.0
 CLIENTS = 1000
 LIMITED = Shape(shards=8, per_shard=48)
 RATE = 40e6
-"""Bytes a second of the limited server."""
+"""The limit of the slow server, in bytes a second."""
 
 
 FIGURES = {
@@ -81,7 +81,7 @@ Found = dict[str, list[float]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace bench sidecar`: 0 when it ran, whatever the figures."""
+    """Run `headrace bench sidecar`. The exit code is 0 when it ran, regardless of the figures."""
     return command.run(argv, "sidecar", "The figures of the node's daemon.", fill, _options)
 
 
@@ -96,7 +96,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """All figures, each measured once a round."""
+    """Measure all figures, each once a round."""
     part.title, part.metrics, part.settings = "Sidecar: one node", FIGURES, {"shards": job.args.shards}
     found = part.candidates.setdefault("headrace", Samples({name: [] for name in FIGURES})).metrics
     if job.args.cache_dir is not None:
@@ -106,7 +106,7 @@ def fill(job: command.Job, part: Part) -> None:
 
 
 def measure(scratch: Path, caches: Path, shape: Shape, rounds: int, found: Found, parts: Sequence[str] = PARTS) -> None:
-    """Fill `found` with a sample of every figure of these parts a round."""
+    """In each round, add a sample of every figure of `parts` to `found`."""
     data = scratch / "data" / "bucket" / "ds"
     write_shards(data, shape)
     limited = scratch / "limited" / "bucket" / "ds"
@@ -149,7 +149,7 @@ def deliver(folder: Path, url: str, shape: Shape, ranks: int, found: Found) -> N
 
 
 def from_s3(folder: Path, root: Path, shape: Shape, ranks: int, found: Found) -> None:
-    """A first epoch from an S3 server on this machine, which shares its cores."""
+    """Deliver a first epoch from an S3 server on this machine. The server shares the cores."""
     with server(root) as s3, daemon(folder, s3.environ, cache_bytes="4GiB") as running:
         memory = Memory(folder, shape.total_bytes)
         before = running.cpu_seconds()
@@ -164,14 +164,14 @@ def from_s3(folder: Path, root: Path, shape: Shape, ranks: int, found: Found) ->
 
 
 def quiet(running: DaemonProcess, url: str, shape: Shape, found: Found) -> None:
-    """Latency and cost of a daemon that serves one process."""
+    """Measure the latency and the cost of a daemon that serves one process."""
     key, ranges = shape.read(0)
     found["mmap"].append(mapped_ratio(running, url, shape))
     with running.connect() as sidecar:
         found["open"].append(open_p50(sidecar, url, key, ranges[0]))
         found["looked"].append(100 * sidecar.spin.helped / OPENS)
     found["bare"].append(bare_p50())
-    time.sleep(6.0)  # its threads give their buffers back
+    time.sleep(6.0)  # the daemon's threads release their buffers
     before = running.thread_seconds()
     time.sleep(IDLE_SECONDS)
     found["idle"].append(100 * (running.thread_seconds() - before) / IDLE_SECONDS)
@@ -182,7 +182,7 @@ def quiet(running: DaemonProcess, url: str, shape: Shape, found: Found) -> None:
 
 
 def cold(folder: Path, root: Path, found: Found) -> None:
-    """Four ranks read an uncached dataset from a server of a fixed bandwidth, without and with a daemon."""
+    """Let four ranks read an uncached dataset from a server of a fixed bandwidth, without and with a daemon."""
     with server(root, RATE) as limited:
         jobs = [Job("s3://bucket/ds", None, LIMITED, rank, 4) for rank in range(4)]
         without, _ = run_ranks(jobs, limited.environ)
@@ -199,7 +199,7 @@ def cold(folder: Path, root: Path, found: Found) -> None:
 
 
 def open_p50(sidecar: Sidecar, url: str, key: str, wanted: tuple[int, int]) -> float:
-    """Microseconds of a round trip for what the cache has, the descriptor being known."""
+    """Return the median microseconds of a round trip for a cached range of a file whose descriptor is known."""
     where, file, times = m.Where(url, {}), 0, list[float]()
     for _ in range(OPENS):
         message = (where, key, [wanted], 30.0, file)
@@ -213,7 +213,7 @@ def open_p50(sidecar: Sidecar, url: str, key: str, wanted: tuple[int, int]) -> f
 
 
 def bare_p50() -> float:
-    """Microseconds of a round trip of a hundred bytes to a thread of this process: the floor."""
+    """Return the floor: the median microseconds of a round trip of a hundred bytes to a thread of this process."""
     ours, theirs = socket.socketpair()
 
     def echo() -> None:
@@ -235,10 +235,10 @@ def bare_p50() -> float:
 
 
 def mapped_ratio(running: DaemonProcess, url: str, shape: Shape) -> float:
-    """Bytes a second through the sidecar's cache, divided by those through plain mappings of the same files of the cache.
+    """Return the bytes a second through the sidecar's cache, divided by those through plain mappings of the same files.
 
-    A mapping of another copy would differ by more than the overhead, as its pages are elsewhere in memory. The whole dataset
-    is read, so that the processor's caches do not serve it.
+    A mapping of another copy would differ by more than the overhead, as its pages are elsewhere in memory. The whole
+    dataset is read, so that the processor's caches do not serve it.
     """
     staging = memoryview(bytearray(shape.sample_bytes))
     reads = [shape.read(sample) for sample in range(shape.samples)]
@@ -258,14 +258,14 @@ def mapped_ratio(running: DaemonProcess, url: str, shape: Shape) -> float:
             for key, ranges in reads:
                 copy(staging, [plain[key][offset : offset + length] for offset, length in ranges])
 
-        for action in (through, directly, through, directly):  # pages and blocks are there from now on
+        for action in (through, directly, through, directly):  # warm up: pages and blocks
             action()
         taken = [(seconds(directly), seconds(through)) for _ in range(9)]
     return statistics.median(a for a, _ in taken) / statistics.median(b for _, b in taken)
 
 
 def mapped_file(sidecar: Sidecar, where: m.Where, key: str, size: int) -> memoryview:
-    """A plain mapping of the daemon's file of this object, once all of it is there."""
+    """Wait until the daemon's cache has the whole object, and return a plain mapping of its file."""
     _, descriptors = sidecar.call(lambda id: m.Open(id, where, key, [(0, size)], 30.0))
     try:
         return memoryview(mmap.mmap(descriptors[0], 0, prot=mmap.PROT_READ))
@@ -288,7 +288,7 @@ def seconds(action: Callable[[], None]) -> float:
 
 @contextlib.contextmanager
 def crowd(running: DaemonProcess) -> Iterator[int]:
-    """A thousand clients, each of which has sent Hello; yields how many were answered."""
+    """Connect a thousand clients, each of which sends Hello, and yield the number of answers."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
@@ -320,9 +320,11 @@ SETTLE_SECONDS, SMALL_BYTES = 2.5, 64 << 20
 
 
 class Memory:
-    """Pages that this machine has at hand, `size` bytes of them, until `free` gives them to whoever writes next. A kernel that
-    gives free pages back to a host does so two seconds after some became free: `free` waits until that is over for those that
-    became free before."""
+    """Holds `size` bytes of used pages, until `free` makes them available to the next writer.
+
+    A kernel that returns free pages to its host does so two seconds after they became free. So `free` first waits until
+    the kernel has returned the pages that became free earlier.
+    """
 
     def __init__(self, folder: Path, size: int) -> None:
         piece = bytes(4 << 20)
@@ -338,8 +340,11 @@ class Memory:
 
 
 def passing(data: Path, folder: Path, shape: Shape) -> tuple[float, float]:
-    """Seconds to read, digest and write all shards of `data` block by block, what a first epoch takes at least; and CPU seconds
-    of that and of copying it once, sample by sample, out of mappings of what was written."""
+    """Measure the floor of a first epoch.
+
+    Returns: The seconds to read, digest and write all shards of `data` block by block, and the CPU seconds. The CPU
+        seconds include one copy, sample by sample, out of mappings of the written files.
+    """
     Memory(folder, shape.total_bytes).free()
     buffer, staging = memoryview(bytearray(BLOCK_BYTES)), memoryview(bytearray(BATCH * shape.sample_bytes))
     staging[::4096] = bytes(len(staging[::4096]))

@@ -1,4 +1,5 @@
-"""One rank of the sidecar's benchmark: reads its share of the global order, raw, and copies each batch into one staging buffer.
+"""One rank of the sidecar's benchmark: reads its share of the global order, raw, and copies each batch into one staging
+buffer.
 
     python -m headrace.bench.workloads.sidecar_rank JSON
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-import headrace.dataio.sidecar.reader  # noqa: F401  # what is imported is the process's start, not the read's
+import headrace.dataio.sidecar.reader  # noqa: F401  # the import must not count as reading
 from headrace.dataio.core.tracing import span
 from headrace.dataio.sidecar.client import open_reader
 from headrace.dataio.store.open import open_store
@@ -70,7 +71,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank does. `batch` is the rank's own; `sidecar` a socket or None."""
+    """What one rank does. `batch` is the batch size of one rank. `sidecar` is a socket or None."""
 
     url: str
     sidecar: str | None
@@ -91,7 +92,7 @@ class Job:
         return cls(shape=Shape(**{**shape, "members": tuple(shape["members"])}), **values)
 
     def batches(self) -> Iterator[list[Read]]:
-        """This rank's reads, in order."""
+        """Yield the reads of this rank's batches, in order."""
         order = Order.of(self.shape.samples, self.batch * self.ranks, sample_bytes=self.shape.sample_bytes, seed=1)
         numbers = range(order.full_batches + bool(order.tail))
         for epoch in range(self.first_epoch, self.first_epoch + self.epochs):
@@ -106,7 +107,7 @@ class Job:
 
 
 def run(job: Job) -> dict[str, float]:
-    """Read it all; figures by name."""
+    """Read all batches, and return the figures by name."""
     staging = memoryview(bytearray(job.batch * job.shape.sample_bytes))
     staging[::4096] = bytes(len(staging[::4096]))  # touch the pages before the first batch
     began, cpu = time.perf_counter(), time.process_time()

@@ -1,7 +1,8 @@
-"""Where a loader reads its files: from this machine, or from an S3 server that counts the bytes it sends.
+"""The source of a loader's files: this machine, or an S3 server that counts the bytes it sends.
 
-Invariant: both have the same bytes. A candidate whose library reads S3 uses the library. The others get short files whole, over
-one connection for each thread, and long files as file objects. Worker processes have their own connections (`part_at_fork`).
+Invariant: both sources have the same bytes. A candidate whose library reads S3 uses that library. The others get short
+files whole, over one connection for each thread, and long files as file objects. Worker processes have their own
+connections (`part_at_fork`).
 Failure behaviour: `RuntimeError` for an answer other than 200.
 """
 
@@ -23,8 +24,11 @@ _mine = threading.local()
 
 
 def part_at_fork() -> None:
-    """Make this process end its connections before it forks. Workers of Energon and mosaicml-streaming would share those of the
-    parent: two workers that send requests over one connection get each other's bytes."""
+    """Make this process end its connections before it forks.
+
+    Workers of Energon and mosaicml-streaming would share the parent's connections. Two workers that send requests over
+    one connection get each other's bytes.
+    """
     os.register_at_fork(before=_hang_up)
 
 
@@ -38,14 +42,17 @@ def _hang_up() -> None:
 
 
 def the_file(sample: Mapping[str, Any]) -> bytes:
-    """A file's bytes, of what a library gives of it."""
+    """Return the file's bytes from a sample as a library delivers it."""
     (found,) = (value for value in sample.values() if isinstance(value, bytes))
     return found
 
 
 @dataclass(frozen=True)
 class Place:
-    """`folder` holds clips/, dataset/ and litdata/; with a `port`, they are read from the server there, whose bucket it is."""
+    """A source. `folder` holds clips/, dataset/ and litdata/. With a `port`, they are read from the local server there.
+
+    The server's bucket is named like the folder.
+    """
 
     folder: Path
     port: int = 0
@@ -55,21 +62,22 @@ class Place:
         return f"http://127.0.0.1:{self.port}/{self.folder.name}"
 
     def url(self, name: str) -> str:
-        """A folder of it, as libraries take it."""
+        """Return the path or the URL of a subfolder, as libraries take it."""
         return f"s3://{self.folder.name}/{name}" if self.port else str(self.folder / name)
 
     def shards(self) -> list[str]:
-        """The tars, as webdataset takes them."""
+        """Return the paths or URLs of the tars, as webdataset takes them."""
         names = sorted(path.name for path in (self.folder / "dataset" / "shards").iterdir())
         base = f"{self.http}/dataset/shards" if self.port else str(self.folder / "dataset" / "shards")
         return [f"{base}/{name}" for name in names]
 
     def clips(self) -> list[str]:
-        """Names of the files. No candidate pays for this listing."""
+        """Return the names of the files. They are always listed locally, so the listing costs all candidates the
+        same."""
         return sorted(path.name for path in (self.folder / "clips").iterdir())
 
     def read(self, clip: str) -> bytes:
-        """One clip's bytes."""
+        """Return the bytes of one file."""
         if not self.port:
             return (self.folder / "clips" / clip).read_bytes()
         connection: http.client.HTTPConnection | None = getattr(_mine, "connection", None)
@@ -84,7 +92,10 @@ class Place:
 
     @contextlib.contextmanager
     def opened(self, clip: str) -> Iterator[Any]:
-        """A path, or from S3 what s3fs opens, whose blocks of 50 MiB, left as they are, would be whole films."""
+        """Yield a path or, from S3, a file object of s3fs.
+
+        The blocks are 1 MiB. The default of s3fs, 50 MiB, would read whole long videos.
+        """
         if not self.port:
             yield str(self.folder / "clips" / clip)
             return
@@ -94,11 +105,11 @@ class Place:
             yield file
 
     def link(self, clip: str) -> str:
-        """A path, or a URL as S3's signed ones are."""
+        """Return a path, or an HTTP URL like a presigned URL of S3."""
         return f"{self.http}/clips/{clip}" if self.port else str(self.folder / "clips" / clip)
 
     def sent(self) -> int:
-        """Bytes that the server has sent so far; 0 without one."""
+        """Return the bytes that the server has sent so far, or 0 without a server."""
         if not self.port:
             return 0
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/sent", timeout=30) as answer:

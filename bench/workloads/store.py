@@ -1,12 +1,12 @@
-"""`headrace bench store [URL]`: the sweep, side by side, and what it leaves.
+"""`headrace bench store [URL]`: Headrace and other clients on a bucket or a directory.
 
-Purpose: throughput, latency percentiles, CPU seconds per GiB and memory of the client, by operation, object size and
-concurrency, of a bucket or a directory, for Headrace and for the clients that people use otherwise. Without a URL it
-starts a SeaweedFS on loopback, which then shares the cores with its clients: compare the rows, not the figures with
-another machine's.
-Invariant: writes only below a fresh random prefix and deletes exactly what it wrote, by name. The bounds hold for the
-whole run; what they leave out is said. Failure behaviour: a client that fails, or whose package is missing, is named with
-its last words, and the exit code is 1.
+It measures throughput, latency percentiles, CPU seconds per GiB and memory of each client, by operation, object size
+and concurrency. Without a URL it starts a SeaweedFS on loopback, which shares the cores with its clients. Then compare
+only the rows with each other, not the figures with those of another machine.
+Invariant: the benchmark writes only below a fresh random prefix, and deletes exactly the keys that it wrote, by name.
+The bounds hold for the whole run. The results name the cells that the bounds exclude.
+Failure behaviour: a client that fails, or whose package is missing, is named with the end of its error. The exit code
+is then 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ written is deleted again, by name."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark and return the exit code."""
     return command.run(argv, "store", _ABOUT, fill, _options, show=show)
 
 
@@ -64,7 +64,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """Prepare the objects, let the clients alternate, take the objects away."""
+    """Write the objects, measure the clients in turn, and delete the objects."""
     args = job.args
     sweep = store_sweep.Sweep(tuple(args.operations.split(",")), _sizes(args.sizes), _numbers(args.threads))
     with _place(args.url, sweep, job.tell) as url:
@@ -90,7 +90,10 @@ def fill(job: command.Job, part: Part) -> None:
 
 
 def _limited(metrics: dict[str, Metric], url: str, *, cold: bool) -> dict[str, Metric]:
-    """Add what the disk allows one thread to the cells with one request at a time that depend on it: writes, cold reads."""
+    """Add the disk's limit to the metrics of directories.
+
+    The limit is the rate of one thread. It applies to writes and cold reads in cells with one request at a time.
+    """
     if url.startswith("s3://"):
         return metrics
     folder = folder_of(url)
@@ -170,13 +173,14 @@ def _left_out(sweep: store_sweep.Sweep) -> list[str]:
 
 @contextlib.contextmanager
 def _place(url: str | None, sweep: store_sweep.Sweep, tell: Tell) -> Iterator[str]:
-    """The URL of a fresh prefix with the objects to read; exactly the sweep's own keys are deleted at the end."""
+    """Yield the URL of a fresh prefix with the objects to read. At the end, exactly the sweep's own keys are
+    deleted."""
     with contextlib.ExitStack() as stack:
         if url is None:
             from headrace.dataio.testing.s3_server import start_seaweedfs
 
             server = stack.enter_context(start_seaweedfs())
-            os.environ.update(server.environment())  # the clients are processes of their own and find it there
+            os.environ.update(server.environment())  # for the clients' processes
             url = server.create_bucket("bench")
         base = url if "://" in url else Path(url).resolve().as_uri()
         if not base.startswith(("s3://", "file://")):
@@ -203,7 +207,7 @@ def _remove_empty(root: Path) -> None:
 
 
 def show(part: Part) -> str:
-    """A table of throughput and one of p99 for each operation, and the CPU seconds."""
+    """Return tables of throughput, p99 and CPU seconds for each operation, and one of the peak memory."""
     lines = []
     for operation in store_sweep.OPERATIONS:
         for quantity, unit in (("throughput", "MB/s"), ("latency p99", "ms"), ("cpu", "CPU s/GiB")):

@@ -1,11 +1,12 @@
-"""What `headrace bench store` measures: a cell for every operation, size and concurrency, and its objects.
+"""The measurements of `headrace bench store`: a cell for every operation, size and concurrency, and its objects.
 
-Everything is below one fresh random prefix. Exactly the keys that a sweep can have written are deleted, by name: nothing is
-listed and deleted, so an object of another program is never touched.
-The knee of a curve is where Kleinrock's power, throughput divided by response time, is largest (L. Kleinrock, "Power and
-deterministic rules of thumb for probabilistic problems in computer communications", ICC 1979).
-Invariant: the cells are the same for every client; a cell that a bound excludes is named in `left_out`. Failure behaviour: an
-unknown operation is a `UsageError`; an error of the store is raised, and an object that could not be deleted is named.
+All objects are below one fresh random prefix. The benchmark deletes exactly the keys that a sweep can have written, by
+name. It never deletes the keys of a listing, so it never touches an object of another program. The knee of a curve is
+where Kleinrock's power, throughput divided by response time, is largest (L. Kleinrock, "Power and deterministic rules
+of thumb for probabilistic problems in computer communications", ICC 1979).
+Invariant: the cells are the same for every client. `left_out` names the cells that a bound excludes.
+Failure behaviour: an unknown operation is a `UsageError`. An error of the store is raised, and an object that could not
+be deleted is named.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ SMALL = 4 * KIB
 PART = 8 * MIB
 LISTED = 200
 MAX_HELD = 512 * MIB
-"""Cells that would hold more than this in memory at once are left out."""
+"""The most bytes that a cell may hold in memory at once. Larger cells are left out."""
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """`size` in bytes of one request (0 for list), `width` requests at once."""
+    """One measurement: requests of `size` bytes (0 for list), `width` at once."""
 
     operation: str
     size: int
@@ -74,11 +75,11 @@ class Sweep:
         return max(self.sizes)
 
     def cells(self) -> list[Cell]:
-        """All cells that fit in memory."""
+        """Return the cells that fit in memory."""
         return [cell for cell in self._all() if cell.size * cell.width <= MAX_HELD]
 
     def left_out(self) -> list[Cell]:
-        """Those that do not."""
+        """Return the cells that do not fit in memory."""
         return [cell for cell in self._all() if cell.size * cell.width > MAX_HELD]
 
     def _all(self) -> list[Cell]:
@@ -98,7 +99,8 @@ class Sweep:
 
 
 def metrics(cells: Sequence[Cell]) -> dict[str, Metric]:
-    """The metrics of a part: throughput, percentiles and CPU of every cell, and the peak memory of the client."""
+    """Return the metrics of a part: throughput, percentiles and CPU of every cell, and the peak memory of the
+    client."""
     found: dict[str, Metric] = {}
     for cell in cells:
         axes: dict[str, str | float] = {
@@ -121,12 +123,12 @@ _BLOCK = 16 * MIB
 
 
 def fresh_prefix() -> str:
-    """A prefix that has not been used before."""
+    """Return a random prefix that no earlier run used."""
     return f"headrace-bench-{uuid.uuid4().hex}"
 
 
 def key_of(cell: Cell, number: int, sweep: Sweep) -> str:
-    """The object of a request: reads share what was prepared, writers have their own."""
+    """Return the key of a request. Reads share the prepared objects, and writers have their own."""
     if cell.operation == "list":
         return "list/"
     size = sweep.largest if cell.operation in ("range", "small") else cell.size
@@ -135,7 +137,7 @@ def key_of(cell: Cell, number: int, sweep: Sweep) -> str:
 
 
 def prepared(sweep: Sweep) -> dict[str, int]:
-    """Key → size of what has to be there before the first request."""
+    """Return the key and size of each object that must exist before the first request."""
     sizes = set(sweep.sizes if "get" in sweep.operations else ())
     if {"range", "small"} & set(sweep.operations):
         sizes.add(sweep.largest)
@@ -146,7 +148,7 @@ def prepared(sweep: Sweep) -> dict[str, int]:
 
 
 def all_keys(sweep: Sweep) -> list[str]:
-    """Every key that the sweep may have written."""
+    """Return every key that the sweep may have written."""
     written = {
         key_of(cell, number, sweep)
         for cell in sweep.cells()
@@ -157,7 +159,7 @@ def all_keys(sweep: Sweep) -> list[str]:
 
 
 def prepare(store: Store, sweep: Sweep, tell: Callable[[str, float], None]) -> int:
-    """Write what is read; bytes. Contents are random, so that nothing on the way can compress them."""
+    """Write the objects to read, and return their bytes. The contents are random, so that they cannot be compressed."""
     wanted = prepared(sweep)
     for place, (key, size) in enumerate(wanted.items()):
         tell("writing objects", place / len(wanted))
@@ -180,7 +182,7 @@ _ENOUGH = 0.9
 
 @dataclass(frozen=True)
 class Point:
-    """One concurrency: requests at once, throughput in any unit, median latency in ms."""
+    """One point of a curve: requests at once, throughput in any unit, and median latency in ms."""
 
     width: int
     throughput: float
@@ -189,14 +191,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Knee:
-    """`best`: the point of the greatest power; `enough`: the smallest concurrency with nine tenths of the greatest throughput."""
+    """The knee of a curve.
+
+    `best` is the point of the greatest power. `enough` is the smallest concurrency with nine tenths of the greatest
+    throughput.
+    """
 
     best: Point
     enough: Point
 
 
 def find(points: Iterable[Point]) -> Knee | None:
-    """The knee of one curve."""
+    """Return the knee of one curve, if it has one."""
     known = sorted((point for point in points if point.latency > 0), key=lambda point: point.width)
     if not known:
         return None
@@ -206,7 +212,7 @@ def find(points: Iterable[Point]) -> Knee | None:
 
 
 def sentences(cells: Iterable[Cell], candidates: Mapping[str, Samples]) -> list[str]:
-    """One sentence for each operation and size of the first candidate."""
+    """Describe the knee of the first candidate, in one sentence for each operation and size."""
     if not candidates:
         return []
     name, samples = next(iter(candidates.items()))

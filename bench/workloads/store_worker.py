@@ -1,12 +1,13 @@
 """Measure one client in a process of its own: every cell of the sweep, closed loop.
 
-`python -m headrace.bench.workloads.store_worker JSON` (an `Order`) prints one JSON object: throughput, latency percentiles and
-CPU seconds of every cell, the histograms, and the errors.
-A cell runs `width` threads, each with one request at a time, until the cell's seconds are over or its bytes are moved; each
-thread makes at least two requests. Requests begin when all threads have started and made one request that does not count.
-Invariant: a latency is the time of the call alone. The whole process keeps its limits of seconds and bytes; cells beyond them
-are reported as left out.
-Failure behaviour: a failed request is counted and its message kept; a cell in which all requests fail has no figures.
+`python -m headrace.bench.workloads.store_worker JSON` (an `Order`) prints one JSON object: throughput, latency
+percentiles and CPU seconds of every cell, the histograms, and the errors. A cell runs `width` threads, each with one
+request at a time, until the cell's seconds are over or its bytes are moved. Each thread makes at least two requests.
+Measured requests begin when all threads have made one request that does not count.
+Invariant: a latency is the time of the call alone. The whole process keeps its limits of seconds and bytes; cells
+beyond them are reported as left out.
+Failure behaviour: a failed request is counted, and its message is kept. A cell in which all requests fail has no
+figures.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MESSAGES = 3
 
 
 class Order(msgspec.Struct):
-    """What to measure. `seconds` and `cell_bytes` bound a cell, `all_seconds` and `all_bytes` the process."""
+    """What to measure. `seconds` and `cell_bytes` bound a cell. `all_seconds` and `all_bytes` bound the process."""
 
     client: str
     url: str
@@ -48,7 +49,7 @@ class Order(msgspec.Struct):
 
 
 class _Tally:
-    """What one thread saw."""
+    """The counts of one thread."""
 
     def __init__(self) -> None:
         self.latencies, self.moved, self.requests = Latencies(), 0, 0
@@ -57,7 +58,7 @@ class _Tally:
 
 
 def measure(order: Order) -> dict[str, object]:
-    """All figures of one client."""
+    """Measure all figures of one client."""
     sweep = Sweep(order.operations, order.sizes, order.widths)
     figures: dict[str, object] = {}
     histograms: dict[str, list[tuple[float, int]]] = {}
@@ -93,7 +94,7 @@ class _Cell:
         self._wall = self._cpu = 0.0
 
     def go(self, most_bytes: int) -> None:
-        """Run it; at most about `most_bytes` are moved."""
+        """Run the cell, and move at most about `most_bytes`."""
         requests = max(LEAST, most_bytes // max(1, self.cell.size) // self.cell.width)
         tallies = [_Tally() for _ in range(self.cell.width)]
         ready = threading.Barrier(self.cell.width + 1)
@@ -143,7 +144,7 @@ class _Cell:
         tally.moved += moved
 
     def figures(self) -> dict[str, float]:
-        """Throughput, percentiles and CPU; nothing when no request succeeded."""
+        """Return throughput, percentiles and CPU, or no figures if no request succeeded."""
         if not self.latencies.total:
             return {}
         name = self.cell.name
@@ -160,7 +161,7 @@ def _nothing(key: str) -> None:
 
 
 def _forget(order: Order) -> Callable[[str], None]:
-    """What drops a file from the page cache before it is read, when that was asked for."""
+    """Return a function that drops a file from the page cache before a read, or does nothing if reads are not cold."""
     if not order.cold or order.url.startswith("s3://"):
         return _nothing
     root = folder_of(order.url)

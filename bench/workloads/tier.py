@@ -1,10 +1,11 @@
-"""`headrace bench tier`: restoring one step from the node's tier (in memory and on disk), from the buddy node, and from a store.
+"""`headrace bench tier`: restoring one step from the node's tier (in memory and on disk), from the buddy node, and from
+a store.
 
-Each candidate is a trainer in its own process that restores the same committed step. The daemons, the S3 server and the proxy
-that limits its bandwidth are real and on loopback.
+Each candidate is a trainer in its own process that restores the same committed step. The daemons, the S3 server and the
+proxy that limits its bandwidth are real and on loopback.
 Invariant: a restore fails if its bytes differ from the saved ones, or if a tier's bytes came from the store in part.
-Failure behaviour: as in `headrace.bench.core.command`. Without openssl or `deploy/` there are no certificates, so the buddy is
-left out, and a line on standard error says so.
+Failure behaviour: as in `headrace.bench.core.command`. Without openssl or `deploy/` there are no certificates, so the
+buddy is left out, and a line on standard error says so.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ METRICS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace bench tier`."""
+    """Run `headrace bench tier` and return the exit code."""
     return command.run(argv, "tier", "Restoring from the tier, the buddy and the store.", fill, _options)
 
 
@@ -52,7 +53,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """Save one step, put it everywhere, restore it from each place in turn."""
+    """Save one step, put it into all places, and restore it from each place in turn."""
     rate = parse_bytes(job.args.store_rate)
     part.title, part.metrics = "Restoring a step, by where it is", METRICS
     part.settings = {"state MiB": job.args.mib, "store MB/s": rate // 10**6}
@@ -70,7 +71,7 @@ def fill(job: command.Job, part: Part) -> None:
 
 
 def _places(job: command.Job, stack: contextlib.ExitStack, relay: FaultProxy) -> dict[str, tuple[str, ...]]:
-    """Candidates by name, with the arguments of `restore`; the step is in all of these places afterwards."""
+    """Put the step into all places. Return the candidates by name, with their arguments for `restore`."""
     memory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mrb-", dir="/dev/shm")))
     disk = job.scratch / "disk"
     tls = _certificates(job.scratch / "tls")
@@ -93,7 +94,7 @@ def _places(job: command.Job, stack: contextlib.ExitStack, relay: FaultProxy) ->
 
 
 def _daemon(stack: contextlib.ExitStack, folder: Path, more: dict[str, str]) -> str:
-    """Start a daemon with a tier in `folder`/tier; its socket."""
+    """Start a daemon with a tier in `folder`/tier, and return its socket."""
     short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mrb-")))
     tier = {"tier_dir": str(folder / "tier"), "tier_bytes": "16GiB", "http_port": "off", "cache_bytes": "1MiB"}
     return str(stack.enter_context(daemon(short, None, **tier, **more)).socket)
@@ -134,7 +135,7 @@ def _free_port(host: str) -> int:
 
 
 def restore(url: str, mib: int, sidecar: str, where: str, tier: str = "") -> Iterator[tuple[str, float]]:
-    """One restore, as a trainer that starts: figures by name."""
+    """Restore once, as a starting trainer does, and yield the figures by name."""
     import torch
 
     from headrace.checkpoint import Checkpointer
@@ -148,14 +149,14 @@ def restore(url: str, mib: int, sidecar: str, where: str, tier: str = "") -> Ite
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     if step != 1 or not torch.equal(state["w"], _tensor(mib)):  # type: ignore[arg-type]
         raise UsageError("what was restored is not what was saved")
-    near = ("tier", "buddy") if where == "buddy" else (where,)  # what was fetched ahead lies in the tier already
+    near = ("tier", "buddy") if where == "buddy" else (where,)  # prefetched bytes are in the tier already
     if where != "store" and sum(tier_read_bytes.labels(name)._value.get() for name in near) < mib * MIB:
         raise UsageError(f"not all came from the {where}")
     yield from {"restore": seconds, "rate": mib * MIB / seconds / 1e6, "cpu": cpu}.items()
 
 
 def _prepare(tier: Path | None, where: str) -> None:
-    """An empty tier for the buddy's candidate; files that are not in memory for the disk's."""
+    """Empty the tier for the buddy's candidate. For the disk's candidate, drop the tier's files from the page cache."""
     for path in [p for name in ("objects", "records") for p in (tier / name).iterdir()] if tier is not None else []:
         if where == "buddy":
             path.unlink()

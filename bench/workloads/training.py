@@ -1,8 +1,8 @@
 """The state that the checkpoint benchmark saves: a transformer that trains, half in fp32 and half in bf16, with AdamW.
 
-Invariant: all values come from optimizer steps on gradients of a loss, so the state compresses and changes as real ones do.
-Every tensor is a weight or one of its two moments. With several ranks the layers are sharded by FSDP2. After `to_lora` the
-weights are frozen and small adapters train.
+Invariant: all values come from optimizer steps on gradients of a loss, so the state compresses and changes as real ones
+do. Every tensor is a weight or one of its two moments. With several ranks the layers are sharded by FSDP2. After
+`to_lora` the weights are frozen and small adapters train.
 Failure behaviour: none.
 """
 
@@ -23,13 +23,11 @@ _TOKENS, _RANK = 16, 8
 class Training:
     """A stack of transformer layers of about `mib` MiB of state, weights and moments; `step` trains them once.
 
-    `lost`: seconds for which `guard`, within which the optimizer steps, did not let it.
+    `lost` is the number of seconds that the optimizer waited for `guard`, within which it steps.
     """
 
     def __init__(self, mib: int, ranks: int = 1, seed: int = 0) -> None:
-        torch.set_num_threads(
-            1
-        )  # training has a core, and so has whoever saves; idle threads of torch would spin on both
+        torch.set_num_threads(1)  # the trainer and the saver have a core each; idle threads of torch would spin on both
         torch.manual_seed(seed)
         self.width = 768 if mib >= 768 else 512 if mib >= 384 else 256
         self.guard: Guard = contextlib.nullcontext
@@ -56,7 +54,7 @@ class Training:
             layer.requires_grad_(number >= first)
 
     def to_lora(self) -> None:
-        """Freeze everything, forget the moments, and train adapters of rank 8 beside each layer."""
+        """Freeze all weights, drop the moments, and train adapters of rank 8 for each layer."""
         self.model.requires_grad_(False)
         sizes = ((self.width, _RANK), (_RANK, self.width))
         self._adapters = [
@@ -66,7 +64,7 @@ class Training:
         self.step()
 
     def step(self) -> None:
-        """One whole step of training."""
+        """Train one step: forward, backward and optimizer."""
         self.optimizer.zero_grad(set_to_none=True)
         x = torch.randn(1, _TOKENS, self.width)
         for number, layer in enumerate(self.model):
@@ -82,7 +80,7 @@ class Training:
             self.optimizer.step()
 
     def state(self) -> State:
-        """Every tensor by name, not copied."""
+        """Return every tensor by name, without copying."""
         parameters = [(f"layers.{name}", p) for name, p in self.model.named_parameters()]
         for number, pair in enumerate(self._adapters):
             parameters += [(f"adapters.{number}.{name}", p) for name, p in pair.named_parameters()]

@@ -1,10 +1,10 @@
 """Videos for the loader benchmarks: short clips, long clips with few key frames, and long videos with sound.
 
-They are written as files, as a Headrace dataset (tars), and in litdata's format. A long video is a sequence of encoded clips,
-copied and not encoded again, with a tune in AAC. Each clip begins with a key frame and lasts a whole number of frames, so
-pictures come at an even rate across the seams.
-Invariant: a file is a pure function of its number, and all candidates of a run read the same bytes. Each form is written
-under another name and renamed when it is complete.
+They are written as files, as a Headrace dataset (tars), and in litdata's format. A long video is a sequence of encoded
+clips, copied and not encoded again, with a tune in AAC. Each clip begins with a key frame and lasts a whole number of
+frames, so pictures come at an even rate across the seams.
+Invariant: a file is a pure function of its number, and all candidates of a run read the same bytes. Each form is
+written under another name and renamed when it is complete.
 Failure behaviour: PyAV's exceptions.
 """
 
@@ -28,16 +28,17 @@ from headrace.bench.workloads import audio, images
 FPS = 25
 FRAMES, STRIDE = 16, 2
 DISTINCT = 12
-"""The number of clips that are encoded. A dataset repeats them under other names; a long video joins them in random order."""
+"""The number of clips that are encoded. A dataset repeats them under other names; a long video joins them in random
+order."""
 BATCH = 8
 
 
 @dataclass(frozen=True)
 class Kind:
-    """H.264 files of `seconds`, a key frame every `gop` frames; what a candidate delivers of them is `size` x `size`.
+    """H.264 files of `seconds`, with a key frame every `gop` frames. A candidate delivers clips of `size` x `size`.
 
-    A long video is `parts` of such files one after the other, with sound; an epoch has
-    `per_file` clips of each, which divide `BATCH`.
+    A long video is `parts` of such files one after the other, with sound. An epoch has `per_file` clips of each file.
+    `per_file` divides `BATCH`.
     """
 
     name: str
@@ -125,7 +126,7 @@ def make(kind: AnyKind, folder: Path, count: int, tell: Any) -> None:
 
 @contextlib.contextmanager
 def whole(target: Path) -> Iterator[Path]:
-    """Write a folder whole or not at all: yields a folder that is renamed to `target` when the block ends without error."""
+    """Write a folder atomically: yield a folder, and rename it to `target` when the block ends without an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     made = target.with_name(f".{target.name}.making")
     shutil.rmtree(made, ignore_errors=True)
@@ -137,7 +138,7 @@ def whole(target: Path) -> Iterator[Path]:
 
 
 def _clips(kind: Kind, folder: Path, count: int, tell: Any) -> None:
-    """Clips: the first `DISTINCT` are encoded, the others are links to them."""
+    """Write clips: encode the first `DISTINCT`, and make the others links to them."""
     for number in range(count):
         path = folder / f"{number:05}.mp4"
         if number < DISTINCT:
@@ -148,7 +149,7 @@ def _clips(kind: Kind, folder: Path, count: int, tell: Any) -> None:
 
 
 def _long_videos(kind: Kind, folder: Path, count: int, tell: Any) -> None:
-    """Long videos, each of the same clips in another order."""
+    """Write long videos, each of the same clips in another order."""
     parts = folder / "parts"
     parts.mkdir()
     _clips(kind, parts, DISTINCT, tell)
@@ -162,7 +163,7 @@ def _long_videos(kind: Kind, folder: Path, count: int, tell: Any) -> None:
 
 
 def encode(path: Path, kind: Kind, number: int, codec: str = "libx264") -> None:
-    """One clip: two patterns that move against each other, and a little noise."""
+    """Encode one clip: two patterns that move against each other, and a little noise."""
     import av
 
     options = {"g": str(kind.gop), "keyint_min": str(kind.gop), "threads": "1"}
@@ -190,7 +191,7 @@ def _picture(kind: Kind, number: int, index: int) -> np.ndarray:
 
 
 def to_litdata(kind: AnyKind, folder: Path) -> None:
-    """The files' bytes in litdata's chunks."""
+    """Write the files' bytes into litdata's chunks."""
     from headrace.bench.peers.peer_loaders import write_litdata
 
     paths = sorted(str(path) for path in (folder / "clips").iterdir())
@@ -220,11 +221,11 @@ def ffmpeg_libraries(folder: Path) -> Path:
 
 TUNE_RATE, TUNE_PACKET = 48_000, 1024
 TUNE_SECONDS = 32
-"""As much is encoded, and repeated; a whole number of packets."""
+"""The length of the tune that is encoded and then repeated: a whole number of packets."""
 
 
 def join_clips(target: Path, clips: Sequence[Path], seconds: int, tune: Path) -> None:
-    """`clips`, of `seconds` each, in this order: an MP4 that says at its beginning where everything lies."""
+    """Join `clips`, of `seconds` each, in this order, into an MP4 with its index at the beginning."""
     import av
 
     with av.open(str(target), "w", options={"movflags": "faststart"}) as made, av.open(str(tune)) as sung:
@@ -262,7 +263,7 @@ def _shifted_packets(path: Path, seconds: int) -> Iterator[Any]:
 
 
 def encode_tune(target: Path) -> None:
-    """A tune, as AAC."""
+    """Encode a tune as AAC."""
     import av
 
     with av.open(str(target), "w") as made:
