@@ -1,7 +1,7 @@
 """Checkpoints on a GPU: copies to the host, saves during training, restores, and GPUDirect Storage (GDS).
 
-Each of `staging`, `lazy`, `restore` and `gds` is a part of the drill. They share `Trainer`, a real training step.
-GDS uses torch's own binding (`torch.cuda.gds.GdsFile`). Without the kernel module cuFile may work in compatibility mode,
+Each of `staging`, `lazy`, `restore` and `gds` is a part of the drill. They share `Trainer`, a real training step. GDS
+uses torch's own binding (`torch.cuda.gds.GdsFile`). Without the kernel module cuFile may work in compatibility mode,
 which copies through host memory. The drill allows that mode (`CUFILE_ENV_PATH_JSON`), so the figures include its cost.
 Invariant: every restored or copied bit is compared. Failure behaviour: a candidate that fails is an error of its part.
 """
@@ -75,7 +75,7 @@ class Trainer:
 
 
 def lazy(gpu: bool) -> PartResult:
-    """Steps alone; steps with a save among them, both ways."""
+    """Measure steps alone, and steps during a save, with lazy and with eager staging."""
     part = PartResult("lazy", "Saves under a bf16 transformer", against="eager")
     part.metric("step", "step alone", "ms")
     part.metric("visible", "visible stall of a save: longer than the median step by", "ms")
@@ -110,7 +110,7 @@ def _save_in_mode(part: PartResult, trainer: Trainer, mode: str, base: float) ->
                 during += trainer.seconds_a_step(1)
             handle.result(timeout=400)
             if step == 1:
-                continue  # the arena is made
+                continue  # the first save allocates the arena
             part.add(mode, "durable", time.perf_counter() - began)
             part.add(mode, "visible", 1e3 * (held + max(0.0, sum(during[:2]) - base * len(during[:2]))))
             if during:
@@ -118,7 +118,7 @@ def _save_in_mode(part: PartResult, trainer: Trainer, mode: str, base: float) ->
 
 
 def restore(gpu: bool) -> PartResult:
-    """Save once, spoil the tensors, restore in place."""
+    """Save once, then overwrite the tensors with zeros and restore them in place."""
 
     part = PartResult("restore", "Restore into the device")
     part.metric("rate", "GB/s", "GB/s", "higher", goal=4)
@@ -167,7 +167,7 @@ def _drop(folder: Path) -> None:
 
 
 def staging(gpu: bool) -> PartResult:
-    """Copies of one gibibyte (64 MiB without a GPU), then a save of a real model's state."""
+    """Measure copies of one gibibyte (64 MiB without a GPU), then a save of a real model's state."""
 
     part = PartResult("staging", "Staging: from the device into host memory", against="pageable")
     part.metric("rate", "GB/s", "GB/s", "higher")
@@ -214,7 +214,7 @@ def _memfd(size: int) -> Any:
 
 
 def _register(tensor: Any) -> float:
-    """Register the memfd's pages with CUDA; seconds."""
+    """Register the memfd's pages with CUDA, and return the seconds."""
     began = time.perf_counter()
     runtime = _runtime()
     code = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
@@ -251,7 +251,7 @@ def _save_stall(part: PartResult, gpu: bool, best: float) -> None:
 
 
 def gds(gpu: bool) -> PartResult:
-    """The probe everywhere; the rates with a GPU."""
+    """Run the probe, and measure the rates if there is a GPU."""
     part = PartResult("gds", "GPUDirect Storage", against="through host memory")
     part.metric("write", "write, GB/s", "GB/s", "higher")
     part.metric("read", "read, GB/s", "GB/s", "higher")
@@ -285,7 +285,7 @@ def save_and_restore(
     state = {"w": torch.randn(size // 4, device=device)}
     with Checkpointer(str(where), run="drill", sidecar=None, gds=by, **more) as checkpointer:
         for step in range(rounds):
-            state["w"] += 1  # so that no chunk equals one of the step before
+            state["w"] += 1  # every chunk differs from the last step's
             began = time.perf_counter()
             checkpointer.save(step, state).result(600)
             part.add(name, "save", size / (time.perf_counter() - began) / 1e9)
@@ -301,7 +301,7 @@ def save_and_restore(
 
 
 def _gds_probe() -> str:
-    """The answer of `headrace.checkpoint.gds.probe`."""
+    """Return the result of `headrace.checkpoint.gds.probe`."""
     try:
         gds: Any = importlib.import_module("headrace.checkpoint.gds")
         return str(gds.probe())

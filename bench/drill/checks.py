@@ -1,7 +1,8 @@
-"""What only a GPU can show to be right: each check can fail.
+"""Correctness checks that need a GPU.
 
-A check that needs an absent package is a note. How DALI decodes the streams that `headrace.loaders.decode.dali` keeps from it is
-reported and fails nothing: if DALI decodes them right, the rule is stricter than it needs to be.
+A check that needs an absent package is a note. The last check reports how DALI decodes the streams that
+`headrace.loaders.decode.dali` does not give to it. Its result is never a failure: if DALI decodes them correctly, the
+rule is stricter than necessary.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from headrace.bench.drill.result import PartResult
 
 _MIB = 1 << 20
 _MANY = 128
-"""1080p clips, one after the other: more than DALI's cache of decoders holds, if none is found again."""
+"""The number of 1080p clips to decode. DALI's cache of decoders holds fewer, if DALI never reuses a decoder."""
 _MOST_GROWN = 4096
-"""MiB that decoders may take meanwhile."""
+"""The most MiB that decoders may allocate for these clips."""
 
 
 def run(gpu: bool) -> PartResult:
-    """All checks; without a GPU they are listed."""
+    """Run all checks. Without a GPU, only list them."""
     part = PartResult("checks", "What only a card can show")
     part.metric("right", "right", "1", "higher")
     part.metric("grown", "device memory that decoders took", "MiB", limit=_MOST_GROWN)
@@ -56,7 +57,7 @@ def _expect(right: bool, wrong: str) -> None:
 
 
 def the_arena_is_pinned(part: PartResult, name: str) -> None:
-    """`cudaHostRegister` takes a sealed memfd with huge pages."""
+    """`cudaHostRegister` accepts a sealed memfd with huge pages."""
     from headrace.checkpoint.saving.arena import Arena
 
     arena = Arena(64 * _MIB)
@@ -68,7 +69,7 @@ def the_arena_is_pinned(part: PartResult, name: str) -> None:
 
 
 def a_save_holds_what_was_there_when_it_was_called(part: PartResult, name: str) -> None:
-    """The state is written by the device, still at it, when `save` is called, and again as soon as the save allows."""
+    """The device still writes the state when `save` is called, and writes it again as soon as the save allows it."""
     import torch
 
     saves("cuda")
@@ -77,7 +78,7 @@ def a_save_holds_what_was_there_when_it_was_called(part: PartResult, name: str) 
 
 
 def saves(device: str, size: int = 64 * _MIB) -> None:
-    """On the current stream, staged both ways."""
+    """Save and restore on the current stream, with eager and with lazy staging."""
     import torch
 
     from headrace.checkpoint import Checkpointer
@@ -110,7 +111,7 @@ def saves(device: str, size: int = 64 * _MIB) -> None:
 
 
 def _slow(device: str, times: int = 1) -> None:
-    """Some tens of milliseconds of work for the current stream, so many times."""
+    """Queue some tens of milliseconds of work on the current stream, `times` times."""
     import torch
 
     if device == "cuda":
@@ -118,7 +119,7 @@ def _slow(device: str, times: int = 1) -> None:
 
 
 def a_batch_stays_what_it_is_while_another_stream_reads_it(part: PartResult, name: str) -> None:
-    """Batches are let go while the trainer's stream still reads them, and the loader's stream writes the next ones."""
+    """The trainer drops batches that its stream still reads, while the loader's stream writes the next ones."""
     import torch
 
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
@@ -126,7 +127,7 @@ def a_batch_stays_what_it_is_while_another_stream_reads_it(part: PartResult, nam
 
 
 def batches(device: str, count: int) -> None:
-    """So many, on the current stream; each has values of its own."""
+    """Deliver `count` batches on the current stream. Each batch has its own values."""
     import torch
 
     from headrace.loaders.batch.batch import Output
@@ -166,7 +167,7 @@ def _sample(number: int) -> Any:
 
 
 def dali_sees_the_cards_that_torch_sees(part: PartResult, name: str) -> None:
-    """And the driver's library for video is here."""
+    """DALI and torch see the same number of GPUs, and the driver's video library is installed."""
     import torch
 
     from headrace.loaders.decode import dali
@@ -177,7 +178,7 @@ def dali_sees_the_cards_that_torch_sees(part: PartResult, name: str) -> None:
 
 
 def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
-    """DALI keeps up to a hundred decoders for later; those of 1080p, whose coded height is another, must be found again too."""
+    """DALI keeps up to a hundred decoders for reuse. It must also reuse those of 1080p, whose coded height differs."""
     import torch
 
     from headrace.bench.drill.nvdec import make, request_for
@@ -199,7 +200,8 @@ def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
 
 
 def what_dali_makes_of_what_it_is_not_given(part: PartResult, name: str) -> None:
-    """AV1 that shows pictures again, and interlaced H.264: where frames are right, the rule is too strict."""
+    """AV1 that shows frames again, and interlaced H.264. If DALI decodes the frames correctly, the rule is too
+    strict."""
     from headrace.bench.drill.nvdec import make, request_for
     from headrace.loaders.decode.dali import DaliDecoder
     from headrace.loaders.decode.pyav import PyAVDecoder

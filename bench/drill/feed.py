@@ -1,8 +1,8 @@
 """The loader feeds the device during a real training step: batches a second, and how long the device waits for data.
 
-The step alone, on a batch that stays on the device, is what the device needs. Idle is the share of the loop with the loader that
-exceeds it. On a GPU the step is repeated until it takes `_STEP_SECONDS`, as a step of a real video model on eight clips does.
-On a GPU the loader decodes and copies during the step, on another stream.
+The step alone, on a batch that stays on the device, is what the device needs. Idle is the share of the loop with the
+loader that exceeds it. On a GPU the step is repeated until it takes `_STEP_SECONDS`, as a step of a real video model on
+eight clips does. On a GPU the loader decodes and copies during the step, on another stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STEP_SECONDS = 0.05
 
 
 def run(gpu: bool) -> PartResult:
-    """The step alone, the loader alone, both."""
+    """Measure the step alone, the loader alone, and both together."""
     import torch
 
     part = PartResult("feed", "Loader into the device, under a training step")
@@ -54,7 +54,8 @@ def run(gpu: bool) -> PartResult:
 
 
 def _decoders(gpu: bool) -> tuple[str, ...]:
-    """What decodes: on a GPU both ways, so that what NVDEC spares the processors is seen."""
+    """Return the decoders to measure. With a GPU these are NVDEC and PyAV, which shows how much CPU time NVDEC
+    saves."""
     from headrace.loaders.decode.registry import decodes_on
 
     return ("auto", "pyav") if gpu and decodes_on(0) else ("pyav",)
@@ -130,7 +131,7 @@ class _Model:
 
 
 def _loop(url: str, model: _Model | None, steps: int, gpu: bool, decoder: Any) -> float:
-    """Seconds of `steps` batches after two that do not count."""
+    """Return the seconds of `steps` batches, after two that do not count."""
     from headrace.loaders import Clip, VideoLoader
 
     device = "cuda" if gpu else "cpu"

@@ -77,7 +77,7 @@ def _card() -> dict[str, object]:
 
 
 def _library(name: str) -> str:
-    """Whether the driver's library can be loaded. Containers often have CUDA without it."""
+    """Try to load the driver's library. Containers often have CUDA without it."""
     try:
         ctypes.CDLL(name)
     except OSError as error:
@@ -105,7 +105,7 @@ def files() -> list[str]:
 
 
 def suite(gpu: bool) -> PartResult:
-    """Counts of the run's last line; failures by name."""
+    """Run the GPU tests. Return the counts of pytest's last line, and the names of failed tests."""
     part = PartResult("tests", "The test suite with -m gpu")
     part.metric("passed", "passed", "1", "higher")
     part.metric("failed", "failed", "1", goal=0)

@@ -1,11 +1,14 @@
-"""NVDEC through DALI `mixed`: whether its pixels equal the CPU's, and how many frames a second it decodes, by codec and size.
+"""NVDEC through DALI `mixed`: whether its pixels equal the CPU's, and how many frames a second it decodes, by codec and
+size.
 
-The clips are made here (libx264, libx265, libvpx-vp9, libsvtav1). The loader's own decoders decode them from the same bytes.
-The difference is over all frames of a clip. Rates are those of several threads at once, as in the loader; their frames are
-compared with those of one thread alone. A stream that `headrace.loaders.decode.dali` does not give to the GPU is a note.
+The clips are made here (libx264, libx265, libvpx-vp9, libsvtav1). The loader's own decoders decode them from the same
+bytes. The difference is over all frames of a clip. Rates are those of several threads at once, as in the loader; their
+frames are compared with those of one thread alone. A stream that `headrace.loaders.decode.dali` does not give to the
+GPU is a note.
 
 `Dmon` samples the utilisation of the card ten times a second by NVML (`nvmlDeviceGetDecoderUtilization`,
-`nvmlDeviceGetUtilizationRates`), or once a second by `nvidia-smi dmon`. It only reads. Without either there are no samples.
+`nvmlDeviceGetUtilizationRates`), or once a second by `nvidia-smi dmon`. It only reads. Without either there are no
+samples.
 """
 
 from __future__ import annotations
@@ -33,17 +36,18 @@ _CODECS = {
 }
 _FRAMES = 48
 _CLIPS = {"DALI, GPU": 32, "DALI, CPU": 4, "PyAV": 8}
-"""Clips at once."""
+"""The number of clips that each decoder decodes at once."""
 _THREADS = (1, 2, 8)
 """Threads of a pipeline, in addition to those that the loader uses."""
 _MOST_OFF, _OFTEN = 2, 2e-3
-"""How far the GPU may be off, and the share of values that may be off by more than one."""
+"""The largest allowed difference of a value, and the share of values that may differ by more than one."""
 _SECONDS = 3.0
-"""For each codec, size and decoder on a GPU machine: long enough for the driver's averages of the decoder engines."""
+"""Seconds for each codec, size and decoder on a GPU machine: enough for the driver's averages of the decoder
+engines."""
 
 
 def run(gpu: bool) -> PartResult:
-    """All codecs at 360p, and at 1080p with a GPU."""
+    """Measure all codecs at 360p and, with a GPU, at 1080p."""
     part = PartResult("nvdec", "Decoding: NVDEC compared with the CPU", against="PyAV")
     sizes = ((640, 360), (1920, 1080)) if gpu else ((640, 360),)
     part.settings = {"frames": _FRAMES, "clips_at_once": _CLIPS, "sizes": [f"{w}x{h}" for w, h in sizes]}
@@ -62,7 +66,7 @@ def run(gpu: bool) -> PartResult:
 
 
 def make(path: Path, encoder: str, width: int, height: int, options: dict[str, str] | None = None) -> None:
-    """A clip of `_FRAMES` frames, each another picture."""
+    """Write a clip of `_FRAMES` frames that all differ."""
     import av
     import numpy as np
 
@@ -89,7 +93,10 @@ def request_for(path: Path) -> Any:
 
 
 def _decoders(codec: str, gpu: bool) -> Iterator[tuple[str, Any]]:
-    """PyAV, the reference, first; the others are made only when it is done, so that one which cannot be costs it nothing."""
+    """Yield PyAV, the reference, and then the others. Each is created only when the one before it is measured.
+
+    So a decoder that cannot be created does not affect the reference.
+    """
     from headrace.loaders.decode.dali import DaliDecoder, dali_installed
     from headrace.loaders.decode.pyav import PyAVDecoder
 
@@ -142,7 +149,7 @@ def _one(decoder: Any, request: Any) -> Any:
 
 
 def _at_once(decoder: Any, request: Any, count: int) -> list[Any]:
-    """The clip's frames so often, decoded by four threads."""
+    """Decode the clip `count` times, by four threads, and return the frames of each."""
 
     def some(share: list[Any]) -> list[Any]:
         return [_frames(found) for found in decoder.decode(share)]
@@ -159,7 +166,7 @@ def _frames(found: Any) -> Any:
 
 
 def _many(decoder: Any, request: Any, count: int) -> float:
-    """Decode the clip so often; how many frames that was."""
+    """Decode the clip `count` times, and return the number of frames."""
     import torch
 
     frames = sum(map(len, _at_once(decoder, request, count)))
@@ -169,7 +176,7 @@ def _many(decoder: Any, request: Any, count: int) -> float:
 
 
 def _address() -> str | None:
-    """The PCI address of CUDA's card 0, as NVML writes it."""
+    """Return the PCI address of CUDA's card 0, as NVML writes it."""
     import torch
 
     about: Any = torch.cuda.get_device_properties(0)
@@ -183,9 +190,10 @@ _EVERY = 0.1
 
 
 class Dmon:
-    """`with Dmon(address) as watch: …`; afterwards `watch.samples["dec"]` has per cent, and "sm", "mem".
+    """Samples the utilisation of a card within `with Dmon(address) as watch: …`.
 
-    `address`: as in "00000000:1B:00.0"; None for the first card.
+    Afterwards `watch.samples` has the per cent of "dec", "sm" and "mem". `address` looks like "00000000:1B:00.0". None
+    means the first card.
     """
 
     def __init__(self, address: str | None = None) -> None:
@@ -227,7 +235,7 @@ class Dmon:
 
 
 def _card(library: Any, address: str | None) -> ctypes.c_void_p:
-    """The handle of the card; `OSError` where there is none."""
+    """Return the handle of the card, or raise `OSError` if there is none."""
     card = ctypes.c_void_p()
     failed = library.nvmlInit_v2()
     if not failed and address:
@@ -244,7 +252,8 @@ class _Rates(ctypes.Structure):
 
 
 def ask(library: Any, card: ctypes.c_void_p) -> dict[str, float]:
-    """Per cent of the decoders, the multiprocessors and the memory in use, as far as the card tells."""
+    """Return the per cent of the decoders, the multiprocessors and the memory in use, as far as the card reports
+    them."""
     found: dict[str, float] = {}
     busy, period, rates = ctypes.c_uint(), ctypes.c_uint(), _Rates()
     if not library.nvmlDeviceGetDecoderUtilization(card, ctypes.byref(busy), ctypes.byref(period)):
@@ -255,7 +264,7 @@ def ask(library: Any, card: ctypes.c_void_p) -> dict[str, float]:
 
 
 def parse(text: str) -> dict[str, list[float]]:
-    """Columns of `nvidia-smi dmon` by name; "-" and anything else that is no number is left out."""
+    """Return the columns of `nvidia-smi dmon` by name, without "-" and other values that are not numbers."""
     names: list[str] = []
     found: dict[str, list[float]] = {}
     for line in text.splitlines():

@@ -1,8 +1,9 @@
 """The result of a part of the drill: one part of a results document, as plain data.
 
-Invariant: the same fields as `headrace.bench.core.results.Part`, without importing it, so that a part can fail before any package
-is installed. If `path` is set, the file has every figure as soon as it is known, as "interrupted" until `finish`: a part that
-hangs or dies keeps its figures. Failure behaviour: none.
+Invariant: the fields are those of `headrace.bench.core.results.Part`. This module does not import it, so that a part
+can fail before any package is installed. If `path` is set, every figure is written to the file at once. The file's
+status is "interrupted" until `finish`, so a part that hangs or dies keeps its figures.
+Failure behaviour: none.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class PartResult:
         self.metrics[name] = {"title": title, "unit": unit, "better": better, **more}
 
     def add(self, candidate: str, metric: str, *values: float) -> None:
-        """Keep samples."""
+        """Add samples of a metric."""
         if metric not in self.metrics:
             raise KeyError(f"{metric} was not declared")
         samples = self.candidates.setdefault(candidate, {"metrics": {}, "errors": []})
@@ -44,7 +45,7 @@ class PartResult:
         self._write()
 
     def fail(self, candidate: str, why: str) -> None:
-        """Keep an error of one candidate; the others go on."""
+        """Add an error of one candidate. The others continue."""
         self.candidates.setdefault(candidate, {"metrics": {}, "errors": []})["errors"].append(why[:500])
         self._write()
 
@@ -60,12 +61,15 @@ class PartResult:
             partial.replace(self.path)
 
     def data(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the result as plain data."""
         return asdict(self)
 
 
 def rates(action: Callable[[], float], seconds: float, least: int = 3) -> list[float]:
-    """What `action` returns (how much it did) by how long it took, again and again for so long; once before does not count."""
+    """Repeat `action` for `seconds`, at least `least` times, and return the rate of each run.
+
+    `action` returns the amount of work that it did. A first run does not count.
+    """
     action()
     found = list[float]()
     until = time.perf_counter() + seconds
@@ -77,7 +81,7 @@ def rates(action: Callable[[], float], seconds: float, least: int = 3) -> list[f
 
 
 def timed(action: Callable[[], object], repeat: int = 5, sync: Callable[[], object] = lambda: None) -> list[float]:
-    """Seconds of each of `repeat` runs, after one that does not count; `sync` waits for work in the background."""
+    """Return the seconds of each of `repeat` runs, after one that does not count. `sync` waits for background work."""
     action()
     sync()
     found = []

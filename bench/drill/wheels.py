@@ -1,9 +1,9 @@
 """Wheels for a machine without a network: fetched, made smaller, split into pieces, copied, joined and installed.
 
-Standard library only, as it runs before anything is installed. The packages that most parts need come first, so the first piece
-is useful alone: every wheel whose pieces have arrived can be joined.
-Invariant: a wheel is used only if its SHA-256 is the one of the manifest. Pieces are at most `PIECE_BYTES`. File names come from
-the manifest and are checked: no folders, only wheels and pieces.
+Standard library only, as it runs before anything is installed. The packages that most parts need come first, so the
+first piece is useful alone: every wheel whose pieces have arrived can be joined.
+Invariant: a wheel is used only if its SHA-256 is the one of the manifest. Pieces are at most `PIECE_BYTES`. File names
+come from the manifest and are checked: no folders, only wheels and pieces.
 Failure behaviour: `DrillError` names the file and the next step.
 """
 
@@ -29,10 +29,13 @@ NEEDED = (
     *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
     "nvidia-dali-cuda130",
 )
-"""What Headrace imports on a GPU machine in addition to torch, in the order in which it is copied: what states, clips
-and tests need, and DALI, with what any of these depends on before it. Stores on a network are not drilled."""
+"""The packages that Headrace imports on a GPU machine in addition to torch, in the order in which they are copied.
+
+First come the packages for states, clips and tests, and then DALI. Dependencies come before DALI. The drill uses no
+stores on a network, so it needs no packages for them.
+"""
 _UNUSED = re.compile(r"nvidia_(libnvcomp|nvimgcodec|nvjpeg|nvjpeg2k|nvtiff)[_-]")
-"""What DALI opens only for pictures and packed arrays."""
+"""Libraries that DALI opens only for images and packed arrays."""
 _OTHERS = re.compile(r"\.cpython-(\d+t?)-[a-z0-9_-]+\.so$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,180}\.whl")
 _PIECE = re.compile(r"[0-9]{4}\.piece")
@@ -57,7 +60,7 @@ def fetch(folder: Path, constraints: Path, python: str = "3.12", needed: Sequenc
 
 
 def in_order(wheels: Iterable[Path]) -> list[Path]:
-    """As `NEEDED` has them; dependencies before the last, small ones first."""
+    """Sort wheels in the order of `NEEDED`. Dependencies come before its last package, small ones first."""
     return sorted(wheels, key=lambda path: (_place(path), path.stat().st_size))
 
 
@@ -71,7 +74,8 @@ def _distribution(wheel: Path) -> str:
 
 
 def smaller(wheel: Path, folder: Path, python: str) -> Path:
-    """The wheel, packed more tightly, without what is for other Pythons; it is installed as any other."""
+    """Repack the wheel with stronger compression, without files for other Python versions. pip installs it like any
+    other."""
     folder.mkdir(parents=True, exist_ok=True)
     target, ours = folder / wheel.name, python.replace(".", "")
     partial = target.with_suffix(".partial")
@@ -86,7 +90,7 @@ def smaller(wheel: Path, folder: Path, python: str) -> Path:
 
 
 def split(wheels: Sequence[Path], pieces: Path, most: int = PIECE_BYTES) -> dict[str, Any]:
-    """Lay all wheels end to end and cut that into pieces of `most` bytes; the manifest."""
+    """Concatenate all wheels, cut the result into pieces of `most` bytes, and return the manifest."""
     pieces.mkdir(parents=True, exist_ok=True)
     for old in pieces.glob("*.piece"):
         old.unlink()
@@ -131,7 +135,7 @@ class _Pieces:
 
 
 def missing(pieces: Path) -> list[str]:
-    """The pieces that have not arrived, or not whole."""
+    """Return the pieces that are missing or incomplete."""
     return [entry["name"] for entry in _manifest(pieces)["pieces"] if not _arrived(pieces, entry)]
 
 
@@ -143,7 +147,7 @@ def _arrived(pieces: Path, entry: dict[str, Any]) -> bool:
 
 
 def join(pieces: Path, folder: Path) -> list[Path]:
-    """The wheels that are whole with the pieces that have arrived, in `folder`, every digest checked."""
+    """Write the wheels whose pieces have all arrived to `folder`, and check every digest."""
     manifest, lacking, start, at = _manifest(pieces), set(missing(pieces)), 0, 0
     bounds = []
     for entry in manifest["pieces"]:
@@ -195,7 +199,7 @@ class _Stream:
 
 
 def _manifest(pieces: Path) -> dict[str, Any]:
-    """The manifest, with names that are plain file names and sizes that are sizes."""
+    """Read the manifest, and check that its names are plain file names and its sizes are valid."""
     try:
         found: dict[str, Any] = json.loads((pieces / MANIFEST).read_text())
         entries = [(entry, _NAME) for entry in found["wheels"]] + [(entry, _PIECE) for entry in found["pieces"]]
@@ -216,7 +220,10 @@ def _manifest(pieces: Path) -> dict[str, Any]:
 
 
 def install(wheels: Sequence[Path], site: Path) -> list[str]:
-    """Install into `site` what this Python lacks; the names. What the machine has (torch, numpy) stays what it is."""
+    """Install the missing packages into `site`, and return the names of their wheels.
+
+    Packages that the machine has, such as torch and numpy, stay as they are.
+    """
     wanted = [wheel for wheel in wheels if not _installed(wheel)]
     if wanted:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
@@ -228,7 +235,7 @@ def install(wheels: Sequence[Path], site: Path) -> list[str]:
 
 
 def is_installed(pieces: Path, site: Path) -> bool:
-    """Whether all that has arrived of these pieces was installed into `site` before."""
+    """Return whether all pieces that have arrived were installed into `site` before."""
     try:
         return bool(json.loads((site / _MARK).read_text()) == _arrivals(pieces))
     except (OSError, ValueError):
@@ -236,18 +243,19 @@ def is_installed(pieces: Path, site: Path) -> bool:
 
 
 def note_installed(pieces: Path, site: Path) -> None:
-    """Say so to later starts."""
+    """Record in `site` that these pieces are installed, for later starts."""
     site.mkdir(parents=True, exist_ok=True)
     (site / _MARK).write_text(json.dumps(_arrivals(pieces)))
 
 
 def _arrivals(pieces: Path) -> list[str]:
-    """The digests of the pieces that are here, whole."""
+    """Return the digests of the pieces that have arrived completely."""
     return [str(entry["sha256"]) for entry in _manifest(pieces)["pieces"] if _arrived(pieces, entry)]
 
 
 def register(project: Path, site: Path) -> None:
-    """Let this Python know the project by name and version, as if it were installed; the checkout itself is run."""
+    """Register the project's name and version with this Python, as if it were installed. The code runs from the
+    checkout."""
     import tomllib
 
     about = tomllib.loads(project.read_text())["project"]

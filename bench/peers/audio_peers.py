@@ -1,10 +1,11 @@
-"""Candidates for sound: Headrace, the floor, and the peers with soundfile, torchcodec, PyAV or SPDL.
+"""Candidates for audio: Headrace, the floor, and the peers with soundfile, torchcodec, PyAV or SPDL.
 
-A peer gets the bytes of a file, a path or a file object; SPDL gets a URL in place of a file object. The floor is our decoder
-alone: the same windows, read from files, decoded and resampled by as many threads, without batches, plan or digests.
-Invariant: each delivers float32 (windows of a file, 1, samples) at 16 kHz from random starts, or their log-mel spectrograms
-(windows, 1, bands, columns), padded with zeros at the end. Peers take all windows of a file from one open file, in order of
-time. Headrace mixes the windows of different files in a batch.
+A peer gets the bytes of a file, a path or a file object; SPDL gets a URL in place of a file object. The floor is our
+decoder alone: the same windows, read from files, decoded and resampled by as many threads, without batches, plan or
+digests.
+Invariant: each delivers float32 (windows of a file, 1, samples) at 16 kHz from random starts, or their log-mel
+spectrograms (windows, 1, bands, columns), padded with zeros at the end. Peers take all windows of a file from one open
+file, in order of time. Headrace mixes the windows of different files in a batch.
 Failure behaviour: exceptions of the libraries, which end the candidate's process.
 """
 
@@ -28,7 +29,7 @@ from headrace.bench.workloads.source import Place
 
 
 def soundfile(source: Any, kind: Sound) -> torch.Tensor:
-    """Seek to a random start and read; what has another rate is resampled by soxr, as librosa does. It reads no M4A."""
+    """Seek to a random start and read. soxr resamples other rates, as in librosa. soundfile reads no M4A."""
     soundfile: Any = importlib.import_module("soundfile")
     windows = list[torch.Tensor]()
     with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
@@ -42,7 +43,7 @@ def soundfile(source: Any, kind: Sound) -> torch.Tensor:
 
 
 def torchcodec(source: Any, kind: Sound) -> torch.Tensor:
-    """By seconds, resampled and mixed as it decodes, as its documentation shows."""
+    """Decode ranges of seconds, as the documentation shows. torchcodec resamples and downmixes while it decodes."""
     decoder = importlib.import_module("torchcodec.decoders").AudioDecoder(source, sample_rate=RATE, num_channels=1)
     seconds = decoder.metadata.duration_seconds_from_header or 0.0
     starts = _starts(seconds, kind)
@@ -50,7 +51,7 @@ def torchcodec(source: Any, kind: Sound) -> torch.Tensor:
 
 
 def pyav(source: Any, kind: Sound) -> torch.Tensor:
-    """Seek before a random start, decode on, resample each frame."""
+    """Seek before a random start, decode from there, and resample each frame."""
     import av
 
     with av.open(io.BytesIO(source) if isinstance(source, bytes) else source, "r") as container:
@@ -78,15 +79,15 @@ def _pyav(container: Any, stream: Any, start: float, seconds: int) -> torch.Tens
 
 
 def spdl(source: bytes | str, kind: Sound, seconds: int) -> torch.Tensor:
-    """Demultiplex the window, then trim, resample and mix in FFmpeg's filter graph, which is where SPDL does it.
+    """Demultiplex the window, then trim, resample and downmix in FFmpeg's filter graph, as SPDL does.
 
-    It is told how long the file is, which the others find out.
+    SPDL gets the length of the file. The other peers find it out.
     """
     io_: Any = importlib.import_module("spdl.io")
     windows = list[torch.Tensor]()
     with io_.Demuxer(source) as demuxer:
         for start in _starts(seconds, kind):
-            # In whole microseconds: of a float it takes the exact fraction, which may have no 64-bit denominator.
+            # Whole microseconds: the exact fraction of a float may need a denominator of more than 64 bits.
             begin = Fraction(round(start * 1e6), 1_000_000)
             packets = _packets(io_, demuxer, source, (begin, begin + kind.window))
             span = float(begin), float(begin + kind.window)
@@ -96,7 +97,7 @@ def spdl(source: bytes | str, kind: Sound, seconds: int) -> torch.Tensor:
 
 
 def _packets(io_: Any, demuxer: Any, source: Any, span: tuple[Fraction, Fraction]) -> Any:
-    """Near the end of FLAC its demuxer finds no place, so that it has to read all before it."""
+    """Demultiplex the span, or the whole file if that fails: the FLAC demuxer cannot seek close to the end."""
     try:
         return demuxer.demux_audio(span)
     except RuntimeError:
@@ -109,7 +110,7 @@ def _starts(seconds: float, kind: Sound) -> Sequence[float]:
 
 
 def _finished(windows: Sequence[torch.Tensor], kind: Sound) -> torch.Tensor:
-    """Of exact length, or what is wanted of them."""
+    """Cut or pad the windows to the exact length, and compute spectrograms if `kind` has bands."""
     wanted = kind.window * RATE
     sound = torch.stack(
         [torch.nn.functional.pad(one[:, :wanted], (0, max(0, wanted - one.shape[1]))) for one in windows]
@@ -118,7 +119,11 @@ def _finished(windows: Sequence[torch.Tensor], kind: Sound) -> torch.Tensor:
 
 
 def _mels(sound: torch.Tensor, bands: int) -> torch.Tensor:
-    """As torchaudio's MelSpectrogram does it: a transform, its power, a product with the bands, kept; then the logarithm."""
+    """Compute log-mel spectrograms as torchaudio's MelSpectrogram does: STFT, power, mel filters, and then the
+    logarithm.
+
+    The window and the filters are cached.
+    """
     window, filters = _kept(bands)
     spectrum = torch.stft(sound[:, 0], 400, 160, window=window, return_complex=True)
     return (filters @ spectrum.abs().square()).clamp(min=1e-10).log()[:, None]
@@ -145,7 +150,7 @@ def _headrace_audio(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
 
 
 class _Marked:
-    """A file's bytes, and the frames in it that the index marks."""
+    """The bytes of a file, with the frames that the index marks."""
 
     def __init__(self, data: memoryview, marks: Sequence[tuple[int, int]]) -> None:
         self.data, self.marks = data, marks
@@ -158,7 +163,7 @@ class _Marked:
 
 
 def _bare_audio(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
-    """The decoder alone."""
+    """The floor: Headrace's decoder without the loader."""
     from headrace.dataio.shards.contract import Sample
     from headrace.loaders.audio.decode import decode_audio
     from headrace.loaders.audio.mel import log_mel
@@ -186,7 +191,7 @@ def _spdl_named(named: tuple[str, bytes | str], kind: Sound) -> torch.Tensor:
 
 
 def _peers(name: str, decode: Any) -> dict[str, tuple[Any, tuple[str, ...]]]:
-    """Those that decode with whom one chooses, and the packages that they need."""
+    """Return the peers that take any decoder, here `decode`, and the packages that they need."""
     package = () if name == "PyAV" else (name,)
     return {
         f"webdataset + {name}, 0 workers": (decoding(decode, peer_loaders.webdataset, 0), ("webdataset", *package)),
@@ -214,12 +219,12 @@ _OWN: dict[str, Callable[[Place, Sound], Iterator[torch.Tensor]]] = {OURS: _head
 
 
 def peers(kind: Sound) -> dict[str, tuple[str, ...]]:
-    """Each peer and the packages that it needs."""
+    """Return each peer, with the packages that it needs."""
     return {name: packages for name, (_, packages) in _all(kind).items()}
 
 
 def candidates(kind: Sound) -> dict[str, Callable[[Place, Sound], Iterator[torch.Tensor]]]:
-    """soundfile reads no M4A, so those recordings are decoded by PyAV."""
+    """Return the candidates by name. Long recordings are decoded by PyAV, because soundfile reads no M4A."""
     return _OWN | {name: run for name, (run, _) in _all(kind).items()}
 
 

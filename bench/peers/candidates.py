@@ -18,21 +18,21 @@ from headrace.bench.workloads.video import AnyKind
 
 
 def ours(kind: AnyKind) -> list[str]:
-    """The names of Headrace's candidates and of the floors."""
+    """Return the names of Headrace's candidates and of the floors."""
     if isinstance(kind, Sound | Stills):
         return [video_peers.OURS, video_peers.FLOOR]
     return [video_peers.OURS, video_peers.FAST, video_peers.FLOOR, video_peers.FAST_FLOOR]
 
 
 def peers(kind: AnyKind) -> Mapping[str, tuple[str, ...]]:
-    """Each peer, with the packages that it needs."""
+    """Return each peer, with the packages that it needs."""
     if isinstance(kind, Sound):
         return audio_peers.peers(kind)
     return image_peers.PEERS if isinstance(kind, Stills) else video_peers.PEERS
 
 
 def batches(name: str, place: Place, kind: AnyKind) -> Iterable[torch.Tensor]:
-    """The batches of this candidate."""
+    """Return the batches of the candidate `name`."""
     chosen: Any = image_peers.CANDIDATES if isinstance(kind, Stills) else video_peers.CANDIDATES
     if isinstance(kind, Sound):
         chosen = audio_peers.candidates(kind)

@@ -1,10 +1,12 @@
-"""Candidates of `headrace bench checkpoint`: each function builds one, as `function(where, training, **options) -> Built`.
+"""Candidates of `headrace bench checkpoint`: each function builds one, as `function(where, training, **options) ->
+Built`.
 
 Headrace saves in the trainer's process or through a sidecar on another core. The peers are torch.save, safetensors,
-torch.distributed.checkpoint (DCP) in its variants, torch_checkpointing and s3torchconnector. `floor` is what the machine
-allows: one copy of the state, packed O_DIRECT writes, and reads with BLAKE3, without names, deduplication or commit.
-Invariant: the wait of a save returns only when the state is durable: fsynced, or acknowledged by the object store. Files that
-a library leaves in the page cache are fsynced here.
+torch.distributed.checkpoint (DCP) in its variants, torch_checkpointing and s3torchconnector. `floor` is what the
+machine allows: one copy of the state, packed O_DIRECT writes, and reads with BLAKE3, without names, deduplication or
+commit.
+Invariant: the wait of a save returns only when the state is durable: fsynced, or acknowledged by the object store.
+Files that a library leaves in the page cache are fsynced here.
 Failure behaviour: exceptions fail the candidate, and so does a daemon that does not start.
 """
 
@@ -88,7 +90,8 @@ def safetensors(where: str, training: Training) -> Built:
 
 
 def dcp(where: str, training: Training, *, kind: str) -> Built:
-    """`kind`: sync, thread, process, or stager (a thread, with DCP's cached staging area)."""
+    """DCP with its file storage. `kind` is sync, thread, process, or stager (a thread, with DCP's cached staging
+    area)."""
     paths = _Paths(where)
 
     def writer() -> Any:
@@ -127,11 +130,11 @@ def _dcp(writer: Callable[[], Any], reader: Callable[[], Any], kind: str) -> Bui
 
 
 def _group() -> tuple[Any, bool]:
-    """A process group for the background communication of a saver, and whether the default group was made for it."""
+    """Return a process group for a saver's background communication, and whether the default group was made for it."""
     if dist.is_initialized():
         return dist.new_group(backend="gloo"), False
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))  # DCP's process asks for both
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))  # DCP's process reads both
     dist.init_process_group("gloo", rank=0, world_size=1)
     return None, True
 
@@ -146,7 +149,7 @@ def _free_port() -> int:
 
 
 def torch_checkpointing(where: str, training: Training) -> Built:
-    """Asynchronous, with staging in the background and a process that writes; its files are fsynced behind it."""
+    """Asynchronous, with staging in the background and a process that writes. The wait then fsyncs the files."""
     library: Any = importlib.import_module("torch_checkpointing.checkpoint_manager")
     config: Any = importlib.import_module("torch_checkpointing.config")
     staging: Any = importlib.import_module("torch_checkpointing.staging")
@@ -182,7 +185,7 @@ def torch_checkpointing(where: str, training: Training) -> Built:
 
 
 def s3torchconnector(where: str, training: Training) -> Built:
-    """Its DCP storage, synchronous, as its documentation shows it."""
+    """Synchronous saves to its DCP storage, as its documentation shows."""
     library: Any = importlib.import_module("s3torchconnector.dcp")
     client: Any = importlib.import_module("s3torchconnector")
     config = client.S3ClientConfig(force_path_style=True)
@@ -198,7 +201,7 @@ def s3torchconnector(where: str, training: Training) -> Built:
 
 
 def dcp_fsspec(where: str, training: Training) -> Built:
-    """DCP's own storage for object stores, through s3fs."""
+    """Saves to DCP's own storage for object stores, through s3fs."""
     fsspec: Any = importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
     paths = _Paths(where)
     options = {"client_kwargs": {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}}
@@ -224,9 +227,11 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Built:
-    """`save` returns when training may go on, its result waits until durable. `guard`: within it the optimizer may step.
+    """A checkpointer under test.
 
-    What the wait returns may have `wait_seconds`, seconds for which the trainer was held later than in `save`.
+    `save` returns when training may continue. Its result is a function that waits until the state is durable. The
+    optimizer steps only within `guard`. The result of the wait may have `wait_seconds`: the time that the trainer
+    waited after `save`.
     """
 
     save: Callable[[State], Wait]
@@ -238,12 +243,13 @@ class Built:
 
 
 def headrace(where: str, training: Training, *, sidecar: str | None = None, **options: Any) -> Built:
-    """Without a sidecar unless one is given."""
+    """Headrace, which saves in the trainer's process unless `sidecar` is a socket."""
     checkpointer = Checkpointer(where, run="bench", sidecar=sidecar, **options)
     steps = iter(range(1, 10_000))
 
     def given() -> dict[str, Any]:
-        # the optimizer's tensors are the state's: stored once; a lazy save learns from it what waits for its step
+        # The optimizer's tensors are those of the state, so they are stored once.
+        # A lazy save copies them late and makes the optimizer's step wait, so it needs the optimizer.
         more = {"optimizer": training.optimizer} if options.get("staging") == "lazy" else {}
         return {"state": training.state(), **more}
 
@@ -258,7 +264,8 @@ def headrace(where: str, training: Training, *, sidecar: str | None = None, **op
 
 
 def with_sidecar(where: str, training: Training, **options: Any) -> Built:
-    """Pin the trainer to the first core, and the daemon that saves for it to the others, if there are several."""
+    """Headrace with a sidecar. The trainer is pinned to the first core, and the daemon to the others, if there are
+    several."""
     cores, stack = sorted(os.sched_getaffinity(0)), contextlib.ExitStack()
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-"))
     running = stack.enter_context(daemon(Path(folder), http_port="off"))
@@ -271,12 +278,12 @@ def with_sidecar(where: str, training: Training, **options: Any) -> Built:
 
 _PAGE, _BLOCK, _THREADS, _READERS = 4096, 16 << 20, 2, 4
 _READ = 4 << 20
-"""What a read asks for; the disks that were tried give most so."""
+"""Bytes of a read. The tested disks reach their highest rate with this size."""
 Bytes = npt.NDArray[np.uint8]
 
 
 class Area:
-    """Memory that was allocated before, one range for each tensor."""
+    """Preallocated memory, with one range for each tensor."""
 
     def __init__(self, values: State) -> None:
         self.places, end = {}, 0
@@ -289,7 +296,7 @@ class Area:
 
 
 def floor(where: str, training: Training) -> Built:
-    """In a directory."""
+    """The floor: saves to and restores from files in a directory."""
     os.makedirs(where, exist_ok=True)
     areas, paths, rooms = [Area(training.state())], list[str](), _Room()
     pool, readers, writer = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_READERS), ThreadPoolExecutor(1)
@@ -326,7 +333,7 @@ def floor(where: str, training: Training) -> Built:
 
 
 class _Room(threading.local):
-    """A buffer of this thread that O_DIRECT can fill."""
+    """A buffer for each thread that O_DIRECT reads can fill."""
 
     def __init__(self) -> None:
         self.bytes = memoryview(mmap.mmap(-1, _READ))

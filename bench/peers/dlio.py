@@ -1,10 +1,10 @@
 """Plugins for DLIO (github.com/argonne-lcf/dlio_benchmark): the original harness drives our loader and our checkpoints.
 
-`docs/benchmarks.md` has the commands. Written for and run with dlio_benchmark 2.0.0, which is no dependency: its package
-requires TensorFlow.
+`docs/benchmarks.md` has the commands. Written for and run with dlio_benchmark 2.0.0, which is no dependency: its
+package requires TensorFlow.
 
-Invariant: each rank gets its share of every epoch; bytes are checked against the index. Every pass is the next epoch, in
-another order, as `sample_shuffle` asks of a loader.
+Invariant: each rank gets its share of every epoch; bytes are checked against the index. Every pass is the next epoch,
+in another order, as `sample_shuffle` asks of a loader.
 Failure behaviour: without a dataset a `UsageError` says how to make one; errors of the loader end the run.
 """
 
@@ -61,7 +61,7 @@ def samples(batch: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def file_loader(place: Path, batch_size: int, rank: int, world_size: int, seed: int) -> FileLoader:
-    """A loader of all files of each sample, without decoding."""
+    """Open a loader of all files of each sample, without decoding."""
     with Dataset(str(place), trust_mounts=True) as dataset:
         files = [member.ext for member in dataset.sample(0).members]
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": seed}
@@ -74,9 +74,9 @@ _WAIT_SECONDS = 600.0
 class HeadraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-ignore]
     """DLIO's `checkpoint_mechanism_classname`: a `Checkpointer` saves DLIO's state into its checkpoint folder.
 
-    DLIO requires a singleton. `checkpoint` returns when the step is committed, so DLIO's figures are times to durable, not
-    stalls. With `checkpoint.type: rank_zero` rank 0 saves alone. A save that fails raises and ends the run. `saved` are the
-    steps that this process committed.
+    DLIO requires a singleton. `checkpoint` returns when the step is committed, so DLIO's figures are times to durable,
+    not stalls. With `checkpoint.type: rank_zero` rank 0 saves alone. A save that fails raises and ends the run. `saved`
+    are the steps that this process committed.
     """
 
     _instance: ClassVar[HeadraceCheckpointing | None] = None

@@ -1,9 +1,9 @@
-"""Candidates for pictures: Headrace, the floor, and the peers with Pillow, SPDL or DALI.
+"""Candidates for images: Headrace, the floor, and the peers with Pillow, SPDL or DALI.
 
-The floor is our decoder alone: pictures read from files, decoded and cropped by as many threads, without batches, plan or
-digests. Pillow is what most pipelines use. SPDL decodes by FFmpeg, DALI by libjpeg-turbo.
-Invariant: each delivers every picture once, uint8 (B, 3, size, size): scaled with a bilinear, antialiased filter to cover the
-size, and cropped around the centre.
+The floor is our decoder alone: images read from files, decoded and cropped by as many threads, without batches, plan or
+digests. Most pipelines use Pillow. SPDL decodes with FFmpeg, DALI with libjpeg-turbo.
+Invariant: each candidate delivers every image once, uint8 (B, 3, size, size): scaled with a bilinear, antialiased
+filter to cover the size, and cropped around the centre.
 Failure behaviour: exceptions of the libraries, which end the candidate's process.
 """
 
@@ -36,7 +36,7 @@ def _ours(place: Place, kind: Stills) -> Iterator[torch.Tensor]:
 
 
 def _bare(place: Place, kind: Stills) -> Iterator[torch.Tensor]:
-    """The decoder alone."""
+    """The floor: Headrace's decoder without the loader."""
     from headrace.dataio.shards.contract import Sample
     from headrace.loaders.clip import Clip, choose
     from headrace.loaders.decode.base import Decoded, Request
@@ -56,7 +56,7 @@ def _bare(place: Place, kind: Stills) -> Iterator[torch.Tensor]:
 
 
 def pillow(source: bytes, kind: Stills) -> torch.Tensor:
-    """As its users do, (1, 3, size, size)."""
+    """Decode, scale and crop as users of Pillow do: (1, 3, size, size)."""
     from PIL import Image
 
     with Image.open(io.BytesIO(source)) as image:
@@ -68,7 +68,7 @@ def pillow(source: bytes, kind: Stills) -> torch.Tensor:
 
 
 def _spdl(named: tuple[str, bytes | str], kind: Stills) -> torch.Tensor:
-    """Scaled and cropped in FFmpeg's filter graph, which is where SPDL does it."""
+    """Decode, then scale and crop in FFmpeg's filter graph, as SPDL does."""
     io_: Any = importlib.import_module("spdl.io")
     size = kind.size
     chain = f"scale={size}:{size}:force_original_aspect_ratio=increase,crop={size}:{size},format=rgb24"
@@ -78,7 +78,7 @@ def _spdl(named: tuple[str, bytes | str], kind: Stills) -> torch.Tensor:
 
 
 def _dali(place: Place, kind: Stills) -> Iterator[torch.Tensor]:
-    """Its own decoder, scaler and threads on the CPU; it is given the bytes, a batch ahead."""
+    """DALI with its own decoder, scaler and threads on the CPU. It gets the bytes of the files, one batch ahead."""
     dali, fn, types = (importlib.import_module(f"nvidia.dali{name}") for name in ("", ".fn", ".types"))
     names, pool = place.clips(), ThreadPoolExecutor(THREADS)
     batches = [names[at : at + kind.batch] for at in range(0, len(names), kind.batch)]

@@ -1,7 +1,8 @@
-"""How each client does each operation of `headrace bench store`, on a bucket or on a directory.
+"""The clients of `headrace bench store`, with their operations on a bucket or on a directory.
 
-Invariant: every client moves the same objects; a read that returns another number of bytes raises. A client that lacks an
-operation lacks its key in `Operations`, which is shown as a dash. Clients reuse buffers where their interface allows it.
+Invariant: every client moves the same objects, and a read that returns another number of bytes raises. If a client
+lacks an operation, its `Operations` lack the key, and the table shows a dash. Clients reuse buffers where their
+interface allows it.
 Failure behaviour: a client whose package is missing raises `ImportError`, which names the package.
 """
 
@@ -21,27 +22,28 @@ from headrace.dataio.store.open import folder_of, open_store
 from headrace.dataio.store.s3_config import S3Config, parse
 
 Operations = Mapping[str, Callable[[str, int, int], int]]
-"""Operation → function of (key, offset, size) that returns how many bytes, or keys, it moved."""
+"""Maps an operation to a function of (key, offset, size). The function returns the number of moved bytes, or of
+keys."""
 Opener = Callable[[str, int, int], contextlib.AbstractContextManager[Operations]]
 
 
 def clients_of(url: str) -> tuple[str, ...]:
-    """The clients that are measured on this URL; the first is ours."""
+    """Return the clients that are measured on this URL. Headrace is the first."""
     return S3_CLIENTS if url.startswith("s3://") else FILE_CLIENTS
 
 
 def against(url: str) -> str:
-    """The client that ratios are taken to."""
+    """Return the client that ratios refer to."""
     return "s3fs" if url.startswith("s3://") else "os"
 
 
 def open_client(name: str, url: str, width: int, largest: int) -> contextlib.AbstractContextManager[Operations]:
-    """Client `name` for `width` threads and requests of at most `largest` bytes."""
+    """Open client `name` for `width` threads and requests of at most `largest` bytes."""
     return _OPEN[name](url, width, largest)
 
 
 class _Buffers:
-    """Buffers that are used again, and a body to write; they begin at a page, as O_DIRECT wants it."""
+    """Reusable buffers, and a body to write. They are aligned to pages, as O_DIRECT requires."""
 
     def __init__(self, largest: int) -> None:
         self.body = memoryview(random.Random(0).randbytes(largest))
@@ -86,7 +88,7 @@ def _done(_: object, size: int) -> int:
 
 @contextlib.contextmanager
 def _os(url: str, width: int, largest: int) -> Iterator[Operations]:
-    """What a careful programmer writes with the system's own calls: pread, and write + fsync + rename."""
+    """The floor for directories, with system calls only: pread, and write + fsync + rename."""
     root, buffers = folder_of(url), _Buffers(largest)
 
     def read(key: str, offset: int, size: int) -> int:
@@ -210,7 +212,7 @@ def _obstore(url: str, width: int, largest: int) -> Iterator[Operations]:
 
 
 def io_of(body: memoryview) -> Any:
-    """A file over `body`, which is how obstore takes a stream."""
+    """Return a file object over `body`, because obstore takes streams as files."""
     import io
 
     return io.BytesIO(body)

@@ -1,10 +1,10 @@
-"""How other loaders deliver the samples that a function decodes: in two threads or two worker processes.
+"""Runs a decoding function in other loaders, in two threads or two worker processes.
 
-Each function takes `decode`, the source of the files, and the kind of data. Peers that can seek in a file get the file; the
-others get its bytes. All clips or windows of a long file come from one open file, and long files are not shuffled in a
-buffer: that is the least work.
-Energon and mosaicml-streaming may need their own interpreter (`--peer-python`), as their pins and ours conflict. That
-interpreter also writes mosaicml's shards: `python -m headrace.bench.peers.peer_loaders CLIPS TARGET BYTES`.
+Each function takes `decode`, the source of the files, and the kind of data. Peers that can seek in a file get the file;
+the others get its bytes. All clips or windows of a long file come from one open file, and long files are not shuffled
+in a buffer: that is the least work. Energon and mosaicml-streaming may need their own interpreter (`--peer-python`), as
+their pins and ours conflict. That interpreter also writes mosaicml's shards: `python -m
+headrace.bench.peers.peer_loaders CLIPS TARGET BYTES`.
 Invariant: each delivers as many samples of each file as its kind says, in batches (samples of a batch, ...).
 Failure behaviour: exceptions of the loaders, which end the candidate's process.
 """
@@ -35,7 +35,7 @@ Decode = Callable[[Any], torch.Tensor]
 
 
 def decoding(decode: Callable[..., torch.Tensor], run: Callable[..., Iterator[torch.Tensor]], *more: Any) -> Any:
-    """A candidate that runs `decode` in the loader `run`."""
+    """Return a candidate that runs `decode` in the loader `run`."""
     return lambda place, kind: run(functools.partial(decode, kind=kind), place, kind, *more)
 
 
@@ -52,7 +52,7 @@ def alone(decode: Callable[[Any, memoryview], torch.Tensor], place: Place, kind:
         with contextlib.ExitStack() as opened:
             if not kind.sought:
                 data = memoryview(os.pread(shards[sample.shard].fileno(), member.length, member.offset))
-            else:  # only the pages that are touched are read
+            else:  # reads only the pages that the decoder touches
                 mapped = mmap.mmap(shards[sample.shard].fileno(), 0, access=mmap.ACCESS_READ)
                 data = opened.enter_context(memoryview(opened.enter_context(mapped)))
                 data = opened.enter_context(data[member.offset : member.offset + member.length])
@@ -66,7 +66,7 @@ def alone(decode: Callable[[Any, memoryview], torch.Tensor], place: Place, kind:
 
 
 def _read(decode: Decode, place: Place, kind: AnyKind, name: str) -> torch.Tensor:
-    """The samples of one file: of its bytes, or of an open file if it is long."""
+    """Decode the samples of one file, from its bytes or, if it is long, from an open file."""
     torch.set_num_threads(1)
     if not kind.sought:
         return decode(place.read(name))
@@ -115,7 +115,7 @@ def torchdata(decode: Decode, place: Place, kind: AnyKind) -> Iterator[torch.Ten
 
 
 def spdl(decode: Decode, place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
-    """`decode` gets the name of a file, and its bytes or, if it is long, its path or URL."""
+    """SPDL's pipeline. `decode` gets the name of a file, and its bytes or, if it is long, its path or URL."""
     source: Callable[[str], bytes | str] = place.link if kind.sought else place.read
     builder: Any = importlib.import_module("spdl.pipeline").PipelineBuilder()
     builder = (
@@ -125,7 +125,7 @@ def spdl(decode: Decode, place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
         .pipe(torch.cat)
         .add_sink(2)
     )
-    # By default SPDL leaves out what failed, and only logs it.
+    # By default SPDL skips failed items and only logs them.
     pipeline = builder.build(num_threads=THREADS, max_failures=0)
     with pipeline.auto_stop():
         yield from pipeline
@@ -145,7 +145,7 @@ def litdata(decode: Decode, place: Place, kind: AnyKind) -> Iterator[torch.Tenso
 
 def _for_litdata(cache: str) -> dict[str, Any]:
     downloader: Any = importlib.import_module("litdata.streaming.downloader")
-    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # it has no setting for a server without TLS
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # litdata has no setting for a server without TLS
     keys = {name.lower(): os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
     return {"storage_options": {"endpoint_url": os.environ["AWS_ENDPOINT_URL"], **keys}, "cache_dir": cache}
 
@@ -155,7 +155,7 @@ def _collate(decode: Decode, stack: Callable[..., Any], samples: list[Mapping[st
 
 
 def write_energon_index(folder: Path, python: str) -> None:
-    """Write the index that Energon needs, for hard links of our tars."""
+    """Write the index that Energon needs, next to hard links of our tars."""
     options = ("--non-interactive", "--split-ratio", "1,0,0", "--sample-type", "CrudeWebdataset", "--num-workers", "1")
     with whole(folder / "energon") as made:
         made.mkdir()
@@ -168,7 +168,7 @@ def write_energon_index(folder: Path, python: str) -> None:
 
 
 def energon(decode: Callable[[bytes], torch.Tensor], place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
-    """Energon: shuffled in a buffer, two workers."""
+    """Energon with a shuffle buffer and two workers."""
     library: Any = importlib.import_module("megatron.energon")
 
     def cook(sample: Any) -> Any:
@@ -194,7 +194,7 @@ def energon(decode: Callable[[bytes], torch.Tensor], place: Place, kind: AnyKind
 
 
 def _energon_url(place: Place) -> str:
-    """Energon's URL of our folder on the server; a file tells its storage client about the server."""
+    """Return Energon's URL of our folder on the server, and write the configuration of its storage client."""
     names = {"access_key": "AWS_ACCESS_KEY_ID", "secret_key": "AWS_SECRET_ACCESS_KEY"}
     keys = {"type": "S3Credentials", "options": {name: os.environ[variable] for name, variable in names.items()}}
     options = {
@@ -211,7 +211,7 @@ def _energon_url(place: Place) -> str:
 
 
 def write_mosaic(kind: AnyKind, folder: Path, python: str) -> None:
-    """Write the files' bytes into mosaicml's shards, by an interpreter that has mosaicml-streaming."""
+    """Write the files' bytes into mosaicml's shards, with an interpreter that has mosaicml-streaming installed."""
     with whole(folder / "mosaic") as made:
         command = [
             python,
@@ -234,7 +234,7 @@ def _write_mds(clips: Path, target: Path, shard_bytes: int) -> None:
 
 
 def mosaic(decode: Callable[[bytes], torch.Tensor], place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
-    """mosaicml-streaming: its default shuffle, for one node."""
+    """mosaicml-streaming with its default shuffle, for one node."""
     streaming: Any = importlib.import_module("streaming")
     with tempfile.TemporaryDirectory(prefix="mosaic-", dir=place.folder) as cache:
         where = {"local": str(place.folder / "mosaic")}

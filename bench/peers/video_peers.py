@@ -1,11 +1,11 @@
 """Candidates for video: Headrace, the floors, and the peers with PyAV, torchcodec or SPDL.
 
-A peer decodes as its documentation shows. It gets the bytes of a file, a path or a file object; SPDL gets a URL in place of
-a file object. The floor is our decoder alone: the same clips, read from files and decoded by as many threads, without batches,
-plan or digests.
-Invariant: each delivers uint8 (clips of a file, 16, 3, size, size): every second frame from random starts, resized to cover
-and cropped around the centre, by one decoder thread. Peers take all clips of a file from one open file, in order of time.
-Headrace mixes the clips of different files in a batch.
+A peer decodes as its documentation shows. It gets the bytes of a file, a path or a file object; SPDL gets a URL in
+place of a file object. The floor is our decoder alone: the same clips, read from files and decoded by as many threads,
+without batches, plan or digests.
+Invariant: each delivers uint8 (clips of a file, 16, 3, size, size): every second frame from random starts, resized to
+cover and cropped around the centre, by one decoder thread. Peers take all clips of a file from one open file, in order
+of time. Headrace mixes the clips of different files in a batch.
 Failure behaviour: exceptions of the libraries, which end the candidate's process.
 """
 
@@ -28,7 +28,7 @@ from headrace.bench.workloads.video import BATCH, FPS, FRAMES, STRIDE, Kind
 
 
 def pyav(source: Any, kind: Kind) -> torch.Tensor:
-    """Seek before a random start, decode on, take every second frame."""
+    """Seek before a random start, decode from there, and take every second frame."""
     import av
 
     with av.open(io.BytesIO(source) if isinstance(source, bytes) else source, "r") as container:
@@ -56,7 +56,7 @@ def _pyav(container: Any, stream: Any, start: float, size: int) -> torch.Tensor:
 
 
 def torchcodec(source: Any, kind: Kind) -> torch.Tensor:
-    """By frame numbers, as its documentation shows; approximate seeking, which trusts the header and spares a scan."""
+    """Decode by frame numbers, as the documentation shows. Approximate seeking trusts the header and avoids a scan."""
     decoders: Any = importlib.import_module("torchcodec.decoders")
     decoder = decoders.VideoDecoder(source, num_ffmpeg_threads=1, seek_mode="approximate")
     room = (decoder.metadata.num_frames or 0) - (FRAMES - 1) * STRIDE - 1
@@ -67,9 +67,9 @@ def torchcodec(source: Any, kind: Kind) -> torch.Tensor:
 
 
 def spdl(source: bytes | str, kind: Kind) -> torch.Tensor:
-    """Demultiplex the window, then trim, scale and crop in FFmpeg's filter graph, which is where SPDL does it.
+    """Demultiplex the window, then trim, scale and crop in FFmpeg's filter graph, as SPDL does.
 
-    It is told how long the file is, which the others find out.
+    SPDL gets the length of the file. The other peers find it out.
     """
     io_: Any = importlib.import_module("spdl.io")
     with io_.Demuxer(source) as demuxer:
@@ -78,7 +78,7 @@ def spdl(source: bytes | str, kind: Kind) -> torch.Tensor:
 
 
 def _spdl(io_: Any, demuxer: Any, start: float, size: int) -> torch.Tensor:
-    # In whole microseconds: of a float it takes the exact fraction, which under a thousandth has no 64-bit denominator.
+    # Whole microseconds: below a thousandth, the exact fraction of a float needs a denominator of more than 64 bits.
     begin = Fraction(round(start * 1e6), 1_000_000)
     end = begin + Fraction(FRAMES * STRIDE, FPS)
     chain = (
@@ -116,7 +116,7 @@ def _headrace_video(place: Place, kind: Kind, *, color: Any = "bt601") -> Iterat
 
 
 def _bare_video(place: Place, kind: Kind, *, color: Any = "bt601") -> Iterator[torch.Tensor]:
-    """The decoder alone."""
+    """The floor: Headrace's decoder without the loader."""
     from headrace.dataio.shards.contract import Sample
     from headrace.loaders.clip import Clip, choose
     from headrace.loaders.decode.base import Decoded, Request

@@ -72,8 +72,7 @@ class Place:
         return [f"{base}/{name}" for name in names]
 
     def clips(self) -> list[str]:
-        """Return the names of the files. They are always listed locally, so the listing costs all candidates the
-        same."""
+        """Return the names of the files. They are always listed locally, so no candidate pays for a listing over S3."""
         return sorted(path.name for path in (self.folder / "clips").iterdir())
 
     def read(self, clip: str) -> bytes:
