@@ -1,9 +1,10 @@
 """Build saved values that the state does not hold yet, and the plan of a restore (`Fit`).
 
-Invariant: building a value reads nothing: its tensors are listed in the plan, to be read later. Equal references share
+Invariant: building a value reads nothing. The plan lists its tensors, and they are read later. Equal references share
 one tensor, and views share their memory again.
-Failure behaviour: `CorruptionError` for a tree that names a tensor that the step does not hold, or for a view that
-reaches out of its memory.
+
+Failure behaviour: `CorruptionError` if the tree names a tensor that the step does not hold, or if a view reaches outside
+its memory.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ Saved = Mapping[str, tuple[str, tuple[int, ...]]]
 class Fit:
     """The plan of a restore, in this order: read `fresh`, run `checks` and `early`, read `in_place`, run `late`.
 
-    Objects that judge their own state (loaders) come early, so that their refusal leaves the modules untouched.
-    `skipped`: paths that only one side has, where that was allowed. `in_place`: each with what was seen of it when it was fitted.
+    Objects that check their own state (loaders) load it early. If one of them refuses its state, the modules are unchanged.
+    `skipped` lists the paths that only one side has, where that is allowed. `in_place` holds each tensor with the
+    description of it that the fit recorded.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -97,7 +99,7 @@ class Builder:
         return tensors.view_of(self.tensor(ref.name), ref.dtype, ref.shape, ref.stride, ref.offset)
 
     def assembled(self, node: PartsNode, path: str) -> Any:
-        """A sparse tensor on parts that are read later, then checked before use. None for a wrapper subclass."""
+        """A sparse tensor whose parts are read later and then checked before use. None for a wrapper subclass."""
         inner = {name: self.value(part, join(path, name)) for name, part in node.parts.items()}
         made = tensors.assemble(parts := Parts(node.kind, node.values, inner))
         if made is not None:

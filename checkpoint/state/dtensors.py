@@ -1,7 +1,8 @@
 """The part of a DTensor that this rank holds, and new DTensors with the placement of another.
 
-Invariant: the box is the one that torch itself computes for checkpoints (`__create_chunk_list__`). A placement whose
-local part is not one box, or is a partial sum, is refused.
+Invariant: PyTorch computes the box, with the method that its own checkpoints use (`__create_chunk_list__`). A placement
+is refused if its local part is not one box, or is a partial sum.
+
 Failure behaviour: `UnsupportedError` names the tensor's path and says what to do.
 """
 
@@ -20,7 +21,8 @@ from headrace.dataio.core.errors import UnsupportedError
 
 _MOST_BOXES = 16384
 _boxes: dict[tuple[object, ...], tuple[Box, bool]] = {}
-"""Cache by shape, mesh, this rank's coordinate and placements. Threads may write concurrently: they write equal values."""
+"""Cache by shape, mesh, this rank's coordinate and placements. Threads may write concurrently, because they write equal
+values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ def local_shard(tensor: DTensor, path: str) -> LocalShard:
 
 
 def _box(tensor: DTensor, path: str) -> tuple[Box, bool]:
-    """The box of this rank, and whether it holds any element; computed once for all DTensors with this placement."""
+    """The box of this rank, and whether it holds any element. Computed once for all DTensors with this placement."""
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     at = None if coordinate is None else tuple(coordinate)
@@ -95,7 +97,7 @@ def _is_run(size: int, dim: int, tensor: DTensor) -> bool:
 
 
 def _split_factor(placement: Placement) -> int:
-    """1 for a Shard; torch's strided shard (FSDP on a dimension that TP shards too) first splits by this factor."""
+    """1 for a Shard. PyTorch's strided shard (FSDP on a dimension that TP also shards) first splits by this factor."""
     return 1 if type(placement) is Shard else int(getattr(placement, "split_factor", 1))
 
 

@@ -1,14 +1,18 @@
 """Flatten a state into tensors and a tree of Python values.
 
 Objects are recognised by their methods (`state_dict` and `load_state_dict`). `share` then joins tensors that are
-overlapping views of the same memory: they are saved once, as one tensor of bytes from the first to the last byte that
+overlapping views of the same memory. They are saved once, as one tensor of bytes from the first to the last byte that
 any of them uses. Nodes of the tree describe the views, so a restore shares the memory again. Views that do not overlap
-are saved as they are.
+are saved separately.
 
-Invariant: tensors are referenced, not copied, and each has a unique name: its path in the state. Modules, optimizers
-and schedulers are replicated: with several ranks, each of their tensors is written once, and so is each shard of a
-DTensor. Everything else is rank-local. Entries that are the same view of the same memory are one tensor. The bytes of
-joined views are at most twice the bytes of the views themselves: views that lie far apart are saved one by one.
+Invariants:
+
+- Tensors are referenced, not copied. Each has a unique name, which is its path in the state.
+- Modules, optimizers and schedulers are replicated. With several ranks, each of their tensors is written once, and so is
+  each shard of a DTensor. Everything else is rank-local.
+- Entries that are the same view of the same memory are saved as one tensor.
+- The bytes of joined views are at most twice the bytes of the views themselves. Views that are further from each other
+  are saved one by one.
 Failure behaviour: `UsageError` names the path of a value that cannot be saved.
 """
 
@@ -40,7 +44,7 @@ from headrace.dataio.core.errors import UsageError
 
 
 class Leaf(msgspec.Struct, frozen=True, gc=False):
-    """One tensor of a state. `replicated`: it belongs to all ranks. `first`: rank 0's is saved."""
+    """One tensor of a state. `replicated`: it belongs to all ranks. `first`: the lowest rank that holds it writes it."""
 
     name: str
     local: LocalTensor
@@ -71,7 +75,8 @@ def nowhere(path: str) -> bool:
 def flatten(state: object, everywhere: Callable[[str], bool] = nowhere) -> Flat:
     """Flatten `state`, a dict. Tensors are referenced, not copied.
 
-    `everywhere`: whether the entry of this path is the same on all ranks although nothing else says so.
+    `everywhere` tells whether the entry at a path is the same on all ranks. It adds to the rules for modules, optimizers,
+    schedulers and DTensors.
     """
     if not isinstance(state, dict):
         raise UsageError(
@@ -135,7 +140,7 @@ class _Flattener:
         return PartsNode(parts.kind, parts.values, inner)
 
     def _add(self, leaf: Leaf) -> str:
-        """The name under which the tensor is saved: that of an earlier leaf if it is the same view of the same memory."""
+        """The name that the tensor is saved under. The same view of the same memory takes the name of the earlier leaf."""
         if leaf.local.memory is not None:
             name = self._memory.setdefault((leaf.local.memory, leaf.local.box, leaf.replicated), leaf.name)
             if name != leaf.name:
@@ -145,7 +150,7 @@ class _Flattener:
 
 
 def state_of(value: Any, path: str) -> object:
-    """`value.state_dict()`; another kind of mapping becomes a dict."""
+    """`value.state_dict()`. A mapping of another type becomes a dict."""
     state = value.state_dict()
     if isinstance(state, Mapping):
         return _as_dict(state)
@@ -155,7 +160,7 @@ def state_of(value: Any, path: str) -> object:
 
 
 def _as_dict(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A state's outermost mapping as a dict: only inner containers keep their type."""
+    """A state's outermost mapping as a dict. Only dict, OrderedDict, Counter and defaultdict keep their type."""
     known: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
     return state if isinstance(state, dict) and type(state) in known else dict(state)
 
@@ -191,7 +196,7 @@ def _groups(leaves: list[Leaf]) -> Iterator[list[_Reach]]:
         if not leaf.local.sharded:
             by_storage[tensors.storage_of(leaf.local.tensor), leaf.replicated, leaf.first].append(leaf)
     for sharing in by_storage.values():
-        if len(sharing) > 1:  # few are: how far they reach is asked of those only
+        if len(sharing) > 1:  # rare, so the byte ranges are computed for these only
             found = ((leaf, tensors.byte_range(leaf.local.tensor)) for leaf in sharing)
             members = [_Reach(leaf, *reach) for leaf, reach in found if reach is not None]
             yield from _overlapping(members) if len(members) > 1 else ()

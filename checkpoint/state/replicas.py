@@ -1,16 +1,22 @@
 """Check that the ranks that hold the same tensor hold the same bytes.
 
-A replicated tensor is written by one of its ranks. A rank that has diverged (a hardware fault, a gradient that was not
-reduced, another seed) would go unnoticed, and the next restore would repair or spread the difference. So every rank
-hashes a sample of each replica, and the ranks compare a hash of these hashes: one all-reduce of 16 bytes for each set
-of ranks that hold the same tensors. Only if that differs do they exchange the hashes of the tensors concerned.
+One rank writes each replicated tensor. Without this check, a rank that has diverged would go unnoticed. Causes are a
+hardware fault, a gradient that was not reduced, or another seed. The next restore would repair or spread the difference.
 
-The sample is `BLOCKS` runs of `BLOCK_BYTES`, evenly spread, at other places in every step; tensors of up to 16 KiB are
-hashed whole. A diverged rank differs nearly everywhere. A single flipped bit in a large tensor is found only if it is
-sampled.
-Invariant: every rank takes part in every exchange, and all reach the same answer. Modules' buffers are not compared:
-running means may differ, and the lowest rank's are saved.
-Failure behaviour: a rank that cannot hash its tensors takes part as a rank that holds none, then raises its error.
+The check has two steps:
+
+1. Every rank hashes a sample of each replica. The ranks compare a hash of these hashes. This takes one all-reduce, with
+   16 bytes for each set of tensors that the same ranks hold.
+2. Only for the sets whose hashes differ, the ranks exchange the hashes of the single tensors.
+
+The sample is `BLOCKS` blocks of `BLOCK_BYTES`, evenly spread. Their positions change with the step. Tensors of up to
+16 KiB are hashed whole. A diverged rank differs nearly everywhere. A single flipped bit in a large tensor is found only
+if it is sampled.
+
+Invariant: every rank takes part in every exchange, and all ranks reach the same result. Modules' buffers are not
+compared, because running means may differ. The lowest rank's buffers are saved.
+
+Failure behaviour: a rank that cannot hash its tensors takes part as a rank that holds none. It then raises its error.
 """
 
 from __future__ import annotations
@@ -29,28 +35,28 @@ from headrace.checkpoint.state.tensors import as_bits, memory_of
 BLOCKS, BLOCK_BYTES = 16, 1024
 POLICIES = ("off", "warn", "error")
 _SET = 4096
-"""Tensors whose hashes are combined into one, and exchanged together if it differs."""
+"""The most tensors whose hashes are combined into one. These hashes are exchanged together if the combined one differs."""
 _NAMED = 64
-"""The most tensors that are named."""
+"""The most tensors that a report names."""
 
 
 class Exchange(Protocol):
-    """What this module needs of the ranks of the job."""
+    """The collective operations that this module needs."""
 
     @property
     def rank(self) -> int: ...
     def maximum(self, sent: bytes) -> bytes:
-        """The maximum over all ranks, byte by byte; called by all ranks with the same number of bytes."""
+        """All-reduce: the maximum over all ranks, byte by byte. All ranks send the same number of bytes."""
         ...
 
     def all(self, own: bytes) -> Sequence[bytes]:
-        """All-gather: every rank's bytes, by rank, of one length."""
+        """All-gather: every rank's bytes, by rank. All ranks send the same number of bytes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A tensor whose replicas differ. `ranks`: those that differ from the majority."""
+    """A tensor whose replicas differ. `ranks`: the ranks that differ from the most common hash."""
 
     name: str
     ranks: tuple[int, ...]
@@ -61,7 +67,7 @@ class Divergence:
 
 
 def diverged(prepared: PreparedSave, ranks: Exchange, step: int) -> tuple[Divergence, ...]:
-    """The replicas that differ, at most `_NAMED` of them; called by all ranks of a job of several."""
+    """The replicas that differ, at most `_NAMED` of them. All ranks of a job with several ranks call it."""
     sets = list(_sets(prepared.replicated))
     if not sets:
         return ()
@@ -94,7 +100,7 @@ def sample(tensor: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _sets(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
-    """Tensors with the same holders, in sets of bounded size, in the same order on every rank."""
+    """Sets of tensors that the same ranks hold, of at most `_SET` tensors, in the same order on every rank."""
     groups: dict[tuple[int, ...], list[Replica]] = {}
     for replica in sorted(replicas, key=lambda r: (r.holders, r.key)):
         groups.setdefault(replica.holders, []).append(replica)
@@ -103,7 +109,7 @@ def _sets(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
 
 
 def _hashes(prepared: PreparedSave, step: int) -> dict[str, bytes]:
-    """Hashes of the replicas on this rank. The samples of a device are copied to main memory at once."""
+    """Hashes of the replicas on this rank. One copy moves all samples of a device to main memory."""
     keys, samples = [], []
     for key, leaf in prepared.shared.items():
         keys.append(key)
@@ -118,7 +124,7 @@ def _hashes(prepared: PreparedSave, step: int) -> dict[str, bytes]:
         for i in there:
             found[keys[i]] = xxhash.xxh3_64_digest(together[at : at + samples[i].numel()])
             at += samples[i].numel()
-        del copied  # what `together` is the memory of
+        del copied  # `together` is a view of its memory
     return found
 
 
@@ -127,7 +133,7 @@ def _is_mine(members: Sequence[Replica], hashes: dict[str, bytes]) -> bool:
 
 
 def _both_ways(value: bytes) -> bytes:
-    """A value and its inverse: after an all-reduce by maximum, they are still inverse only if all values were equal."""
+    """A value and its inverse. After an all-reduce by maximum, they are still inverse only if all values were equal."""
     return value + _inverse(value)
 
 

@@ -1,12 +1,15 @@
 """Plan a save: which rank writes which tensor, and how the tensors are laid out.
 
-A rank knows what it holds; only the ranks together know which tensors are replicated or sharded over which of them. So
-the ranks exchange tables of names and boxes, at the first save and whenever a table changes. Every rank computes the
-same assignment.
-Invariant: each tensor, or shard of one, is written by exactly one of the ranks that hold it, and the shards make up the
-tensors. Empty shards are not written, except for tensors without elements.
-Failure behaviour: `UsageError` names the path of a value that cannot be saved. `MismatchError`, on all ranks alike,
-names a tensor that ranks hold in different types or shapes, or of which no rank holds a part.
+A rank knows only its own tensors. It does not know which ranks hold a replica or another shard of them. The ranks
+therefore exchange tables of names and boxes, at the first save and whenever a table changes. Every rank computes the
+same assignment from these tables.
+
+Invariant: exactly one of the ranks that hold a tensor, or a shard of one, writes it. The shards of a tensor cover it.
+Empty shards are not written, except for tensors without elements.
+
+Failure behaviour: `UsageError` names the path of a value that cannot be saved. All ranks raise the same
+`MismatchError`, which names the tensor, in two cases: ranks hold it in different types or shapes, or no rank holds some
+part of it.
 """
 
 from __future__ import annotations
@@ -53,7 +56,10 @@ _Row = tuple[str, str, Box, bool, bool]
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The part of a state that the assignment depends on. `table`: sent to the other ranks; `keys`: names of leaves there."""
+    """The part of a state that the assignment depends on.
+
+    `table` is sent to the other ranks. `keys` are the names of the leaves in the assignment.
+    """
 
     rows: tuple[_Row, ...]
     table: bytes
@@ -80,7 +86,10 @@ class FlatState:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A tensor, or a shard, that several ranks hold (`holders`, ascending): their bytes should be equal."""
+    """A tensor, or a shard, that several ranks hold. Its bytes should be equal on all of them.
+
+    `holders` are these ranks, in ascending order.
+    """
 
     key: str
     name: str
@@ -98,9 +107,10 @@ class WriteAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank writes: numbers of leaves, each with the part to write, described by `specs`, laid out as `layout`.
+    """The parts of a state that one rank writes.
 
-    `shared`: keys and numbers of what other ranks hold too.
+    `parts` holds the number of each leaf and the part of it to write. `specs` describes these parts, and `layout` places
+    them. `shared` holds the keys and numbers of the leaves that other ranks hold too.
     """
 
     structure: Structure
@@ -113,10 +123,11 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSave:
-    """What this rank writes: `tensors`, in the order of `specs`, at the offsets of `layout`.
+    """The tensors that this rank writes, in the order of `specs`, at the offsets of `layout`.
 
-    Shards that are cut in an inner dimension are there as their bands. `replicas`: the digest that all ranks must share.
-    `replicated`: what several ranks hold, on whichever ranks; `shared`: those of them that are here, by key.
+    A shard that is cut in an inner dimension is stored as several bands. `replicas` is the digest that all ranks must
+    share. `replicated` lists the tensors that several ranks hold, on any ranks. `shared` holds those of them that this
+    rank holds, by key.
     """
 
     tree: bytes
@@ -129,17 +140,17 @@ class PreparedSave:
 
 
 class Exchange(Protocol):
-    """What this module needs of the ranks of the job."""
+    """The collective operations that this module needs."""
 
     @property
     def rank(self) -> int: ...
     def gather(self, table: bytes) -> Sequence[bytes]:
-        """Every rank's table, by rank; called by all ranks."""
+        """All-gather: every rank's table, by rank. All ranks call it."""
         ...
 
 
 def flatten_state(given: object, everywhere: Callable[[str], bool] = state.nowhere) -> FlatState:
-    """`given` as tensors and a document. Exchanges nothing. `everywhere`: as for `flatten`."""
+    """Split `given` into tensors and a document, without communication. `everywhere`: as for `flatten`."""
     flat = share(state.flatten(given, everywhere))
     return FlatState(tree.encode(flat.tree), flat.leaves)
 
@@ -152,14 +163,14 @@ class SavePlanner:
         self._share: RankPlan | None = None
 
     def known(self, taken: FlatState) -> FlatState:
-        """Add the structure, reusing that of the last save if equal. Exchanges nothing."""
+        """Add the structure, without communication. The structure of the last save is reused if it is equal."""
         rows = taken.rows
         if self._structure is None or self._structure.rows != rows:
             self._structure = Structure.of(rows)
         return replace(taken, structure=self._structure)
 
     def prepare(self, taken: FlatState, ranks: Exchange) -> PreparedSave:
-        """What this rank writes of a state that `known` returned. Called by all ranks."""
+        """Select the tensors that this rank writes, of a state that `known` returned. All ranks call it."""
         structure, share = taken.structure or Structure.of(taken.rows), self._share
         division = assign_writes(tuple(ranks.gather(structure.table)))
         if share is None or share.structure is not structure or share.division is not division:
@@ -173,7 +184,7 @@ class SavePlanner:
 
 
 def expected(taken: FlatState, rank: int, world_size: int) -> Layout:
-    """The layout of what this rank will probably write, to reserve memory early. Exchanges nothing."""
+    """Estimate the layout of this rank's writes, to reserve memory early. This needs no communication."""
     everywhere = [leaf for leaf in taken.leaves if leaf.replicated and not leaf.local.sharded]
     sizes = (
         (x.name, chunking.nbytes(x.local.dtype, x.local.shape), (0,) if x.first else range(world_size))
@@ -197,7 +208,10 @@ def _rank_plan(structure: Structure, division: WriteAssignment, rank: int) -> Ra
 def _specs(
     rows: Sequence[_Row], mine: Sequence[int]
 ) -> tuple[tuple[tuple[int, tuple[slice, ...]], ...], tuple[TensorSpec, ...]]:
-    """The parts to store of the leaves `mine`, and their specs. A shard that is cut in an inner dimension is stored as bands."""
+    """The parts of the leaves `mine` to store, and their specs.
+
+    A shard that is cut in an inner dimension is stored as several bands.
+    """
     parts: list[tuple[int, tuple[slice, ...]]] = []
     specs: list[TensorSpec] = []
     for number in mine:
@@ -279,6 +293,6 @@ def _table(rows: Sequence[_Row]) -> bytes:
 
 def _told(row: _Row) -> Row:
     name, dtype, box, _, first = row
-    if 0 in box.shape:  # the parts of nothing are all the same
+    if 0 in box.shape:  # a tensor without elements: all its shards are equal
         box, first = Box(box.shape, (0,) * len(box.shape), box.shape), True
     return Row(name, dtype, box.shape, box.offset, box.local, first)

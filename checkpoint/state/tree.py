@@ -1,10 +1,13 @@
-"""The structure of a state and its Python values, as one msgpack document: everything in a checkpoint except tensor bytes.
+"""The structure of a state and its Python values, as one msgpack document.
 
-Invariant: decoding returns what was encoded, with the same types: tuples stay tuples, integer keys stay integers; NaN,
-infinities and integers of any size survive. A subclass of a built-in type is another type, and is refused. Decoding
-creates only the types listed here, so a document from outside cannot run code.
-Failure behaviour: `UsageError` names the path of a value that cannot be encoded; `CorruptionError` for a malformed
-document.
+It holds everything in a checkpoint except tensor bytes.
+
+Invariant: decoding returns equal values of the same types. Tuples stay tuples, and integer keys stay integers. NaN,
+infinities and integers of any size are preserved. A subclass of a built-in type is refused, because it would lose its
+type. Decoding creates only the types listed here, so an untrusted document cannot run code.
+
+Failure behaviour: `UsageError` names the path of a value that cannot be encoded. A malformed document raises
+`CorruptionError`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ MAX_DEPTH = 64
 MAX_BYTES = 32 * MIB
 """The largest document: half of a manifest."""
 MAX_CONTAINERS = 8_000_000
-"""The most lists and dicts in a document: they take far more memory than their bytes. An upper estimate is checked."""
+"""The most lists and dicts in a document. In memory they take far more space than in the document. The count that is
+checked is an upper bound."""
 _INT64 = 1 << 63
 _DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c"}
 _DICT_TYPES: dict[str, type[dict[Any, Any]]] = {"d": dict, "o": OrderedDict, "c": Counter}
@@ -90,7 +94,7 @@ class StatefulNode:
 
 
 def join(path: str, key: object) -> str:
-    """The path of `key` below `path`; a slash in a key is written `~1` and a tilde `~0`."""
+    """The path of `key` below `path`. A slash in a key is written `~1`, and a tilde `~0`."""
     text = str(key).replace("~", "~0").replace("/", "~1")
     return f"{path}/{text}" if path else text
 
@@ -119,7 +123,7 @@ def decode(document: bytes) -> object:
 
 
 def tensor_names(tree: object) -> Iterator[str]:
-    """Names of all tensors that the tree stands for, in order."""
+    """Names of all tensors that the tree refers to, in order."""
     if isinstance(tree, (TensorRef, ViewRef)):
         yield tree.name
     elif isinstance(tree, PartsNode):
@@ -137,7 +141,7 @@ def tensor_names(tree: object) -> Iterator[str]:
 
 
 def _containers(document: bytes) -> int:
-    """An upper bound of the lists and dicts in a document: bytes of text or numbers may look like their headers."""
+    """An upper bound on the lists and dicts in a document. Bytes of text or numbers may look like their headers."""
     if len(document) <= MAX_CONTAINERS:
         return 0
     data = np.frombuffer(document, np.uint8)
