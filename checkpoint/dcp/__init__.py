@@ -1,12 +1,12 @@
-"""The repository as a storage of torch.distributed.checkpoint (DCP): one argument of `dcp.save`, `dcp.async_save` and
-`dcp.load`.
+"""Storage for torch.distributed.checkpoint (DCP): one argument of `dcp.save`, `dcp.async_save` and `dcp.load`.
 
     dcp.save(state, storage_writer=RepositoryWriter("s3://bucket/ckpt", run="exp42", step=1200))
     dcp.load(state, storage_reader=RepositoryReader("s3://bucket/ckpt", run="exp42", step=1200))
 
-Invariant: DCP's planners decide what is saved and loaded; the repository does the rest (chunks, digests, packs,
+Invariant: DCP's planners decide which entries are saved and loaded. The repository does the rest (chunks, digests, packs,
 commit). No pickle is stored, and nothing from the store is unpickled.
-Failure behaviour: errors of `headrace.dataio.core.errors`, which DCP wraps: see `writer` and `reader`.
+
+Failure behaviour: errors of `headrace.dataio.core.errors`. DCP wraps them, as `writer` and `reader` describe.
 """
 
 from __future__ import annotations

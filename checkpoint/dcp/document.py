@@ -1,9 +1,10 @@
-"""The document of a rank's manifest for a step that DCP saved, and the names that DCP uses for a step of a Checkpointer.
+"""The document in a rank's manifest for a step that DCP saved, and DCP's names for a step that a Checkpointer saved.
 
 DCP flattens a nested state into names ("model.layers.0.weight") and paths. A document holds the rank's own values and
-the paths. A value that only other ranks hold (pipeline stages) comes from their documents.
-Invariant: a rank finds its own value under a name before another rank's, so rank-local state survives although all
-ranks use the same name.
+the paths. A value that only other ranks hold (pipeline stages) is read from their documents.
+
+Invariant: if several ranks have a value under one name, each rank sees its own. So rank-local state is preserved even
+though all ranks use the same name.
 Failure behaviour: `CorruptionError` for a malformed document.
 """
 
@@ -26,12 +27,15 @@ from headrace.dataio.core.errors import CorruptionError, UnsupportedError, Usage
 
 Path = tuple[str | int, ...]
 _MANY = 20_000
-"""From so many tensors on, each name is written once, as "many", with the lengths of its path's parts."""
+"""From this number of tensors on, each name is written once, under "many", with the lengths of its path's parts."""
 
 
 @dataclass(slots=True)
 class Names:
-    """A step by DCP's names. `tensors`: names in the manifests. `values`: other values, as nodes of a tree."""
+    """The contents of a step by DCP's names.
+
+    `tensors` maps them to names in the manifests. `values` holds the other values, as nodes of a tree.
+    """
 
     tensors: dict[str, str] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
@@ -41,8 +45,11 @@ class Names:
 def encode(
     tensors: Iterable[str], values: Mapping[str, object], paths: Mapping[str, Path] | None
 ) -> tuple[bytes, list[Leaf]]:
-    """The document of one rank, and tensors inside of its values, which are the rank's own: a planner that does not flatten
-    containers saves them as values. `UsageError` naming what cannot be saved."""
+    """The document of one rank, and the tensors inside its values.
+
+    Such tensors are rank-local. They exist if a planner does not flatten containers and saves them as values. Raises
+    `UsageError` with the name of an entry that cannot be saved.
+    """
     refs = {name: TensorRef(name) for name in tensors}
     flat = flatten({"values": dict(values)})
     for leaf in flat.leaves:
@@ -61,7 +68,10 @@ def encode(
 
 
 def _cuts(name: str, path: Path) -> tuple[int, ...] | None:
-    """How long the parts of the path are in the name, numbers negative; None when the name is not made of them."""
+    """The length of each part of the path in the name, negative for an integer part.
+
+    None if the name is not the path's parts with one character between them.
+    """
     cuts = tuple(-len(str(part)) if isinstance(part, int) else len(part) for part in path)
     return cuts if _cut(name, cuts) == path else None
 
@@ -90,7 +100,7 @@ def _require_plain(node: object, path: str) -> None:
 
 
 def is_dcp(document: object) -> bool:
-    """Whether a manifest's tree is such a document."""
+    """Whether a manifest's tree is the document of a step that DCP saved."""
     return isinstance(document, dict) and document.get("by") == DCP_MARK
 
 
@@ -120,7 +130,7 @@ def _of_dcp(document: Any) -> Names:
 
 
 def _of_state(document: object) -> Names:
-    """A state that a Checkpointer saved, flattened in DCP's way."""
+    """A state that a Checkpointer saved, flattened as DCP does."""
     refs: dict[int, tuple[str, torch.Tensor]] = {}
     flat, paths = flatten_state_dict(_opened(document, refs))
     found = Names(paths=dict(paths))

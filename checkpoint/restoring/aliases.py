@@ -1,11 +1,13 @@
-"""Tensors of the state that share memory: a step must hold the same content for all of them.
+"""Check tensors of the state that share memory. A step must hold the same content for all of them.
 
-A tied model may be restored from a step in which the weights were not tied, if they were equal. Only tensors that share
-memory under different names are compared. The digests of their chunks usually decide; otherwise the contents are read
-into temporary memory first.
-Invariant: the state is not changed here.
-Failure behaviour: `MismatchError` names two tensors whose memory would get different contents, or a tensor whose own
-elements share memory.
+A tied model can be restored from a step in which the weights were not tied, if they were equal. Only tensors that share
+memory and have different names in the step are compared. Their chunks' digests usually decide. Otherwise, the contents
+are read into temporary memory and compared.
+
+Invariant: this module does not change the state.
+
+Failure behaviour: `MismatchError` names two tensors whose shared memory would receive different contents, or a tensor
+whose own elements share memory.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`tensor`, at `path` in the state, is to receive the elements `box` of a saved tensor."""
+    """A tensor at `path` in the state. It is to receive the elements `box` of a saved tensor."""
 
     path: str
     saved: Saved
@@ -40,7 +42,7 @@ class Target:
 
 
 def require_one_content(store: Store, step: Step, targets: Sequence[Target]) -> None:
-    """Require that no place in memory would get two different contents."""
+    """Raise `MismatchError` if some memory would receive two different contents."""
     by_storage: dict[Hashable, list[Target]] = defaultdict(list)
     for target in targets:
         if any(n > 1 and stride == 0 for n, stride in zip(target.tensor.shape, target.tensor.stride(), strict=True)):
@@ -70,7 +72,7 @@ def _overlapping(targets: Sequence[Target]) -> Iterator[list[Target]]:
 
 
 def _same_chunks(group: Sequence[Target]) -> bool:
-    """Whether all are the same view, and the step's digests say that it holds the same bytes for them."""
+    """Whether all are the same view, and the step's digests show that it holds the same bytes for them."""
     looks = {(*_look(target.tensor), target.box, target.saved.dtype) for target in group}
     return len(looks) == 1 and all(_chunks(each.saved) == _chunks(group[0].saved) for each in group[1:])
 
@@ -88,7 +90,7 @@ def _chunks(saved: Saved) -> list[tuple[object, ...]]:
 
 
 def _compare(store: Store, step: Step, group: Sequence[Target]) -> None:
-    """Write all of them into a copy of the shared memory, and compare each with what was written."""
+    """Write all of them into temporary memory of the same layout. Then compare each with the bytes in that memory."""
     reaches = [tensors.byte_range(target.tensor) or (0, 0) for target in group]
     start = min(begin for begin, _ in reaches) // _ALIGN * _ALIGN
     memory = tensors.empty_like("uint8", (max(end for _, end in reaches) - start,))
@@ -113,7 +115,7 @@ def _place(memory: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tens
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, so that a NaN equals itself."""
+    """The tensor as integers, so that a NaN equals itself."""
     return as_bits(torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor)
 
 

@@ -1,11 +1,12 @@
 """Read the tensor bytes of a committed step into the caller's memory.
 
-Invariant: `read` returns once every byte was compared with its digest, in place: a raw chunk that belongs to one
-contiguous place is read straight into it. A lease names the step while it is read. The step is looked up again after
-the lease is written, so garbage collection cannot remove it meanwhile.
-Failure behaviour: `CorruptionError` names step, tensor, pack and offset. Tensors that were complete before it have
-changed. The damaged tensor holds a mixture, with zeros in place of the damage: the caller must restore another step or
-stop.
+Invariant: `read` returns after every byte was checked against its chunk's digest. A raw chunk whose bytes go to one
+contiguous range of memory is read directly into it. A lease protects the step while it is read. After the lease is
+written, the step is looked up again. Garbage collection therefore cannot remove it during the read.
+
+Failure behaviour: `CorruptionError` names step, tensor, pack and offset. Tensors that were complete before the error have
+changed. The damaged tensor holds a mixture of old and new bytes, with zeros in place of the damage. The caller must
+restore another step or stop.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Sink(Protocol):
     """Memory for one tensor."""
 
     def open(self) -> memoryview:
-        """Writable memory of exactly the tensor's bytes, row-major; called once, before the first byte arrives."""
+        """Return writable memory for exactly the tensor's bytes, row-major. Called once, before the first byte is read."""
         ...
 
     def close(self) -> None:
-        """All bytes are in."""
+        """Finish the tensor. Called once, after all bytes are written."""
         ...
 
 
@@ -56,13 +57,13 @@ class ReadsDirectly(Protocol):
     def read_directly(
         self, reading: ChunkReader, chunks: Iterable[tuple[str, NeededChunk]]
     ) -> list[tuple[str, NeededChunk]]:
-        """Read, check and use the chunks that it can; return the others."""
+        """Read, check and use the chunks that this store can read by itself. Return the others."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A global tensor of a step as one rank sees it: its shards, each with the manifest that holds it."""
+    """A global tensor of a step as one rank sees it. `shards` holds its shards, each with the manifest that lists it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,7 +72,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A request: the elements `box` of a saved tensor, and the sink that receives them."""
+    """A request for the elements `box` of a saved tensor. The sink receives them."""
 
     saved: Saved
     box: Box
@@ -83,7 +84,7 @@ class Want:
 
 
 class ChunkUse(msgspec.Struct, gc=False):
-    """The part of a chunk that one request needs: `length` bytes from byte `start`, which are byte `at` and on of `shard`."""
+    """The part of a chunk that one request needs: `length` bytes from byte `start`. In `shard`, they begin at byte `at`."""
 
     want: int
     shard: Box
@@ -93,7 +94,7 @@ class ChunkUse(msgspec.Struct, gc=False):
 
 
 class NeededChunk(msgspec.Struct, gc=False, eq=False):
-    """A chunk to read, with all its uses, as `fetch` takes it. `direct`: the use into whose memory it is read."""
+    """A chunk to read, with all its uses, in the form that `fetch` accepts. `direct`: the use whose memory it is read into."""
 
     chunk: Chunk
     uses: list[ChunkUse] = msgspec.field(default_factory=list)
@@ -121,9 +122,9 @@ class NeededChunk(msgspec.Struct, gc=False, eq=False):
 
 
 def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
-    """Every tensor that `rank` sees, by name: its own, and the replicated ones.
+    """Every tensor that `rank` sees, by name: its rank-local tensors and all replicated ones.
 
-    A rank that the step was not saved with sees the rank-local tensors of rank 0.
+    If the step was saved by fewer ranks, a rank beyond them sees the rank-local tensors of rank 0.
     """
     own = step.manifests[rank if rank < len(step.manifests) else 0]
     shared: dict[str, list[tuple[Manifest, Tensor]]] = defaultdict(list)
@@ -136,7 +137,7 @@ def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
 
 
 class LeasedStep(contextlib.AbstractContextManager[Step]):
-    """A context manager that opens a step and holds a lease on it. Also released when it is garbage-collected."""
+    """A context manager that opens a step and holds a lease on it. Garbage collection of this object also releases it."""
 
     def __init__(self, store: Store, run: str, base: Base) -> None:
         self._store, self._run, self._base = store, run, base
@@ -156,7 +157,9 @@ class LeasedStep(contextlib.AbstractContextManager[Step]):
         try:
             gone = isinstance(error, (CorruptionError, NotFoundError))
             if gone and repository.is_removed(self._store, self._run, self._base):
-                raise repository.removed(self._run, self._base.step) from error  # retention took this reader for dead
+                raise repository.removed(
+                    self._run, self._base.step
+                ) from error  # retention assumed that this reader had died
         finally:
             self._close()
 
@@ -191,8 +194,10 @@ def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, ChunkUse]]:
 
 
 class ChunkReader:
-    """The chunks that some requests need. Copies them into the sinks, each opened at its first byte and
-    closed after its last."""
+    """Reads the chunks that some requests need, and copies them into the sinks.
+
+    Each sink is opened before its first byte and closed after its last.
+    """
 
     def __init__(self, step: Step, wants: Sequence[Want]) -> None:
         self._step, self.wants = step, wants
@@ -210,7 +215,7 @@ class ChunkReader:
         return [(key, chunk) for key in sorted(self._needed) for chunk in self._needed[key].values()]
 
     def batches(self, chunks: Iterable[tuple[str, NeededChunk]]) -> Iterator[fetch.Batch[NeededChunk]]:
-        """These chunks in batches, as `fetch` takes them."""
+        """These chunks in batches, in the form that `fetch` accepts."""
         by_pack: dict[str, list[NeededChunk]] = defaultdict(list)
         for key, chunk in chunks:
             by_pack[key].append(chunk)
@@ -222,7 +227,7 @@ class ChunkReader:
         fetch.fetch(store, self.batches(rest), self.use, self.direct_memory, workers)
 
     def direct_memory(self, pack: str, wanted: NeededChunk) -> memoryview | None:
-        """The memory to read a chunk straight into: that of a use that takes all of it, contiguously. Else None."""
+        """The memory to read a chunk into directly, if one use takes the whole chunk contiguously. Otherwise None."""
         for use in wanted.uses:
             want, item = self.wants[use.want], chunking.ITEM_BYTES[self.wants[use.want].saved.dtype]
             if use.start == 0 and use.length == wanted.raw:
@@ -233,7 +238,7 @@ class ChunkReader:
         return None
 
     def use(self, pack: str, wanted: NeededChunk, payload: memoryview | None) -> None:
-        """Copy a chunk's bytes to its uses, except the one that it was read into. A `payload` of None: the chunk is damaged."""
+        """Copy a chunk's bytes to its uses, except the use that it was read into. `payload` is None for a damaged chunk."""
         if payload is None:
             if (wrong := self.direct_memory(pack, wanted) if wanted.direct else None) is not None:
                 wrong[:] = bytes(len(wrong))
@@ -263,7 +268,7 @@ class ChunkReader:
             return self._open[want]
 
     def done(self, want: int) -> None:
-        """Count one use of a request as done; close the sink after the last."""
+        """Count one use of a request as done. After the last use, close the sink."""
         with self._lock:
             self._left[want] -= 1
             if self._left[want]:

@@ -1,11 +1,19 @@
-"""One restore by the ranks of a job: find the step, compare it with the state, then read.
+"""One restore by the ranks of a job. The ranks find the step, compare it with the state, and then read it.
 
 Invariant: all ranks restore the same step, or all raise. Every rank takes part in every exchange, even a rank that has
-failed. There are five exchanges if tensors are only filled in place: all may begin; which step; the step is open and
-fits on every rank; which rank needs what; all are done. Nothing changes before the step was found to fit on all ranks.
-Then new values are read and passed to objects that load their own state; tensors are filled in place last.
-Failure behaviour: `MismatchError` with nothing changed; `CorruptionError` while reading, with the state then partly
-restored; errors of the store on any rank.
+failed. If tensors are only filled in place, there are five exchanges:
+
+1. All ranks are ready to begin.
+2. Rank 0 sends the step that it found.
+3. The step is open and fits on every rank.
+4. The ranks exchange which chunks each of them needs.
+5. All ranks are done.
+
+The state is unchanged until the step is known to fit on all ranks. The restorer then reads new values and passes them to
+objects that load their own state. It fills tensors in place last.
+
+Failure behaviour: after a `MismatchError`, the state is unchanged. A `CorruptionError` is raised while reading, and the
+state is then partly restored. An error of the store on any rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -42,12 +50,12 @@ from headrace.dataio.sidecar.connection import SidecarName
 from headrace.dataio.store.base import Store
 
 DCP_MARK = "torch.distributed.checkpoint"
-"""The mark of the documents of `headrace.checkpoint.dcp`."""
+"""The mark in the documents of steps that `headrace.checkpoint.dcp` saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A step that fits the state: new values to read first (`fresh`), then tensors to fill in place."""
+    """A step that fits the state. New values (`fresh`) are read first, then the tensors to fill in place."""
 
     step: Step
     todo: Fit
@@ -57,7 +65,7 @@ class Fitted:
 
 
 def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection) -> Fitted:
-    """Compare the selected part of `given` with the step as this rank sees it. Exchanges and changes nothing."""
+    """Compare the selected part of `given` with the step as this rank sees it. No communication; nothing changes."""
     rank = rank if rank < len(opened.manifests) else 0
     saved = chunk_reader.tensors_of(opened, rank)
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()}
@@ -73,13 +81,13 @@ def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection)
 
 
 def require_one_content(work: Fitted, store: Store) -> None:
-    """Require one content for tensors that share memory. Exchanges and changes nothing."""
+    """Check that tensors that share memory receive one content. No communication; nothing changes."""
     targets = [Target(name, work.saved[name], seen.box, seen.tensor) for name, _, seen in work.todo.in_place]
     aliases.require_one_content(store, work.step, targets)
 
 
 def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
-    """Read into the state. Called by all ranks; if one fails, all raise."""
+    """Read into the state. All ranks call it. If one rank fails, all raise."""
     todo, in_place = work.todo, work.in_place
     first = bool(todo.fresh or todo.early or todo.checks)
     common = shared_reads.compare(store, work.step, (work.fresh, in_place), first, ranks)
@@ -106,7 +114,7 @@ def _described(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, LocalTe
 
 
 def _wants(targets: Iterable[tuple[str, Any, LocalTensor]], saved: Mapping[str, Saved]) -> list[Want]:
-    """One request for each place in memory: tied tensors are read once."""
+    """One request for each distinct piece of memory. Tied tensors are read once."""
     wants: dict[Any, Want] = {}
     for number, (name, _, seen) in enumerate(targets):
         key = (name, seen.memory, seen.box) if seen.memory is not None else number
@@ -137,9 +145,10 @@ class Restorer:
         select: Callable[[], Selection],
         required: bool = False,
     ) -> Found | None:
-        """Restore; called by all ranks. Returns the step, or None if the run has none and none is `required`.
+        """Restore a step. All ranks call it.
 
-        `begin` and `select` are called first. If one of them raises on any rank, all ranks raise.
+        It calls `begin` and `select` first. If one of them raises on any rank, all ranks raise. The result is the step
+        that was restored. If the run has no step, the result is None, unless a step is `required`.
         """
         asked = step.step if isinstance(step, Base) else step
         number = asked if isinstance(asked, int) and 0 <= asked < names.STEP_LIMIT else 0
@@ -149,7 +158,7 @@ class Restorer:
                 selection = select()
                 tier = stack.enter_context(node_tier(self._sidecar))
                 tier.send(self._store, names.check_run(run))
-            # steps that only the local tiers of nodes held are in the store from here on
+            # from here on, steps that were only in the local tiers of nodes are also in the store
             found = self._find(run, step, number, tier, required)
             if found is None:
                 return None
@@ -173,7 +182,7 @@ class Restorer:
                     raise repository.missing(self._store, run)
                 if found is None:
                     repository.warn_of_mistakes(self._store, run)
-        except Exception as caught:  # the other ranks must learn of it, whatever it is
+        except Exception as caught:  # of any type: the other ranks must receive it
             error = caught
         message = self._ranks.agree(number, msgspec.msgpack.encode(found), error)
         return msgspec.msgpack.decode(message, type=Found | None)
@@ -183,7 +192,7 @@ class Restorer:
         return GdsStore(near, self._direct) if self._direct is not None and near is self._store else near
 
     def _require_matches(self, selection: Selection) -> None:
-        """A pattern without a match is an error. With several ranks it may be meant for another rank, and is logged."""
+        """Raise an error for a pattern without a match. With several ranks, log it: it may be meant for another rank."""
         if not selection.unmatched or not selection.strict:
             return
         said = f"include has patterns without a match: {', '.join(map(repr, selection.unmatched[:8]))}"

@@ -1,8 +1,10 @@
-"""`read`: the contents of a step for notebooks and tools, without a state to restore into. Tensors are read on access.
+"""`read` opens the contents of a step for notebooks and tools, without a state to restore into.
 
-Invariant: the step is leased while the `SavedStep` is open: until it is closed, or until it and all its tensors are
-garbage. A slice reads only the chunks that hold it. Every chunk is checked against its digest.
-Failure behaviour: `NotFoundError` for a step or an entry that does not exist; `UsageError` after `close`;
+Invariant: tensors are read on access. The step is leased while the `SavedStep` is open. It stays open until it is
+closed, or until it and all its tensors are garbage-collected. A slice reads only the chunks that hold it. Every chunk is
+checked against its digest.
+
+Failure behaviour: `NotFoundError` for a step or an entry that does not exist. `UsageError` for a read after `close`.
 `CorruptionError` names step, tensor, pack and offset.
 """
 
@@ -33,7 +35,10 @@ from headrace.dataio.store.open import open_store
 
 
 class LazyTensor:
-    """A saved tensor that is read on access: `t[...]` reads a part, `t.read()` all. `shape` is the global tensor's."""
+    """A saved tensor that is read on access. `t[...]` reads a part, and `t.read()` reads all of it.
+
+    `shape` is the shape of the global tensor.
+    """
 
     def __init__(self, step: SavedStep, saved: Saved) -> None:
         self._step, self._saved = step, saved
@@ -41,11 +46,11 @@ class LazyTensor:
         self.dtype: torch.dtype = getattr(torch, saved.dtype)
 
     def read(self) -> torch.Tensor:
-        """The whole tensor, in main memory."""
+        """Read the whole tensor into main memory."""
         return self._read(whole(self._saved.shape))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Index like a tensor. Integers and slices read only their part; any other index reads the whole tensor."""
+        """Index like a tensor. Integers and slices read only their part. Any other index reads the whole tensor."""
         given = index if isinstance(index, tuple) else (index,)
         if not all(isinstance(i, (int, slice)) and not isinstance(i, bool) for i in given) or len(given) > len(
             self.shape
@@ -80,7 +85,10 @@ def _extent(chosen: range) -> int:
 
 
 class SavedStep(Mapping[str, Any]):
-    """The entries of a step by path ("model/embed.weight"): `LazyTensor` or plain values. Close it, or use it in a `with`."""
+    """The entries of a step by path ("model/embed.weight"). They are `LazyTensor` objects or plain values.
+
+    Close it, or use it in a `with`.
+    """
 
     def __init__(self, store: Store, step: Step, rank: int) -> None:
         self._store, self._opened, self.step = store, step, step.base.step
@@ -140,7 +148,7 @@ def read(
     rank: int = 0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SavedStep:
-    """Open a step to look at its contents, without a state to restore into. Exchanges nothing with other ranks.
+    """Open a step to inspect its contents, without a state to restore into. This needs no communication between ranks.
 
     Args:
         url (str | Store): The repository: a path, `s3://bucket/prefix`, or an open `Store`.

@@ -1,18 +1,22 @@
-"""Several ranks read one step together: a chunk that more than one rank needs leaves the store once.
+"""Several ranks read one step together. A chunk that more than one rank needs is read from the store once.
 
 - From a store outside the node, one rank reads each such chunk and sends it to the others.
-- From a directory on the node's own disk or memory, the ranks use the page cache instead, which is faster than any
-  process group. The rank that would have read the chunk asks the kernel to load it (`prefetch`), and every rank reads
-  it there.
+- From a directory on the node's own disk or memory, the ranks use the page cache instead. It is faster than any process
+  group. The rank that would have read the chunk asks the kernel to load it (`prefetch`). Every rank then reads it from
+  the page cache.
 
 A directory counts as the node's own only if the kernel reports a file system for disks or memory.
 
-Invariant: as in `chunk_reader.read`; the digest of a chunk that another rank sent is checked again. Every rank takes
-part in every exchange, even a rank that has failed, so no rank waits for another's exception. One exchange for the
-whole restore says which rank needs what; one more follows for each round of chunks that are sent. All ranks of a node,
-and no others, have the same `node_id`.
-Failure behaviour: a rank that cannot read raises its own error; the others raise `TransientError` naming it. `read`
-returns its error, and the caller raises it at the next exchange. `prefetch` is advice: it ignores errors.
+Invariants:
+
+- Those of `chunk_reader.read` hold. The digest of a chunk that another rank sent is checked again.
+- Every rank takes part in every exchange, even a rank that has failed. So no rank waits for a rank that raised.
+- One exchange for the whole restore tells which rank needs which chunks. One more follows for each round of chunks that
+  are sent.
+- All ranks of a node, and no others, have the same `node_id`.
+
+Failure behaviour: a rank that cannot read raises its own error. The others raise `TransientError`, which names that rank.
+`read` returns its error, and the caller raises it at the next exchange. `prefetch` is only a hint, and it ignores errors.
 """
 
 from __future__ import annotations
@@ -47,9 +51,9 @@ _Mine = dict[int, tuple[str, NeededChunk]]
 
 @dataclass(frozen=True, slots=True)
 class SharedReads:
-    """What the ranks know about each other's reads in a restore.
+    """The ranks' common knowledge of their reads in a restore.
 
-    `marked`: some rank has set its mark.
+    `marked`: at least one rank has set its mark.
     `near`: the store is on each rank's own node.
     `places`: every chunk of the step, by pack and offset, with its size, in the same order on every rank.
     `shared`: for each reader, the chunks that several ranks need.
@@ -63,7 +67,7 @@ class SharedReads:
     threads: int
 
     def mine(self, reading: ChunkReader) -> _Mine:
-        """The chunks that the reader needs, by number."""
+        """The chunks that the reader needs, by their number in `places`."""
         number = {place: i for i, place in enumerate(self.places)}
         return {number[key, chunk.offset]: (key, chunk) for key, chunk in reading.needed()}
 
@@ -89,7 +93,7 @@ class PendingError(contextlib.AbstractContextManager["PendingError"]):
 
 
 def compare(store: Store, step: Step, readings: Sequence[ChunkReader], mark: bool, ranks: Ranks) -> SharedReads:
-    """Exchange which rank needs which chunks. Called by all ranks, with the same number of readers."""
+    """Exchange which rank needs which chunks. All ranks call it, with the same number of readers."""
     if ranks.world_size == 1:
         return SharedReads(mark, True, {}, tuple([] for _ in readings), threads(store, 1))
     alone = SharedReads(mark, on_this_node(store), _places(step), (), 0)
@@ -100,7 +104,7 @@ def compare(store: Store, step: Step, readings: Sequence[ChunkReader], mark: boo
     width = len(needs[0])
     common = tuple(assign_readers([each[i * width :][:width] for each in maps], sizes) for i in range(len(readings)))
     here = sum(one[2 : 2 + NODE_BYTES] == node_id() for one in told)
-    # a directory that one node exports is near to that node's ranks only, and all ranks must read in the same way
+    # a directory that one node exports is local to that node's ranks only, and all ranks must read in the same way
     near = all(one[1] for one in told)
     return SharedReads(any(one[0] for one in told), near, alone.places, common, threads(store, here))
 
@@ -108,7 +112,10 @@ def compare(store: Store, step: Step, readings: Sequence[ChunkReader], mark: boo
 def read(
     store: Store, reading: ChunkReader, given: Sequence[SharedChunk], common: SharedReads, ranks: Ranks
 ) -> PendingError:
-    """Fill the reader's requests; called by all ranks. `given`: its shared chunks. Returns the error of this rank, if any."""
+    """Fill the reader's requests. All ranks call it. `given` are the reader's shared chunks.
+
+    The result holds the error of this rank, if any.
+    """
     pending = PendingError()
     near = not given or common.near
     sizes = list(common.places.values())
@@ -141,7 +148,7 @@ def _places(step: Step) -> dict[tuple[str, int], int]:
 def _read_turn(
     store: Store, reading: ChunkReader, mine: _Mine, turn: Sequence[SharedChunk], rank: int, workers: int
 ) -> dict[int, torch.Tensor]:
-    """The chunks that this rank reads for others too, by number."""
+    """The chunks that this rank reads for itself and for other ranks, by number."""
     held: dict[int, torch.Tensor] = {}
     own = {mine[each.chunk]: each.chunk for each in turn if each.reader == rank}
 
@@ -154,7 +161,7 @@ def _read_turn(
 
 
 def _send(turn: Sequence[SharedChunk], held: dict[int, torch.Tensor], sizes: Sequence[int], ranks: Ranks) -> None:
-    """Send every chunk of the round to the ranks that need it; received chunks are put into `held`."""
+    """Send every chunk of the round to the ranks that need it. Received chunks are added to `held`."""
     sending: list[Any] = []
     for tag, each in enumerate(turn):
         if each.reader == ranks.rank:
@@ -180,7 +187,8 @@ _FILE = "file://"
 NODE_BYTES = 8
 _LEAST, _MOST = 2, 8
 _WAITING = 4
-"""The least number of threads for reads from another machine, or of all ranks together from a disk: they mostly wait."""
+"""The least number of threads of one rank for reads from another machine, or of all ranks of a node for reads from a
+disk. Such threads mostly wait."""
 
 
 def on_this_node(store: Store) -> bool:
@@ -199,7 +207,7 @@ def threads(store: Store, ranks_here: int) -> int:
 
 @cache
 def node_id() -> bytes:
-    """Identifies the machine and its boot, in `NODE_BYTES` bytes."""
+    """An identifier of the machine and its current boot, of `NODE_BYTES` bytes."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return digest(f"{boot}{socket.gethostname()}".encode())[:NODE_BYTES]
@@ -207,7 +215,7 @@ def node_id() -> bytes:
 
 
 def prefetch(store: Store, chunks: Iterable[tuple[str, NeededChunk]]) -> None:
-    """Ask the kernel to load these chunks into the page cache, for all ranks of this node. Does not wait."""
+    """Ask the kernel to load these chunks into the page cache, for all ranks of this node. Does not wait for them."""
     folder = _directory(store)
     by_pack: dict[str, list[NeededChunk]] = defaultdict(list)
     for key, chunk in chunks:

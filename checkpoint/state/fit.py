@@ -1,14 +1,20 @@
-"""Compare a saved state with the state to restore into, and plan the restore. `Selection` says which entries take part.
+"""Compare a saved state with the state to restore into, and plan the restore. `Selection` chooses the entries to restore.
 
-A pattern of a selection is a path in the state. `*` matches any characters (slashes too); `?` and `[...]` are as in a
-shell. "model" and "model/*" match the whole model; "*/lora_*" matches every entry below whose name begins with "lora_".
+A pattern of a selection is a path in the state. `*` matches any characters, including slashes. `?` and `[...]` work as
+in a shell. "model" and "model/*" match the whole model. "*/lora_*" matches every nested entry whose name begins with
+"lora_".
 
-Invariant: this only compares and plans. Nothing in the caller's state changes before every name, shape and type was
-found to fit. An entry takes part if a pattern of `include` matches it or a container above it (or `include` is empty),
-and no pattern of `exclude` does. Objects that load their own state take part as a whole; modules, dicts and lists entry
-by entry.
-Failure behaviour: `MismatchError` names every entry that is missing, unexpected, or of another shape, type or kind.
-`UsageError` for more than `MAX_PATTERNS` patterns, or a pattern that is not text.
+Invariant: this module only compares and plans. The caller's state is unchanged until every name, shape and type is known
+to fit. An entry is selected if both are true:
+
+- `include` is empty, or one of its patterns matches the entry or a container of it.
+- No pattern of `exclude` matches the entry or a container of it.
+
+Objects that load their own state are restored as a whole. Modules, dicts and lists are restored entry by entry.
+
+Failure behaviour: `MismatchError` describes the entries that are missing, unexpected, or of another shape, type or kind.
+It names the first `_MOST_SAID` of them and counts the rest. `UsageError` is raised for more than `MOST` patterns, or for
+a pattern that is not text.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ _SEQUENCES = ("namedtuple", "collections.deque")
 
 
 def fit(state: object, tree: object, saved: Saved, selection: Selection | None = None) -> Fit:
-    """Compare the selected entries of `state` with a saved tree; `MismatchError` names every entry that does not fit."""
+    """Compare the selected entries of `state` with a saved tree. Raises `MismatchError` if any entry does not fit."""
     if not isinstance(state, dict):
         raise UsageError(f"the state is a {type(state).__name__}", hint="give the dict that was saved")
     fitter = _Fitter(saved, selection or Selection())
@@ -73,7 +79,7 @@ class _Fitter:
         self.plan.problems.append(f"{path or 'the state'}: {what}")
 
     def value(self, here: Any, there: object, path: str) -> object:
-        """The value for the parent to hold: `here` itself if it is changed in place or not restored."""
+        """The value that the parent is to hold. It is `here` itself if it is changed in place or not restored."""
         if isinstance(here, dict) and isinstance(there, ValueNode) and isinstance(there.value, dict):
             there = there.value if self._holds(here) or not self._selection.everything else there  # a defaultdict
         if self._holds(here) or (isinstance(here, dict) and isinstance(there, dict) and not self._selection.everything):
@@ -105,7 +111,7 @@ class _Fitter:
     def _sequence_of(self, here: Any, there: ValueNode, path: str) -> object:
         """Fit a named tuple or deque."""
         try:
-            made = values.decode(there)  # its items are yet those of the tree
+            made = values.decode(there)  # its items are still nodes of the tree
         except MismatchError as error:
             if self._selection.takes(path):
                 self.say(path, str(error))
@@ -196,7 +202,7 @@ class _Fitter:
             numbers = [number for group in there["param_groups"] for number in group["params"]]
             entries = dict(there["state"])
         except (TypeError, KeyError, AttributeError):
-            return self._build.value(there, path)  # not of torch's form: its own load_state_dict judges
+            return self._build.value(there, path)  # not PyTorch's format: its own load_state_dict checks it
         if sizes[0] != sizes[1]:
             self.say(join(path, "param_groups"), f"groups of {sizes[1]} parameters in the checkpoint, {sizes[0]} here")
             return None
@@ -289,7 +295,11 @@ MOST = 1000
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The entries to restore. `strict`: an entry that only one side has is an error; otherwise it is skipped."""
+    """The entries to restore.
+
+    `strict`: an entry that only one side has is an error. Otherwise, it is skipped.
+    `cast`: a tensor of another type is converted. Otherwise, it is an error.
+    """
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -305,7 +315,7 @@ class Selection:
         return cls(_patterns(include if include is not None else ()), _patterns(exclude), strict, cast)
 
     def takes(self, path: str) -> bool:
-        """Whether the entry at `path` is to be restored."""
+        """Whether the entry at `path` is selected."""
         if any(_matches(path, pattern) for pattern in self.exclude):
             return False
         found = [pattern for pattern in self.include if _matches(path, pattern)]
@@ -323,7 +333,7 @@ class Selection:
 
 
 def matching(given: str | Iterable[str]) -> Callable[[str], bool]:
-    """Whether a path, or a container above it, matches one of these patterns."""
+    """A function that tells whether a path, or a container of it, matches one of these patterns."""
     patterns = _patterns(given)
     return lambda path: any(_matches(path, pattern) for pattern in patterns)
 

@@ -1,12 +1,14 @@
-"""Torch objects seen by a checkpoint: which tensors can be stored, their bytes, and what modules and optimizers hold.
+"""PyTorch objects in a checkpoint: the tensors that can be stored, their bytes, and the states of modules and optimizers.
 
-Invariant: `describe` accepts exactly the tensors whose bytes can be copied and restored bit for bit: dense tensors with
-memory of their own, of a type listed in `headrace.checkpoint.format.chunking`, and the local part of a DTensor. Composite
-tensors are stored as their parts (`parts_of`): sparse tensors, and wrapper subclasses that define `__tensor_flatten__`.
-The parts share the tensor's memory, so nothing is copied. A sparse tensor can be built anew. A wrapper subclass is only
-filled in place, because building one would run code that the checkpoint names.
-Failure behaviour: `UnsupportedError` names the path of any other tensor. Torch does not check the indices of a sparse
-tensor before it uses them, so `check_parts` raises `CorruptionError` for indices that point outside the tensor.
+Invariant: `describe` accepts exactly the tensors whose bytes can be copied and restored bit for bit. These are dense
+tensors with their own memory and the local parts of DTensors, of a type listed in `headrace.checkpoint.format.chunking`.
+
+Composite tensors are stored as their parts (`parts_of`). They are sparse tensors and wrapper subclasses that define
+`__tensor_flatten__`. The parts share the tensor's memory, so nothing is copied. A sparse tensor can be built from saved
+parts. A wrapper subclass is only filled in place, because building one would run code that the checkpoint names.
+
+Failure behaviour: `UnsupportedError` names the path of any other tensor. PyTorch does not check the indices of a sparse
+tensor before it uses them. `check_parts` therefore raises `CorruptionError` for indices that point outside the tensor.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ _COMPRESSED: dict[str, tuple[torch.layout, bool]] = {
 
 
 class LocalTensor(msgspec.Struct, frozen=True, gc=False):
-    """The part of a tensor that this rank holds: `tensor` has the elements `box` of the global tensor.
+    """The part of a tensor that this rank holds. `tensor` has the elements `box` of the global tensor.
 
     `sharded`: the tensor is a DTensor, and belongs to all ranks of its mesh.
-    `memory`: equal for tensors that are the same view of the same memory; None for a tensor without elements.
+    `memory`: equal for tensors that are the same view of the same memory. None for a tensor without elements.
     """
 
     tensor: Any
@@ -61,7 +63,7 @@ class LocalTensor(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A composite tensor. `kind` and `values` as in `tree.PartsNode`; `tensors` are its parts by name."""
+    """A composite tensor. `kind` and `values` are as in `tree.PartsNode`. `tensors` holds its parts by name."""
 
     kind: str
     values: object
@@ -69,7 +71,7 @@ class Parts:
 
 
 def describe(tensor: torch.Tensor, path: str) -> LocalTensor:
-    """The part of `tensor` that this rank holds; `UnsupportedError` naming `path` if it cannot be stored."""
+    """The part of `tensor` that this rank holds. Raises `UnsupportedError` with `path` if it cannot be stored."""
     box, sharded = whole(tuple(tensor.shape)), isinstance(tensor, DTensor)
     if isinstance(tensor, DTensor):
         shard = dtensors.local_shard(tensor, path)
@@ -80,12 +82,12 @@ def describe(tensor: torch.Tensor, path: str) -> LocalTensor:
 
 
 def meta_shape(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
-    """(dtype, shape) of a tensor on the meta device; None for any other tensor."""
+    """(dtype, shape) of a tensor on the meta device. None for any other tensor."""
     return (name_of(tensor.dtype), tuple(tensor.shape)) if tensor.is_meta else None
 
 
 def meta_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor on the meta device."""
+    """A tensor on the meta device. Raises `CorruptionError` for an unknown type or a shape that is too large."""
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or math.prod(shape) >= _INT64:
         raise CorruptionError(f"the checkpoint holds a meta tensor of type {dtype!r:.60} and shape {shape}")
@@ -102,14 +104,14 @@ def kind_of(value: object) -> str:
 
 
 def unwrap(value: object) -> Any:
-    """The module inside DistributedDataParallel, DataParallel or torch.compile; any other object itself."""
+    """The module inside DistributedDataParallel, DataParallel or torch.compile. Any other object is returned unchanged."""
     while isinstance(value, (DistributedDataParallel, DataParallel)):
         value = value.module
     return getattr(value, "_orig_mod", value) if isinstance(value, torch.nn.Module) else value
 
 
 def buffer_names(module: torch.nn.Module) -> list[str]:
-    """Names of the module's buffers. Ranks may differ in them; rank 0's are saved."""
+    """Names of the module's buffers. Buffers may differ between ranks, and the lowest rank's are saved."""
     return [name for name, _ in module.named_buffers(remove_duplicate=False)]
 
 
@@ -119,14 +121,14 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def load_state(kind: str, value: Any, loaded: object) -> None:
-    """`value.load_state_dict(loaded)`, keeping every element's bits."""
+    """Call `value.load_state_dict(loaded)`, and preserve every element's bits."""
     value.load_state_dict(loaded)
     if kind == OPTIMIZER and type(value).load_state_dict is torch.optim.Optimizer.load_state_dict:
         _undo_casts(value, loaded)
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
-    """Torch casts an optimizer's tensors to the type of their parameter when it loads them, which loses bits. Undo that."""
+    """Restore the saved types. PyTorch casts an optimizer's tensors to their parameter's type on load, which loses bits."""
     params = parameters_of(optimizer)
     numbers = [i for group in loaded["param_groups"] for i in group["params"]]
     for param, number in zip(params, numbers, strict=True):
@@ -137,7 +139,7 @@ def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
 
 
 def empty_like(dtype: str, shape: tuple[int, ...], model: torch.Tensor | None = None) -> torch.Tensor:
-    """A new tensor, on the device and with the placement of `model`; in main memory without one."""
+    """A new tensor, on the device and with the placement of `model`. Without a `model`, it is in main memory."""
     kind: torch.dtype = getattr(torch, dtype)
     if isinstance(model, DTensor):
         return dtensors.like(model, kind)
@@ -145,12 +147,12 @@ def empty_like(dtype: str, shape: tuple[int, ...], model: torch.Tensor | None = 
 
 
 def storage_of(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that are views of the same memory; None for a tensor without elements."""
+    """A key that is equal for tensors that are views of the same memory. None for a tensor without elements."""
     return (tensor.device, tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The bytes [start, stop) of its storage that the tensor uses; None when unknown."""
+    """The bytes [start, stop) of its storage that the tensor uses, or None if unknown."""
     if not tensor.numel() or tensor.is_conj() or tensor.is_neg():
         return None
     last = tensor.numel() - 1
@@ -169,7 +171,7 @@ def storage_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 def view_of(
     base: torch.Tensor, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """A view of the bytes `base` from byte `offset`; `stride` in elements."""
+    """A view of the bytes `base` from byte `offset`. `stride` is in elements."""
     made = empty(getattr(torch, dtype), (0,), base.device)
     start = base.storage_offset() + offset
     return made.set_(base.untyped_storage(), start // made.element_size(), shape, stride)
@@ -183,7 +185,7 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
             return
         if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
             tensor.resize_as_sparse_(value)
-        tensor.copy_(value)  # a detached sparse tensor would be another one
+        tensor.copy_(value)  # not detached: detach() returns another sparse tensor
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -220,24 +222,24 @@ def _memory(tensor: torch.Tensor) -> Hashable:
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor lies in main memory, contiguous and row-major."""
+    """Whether the tensor is in main memory, contiguous and row-major."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in contiguous main memory, writable. The caller keeps the tensor alive."""
+    """A writable view of the bytes of a tensor in contiguous main memory. The caller keeps the tensor alive."""
     size = math.prod(tensor.shape) * tensor.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr() if size else 0)).cast("B")
 
 
 def empty(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device | None = None) -> torch.Tensor:
-    """A new tensor, in main memory by default. It is made as integers, because torch warns about some types."""
+    """A new tensor, in main memory by default. It is created as integers, because PyTorch warns about some types."""
     same = _SAME_SIZE.get(dtype.itemsize, dtype)
     return torch.empty(shape, dtype=same, device=device or "cpu").view(dtype)
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the elements as integers of the same size, because torch cannot copy every type."""
+    """A view of the elements as integers of the same size, because PyTorch cannot copy every type."""
     same = _SAME_SIZE.get(tensor.element_size())
     return tensor if same is None or tensor.dtype == same else tensor.view(same)
 
@@ -245,7 +247,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 def settle(devices: Iterable[torch.device]) -> None:
     """Wait until the GPUs have finished the work that this thread queued.
 
-    Other threads fill the sinks on streams of their own, which do not wait for this thread's stream.
+    Other threads fill the sinks on their own streams. These streams do not wait for this thread's stream.
     """
     for device in set(devices):
         if device.type == "cuda":
@@ -253,9 +255,10 @@ def settle(devices: Iterable[torch.device]) -> None:
 
 
 class TensorSink:
-    """Receives a tensor's bytes: straight into its memory where that is contiguous main memory, else through a copy.
+    """Receives a tensor's bytes.
 
-    `dtype`: the type of the bytes, if it differs from the tensor's. They are then converted as torch's `copy_` does.
+    If the tensor is in contiguous main memory, its bytes are written there directly. Otherwise they are written to a copy
+    first. `dtype` is the type of the bytes, if it differs from the tensor's. PyTorch's `copy_` then converts them.
     """
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
@@ -265,7 +268,7 @@ class TensorSink:
 
     @property
     def straight(self) -> torch.Tensor | None:
-        """The tensor, if the bytes are exactly its memory: a reader that can write there need not open the sink."""
+        """The tensor, if the bytes are exactly its memory. A reader that can write there does not need to open the sink."""
         return self._tensor if self._dtype == self._tensor.dtype and self._tensor.is_contiguous() else None
 
     def open(self) -> memoryview:
@@ -293,7 +296,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def parts_of(tensor: torch.Tensor, path: str) -> Parts | None:
-    """The parts of a composite tensor; None for a dense tensor with memory of its own, and for a DTensor."""
+    """The parts of a composite tensor. None for a dense tensor with its own memory, and for a DTensor."""
     if is_plain(tensor) or isinstance(tensor, DTensor):
         return None
     if is_wrapper(tensor) and not tensor.is_nested:
@@ -312,12 +315,12 @@ def parts_of(tensor: torch.Tensor, path: str) -> Parts | None:
 
 
 def assemble(given: Parts) -> torch.Tensor | None:
-    """A sparse tensor on the memory of its parts, which may be filled later; None for a wrapper subclass."""
+    """A sparse tensor on the memory of its parts, which may be filled later. None for a wrapper subclass."""
     return _assembled(given, check_invariants=False)
 
 
 def check_parts(given: Parts, path: str) -> None:
-    """Check the parts of a sparse tensor once they are filled: `CorruptionError` for invalid indices."""
+    """Check the parts of a sparse tensor after they are filled. Raises `CorruptionError` for invalid indices."""
     try:
         _assembled(given, check_invariants=True)
     except CorruptionError as error:

@@ -1,11 +1,12 @@
-"""Python values that msgpack has no form for: a fixed list of types, each encoded as plain values and decoded again.
+"""Encode Python values that msgpack cannot represent. The list of types is fixed, and each is encoded as plain values.
 
-Enum members and named tuples are found by the name of their class, in modules that are already loaded. Nothing is
-imported or unpickled.
-Invariant: `decode(encode(x))` equals `x` and has its type.
-Failure behaviour: `encode` returns None for any other value, and the document then refuses it by its path. `decode`
-raises `MismatchError` for a class that is not loaded or has changed, and `CorruptionError` for a node that no save has
-written.
+Enum members and named tuples are stored with the name of their class. `decode` looks the class up in modules that are
+already loaded. It imports and unpickles nothing.
+
+Invariant: `decode(encode(x))` equals `x` and has the same type.
+
+Failure behaviour: `encode` returns None for any other value. `tree.encode` then raises an error that names its path.
+`decode` raises `MismatchError` for a class that is not loaded or has changed, and `CorruptionError` for a malformed node.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from headrace.checkpoint.state.tree import PLAIN, ValueNode
 from headrace.dataio.core.errors import CorruptionError, MismatchError, UnsupportedError
 
 _MAX_BITS = 14_284
-"""The largest integer in such a value, as Python limits number strings: larger ones take long to divide."""
+"""The largest integer in such a value, in bits, like Python's limit on number strings. Division of larger ones is slow."""
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 _NUMPY_DTYPE = re.compile(r"[<>|](?:[biufc][0-9]{1,2}|[SU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
 
 
 def encode(value: Any) -> ValueNode | None:
-    """The value as a node; None if its type is not listed. The caller encodes the node's `value` next."""
+    """The value as a node, or None if its type is not listed. The caller then encodes the node's `value`."""
     kind = type(value)
     if kind in _HOLDERS:
         return _HOLDERS[kind](value)
@@ -61,7 +62,7 @@ def encode(value: Any) -> ValueNode | None:
 
 
 def decode(node: ValueNode) -> Any:
-    """The value of a node whose `value` was decoded before."""
+    """The value of a node. The caller has already decoded the node's `value`."""
     if node.kind not in _MAKING:
         raise UnsupportedError(f"values of kind {node.kind!r:.60} are not known here", hint="install a newer Headrace")
     try:
@@ -83,7 +84,7 @@ def _comes_back(node: ValueNode, value: Any) -> bool:
 
 
 def _exact(value: Any, *kinds: type) -> Any:
-    """The value if it has exactly one of these types: no subclass is passed to a constructor."""
+    """The value, if its type is exactly one of `kinds`. A subclass is refused, so no constructor receives one."""
     if type(value) not in kinds:
         raise TypeError(f"a {type(value).__name__} instead of {' or '.join(kind.__name__ for kind in kinds)}")
     return value
@@ -111,7 +112,7 @@ def _name(kind: type) -> str:
 
 
 def _find(name: str) -> type | None:
-    """The class of this name; None if it is not loaded. Reads namespaces only, because attribute access could import."""
+    """The class of this name, or None if it is not loaded. Reads namespaces only, because attribute access could import."""
     module, _, path = name.partition(":")
     found: object = sys.modules.get(module)
     for part in path.split("."):
