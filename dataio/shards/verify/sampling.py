@@ -1,8 +1,8 @@
-"""Chooses the samples that `verify --decode` decodes. Every run chooses the same samples.
+"""Chooses the samples that `verify --decode` decodes. Every run on a version chooses the same samples.
 
-Invariants: the hash of a sample's key alone decides whether the sample is chosen. A repeated run, also on another
-machine or on a later version, therefore checks the same samples. For a number, these are the
-samples with the smallest hashes, and memory is proportional to that number.
+Invariants: the choice depends only on the hashes of the keys, so it is the same on every machine. A share chooses each
+sample by its own hash, so a later version keeps the choice. A number chooses the samples with the smallest hashes. New
+samples in a later version may then replace some of them. Memory is proportional to that number.
 Failure behaviour: an amount that is neither a share nor a number raises `UsageError`.
 """
 
