@@ -95,10 +95,10 @@ class AudioSpec:
     Args:
         sample_rate (int): in Hz, 1000 to 384000. Default: 16000.
         channels (int): 1 or 2. Default: 1.
-        seconds (float | None): length from the clip's first frame on; None is the clip's own length, frames / fps, which
-            only clips spaced by `fps` have. Default: None.
-        downmix (str): how other numbers of channels become `channels`. "mix" mixes them as FFmpeg does. "first" takes the
-            first channels unchanged, and repeats the last one if there are too few. Default: "mix".
+        seconds (float | None): length from the clip's first frame on. None is the clip's own length, frames / fps,
+            which only clips spaced by `fps` have. Default: None.
+        downmix (str): how other numbers of channels become `channels`. "mix" mixes them as FFmpeg does. "first" takes
+            the first channels unchanged, and repeats the last one if there are too few. Default: "mix".
         features (str | LogMel): "waveform", or `LogMel(...)` for spectrograms in place of samples. Default: "waveform".
 
     Raises:

@@ -297,7 +297,8 @@ def _is_open(window: Window) -> bool:
 
 
 def _vp9_repeats(packet: bytes) -> bool:
-    """Whether one of the packet's frames only repeats an older frame. For profile 0, the only profile with 8-bit 4:2:0."""
+    """Whether one of the packet's frames only repeats an older frame. Valid for profile 0, the only one with 8-bit
+    4:2:0."""
     return any(not frame or bool(frame[0] & 0x08) for frame in _vp9_frames(packet))
 
 

@@ -28,7 +28,8 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """One side of a picture: `source` pixels are scaled to `scaled` pixels, of which `kept` are kept from `first` on."""
+    """One side of a picture. `source` pixels are scaled to `scaled` pixels, and `kept` of these are kept from `first`
+    on."""
 
     source: int
     scaled: int

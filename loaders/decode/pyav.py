@@ -49,7 +49,10 @@ Clip = tuple[U8, tuple[int, ...]]
 
 
 class PyAVDecoder:
-    """The PyAV back end. Safe to share between threads: FFmpeg releases the GIL, and each thread has its own converter."""
+    """The PyAV back end. Safe to share between threads.
+
+    FFmpeg releases the GIL, and each thread has its own converter.
+    """
 
     name = "pyav"
 
@@ -296,7 +299,10 @@ def _check(frame: VideoFrame, request: Request) -> None:
 
 
 def beginning(ext: str, wanted: Wanted) -> Hashable:
-    """Equal for clips of one file whose decoding begins at the same packet. None for images, which have no key frames."""
+    """Equal for clips of one file whose decoding begins at the same packet.
+
+    None for images, which have no key frames.
+    """
     return None if ext in IMAGE_EXTENSIONS else (ext, wanted.by, wanted.key)
 
 

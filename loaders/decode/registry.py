@@ -122,7 +122,8 @@ class AutoDecoder:
             decoder.close()
 
     def _tell(self, codec: str, error: HeadraceError) -> None:
-        """Warn once per codec: a clip that DALI refuses and PyAV decodes takes CPU time that the user wanted to save."""
+        """Warn once per codec that PyAV decodes clips that DALI refuses, which takes CPU time that the user wanted to
+        save."""
         if codec not in self._told:
             self._told.add(codec)
             _log.warning("PyAV decodes some %s that DALI refuses: %s", codec, error)

@@ -51,9 +51,8 @@ _REORDERED = 4096
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 _DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
-_DECODING = {
-    "max_pixels": str(limits.FRAME_PIXELS)
-}  # the index lists the first frame's size; a later frame may be a decompression bomb
+# the index lists the first frame's size; a later frame may be a decompression bomb
+_DECODING = {"max_pixels": str(limits.FRAME_PIXELS)}
 _EXPLODING = {"err_detect": "crccheck+explode"}
 _STRICT = frozenset(["hevc", "mjpeg"])
 """Codecs whose decoders find more damage with stricter settings.
@@ -189,7 +188,10 @@ def _excerpt(request: Request) -> Excerpt | None:
 
 
 def _read_excerpt(container: av.container.InputContainer, request: Request) -> Window:
-    """The same window, read from an excerpt. Stamps of an excerpt are shifted, and its end is not the end of the video."""
+    """The same window, read from an excerpt.
+
+    Stamps of an excerpt are shifted, and its end is not the end of the video.
+    """
     wanted = request.wanted
     stream = _video(container, request.info, 0)
     with demuxed(container, stream) as packets:
@@ -246,7 +248,8 @@ class NoStartError(CorruptionError):
 
 def _video(container: av.container.InputContainer, info: VideoInfo, number: int) -> VideoStream:
     stream = container.streams[number] if number < len(container.streams) else None
-    if not isinstance(stream, VideoStream) or stream.codec_context is None:  # no context: an unknown codec
+    # streams of unknown codecs have no context
+    if not isinstance(stream, VideoStream) or stream.codec_context is None:
         raise CorruptionError(f"stream {number} is not the video stream that the index lists")
     strict = stream.codec_context.codec.canonical_name in _STRICT
     stream.codec_context.options = _pixels(info) | (_EXPLODING if strict else {})

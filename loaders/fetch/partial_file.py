@@ -94,7 +94,7 @@ class PartialFile:
         return memoryview(b"".join([head, *inner, tail]))
 
     def foresee(self, runs: Runs) -> None:
-        """Fetch these pieces in one request. A piece that the store lacks raises an error only when it is accessed."""
+        """Fetch these pieces in one request. If the store lacks a piece, the error appears when the piece is accessed."""
         with contextlib.suppress(NotFoundError, RangeError):
             self._fetch(self._heads.others(self._name, self._member, runs))
 

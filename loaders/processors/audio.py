@@ -1,10 +1,11 @@
 """Audio alone: choose a window, or take the piece that packing assigned, then decode and resample it.
 
-Purpose: the processors behind `AudioLoader`, and `finished_sound`, which `ClipProcessor` uses for the audio of clips.
-Invariants: those of `headrace.loaders.interfaces`. A window starts at the sample that `headrace.loaders.audio.spec.begin`
-returns. A piece has exactly the number of samples that its `SampleRef` gives, at the target rate; zeros follow where the
-recording is shorter than the index says. With spectrograms, rows and pieces are counted in columns, and a piece's columns
-come from its own audio only, never from its neighbours. Zeros follow audio that is too short to transform.
+Purpose: the processors of `AudioLoader`, and `finished_sound`, which `ClipProcessor` uses for the audio of clips.
+Invariants: those of `headrace.loaders.interfaces`. A window starts at the sample that
+`headrace.loaders.audio.spec.begin` returns. A piece of samples has exactly the length that its `SampleRef` gives, at
+the target rate. Zeros follow where the recording is shorter than the index says. With spectrograms, rows and pieces are
+counted in columns. A piece's columns come from its own audio only, never from its neighbours. Zeros follow audio that
+is too short to transform.
 Failure behaviour: the error of a damaged recording is returned at its position.
 """
 

@@ -1,6 +1,6 @@
 """Files as they are stored: read and checked, but not decoded.
 
-Purpose: the processor behind `FileLoader`.
+Purpose: the processor of `FileLoader`.
 Invariants: those of `headrace.loaders.interfaces`. The bytes of a sample are those of its files, in the requested
 order.
 Failure behaviour: none of its own. The sample reader has already reported damaged and missing files.

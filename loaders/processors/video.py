@@ -1,9 +1,9 @@
 """Video: choose the clip's frames, decode them, crop and scale them, and add the audio of the same time window.
 
-Purpose: the processor behind `VideoLoader`. An image is a clip of one frame.
-Invariants: those of `headrace.loaders.interfaces`. `headrace.loaders.clip.choose` names the frames, and the audio starts
-with the first of them. All frames of a clip get the same crop, and equal `SampleRef`s get equal crops, on every rank and
-after every resume.
+Purpose: the processor of `VideoLoader`. An image is a clip of one frame.
+Invariants: those of `headrace.loaders.interfaces`. `headrace.loaders.clip.choose` selects the frames, and the audio
+starts with the first of them. All frames of a clip get the same crop. Equal `SampleRef`s get equal crops, on every rank
+and after every resume.
 Failure behaviour: the error of a damaged sample is returned at its position.
 """
 
@@ -96,7 +96,8 @@ class ClipSpec(msgspec.Struct, frozen=True):
 
 
 def together(looks: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Sequence[SampleRef]], list[list[int]]]:
-    """Group the samples of a batch that one thread processes together. `looks` are indexed by stream. Pure.
+    """Returns a function that groups the samples of a batch; one thread processes each group. `looks` are indexed by
+    stream. Pure.
 
     Clips that may share their decoding form a group. Otherwise, small clips form groups of up to `LIGHT` pixels. There
     are no such groups if a transform or audio follows, since those may take longer.

@@ -112,9 +112,8 @@ def _header(data: Media) -> _Header | None:
         return None
     first = bytes(data[at : at + _ALIKE])
     least, most, samples = info[0:2], info[2:4], int.from_bytes(info[13:18], "big") & (1 << 36) - 1
-    if (
-        len(info) < _STREAMINFO or not samples or least != most or not any(most)
-    ):  # variable blocks are numbered by samples
+    # with a variable block size, frames are numbered by samples
+    if len(info) < _STREAMINFO or not samples or least != most or not any(most):
         return None
     if len(first) < _ALIKE or not first.startswith(_SYNC):
         return None

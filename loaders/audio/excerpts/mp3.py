@@ -40,9 +40,8 @@ _MORE = 2
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """The excerpt from `low` to `high`, seconds of the file's own time line. It starts from a known mark."""
     rate, begin, base = info.sample_rate, info.start, info.time_base
-    if (
-        begin is None or base is None or not info.marks or low <= begin + _AT_FIRST
-    ):  # decoders drop part of the first frame
+    # decoders drop part of the first frame
+    if begin is None or base is None or not info.marks or low <= begin + _AT_FIRST:
         return None
     known = [(mark.at, int(mark.pts * base * rate)) for mark in info.marks]
     marks = (data.marks if isinstance(data, Marked) else ()) or known

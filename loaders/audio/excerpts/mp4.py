@@ -149,7 +149,8 @@ def _track(moov: memoryview, view: memoryview) -> Track | None:
 
 
 def _packet(track: Track, ends: Ints, time: int) -> int:
-    """The number of the packet that holds this tick: -1 before the first packet, the number of packets after the last."""
+    """The number of the packet that holds this tick; -1 before the first packet, and the number of packets after the
+    last."""
     if time < 0:
         return -1
     run = int(np.searchsorted(ends, time, side="right"))

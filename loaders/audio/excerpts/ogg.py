@@ -122,10 +122,8 @@ def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
             if fault >= 0 and said >= int(low * rate) + lead:
                 break
             fault = -1
-        at, number = (
-            page.end,
-            (page.number + 1) % (1 << 32) if page.samples else None,
-        )  # page numbers may jump after the headers where the audio was cut
+        # page numbers may jump after the headers where the audio was cut
+        at, number = page.end, (page.number + 1) % (1 << 32) if page.samples else None
     if fault >= 0:
         raise CorruptionError(f"the page of Ogg at byte {fault} is damaged, or one before it is missing")
 
