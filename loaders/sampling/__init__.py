@@ -1,5 +1,6 @@
-"""Which samples make the t-th global batch: arithmetic, and the plan that joins it with the index. No torch.
+"""The order of samples: which samples make the t-th global batch. This package does not import torch.
 
-Start with `order` (the order of one dataset) and `schedule`; the others build on them. Everything here is a function of
-a description and a position. So seeking costs no more than going on, and ranks need not tell each other anything.
+Start with `order` (the order of one dataset) and `schedule`. The other modules build on them, and `plan` joins the
+arithmetic with the index. Everything here is a function of a description and a position. So seeking costs no more than
+continuing, and ranks need not communicate.
 """

@@ -1,7 +1,6 @@
-"""Batches of clips of one shape: buckets by size, aspect ratio and length, with a budget for each batch instead of a
-number.
+"""Batches of clips of one shape: buckets by size, aspect ratio and length, with a token budget for each batch.
 
-Purpose: train on every clip near its own shape without padding, and with about the same work in every step.
+Purpose: train on every clip close to its own shape, without padding, and with about the same work in every step.
 
 The bucket of a clip is chosen by three rules, each among the buckets that the one before it left:
 
@@ -15,10 +14,11 @@ cost) clips, rounded down to a multiple of `multiple`. Ranks share it in contigu
 most, and are equal for every world size that divides `multiple`.
 
 Invariants: each bucket is a stream with an `Order` of its own. `Interleave` spreads the batches of the buckets evenly
-over the epoch, starting elsewhere in every epoch. Each clip comes once an epoch, except clips that fill no whole batch
-of their bucket (with `drop_last`). Pure, independent of the world size, and a seek costs O(log buckets).
-Failure behaviour: `UsageError` for buckets that cannot be, for a budget below one clip of a bucket, and for a dataset
-that fills no batch.
+over the epoch, with another start in every epoch. Each clip comes once an epoch, except clips that fill no whole batch
+of their bucket (with `drop_last`). The result is pure and does not depend on the world size. A seek costs O(log
+buckets).
+Failure behaviour: `UsageError` for impossible buckets, for a budget below one clip of a bucket, and for a dataset that
+fills no batch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Batches of clips of one shape each, as many clips as a budget of tokens pays for.
+    """Batches of clips of one shape each, with as many clips as a budget of tokens allows.
 
     Args:
         buckets (tuple[Bucket, ...]): the shapes, each once, at most 256.
@@ -131,7 +131,7 @@ class Buckets:
         return [self.batch(bucket, frames) for bucket in range(len(self.buckets))]
 
     def numbers(self, frames: int) -> list[int]:
-        """Everything besides the order that decides the content of a batch."""
+        """Everything except the order that decides the content of a batch."""
         shapes = [n for bucket in self.buckets for n in (*bucket.size, bucket.frames or frames)]
         return [*shapes, self.budget, *self.patch, self.multiple]
 
@@ -195,7 +195,7 @@ class Durations:
         return [int(self.budget / one + _SAME) // self.multiple * self.multiple for one in self.seconds]
 
     def numbers(self) -> list[int]:
-        """Everything besides the order that decides the content of a batch."""
+        """Everything except the order that decides the content of a batch."""
         return [*(round(one * 1e6) for one in (*self.seconds, self.budget)), self.multiple]
 
     def assign(self, seconds: F64) -> I64:
@@ -228,8 +228,8 @@ class Bucketed:
         shuffle: bool = True,
         drop_last: bool = True,
     ) -> Bucketed:
-        """Make one from the size of each bucket's global batches and what each bucket has. `numbers` identify the
-        buckets in states."""
+        """Make one from the size of each bucket's global batches and the population of each bucket. `numbers` identify
+        the buckets in states."""
         there = tuple(bucket for bucket, population in enumerate(populations) if population.samples)
         orders = tuple(populations[bucket].order(batches[bucket], seed, shuffle) for bucket in there)
         made = cls(orders, there, short(key_of(*numbers)), drop_last, seed)

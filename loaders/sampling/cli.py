@@ -1,5 +1,4 @@
-"""`headrace order`: how well a dataset is shuffled, and what that costs in reads; how evenly several datasets are
-mixed, also in buckets.
+"""`headrace order`: the quality of a shuffle and its cost in reads, and the evenness of mixtures, also in buckets.
 
 Invariant: reads the index and no media. Standard output holds results only.
 Failure behaviour: errors are raised for `headrace.dataio.cli` to report.

@@ -1,10 +1,14 @@
-"""What is lost when a state is loaded that does not fit.
+"""The loss when a loader loads a state that does not fit.
 
 Purpose: report the cost of a changed batch size, or of a grown dataset, in the middle of a run.
-Invariants: the loader goes to the batch before which the same number of samples of the epoch were delivered, rounded
-down. Of the saved order, only the seeds of what is drawn for samples are kept. `again` and `missed` are counted exactly
-in two cases: from the old order, which is a pure function of the state, if dataset and clips are the same and the epoch
-has at most `MAX_COUNTED` clips; and from the counters of a mixture. Otherwise they are None.
+Invariants: the loader continues at the batch before which the same number of samples of the epoch were delivered,
+rounded down. Of the saved order, only the seeds of random draws for samples are kept. `again` and `missed` are exact in
+two cases, otherwise they are None:
+
+- Dataset and clips are the same, and the epoch has at most `MAX_COUNTED` clips. Then they are counted from the old
+  order, which is a pure function of the state.
+- The state is that of a mixture. Then they are counted from its counters.
+
 Failure behaviour: none of its own.
 """
 
@@ -31,7 +35,7 @@ _WORDS = {"drop_last", "evaluation"}
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """What is lost. True if anything differs.
+    """The loss. It is true if any field differs.
 
     Args:
         fields: the fields that differ.
@@ -52,7 +56,7 @@ class Loss(msgspec.Struct, frozen=True):
         return bool(self.fields)
 
     def also(self, other: Difference) -> Loss:
-        """The same with one more field."""
+        """Return this loss with one more field."""
         return replace(self, fields=(*self.fields, other))
 
     def __str__(self) -> str:
@@ -67,7 +71,7 @@ class Loss(msgspec.Struct, frozen=True):
 
 
 def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tuple[Position, Loss]:
-    """Where `plan` continues after a state that may not fit it, and what is lost."""
+    """Return the position at which `plan` continues after a state that may not fit it, and the loss."""
     plan = plan.of(position.epoch)
     fingerprint = plan.fingerprint(position.epoch, position.batch)
     saved = resolved(fingerprint.values(), saved)

@@ -15,16 +15,16 @@ as long as its share w, so it gets floor(w * G) or ceil(w * G) of them, however 
 them by `step`, which is golden on the circle, on that of a lane's points and on that of one point's neighbourhood. So
 slots, lanes and the sum of batches hold every stream by its share. A lane's G / K points are evenly spread, too. By
 Hermite's identity (ibid., 3.2) one floor counts those on an arc, and sums of floors count all earlier ones.
-Neighbouring slots lie far apart, in the order of van der Corput's sequence (to the bases of the factors of G). So the
-slots of a rank are evenly spread, exactly so for most world sizes, such as powers of two that divide K, or G where K is
-1.
+Neighbouring slots are far from each other, in the order of van der Corput's sequence (to the bases of the factors of
+G). So the slots of a rank are evenly spread. They are exactly even for most world sizes, such as powers of two that
+divide K, or G where K is 1.
 
 Invariants:
 - `Interleave`: Q places in a row, wherever they begin, hold each stream exactly as often as its quota says. In any
   stretch the number differs from the stream's share by a few at most.
 - `Strata`: every batch, and every lane's part of a batch, holds a stream's share rounded down or up. Any number of
   batches in a row holds its share give or take a few.
-- `before` counts what `stream` and `streams` say, at every place. Nothing is drawn, so nothing is stored.
+- `before` agrees with `stream` and `streams` at every place. Nothing is drawn at random, so nothing is stored.
 
 Failure behaviour: `UsageError` for quotas that are negative, all zero, or too many in sum, and for lanes that do not
 divide the batch.
@@ -65,7 +65,7 @@ class Interleave:
 
     @cached_property
     def step(self) -> int:
-        """Near Q divided by the golden ratio, prime to Q, and of these the hardest to come near by fractions."""
+        """Close to Q divided by the golden ratio, prime to Q, and of these the hardest to approximate by fractions."""
         return golden(self.period)
 
     def stream(self, places: I64, offsets: int | I64 = 0) -> I64:

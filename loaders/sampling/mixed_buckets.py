@@ -1,7 +1,7 @@
 """Several sources in batches of one shape each: a mixture in every bucket, and a sequence of buckets that follows from
 them.
 
-Purpose: mixtures and buckets together, exact and elastic, with a position that is one number.
+Purpose: combine mixtures and buckets, exactly and for any world size, with a position that is one number.
 
 How. A source with a share w of all samples, and n of its N clips in a bucket, has the share w * n / N of the samples of
 that bucket. The sum over the sources, divided by the clips in a batch of the bucket, decides how often the bucket has
@@ -14,8 +14,8 @@ Invariants: those of `Mixed` in each bucket: no clip of a source in a bucket com
 bucket has its own pace, so a source's epochs in different buckets are out of step. Everything is counted in whole
 numbers, the same on every machine. The position is one number, the step. The world size is not a parameter. A seek
 costs O(log) of buckets and sources.
-Failure behaviour: `UsageError` for weights and buckets that cannot be. A cell (source and bucket) with a share of less
-than one in `RESOLUTION` gets one in `RESOLUTION`.
+Failure behaviour: `UsageError` for impossible weights and buckets. A cell (source and bucket) with a share of less than
+one in `RESOLUTION` gets one in `RESOLUTION`.
 """
 
 from __future__ import annotations

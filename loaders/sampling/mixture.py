@@ -159,7 +159,7 @@ class Mixed:
         shuffle: bool,
         batches: int,
     ) -> Mixed:
-        """As `of`, where the segments are known, in epochs of `batches`."""
+        """Make one from known segments, in epochs of `batches`. The other arguments are those of `of`."""
         wanted = [population.order(batch, 0, False) for population in sources.values()]
         lanes = lanes_for(batch, max(-(-order.samples // order.chunk) for order in wanted))
         orders = tuple(
@@ -224,7 +224,7 @@ class Mixed:
         return bases
 
     def _counts(self, segment: int, step: int) -> I64:
-        """(lanes, sources): the picks from the begin of `segment` up to `step`."""
+        """(lanes, sources): the picks from the start of `segment` up to `step`."""
         every, lanes = np.arange(len(self.names)), np.arange(self.lanes)
         return self._strata[segment].before(every[None, :], step - self.segments[segment].step, lanes[:, None])
 
@@ -253,7 +253,7 @@ def _endless(order: Order, places: I64) -> tuple[I64, I64]:
 
 
 def segment_at(segments: Sequence[Segment], step: int) -> int:
-    """Which of the segments a step is in."""
+    """Return the index of the segment that holds `step`."""
     return bisect_right(segments, step, key=lambda segment: segment.step) - 1
 
 
@@ -276,7 +276,7 @@ def weights_digest(segments: Sequence[Segment], step: int) -> str:
 def segments_of(
     names: Sequence[str], weights: Weights | Sequence[tuple[int, Weights]], temperature: float
 ) -> tuple[Segment, ...]:
-    """The segments that `weights` mean."""
+    """Return the segments of `weights`, one for each change."""
     if not 1 <= len(names) <= MAX_SOURCES:
         raise UsageError(f"a mixture has 1 to {MAX_SOURCES} sources, not {len(names)}")
     temperature = checked("temperature", temperature, float)

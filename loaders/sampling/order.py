@@ -5,7 +5,7 @@ Purpose: say which sample stands at any position of any epoch, in O(1) and witho
 How it is built. Samples are cut into chunks of `chunk` consecutive ones, so that a chunk is one or two short ranges of
 one shard. A fixed permutation deals the chunks to K `lanes`, the same in all epochs: a lane's chunks are read by the
 same node in every epoch, and its cache stays useful. Slot s of a global batch of G belongs to lane floor(s * K / G).
-Inside a lane the chunks are shuffled anew for every (seed, epoch), then cut into windows of `window` chunks whose
+Inside a lane the chunks are shuffled for every (seed, epoch), then cut into windows of `window` chunks whose
 samples are shuffled among each other; windows of different lanes are staggered so that they do not all begin at once.
 
 Invariants, for any number of samples n and any G: positions 0 … n-1 of an epoch are a permutation of the samples.
@@ -13,7 +13,7 @@ Position t * G + s is slot s of global batch t. World size and threads are not p
 part of each batch's slots. K divides G. Every lane has to fill the same q = floor(n / G) * G / K positions; the last
 positions of a lane that is too short are taken, by prefix sums over the lanes, from the samples that longer lanes have
 beyond q. The n mod G samples then left over are the epoch's tail: its last, short batch, or dropped. Memory is O(K).
-Seeking costs no more than going on.
+Seeking costs no more than continuing.
 
 Failure behaviour: `UsageError` for an impossible description, a position or a rank out of range.
 """
@@ -30,7 +30,7 @@ from headrace.dataio.core.limits import MIB
 from headrace.loaders.sampling.permutation import I64, U64, key_of, permute, unpermute
 
 MAX_LANES = 240
-"""There should be more lanes than nodes. 240 has more divisors than the numbers near it."""
+"""There should be more lanes than nodes. 240 has more divisors than all smaller numbers."""
 CHUNKS_PER_LANE = 16
 """With fewer chunks a lane would shuffle too little and be uneven; small datasets get fewer lanes instead."""
 WINDOW_CHUNKS = 256
@@ -39,7 +39,7 @@ CHUNK_BYTES = 8 * MIB
 NEIGHBOURS = 16
 """Samples that can replace each other, if there are so many."""
 
-# purposes of `key_of`: each has keys of its own
+# purposes of `key_of`: each has its own keys
 _DEAL, _CHUNKS, _WINDOW, _SUBSTITUTE = 1, 2, 3, 4
 
 

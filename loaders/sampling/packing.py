@@ -6,10 +6,10 @@ the order: it is shuffled, shared among ranks and resumed like a sample. `Packed
 How. Recordings longer than `capacity` are cut into pieces of that length and a rest, or left out. Consecutive pieces,
 `lookahead` of them at a time, are packed best fit decreasing (Johnson 1973): the longest first, each into the fullest
 sequence that still takes it. Windows of pieces do not depend on each other, so the packing is a pure function of the
-lengths, and a sequence's pieces lie near each other in their shard.
+lengths, and a sequence's pieces are close to each other in their shard.
 
 With a key, pieces are first shuffled inside groups of `GROUP` windows, which begin elsewhere for every key. So other
-recordings share a sequence in each epoch, and still lie near each other.
+recordings share a sequence in each epoch, and are still close to each other.
 
 Invariants:
 - Every piece is in exactly one sequence. No sequence is longer than `capacity`. The pieces of a sequence are in the
@@ -247,8 +247,8 @@ class PackedStream(Stream, frozen=True, eq=False):
 
 
 class RepackedStream(PackedStream, frozen=True, eq=False):
-    """A stream that is packed anew for each of its epochs, always into the same number of sequences. `epochs` packs
-    them, and keeps the last ones."""
+    """A stream that is repacked for each of its epochs, always into the same number of sequences. `epochs` packs them,
+    and keeps the last ones."""
 
     epochs: Callable[[int], Packed] | None = None
 

@@ -1,7 +1,6 @@
 """Keyed permutations of 0 … n-1 that need no table: a Feistel network with cycle walking, vectorised.
 
-Purpose: shuffle any number of things with O(1) memory, and say where one of them went, or came from, without walking
-there.
+Purpose: shuffle any number of items with O(1) memory, and compute where one of them goes, or comes from, directly.
 Invariant: for one key and one n, `permute` is a bijection of [0, n) and `unpermute` is its inverse; keys and sizes may
 differ from element to element. Equal arguments give equal results on every machine and in every version of numpy, since
 only wrapping 64-bit integer arithmetic is used. It is a shuffle, not a cipher: nothing here hides anything.
@@ -44,7 +43,7 @@ def mix(values: U64) -> U64:
 
 def key_of(*parts: int | I64) -> U64:
     """A 64-bit key for each element from any number of integers or integer arrays (broadcast); their order matters."""
-    if set(map(type, parts)) <= {int}:  # a single key, as every clip draws: ten times as fast
+    if set(map(type, parts)) <= {int}:  # a single key, as each clip needs: ten times as fast
         return np.array([_one_key(parts)], np.uint64)  # type: ignore[arg-type] # mypy does not follow `set`
     arrays = [np.atleast_1d(np.asarray(_wrap(part))) for part in parts]
     key = np.zeros(np.broadcast_shapes(*(a.shape for a in arrays)), np.uint64)

@@ -1,10 +1,10 @@
-"""Which samples each batch holds: a schedule, which knows numbers, joined with the datasets, which know samples.
+"""The plan of a loader: joins a schedule, which works with numbers, with the datasets, which have the samples.
 
 Purpose: choose the schedule (plain, mixture, buckets, both, or an evaluation of any of them), build its streams, and
 look samples up in the datasets. All of these share one class, `OrderPlan`; only their schedules differ.
 Invariants: part n of a sample is number `Parts.first(sample) + n` of its stream. Trainers see only rows in the streams'
 `ids`. A sample's substitute is a neighbour in its chunk and stream, the same for every epoch and world size. The rank
-decides nothing but the share that it takes.
+decides only the share that it takes.
 Failure behaviour: `UsageError` when there is nothing to deliver, or when a batch size is given along with buckets.
 """
 
@@ -190,7 +190,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         return told
 
     def fingerprint(self, epoch: int, batch: int) -> Fingerprint:
-        """Everything besides the position that decides the batches up to this position."""
+        """Everything except the position that decides the batches up to this position."""
         taken = self.schedule.taken(epoch, batch)
         sources = [
             Identity(one.version, one.digest, taken.get(name))
@@ -213,7 +213,7 @@ def samples_with(dataset: Dataset, column: str, what: str, *, without: Collectio
     only = dataset.only(column)
     if only is not None and only not in without:
         return np.arange(len(dataset), dtype=np.int64)
-    import pyarrow as pa  # which loaders of samples that are all alike do without
+    import pyarrow as pa  # imported late: not all loaders need it
 
     from headrace.dataio.shards.index import kernels as pc
 
@@ -308,7 +308,7 @@ def make_plan(
 
 
 def _packed(streams: Mapping[str, Stream], how: Sampling, pack: Pack) -> dict[str, Stream]:
-    """The streams with their recordings packed, once or anew in each of their epochs."""
+    """Pack the recordings of the streams, once or in each of their epochs."""
     from headrace.loaders.sampling.packing import PackedStream, RepackedStream
 
     if pack.packing.repack_each_epoch and not how.evaluate:

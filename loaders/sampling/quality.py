@@ -1,4 +1,4 @@
-"""How good a shuffle is, compared with a full shuffle, and what it costs in reads.
+"""The quality of a shuffle, compared with a full shuffle, and its cost in reads.
 
 Purpose: a windowed shuffle trades randomness for locality; this measures both.
 
@@ -7,7 +7,7 @@ same samples:
 
 - `distance`: how far a sample is from where its number would put it, as a share of the epoch (mean; 1/3 when places are
   independent).
-- `spread`: how far the samples of one batch lie apart, as a share of the dataset (mean over pairs; 1/3 likewise).
+- `spread`: the distance between samples of one batch, as a share of the dataset (mean over pairs; 1/3 likewise).
 - `neighbours`: the share of samples in a batch whose next sample by number is in the batch too.
 - `entropy`: of the groups (shards, or sources) that a batch's samples come from, in bits (mean over batches). A batch
   of one shard has 0.

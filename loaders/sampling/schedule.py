@@ -1,4 +1,4 @@
-"""What every way of ordering samples answers: which rank gets which samples in global batch t.
+"""The interface of all orders of samples: which rank gets which samples in global batch t.
 
 Purpose: separate the arithmetic of orders from the loader that reads, decodes and delivers. A loader has one or more
 *streams* (a dataset, a source of a mixture, a bucket). Each is a list of samples with an `Order` of its own. A
@@ -93,7 +93,7 @@ class Schedule(Protocol):
         ...
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
-        """Everything besides samples and seed that decides the order up to batch `number` of `epoch`, in plain JSON
+        """Everything except samples and seed that decides the order up to batch `number` of `epoch`, in plain JSON
         types.
 
         It is short, and equal only if the order is equal.
@@ -164,7 +164,8 @@ class Plain(msgspec.Struct, frozen=True):
 
 
 def _ahead(order: Order, epoch: int, number: int, rank: int, world_size: int) -> I64:
-    """`order.batch_of`, computed for some batches at once: numpy takes as long for one position as for a hundred."""
+    """Return `order.batch_of`, computed for several batches at once: numpy takes as long for one position as for a
+    hundred."""
     each = max(1, AT_ONCE * world_size // order.batch)
     found = _few(order, epoch, number // each * each, each, rank, world_size)
     at = number % each
@@ -208,7 +209,7 @@ def ordered_share(
 
 
 def orders_digest(orders: Sequence[Order], *more: int) -> str:
-    """Identifies the orders of several streams, apart from their samples and the seed."""
+    """Return a digest of the orders of several streams, without their samples and the seed."""
     return short(key_of(*(n for o in orders for n in (o.chunk, o.lanes, o.window, o.shuffle)), *more))
 
 
@@ -220,7 +221,7 @@ def part(size: int, rank: int, world_size: int) -> range:
 
 
 def sizes(size: int, world_size: int) -> tuple[int, ...]:
-    """How many of a batch of `size` each rank gets."""
+    """Return the number of samples that each rank gets of a batch of `size`."""
     return tuple(len(part(size, rank, world_size)) for rank in range(world_size))
 
 

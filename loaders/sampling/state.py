@@ -29,8 +29,7 @@ import msgspec
 from headrace.dataio.core.errors import MismatchError, UsageError
 
 DIGEST_CHARACTERS = 10
-"""Enough to tell apart versions of one's own datasets; it does not protect against collisions that are made on
-purpose."""
+"""Enough to distinguish versions of a user's own datasets. It does not protect against deliberate collisions."""
 MAX_BYTES = 200
 MAX_COUNT = 1 << 32
 """The most epochs, and the most batches in one. With more, positions would not fit 64 bits."""
@@ -194,7 +193,7 @@ def _quarantine(values: Any) -> tuple[tuple[int, str] | None, list[list[Any]]]:
 
 
 def differences(fingerprint: Fingerprint, saved: Mapping[str, Any]) -> Iterator[Difference]:
-    """The fields that differ, the most telling first."""
+    """Yield the fields that differ, the most informative first."""
     here = fingerprint.values()
     saved = resolved(here, saved)
     for field in [*here, *(name for name in saved if name not in here)]:
