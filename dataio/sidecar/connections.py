@@ -1,10 +1,10 @@
 """The daemon's clients: which may connect, what they send, and the state that the daemon keeps for each.
 
-Purpose: a thin shell around the sessions' state machines. Frames go in; instructions come out and go to the service
-that carries them out.
+Purpose: a thin shell around the sessions' state machines. It passes frames to a session, and the session's
+instructions to the service that executes them.
 Invariants: runs on the loop's thread and never blocks. A client's opens, held files and outbox are bounded, and
-everything it held is released when it disconnects. A client that does not read is disconnected when `OUTBOX_BYTES` wait
-for it. Descriptors that were received and not handed out are closed with the connection.
+everything it held is released when it disconnects. A client that does not read is disconnected when more than
+`OUTBOX_BYTES` wait for it. Received descriptors that were not passed on are closed with the connection.
 Failure behaviour: a client that breaks a rule, or whose socket fails, loses its connection; other clients are not
 affected. When no descriptor is left for a new client, the daemon tries again a second later.
 """
@@ -55,8 +55,8 @@ _log = get_logger(__name__)
 
 
 class ConnectionManager:
-    """All connections. `most()` is their maximum number, `status()` the daemon's status; `came()` is called for each
-    new one."""
+    """All connections. `most()` returns their maximum number, `status()` the daemon's status. `came()` is called for each
+    new connection."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ConnectionManager:
         return len(self._clients)
 
     def listed(self) -> Iterator[dict[str, int]]:
-        """Some of them, for status."""
+        """The first `LISTED_CLIENTS` clients, for the status."""
         for client in list(self._clients.values())[:LISTED_CLIENTS]:
             yield {"pid": client.pid, "held_files": client.session.held, "opens": client.session.opens}
 
@@ -227,8 +227,8 @@ class ClientState:
     peer: ClientSocket | None = None
     greeting: asyncio.TimerHandle | None = None
     listener: Callable[[m.JobEvent], None] | None = None
-    opening: bool = False  # the store of an announcement
-    job: str = ""  # whose limits apply
+    opening: bool = False  # the store of an announcement is being opened
+    job: str = ""  # the job whose limits apply
     staging: list[Job] = field(default_factory=list)
     """Staged jobs that are not acknowledged yet."""
 
@@ -244,7 +244,7 @@ class ClientState:
 
 
 class BackgroundTasks:
-    """Background coroutines, until they end or the daemon does."""
+    """Coroutines that run in the background until they end or `cancel` is called."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._tasks = loop, set[asyncio.Task[None]]()
@@ -273,7 +273,7 @@ class _Outgoing:
 
 
 class ClientSocket:
-    """Calls `frame(payload, descriptors)` for what arrives and `ended()` once, when the connection is over."""
+    """Calls `frame(payload, descriptors)` for every frame, and `ended()` once, when the connection is over."""
 
     def __init__(
         self,

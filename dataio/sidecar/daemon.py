@@ -1,12 +1,12 @@
 """The daemon: one process per node that owns the cache and the staged checkpoints, in one asyncio loop.
 
-Purpose: its life cycle, from the lock of the socket to the drain, and its status. Client requests are served by
-`connections`, `reads` and `staging`.
+Purpose: the daemon's life cycle, from the lock of the socket to the drain, and its status. `connections`, `reads` and
+`staging` serve the clients' requests.
 Invariants: all state except the cache engine's belongs to the loop's thread. An idle daemon does not wake up
 (`Ticker`).
 Failure behaviour: SIGTERM and SIGINT drain the daemon. It accepts no new clients or jobs, answers opens with
-`bypassed`, and finishes staged checkpoints within `drain_seconds`. Then `serve` returns True, or False when jobs were
-still running; those go on without the daemon.
+`bypassed`, and finishes staged checkpoints within `drain_seconds`. Then `serve` returns True. It returns False when
+jobs are left; running workers continue without the daemon.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Daemon:
         self._tier: TierService | None = None
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> bool:
-        """Run until SIGTERM or SIGINT; whether every staged checkpoint was finished."""
+        """Run until SIGTERM or SIGINT. Returns whether every staged checkpoint was finished."""
         daemon.settle()
         self._given = systemd.listening()
         if self._given is not None:
@@ -85,7 +85,7 @@ class Daemon:
             os.close(lock)
 
     def _build(self) -> None:
-        files = _raise_descriptor_limit() // 5  # of three descriptors each
+        files = _raise_descriptor_limit() // 5  # a cache file has three descriptors
         self._cache = CacheDirectories.claim(self._config.tiers, self._config.keep_cache)
         first, *slower = self._cache.places(self._config.cache_bytes)
         self._engine = Engine(
@@ -159,7 +159,7 @@ class Daemon:
         self._http = http
 
     def _reload(self) -> None:
-        """SIGHUP: limits from the configuration, and stores opened anew, with the credentials of now."""
+        """Handle SIGHUP: apply the configuration's limits, and reopen the stores with the current credentials."""
         try:
             config = self._reload_config() if self._reload_config is not None else self._config
         except HeadraceError as error:
@@ -195,7 +195,7 @@ class Daemon:
     # state
 
     def status(self) -> dict[str, object]:
-        """The daemon's state, fit for JSON and bounded in size."""
+        """The daemon's state, as JSON values of bounded size."""
         return {
             "pid": os.getpid(),
             "protocol": VERSION,
@@ -228,14 +228,14 @@ class Daemon:
         return self._engine.stats(), self._engine.tier_stats()
 
     def _busy(self) -> bool:
-        """Whether anything can happen that nobody asks for now."""
+        """Whether the state may change without a new client: there are clients or jobs."""
         return bool(len(self._clients) or self._jobs.busy)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
         return self._loop.call_later(seconds, action).cancel
 
     def _call(self, action: Callable[[], None]) -> None:
-        """Run `action` on the loop's thread, from any thread; nothing once the loop is closed."""
+        """Run `action` on the loop's thread, from any thread. Does nothing when the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(action)
 
@@ -250,7 +250,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _raise_descriptor_limit() -> int:
-    """As many descriptors as this user may have; returns how many."""
+    """Raise the limit of open descriptors to the hard limit; returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
     if soft < wanted:
@@ -263,14 +263,17 @@ _M_ARENA_MAX = -8
 
 
 def settle() -> None:
-    """One heap from now on."""
+    """Limit malloc to one arena, which saves memory."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 class Ticker:
-    """`draw()` draws a point and says whether it differs from the last one, `busy()` whether anything can happen by
-    itself; `later(seconds, action)` is the loop's."""
+    """Records a point of the history every `seconds`, while something changes.
+
+    `draw()` records a point, and returns whether it differs from the last one. `busy()` returns whether the state may
+    change without a `wake`. `later(seconds, action)` schedules a call.
+    """
 
     def __init__(
         self,
@@ -283,7 +286,7 @@ class Ticker:
         self._due = False
 
     def wake(self) -> None:
-        """Something may happen from now on: a point of how it was until now, and then one every few seconds."""
+        """Record a point of the current state, and further ones every `seconds`, because the state may change from now on."""
         if not self._due:
             self._due = True
             self._draw()

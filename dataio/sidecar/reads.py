@@ -4,7 +4,7 @@ Purpose: connects the sessions' state machines with the cache engine, and keeps 
 Invariants: runs on the loop's thread, which never waits for a store: a store that must be opened first, and an open
 that must wait, continue in tasks and threads. Stores are opened with the daemon's own credentials. At most `limit` are
 open, and a store is never closed while an open of it is in progress.
-Failure behaviour: any error of a location or a store goes to the client that asked, and to no other. `CapacityError`
+Failure behaviour: any error of a location or a store goes only to the client that sent the request. `CapacityError`
 when all stores are in use. While the daemon drains, opens are answered with `bypassed` and announcements are dropped.
 """
 
@@ -75,7 +75,7 @@ class ReadService:
         return self._engine.present(source, request.key, request.ranges, id(client))
 
     def grown(self, client: ClientState) -> session.Grown:
-        """Files of which more is present than the client knows; telling it saves requests."""
+        """Files with more present bytes than the client knows. Sending their runs saves requests."""
         return self._engine.grown(client.session.told)
 
     def open(self, client: ClientState, request: m.Open) -> None:
@@ -118,7 +118,7 @@ class ReadService:
             self._tasks.spawn(self._open_and_announce(client, location, request))
 
     def assign(self, client: ClientState, trace: str = "") -> None:
-        """Assign the client's reads to its job: the one that it reported, before that its process group."""
+        """Assign the client's reads to the job that it reported; until it reports one, to its process group."""
         job = self._job_stats.job_of(client.process) or client.job or group_of(client.process)
         if job != client.job and client.ready:
             client.job = job
@@ -127,7 +127,7 @@ class ReadService:
             self._engine.set_trace_parent(id(client), trace)
 
     def ended(self, client: ClientState) -> None:
-        """The client is gone."""
+        """The client has disconnected."""
         if client.job:
             self._engine.withdraw(id(client))
 
@@ -144,7 +144,7 @@ class ReadService:
     async def _open_store(
         self, client: ClientState, request: m.Open, location: Location, timer: asyncio.TimerHandle
     ) -> None:
-        """An open whose store must be opened first, in a thread."""
+        """Open the store in a thread, then handle the open."""
         waiting = _Waiting(client, request.id, None, timer)
         try:
             store = await self._loop.run_in_executor(None, self._stores.acquire, location)

@@ -1,12 +1,14 @@
 """One connection of the daemon as a state machine. Sans-I/O: events in, instructions out.
 
-States: *new* (only `Hello` is understood), *ready*, *over*. Events are what the client sent and what became of what it
-asked for; instructions are carried out by the server's shell, in order.
+States: *new* (only `Hello` is valid), *ready*, *over*. Events are the client's messages and the results of its
+requests. `connections` executes the instructions in order.
 
-Invariants: descriptors that a message brought are either in one instruction or in `Discard`; every request of a ready
-connection is answered once; a file that was sent is held until the client closes it as often as it was sent, or the
-connection ends. At most `OPENS` opens are in progress and `HELD` files held; above it the answer is a capacity error.
-Failure behaviour: a message that does not fit the state, or brings descriptors it should not, ends this connection.
+Invariants: the descriptors of a message end up in exactly one instruction, which may be `Discard`. Every request of a
+ready connection is answered once. A file that was sent is held until the client has closed it as often as it was sent,
+or until the connection ends. At most `OPENS` opens are in progress and `HELD` files held; a request above a limit gets
+a capacity error.
+Failure behaviour: a message that the state does not allow, or with descriptors that it must not have, ends the
+connection.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Holdable(Protocol):
     def once(self) -> bool: ...
 
 
-class Send(msgspec.Struct, frozen=True):  # a dataclass takes five times as long to make
+class Send(msgspec.Struct, frozen=True):  # creating a dataclass takes five times as long
     """Send the message; with `lease`, its read-only descriptor goes along."""
 
     message: m.FromDaemon

@@ -1,9 +1,9 @@
-"""Checkpoints that clients hand over: staged, followed, shown on the status page, fetched from a buddy.
+"""Clients' requests about checkpoints: staging, following, the status page, fetching from a buddy.
 
 Purpose: connects the sessions' state machines with the jobs.
 Invariants: runs on the loop's thread. Jobs belong to the daemon: when a client disconnects, only the jobs that were not
 yet acknowledged to it are withdrawn. A job's trace span is recorded once, when the job ends.
-Failure behaviour: a plan that is refused is answered with the error.
+Failure behaviour: when a plan is refused, the client gets the error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StagingService:
         self._jobs.follow(job, listener)
 
     def ended(self, client: ClientState) -> None:
-        """The client is gone."""
+        """The client has disconnected."""
         if client.listener is not None:
             self._jobs.leave(client.listener)
         for job in client.staging:

@@ -17,14 +17,14 @@ _POLL = 0.02
 
 
 class PriorityGate:
-    """The daemon's side; open at first."""
+    """The daemon's side of the gate, which is open at first."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._path, self.closed = path, False
 
     def close_for_others(self, closed: bool) -> None:
-        """Close or open the gate. A worker that is passing at this moment passes."""
+        """Close or open the gate. While a worker holds the lock to pass, closing has no effect; call again."""
         if closed == self.closed:
             return
         try:

@@ -1,8 +1,8 @@
 """Accepts staged checkpoints, and answers questions about them.
 
 Purpose: adds jobs to the `JobTable` and passes them to the `Runner`. An accepted job runs to its end even if the
-client, its worker or this daemon die; events go to its listeners.
-Invariants: `answer` is called only after the job is journaled and its arena is kept. Some finished jobs are remembered
+client, its worker or this daemon dies. Its events go to its listeners.
+Invariants: `answer` gets a job only after the job is journaled and its arena is kept. Some finished jobs are remembered
 for clients that reconnect. All state belongs to one thread; files and the keeper belong to another.
 Failure behaviour: a descriptor of the wrong kind, an unknown command, a full queue or an arena without room refuses the
 job and closes both descriptors. The runner handles jobs whose worker fails.
@@ -46,8 +46,8 @@ _log = get_logger(__name__)
 
 
 class JobService:
-    """Not thread-safe, except that `call` may carry events in from other threads: `call(f)` must run `f` on the thread
-    that uses this object. `later(seconds, f)` runs `f` there too, and returns what cancels it."""
+    """Not thread-safe. `call(f)` must run `f` on the thread that uses this object; other threads pass events through it.
+    `later(seconds, f)` must run `f` there too, and return a function that cancels it."""
 
     def __init__(
         self,

@@ -1,11 +1,12 @@
 """The daemon's staged checkpoints: one `Job` each, and the `JobTable` that accepting and running share.
 
-Purpose: the jobs that are not over, the last `KEPT` that are, their places in the schedule, their journal entries, and
-the arenas that are kept for them.
-Invariants: a job is in one of the two tables or in none; a job that was removed has no place in the schedule. `arena`
-and `plan` are descriptors that the job owns, -1 for none. Everything belongs to one thread, except `files`: the thread
-that uses the journal and the keeper.
-Failure behaviour: files of a job that cannot be removed are left to the next daemon, which finds that the job is over.
+Purpose: holds the jobs that are not over and the last `KEPT` that are, with their places in the schedule, their journal
+entries and their kept arenas.
+Invariants: a job is in at most one of the two tables. A removed job has no place in the schedule. `arena` and `plan`
+are descriptors that the job owns, -1 for none. All state belongs to one thread; a second one, `files`, uses the journal
+and the keeper.
+Failure behaviour: if a job's files cannot be removed, they are left to the next daemon, which finds that the job is
+over.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ Answer = Callable[["Job | HeadraceError"], None]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One staged checkpoint. `arena` is a descriptor, -1 when there is none (any more)."""
+    """One staged checkpoint. `arena` is a descriptor, or -1 when the job has no arena or has released it."""
 
     entry: Entry
     arena: int
@@ -131,16 +132,16 @@ class Job:
     """Cancels its wait for room."""
     released: bool = False
     lost: bool = False
-    """Daemon and worker died and the arena is gone; the trainer may still have it."""
+    """The daemon and the worker died, and the arena is lost; the trainer may still have it."""
     done: int = 0
     total: int = 0
     outcome: m.Done | m.JobFailed | None = None
     failures: int = 0
     """Number of failure events; `entry.failures` of them are handled."""
     trouble: m.JobFailed | None = None
-    """Why it is tried again."""
+    """The failure after which the job is retried."""
     next_try: float = 0.0
-    """When, on the monotonic clock."""
+    """The time of the next try, on the monotonic clock."""
     bad_lines: int = 0
     listeners: list[Listener] = field(default_factory=list)
     waiting: list[Listener] = field(default_factory=list)

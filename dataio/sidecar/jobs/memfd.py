@@ -1,8 +1,8 @@
 """Sealed memory files: how an arena and a put plan pass from the trainer to the daemon.
 
-Invariant: what `check_arena` and `check_plan` accept cannot shrink, so reading its mapping cannot kill the reader
-(SIGBUS); a plan cannot change either.
-Failure behaviour: `UsageError` names the problem of a descriptor; its contents are not read before the check.
+Invariant: a file that `check_arena` or `check_plan` accepts cannot shrink, so reading its mapping cannot kill the
+reader (SIGBUS). A plan cannot change either.
+Failure behaviour: `UsageError` names the problem of a descriptor. The contents are not read before the check.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HINT = "make it with memfd_create(MFD_ALLOW_SEALING), set its size, then add th
 
 
 def sealed(name: str, data: bytes) -> int:
-    """A new memory file that holds `data` and can no longer change; its descriptor is the caller's to close."""
+    """A new memory file that holds `data` and cannot change. The caller must close the descriptor."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         view = memoryview(data)
@@ -34,12 +34,12 @@ def sealed(name: str, data: bytes) -> int:
 
 
 def check_arena(fd: int) -> int:
-    """The arena's size, when it is a memory file that cannot shrink."""
+    """Check that the arena is a memory file that cannot shrink; returns its size."""
     return _check(fd, "the arena", fcntl.F_SEAL_SHRINK)
 
 
 def check_plan(fd: int) -> int:
-    """The plan's size, when it is a memory file that cannot change and is not too large."""
+    """Check that the plan is a memory file that cannot change and is not too large; returns its size."""
     size = _check(fd, "the plan", _FROZEN)
     if size > PLAN_BYTES:
         raise UsageError(f"the plan has {size} bytes; the limit is {PLAN_BYTES}")

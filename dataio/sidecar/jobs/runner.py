@@ -1,12 +1,15 @@
 """Runs accepted jobs: starts, follows, replaces and retries their workers until every job is over.
 
 Purpose: starts what the schedule allows, and applies a worker's events and its exit to its job.
-Invariants: a job has at most one worker; a journaled job gets another one until it has an outcome. Everything but the
-following of a worker's output happens on the thread that `call` and `later` run things on.
-Failure behaviour: a worker that is killed is replaced `TRIES` times in all; one that ends by itself without "done" or
-"failed" has failed, with its last lines on standard error as the reason. One that says it may succeed later is tried
-again as the retry schedule allows, unless a client waits for the outcome; it gets the error. A line that is no event is
-ignored and counted.
+Invariants: a job has at most one worker at a time, and gets further ones until it has an outcome. Only the reading of a
+worker's output has its own thread; everything else runs on the thread that `call` and `later` use.
+Failure behaviour:
+
+- A killed worker is replaced. The job fails when `TRIES` workers were killed.
+- If a worker exits without "done" or "failed", the job fails. The reason is the worker's last lines on standard error.
+- If a worker reports a failure that may not recur, the job is retried as the retry schedule allows. If a client waits
+  for the outcome, it gets the error instead.
+- A line that is not an event is counted and ignored.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ from headrace.dataio.sidecar.jobs.worker import End, Event, Worker, decode_event
 
 TRIES = 3
 LOST_SECONDS = 60.0
-"""How long a job without its arena waits for its trainer to come back with it."""
+"""How long a job that lost its arena waits for its trainer to stage it again."""
 
 _log = get_logger(__name__)
 
 
 class Runner:
-    """`taken(job)` is called for a waiting job when there is room for it."""
+    """Calls `taken(job)` for a waiting job when there is room for it."""
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Runner:
         self._look_again: Callable[[], None] = lambda: None
 
     def find_worker(self, job: Job) -> None:
-        """Find the state of an earlier daemon's job: over, running, in need of a worker, or without its arena."""
+        """Find the state of an earlier daemon's job: over, running, without a worker, or without its arena."""
         fd = self._table.journal.open(job.token, "events")
         try:
             alive = is_locked(fd)
@@ -81,7 +84,7 @@ class Runner:
         self._hold()
 
     def _hold(self) -> None:
-        """Close the gate for other jobs while urgent ones run; repeats while there are some."""
+        """Close the gate for other jobs while urgent ones run. Repeats itself while the gate must be closed."""
         self._look_again()
         closed = self._table.schedule.holds_back(time.monotonic())
         self._gate.close_for_others(closed)
@@ -167,7 +170,7 @@ class Runner:
             self.advance()
 
     def _try_later(self, job: Job, trouble: m.JobFailed) -> None:
-        """The worker failed; schedule a retry, as the store may come back."""
+        """Schedule a retry after a failure, because the store may recover."""
         now = time.time()
         since = job.entry.failing_since or now
         pause = self.retry_schedule.pause(job.failures, now - since, random.random())
@@ -193,7 +196,8 @@ class Runner:
             self.advance()
 
     def _give_up(self, job: Job) -> None:
-        """No trainer brought the arena: a last worker finishes what needs none, or cleans up and reports the loss."""
+        """No trainer staged the job again. A last worker finishes the work that needs no arena, or cleans up and reports the
+        loss."""
         if job.lost and self._table.has(job):
             job.lost = False
             self._table.schedule.again(job.token)

@@ -9,7 +9,7 @@ Invariants:
 - A connection gets a thread when its first bytes arrive. At most `SILENT` connections have sent nothing; a further one
   replaces the oldest of them.
 - At most `STRANGERS` threads serve peers that are not admitted yet. Then a new peer replaces one of the address that
-  has the most of them, if its own address has fewer.
+  has the most of them, if its own address would still have fewer.
 
 Failure behaviour: a peer that is refused or violates the protocol is disconnected, and counted by reason. A request
 without room is refused with the code "capacity", and the connection stays open.
