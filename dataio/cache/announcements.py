@@ -1,13 +1,13 @@
-"""What loaders announce: from ranges to the reads that the plan knows, and when those reads are due.
+"""Converts a loader's announcements from ranges to the plan's reads, and predicts when those reads are due.
 
-Purpose: with every batch a loader names its next few hundred ranges, most of them for the eighth time. A list that
-continues the last one keeps its `Want` objects, so the plan also looks only at what is new. How far the list has moved
-since the last announcement shows how fast the loader reads.
-Invariants: the wants are those of the whole list, however much of it was known; neighbouring ranges of one sample are
-one want. Wants are made anew when their forecast is off by more than `SHIFT` of the time that the list covers. Memory
-is bounded by one announcement per stream and `KEPT_ERRORS` forecast errors.
+Purpose: with every batch a loader announces its next few hundred ranges, and it has announced most of them about seven
+times before. A list that continues the last one keeps its `Want` objects, so the plan examines only the new ones. The
+number of ranges that were dropped since the last announcement shows how fast the loader reads.
+Invariants: the wants are those of the whole list, regardless of how much was known. Neighbouring ranges of one sample
+are one want. All wants are recreated when their forecast is off by more than `SHIFT` of the time that the list covers.
+Memory is bounded by one announcement per stream and `KEPT` forecast errors.
 Failure behaviour: a range outside its object, or of an object that cannot be found, is left out; the read itself
-reports the error. A list that does not continue the last one (a loader was moved) starts a new forecast.
+reports the error. A list that does not continue the last one (the loader's position was changed) starts a new forecast.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Neighbouring ranges, beginning with the `at`-th range that the loader has ever announced. Left out without
-    `object`."""
+    """Neighbouring ranges. `at` is the index of the first among all ranges that the loader has announced. A group without
+    `object` is left out."""
 
     at: int
     key: str
@@ -79,7 +79,7 @@ class AnnouncementList:
         return out
 
     def _keep(self, new: Sequence[tuple[str, int, int]]) -> _Group | None:
-        """Keep the groups that `new` continues, except the last, which is returned: it may have got more neighbours."""
+        """Keep the groups that `new` continues. The last one is removed and returned, since it may have more neighbours now."""
         gone = dropped_count(self._list, new)
         if gone is not None:
             self._first += gone

@@ -1,10 +1,10 @@
 """Cache files, the descriptors that refer to them, and the buffers that blocks pass through.
 
-Purpose: a place for blocks that can be mapped, handed to another process, and dropped at any moment.
-Invariants: an unnamed cache file is unlinked as soon as it is open, so its bytes live exactly as long as a descriptor
-or a mapping of it (files with a name: see `disks`). Dropping a file never changes what a holder sees, and a killed
-process leaves nothing behind. Descriptors handed out are read-only. No file is ever truncated or punched. `FdCache`
-keeps at most `FILES` descriptors, and `Buffers` at most `count` buffers.
+Purpose: cache files can be mapped, passed to another process, and dropped at any moment.
+Invariants: an unnamed cache file is unlinked as soon as it is open, so its bytes exist exactly as long as a descriptor
+or a mapping of it (files with a name: see `disks`). Dropping a file never changes the bytes that a holder sees, and a
+killed process leaves no files. Descriptors that other processes get are read-only. No file is ever truncated or punched.
+`FdCache` keeps at most `FILES` descriptors, and `Buffers` at most `count` buffers.
 Failure behaviour: `OSError` (no space, directory gone) goes to the caller, which continues without the cache. A store's
 errors pass through. When the process has too many open files, `FdCache` closes its own first.
 """
@@ -27,7 +27,7 @@ from headrace.dataio.store.base import Store
 
 
 class Descriptor:
-    """An open file descriptor that closes when its last reference goes: safe to share between threads and messages."""
+    """An open file descriptor. It closes when the last reference is deleted, so threads and messages can share it."""
 
     __slots__ = ("_fd",)
 
@@ -42,7 +42,7 @@ class Descriptor:
 
 
 def fill(file: Descriptor, offset: int, into: memoryview) -> None:
-    """Fill `into` with the cache file's bytes at `offset`; OSError when it ends before."""
+    """Fill `into` with the cache file's bytes at `offset`; `OSError` when the file is too short."""
     done = 0
     while done < len(into):
         got = os.preadv(file.fileno(), [into[done:]], offset + done)
@@ -60,14 +60,14 @@ class BlockFile:
         self._writer, self.reader, self.size = writer, reader, size
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data` at `offset`, with `pwrite`: through a mapping, a full disk would be a SIGBUS instead of
+        """Write all of `data` at `offset`. Uses `pwrite`, because with a mapping a full disk would cause SIGBUS instead of
         an error."""
         done = 0
         while done < len(data):
             done += os.pwrite(self._writer.fileno(), data[done:], offset + done)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes at `offset`; OSError when the file ends before."""
+        """Fill `into` with the bytes at `offset`; `OSError` when the file is too short."""
         fill(self.reader, offset, into)
 
     def wrote(self, block: int, digest: int) -> None:
@@ -97,7 +97,7 @@ class BlockDirectory:
 
 
 class MappedFile(mmap.mmap):
-    """A read-only mapping of a cache file. Views keep it alive; `lease` goes with it."""
+    """A read-only mapping of a cache file. Views keep it alive, and it keeps `lease` alive."""
 
     lease: object = None
 
@@ -115,8 +115,8 @@ IDLE_SECONDS = 5.0
 class Buffers:
     """At most `count` buffers of `size` bytes. Safe to share between threads.
 
-    The buffer that was used last is used next, while its bytes are in the processor's caches: this takes less than half
-    the processor time of using sixteen buffers in turn.
+    The buffer that was used last is used next, because its memory is still in the processor's caches. This takes less
+    than half the processor time of using sixteen buffers in turn.
     """
 
     def __init__(self, size: int, count: int, clock: Clock) -> None:
@@ -147,8 +147,8 @@ class Buffers:
 
 
 class Lease:
-    """A file that holds the requested ranges. While the lease exists, the file counts as held. `once`: the cache has
-    dropped the file already, so its mapping need not be kept."""
+    """A file that holds the requested ranges. While the lease exists, the file counts as held. `once`: the file is for
+    this read only, so its mapping need not be kept."""
 
     __slots__ = ("_ended", "descriptor", "file", "once", "present", "size")
 
@@ -160,7 +160,7 @@ class Lease:
         self._ended = ended
 
     def __del__(self) -> None:
-        self._ended.append(self.file)  # runs in any thread, under any lock: the engine reads it later
+        self._ended.append(self.file)  # may run in any thread, under any lock, so the engine handles it later
 
 
 FILES = 128

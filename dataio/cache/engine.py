@@ -2,11 +2,11 @@
 
 Purpose: one cache engine, used inside a trainer and inside the daemon.
 Invariants: the plan is used only under the lock; stores and futures are used only outside it. A block that several
-requests need at the same time is fetched once, and all of them get the bytes or the store's error; errors are not
+requests need at the same time is fetched once, and all of them get the bytes or the store's error. Errors are not
 cached.
-Failure behaviour: a tier whose disk fails (full, gone, read-only) costs one warning, and admits no new blocks for a
-while (`disks`). Without a working tier `open` returns None: read the store directly. After `close` every open future
-fails.
+Failure behaviour: when a tier's disk fails (full, missing, read-only), the engine logs one warning, and the tier admits
+no new blocks for `disks.RECOVER_SECONDS`. Without a working tier the future of `open` gives None: read the store
+directly. After `close` every pending future fails.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
 ANNOUNCED = 4096
-"""Maximum number of ranges of one announcement; the rest is ignored."""
+"""Maximum number of ranges of one announcement. The engine ignores the rest."""
 ENDED = 256
-"""Ended leases that may wait to be processed."""
+"""Maximum number of ended leases that wait to be processed."""
 REPORT_EVERY_READS = 64
 RUNS = 256
 """Maximum number of present runs that a lease lists."""
@@ -51,8 +51,8 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A loader that announces. `newest` is the announcement that was not processed yet; `busy`: a thread is about
-    to."""
+    """A loader that announces. `newest` is the announcement that was not processed yet. `busy`: a thread processes it, or
+    will."""
 
     announced: AnnouncementList = field(default_factory=AnnouncementList)
     newest: tuple[Store, Upcoming] | None = None
@@ -60,8 +60,7 @@ class _Stream:
 
 
 class Engine:
-    """A cache of `budget` bytes in `directory`, or in several tiers: `directory` is the fastest, followed by
-    `slower`."""
+    """A cache of `budget` bytes in `directory`, and in further tiers if `slower` has some."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class Engine:
         self._waiting: dict[int, Future[Lease | None]] = {}
         self._ended: deque[int] = deque()
         self._jobs: dict[int, str] = {}  # of streams
-        self._trace_parents: dict[int, str] = {}  # of streams: the span in which they asked last
+        self._trace_parents: dict[int, str] = {}  # of streams: the span of their last request
         self._announcing: dict[int, _Stream] = {}
         self._tickets = itertools.count()
         self._closed = False
@@ -139,7 +138,7 @@ class Engine:
         return future
 
     def open_present(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
-        """The lease that `open` would give, if all ranges are present now; None otherwise, including errors."""
+        """The lease that `open` would give, if all ranges are present now; None otherwise, and for errors."""
         return self.present(self._objects.source(store), key, ranges, stream)
 
     def present(self, source: str, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
@@ -163,8 +162,8 @@ class Engine:
             return self._lease(file, False)
 
     def grown(self, told: Mapping[int, Sequence[tuple[int, int]]]) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Some of the files in `told` of which more is present now, with their runs. `told` has the run lists, as
-        objects, that were sent last."""
+        """Some of the files in `told` that have more present bytes now, with their runs. `told` maps a file to the run list
+        that was sent last, as the same object that `Lease.present` or `grown` gave."""
         if len(told) > GROWN_LOOKS:
             return []
         with self._lock:
@@ -235,7 +234,7 @@ class Engine:
                 self._plan.touch(file)
 
     def forget(self, source: str) -> None:
-        """The store is about to be closed: fetch nothing from it until it is passed again."""
+        """Fetch nothing from the store until it is passed again. Call this before the store is closed."""
         with self._lock:
             self._sources.pop(source, None)
 
@@ -246,7 +245,7 @@ class Engine:
         _run_all(later)
 
     def replace(self, source: str, store: Store) -> None:
-        """Fetch from `store` instead of the one known for `source`, if one is."""
+        """Fetch from `store` instead of the store that is known for `source`, if there is one."""
         with self._lock:
             if source in self._sources:
                 self._sources[source] = store
@@ -394,7 +393,7 @@ class Engine:
         _run_all(later)
 
     def _execute(self, instructions: list[Instruction], error: BaseException | None = None) -> list[Callable[[], None]]:
-        """Execute `instructions` and those that follow from them, under the lock; returns the actions to run outside
+        """Execute `instructions`, and the further ones that they cause, under the lock. Returns the actions to run outside
         it."""
         todo, later = deque(instructions), list[Callable[[], None]]()
         while todo or self._ended:
@@ -468,8 +467,8 @@ class Engine:
     # threads
 
     def _on_fetched(self, results: Sequence[FetchResult]) -> None:
-        """Report the fetches that one thread has finished. The plan decides once for all of them, and waiters are woken
-        once."""
+        """Report the fetches that one thread has finished. The plan handles all of them at once, and then the waiting
+        requests are resolved."""
         later = list[Callable[[], None]]()
         with self._lock:
             for fetch, error, from_store in results:

@@ -1,15 +1,15 @@
 """The engine's threads: they fetch parts of objects into cache files, verify adopted blocks, and hedge late requests.
 
 Blocks of local files are fetched in batches of up to `BATCH_BLOCKS` through one buffer (`BatchedFetch`). The engine's
-decisions and wake-ups take a good part of the time that reading a block from the page cache takes, and a batch needs
-them once.
+decisions and wake-ups cost a large part of the time that reading a block from the page cache takes. A batch needs them
+once.
 
-Invariants: each fetch reports once, whichever of its attempts ends first. A second attempt is started only while a
-request waits for the bytes, for at most one in a hundred fetches, and never for local files. Jobs take turns
-(`scheduling`). A fetch or a batch takes one buffer of one block, and no other memory that grows.
+Invariants: each fetch reports its outcome once, from the attempt that ends first. A second attempt is started only while
+a request waits for the bytes, for at most one in a hundred fetches, and never for batched blocks. Jobs share the threads
+fairly (`scheduling`). A fetch or a batch uses one buffer of one block, and no other memory that grows with its size.
 Failure behaviour: a store's error is reported when no other attempt is running; an error of the cache's own disk is a
-`DiskError`. A local file that cannot be read whole (truncated, gone, bad disk) is left to the store, whose errors pass
-through.
+`DiskError`. When a local file cannot be read completely (truncated, deleted, bad disk), the store reads it instead, and
+its errors pass through.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Job = Callable[[], None]
 
 
 class Fetcher:
-    """`threads` threads and `buffers` buffers of `block_bytes`. The threads call `landed` with finished fetches."""
+    """`threads` threads and `buffers` buffers of `block_bytes`. The threads call `on_fetched` with finished fetches."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Fetcher:
             self._wake()
 
     def start(self, flight: FetchTask) -> None:
-        """Queue a fetch. A thread of this fetcher that just finished one polls the queue itself, so none is woken for
-        it: a wake-up that finds nothing costs as much as a small read."""
+        """Queue a fetch. When the calling thread is one of this fetcher's that polls the queue next, no other thread is
+        woken: a wake-up that finds nothing costs as much as a small read."""
         with self._queue_changed:
             self._queue.add(flight, flight.job, flight.cost)
             if not getattr(self._local, "polls_again", False):
@@ -94,7 +94,7 @@ class Fetcher:
             return self._queue.report()
 
     def prefetch_limits(self) -> tuple[int, int, int]:
-        """Maximum number of prefetches in flight, their bytes, and how many are best started together."""
+        """Maximum number of prefetches in flight, their maximum bytes, and the batch size in which to start them."""
         parts, block_bytes = self._prefetch
         if self._batched.recently_used and not self._running:
             return 2 * BATCH_BLOCKS, 2 * BATCH_BLOCKS * block_bytes, BATCH_BLOCKS
@@ -144,8 +144,8 @@ class Fetcher:
         return self._queue.next(now)
 
     def _wake(self) -> None:
-        """Wake one thread, unless one was woken and did not poll yet; it wakes the next if there is more. Called under
-        the lock."""
+        """Wake one thread, unless a woken one did not poll yet. A woken thread wakes the next one if the queue has more.
+        Called under the lock."""
         if not self._woken:
             self._woken = True
             self._queue_changed.notify()
@@ -170,8 +170,8 @@ class Fetcher:
                     self._queue.done(flight.job, flight.cost, now)
 
     def _fetch_batch(self, flights: list[FetchTask]) -> list[FetchTask]:
-        """Fetch a batch through one buffer and report it at once. Blocks that a request waits for go first and are
-        reported at once. Returns the fetches that the store must serve."""
+        """Fetch a batch through one buffer, and report it together. Blocks that a request waits for go first, and each is
+        reported immediately. Returns the fetches that the store must serve."""
         order = sorted([(not flight.is_awaited(), number) for number, flight in enumerate(flights)])
         done, left = list[FetchResult](), dict.fromkeys(flights)
         try:
@@ -338,7 +338,7 @@ def _often(late: float) -> float:
 
 
 _NOTHING = Fetch(-1, 0, 0, 0)
-"""Reported for the slower of two attempts, of which only the bytes count."""
+"""Reported for the slower of two attempts, because only its bytes count."""
 
 
 FetchResult = tuple[Fetch, BaseException | None, int]
@@ -347,8 +347,8 @@ FetchResult = tuple[Fetch, BaseException | None, int]
 
 @dataclass(slots=True, eq=False)
 class FetchTask:
-    """A running fetch of a job, traced below the span `within`. `here` are the files that it copies from; `wanted()`: a
-    request waits for it. The first attempt that has written the whole block counts."""
+    """A running fetch of a job, traced below the span `trace_parent`. `copy_sources` are the files that it copies from.
+    `is_awaited()` returns whether a request waits for it. The first attempt that writes the whole block wins."""
 
     fetch: Fetch
     file: BlockFile
@@ -383,7 +383,7 @@ _READ = metrics.store_bytes.labels("posix", "read")
 
 
 class BatchedFetch:
-    """Fetches blocks of local files. Safe to share between threads. `lately`: the last fetch was one of these."""
+    """Fetches blocks of local files. Safe to share between threads. `recently_used`: the last fetch was one of these."""
 
     def __init__(self, clock: Clock) -> None:
         self._opened, self._clock, self._used = FdCache(clock), clock, 0.0
@@ -395,13 +395,13 @@ class BatchedFetch:
         return isinstance(item, FetchTask) and item.plain and self._here.get(item.store, False)
 
     def accepts(self, flight: FetchTask) -> bool:
-        """Whether it is fetched here: its store's objects are local files."""
+        """Whether this class fetches it: the object is a local file, and the fetch is plain."""
         if flight.plain and flight.store not in self._here:
             self._file(flight)
         return self.fits(flight)
 
     def fetch(self, flight: FetchTask, buffer: memoryview) -> FetchResult | None:
-        """Fetch it into its file; None if the store must do it."""
+        """Fetch the block into its file; None if the store must do it."""
         fetch, file = flight.fetch, self._file(flight)
         if file is None:
             return None

@@ -1,10 +1,10 @@
-"""Which version of an object the cache holds: its size, and when it was modified.
+"""The versions of objects: their sizes and modification times.
 
 Purpose: the cache needs an object's size before it fetches a part of it. `KnownSizes` takes the sizes of a dataset's
 shards from the dataset version, which saves a round trip for each shard.
-Invariants: an object's size is trusted for `STAT_SECONDS`: shards are immutable, but a dataset may be deleted and made
-again under the same names. At most `KNOWN_OBJECTS` are remembered. Safe to share between threads; a store is asked
-outside the lock, and once when several threads ask for the same object.
+Invariants: an object's size is trusted for `STAT_SECONDS`. Shards are immutable, but a dataset may be deleted and
+created again under the same names. At most `KNOWN_OBJECTS` are remembered. Safe to share between threads. Stores are
+queried outside the lock, and concurrent queries for one object are sent once.
 Failure behaviour: the store's errors pass through and are not cached.
 """
 
@@ -114,8 +114,8 @@ def source_name(url: str, options: Mapping[str, object]) -> str:
 
 
 class KnownSizes(Wrapper):
-    """`inner` with known object sizes: `say` returns them, and is called on first use. For readers of one dataset
-    version that cache nothing persistently: `stat` does not check that the object exists or when it was modified."""
+    """`inner` with known object sizes, which `say` returns on first use. Only for readers of one dataset version that
+    cache nothing persistently, because `stat` checks neither that the object exists nor when it was modified."""
 
     def __init__(self, inner: Store, say: Callable[[], Mapping[str, int]]) -> None:
         super().__init__(inner)

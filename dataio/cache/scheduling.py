@@ -1,10 +1,10 @@
 """Which fetch starts next, how many bytes may be in flight, and when a fetch counts as late.
 
-`FairQueue` is start-time fair queueing: the job that has received the fewest bytes is next, so a job that asks for a
+`FairQueue` is start-time fair queueing: the job that has received the fewest bytes is next, so a job that requests a
 thousand blocks at once does not delay another job's single block. `FetchWindow` measures bandwidth and latency. The
 bytes in flight are bandwidth × latency × `SAFETY`, from the best bandwidth and the shortest latency of the last `KEPT`
-fetches: the window grows while more requests bring more bytes, and stops when they only wait for each other. A fetch is
-late when it takes longer than 95 % of the last fetches.
+fetches. So the window grows while more requests increase the bandwidth, and stops when they only wait for each other. A
+fetch is late when it takes longer than 95 % of the last fetches.
 
 Invariants: a job has no more fetches and bytes in flight than its limits allow, but at least one fetch; over time it
 receives no more bytes a second than its bandwidth. A job that was idle does not catch up. Work that belongs to no job
@@ -125,7 +125,7 @@ class FairQueue(Generic[T]):
 
 KEPT = 64
 MIN_SAMPLES = 20
-"""Number of fetches that are measured before any counts as late."""
+"""Number of fetches that must be measured before one can be late."""
 SAFETY = 2.0
 MIN_LATE_SECONDS = 0.02
 HEDGED_SHARE = 0.01
