@@ -147,8 +147,8 @@ class Buffers:
 
 
 class Lease:
-    """A file that holds the requested ranges. While the lease exists, the file counts as held. `once`: the file is for
-    this read only, so its mapping need not be kept."""
+    """A file that holds the requested ranges. While the lease exists, the file counts as held. `once`: it is a ring
+    file, whose mapping need not be kept."""
 
     __slots__ = ("_ended", "descriptor", "file", "once", "present", "size")
 

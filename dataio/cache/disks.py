@@ -1,17 +1,17 @@
 """The directories of a cache's tiers, the files in them, and how blocks are written to those files.
 
-Purpose: make, adopt and remove cache files, and remember which disks fail. A `PersistentFile` is `<name>.blocks` with a
-map `<name>.map` that lists its blocks, so a restarted daemon begins with what the last one had fetched
+Purpose: create, adopt and remove cache files, and remember which disks fail. A `PersistentFile` is `<name>.blocks` with
+a map `<name>.map` that lists its blocks, so a restarted daemon begins with the blocks that the last one fetched
 (docs/design/0002).
 Invariants: the engine calls `Disks` under its lock. A block is listed only after it was written, and its digest is
-checked before any reader gets the bytes. A file that does not match its map (size, owner, kind) is removed unread. One
-daemon at a time owns a directory. Of two attempts at a block, only one writes piece by piece; the attempt that
-completes the block first wins, and the other one writes nothing afterwards. So a block's bytes, and its digest, come
-from one attempt.
-Failure behaviour: a disk that cannot be written costs one warning and is tried again after `RECOVER_SECONDS`; blocks
-that it holds are still served. A write error is a `DiskError`. A failed fetch may leave bytes in the file: they are not
-listed, and the next fetch overwrites them. If a map cannot be written, its blocks are lost at the next start; damaged
-maps are removed.
+checked after a restart before any reader gets the bytes. A file that does not match its map (size, owner, kind) is
+removed unread. One daemon at a time owns a directory. When a block has two attempts, only one of them writes piece by
+piece. The attempt that completes the block first wins, and the other one writes nothing afterwards. So a block's bytes
+and its digest come from one attempt.
+Failure behaviour: when a disk cannot be written, one warning is logged, and the disk is tried again after
+`RECOVER_SECONDS`. Blocks that it holds are still served. A write error is a `DiskError`. A failed fetch may leave bytes
+in the file; they are not listed, and the next fetch overwrites them. If a map cannot be written, its blocks are lost at
+the next start. Damaged maps are removed.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Disks:
     def __init__(self, places: Sequence[TierDirectory], block_bytes: int, clock: Clock) -> None:
         self.places, self._block_bytes, self._clock = places, block_bytes, clock
         self.files: dict[int, BlockFile] = {}
-        self._paused: dict[int, float] = {}  # tiers in trouble, and when to try them again
+        self._paused: dict[int, float] = {}  # failed tiers, and when to try them again
 
     def create(self, create: Create) -> None:
-        """Make an empty file; `OSError` when its disk fails."""
+        """Create an empty file; `OSError` when its disk fails."""
         place = self.places[create.tier]
         self.files[create.file] = (
             create_persistent(place.path, create.object, self._block_bytes)
@@ -118,7 +118,7 @@ def digest(data: memoryview | bytes) -> int:
 
 
 class PersistentFile(BlockFile):
-    """A cache file with a name. `listing` is its map, open for appending; `digests` are those of the blocks that an
+    """A cache file with a name. `listing` is its map, open for appending. `digests` are the digests of the blocks that an
     earlier daemon listed."""
 
     __slots__ = ("_listing", "_path", "digests")
@@ -146,7 +146,7 @@ class AdoptedFile(msgspec.Struct, frozen=True):
 
 
 def create_persistent(directory: Path, obj: ObjectId, block_bytes: int) -> PersistentFile:
-    """A new empty file for `obj`; OSError when there is no room or no directory."""
+    """A new empty file for `obj`; `OSError` when the disk is full or the directory is missing."""
     path = directory / f"{secrets.token_hex(8)}.blocks"
     writer = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     try:
@@ -246,7 +246,7 @@ class PendingBlock:
         return BlockWriter(self._first, xxhash.xxh3_64() if isinstance(self._file, PersistentFile) else None, self)
 
     def write_all(self, view: memoryview) -> None:
-        """Write the whole block: for the second attempt, and for blocks that are copied together from several files."""
+        """Write the whole block at once, if no attempt has completed it."""
         with self._lock:
             if not self._there:
                 self._write(self._first, view)
@@ -267,7 +267,7 @@ class PendingBlock:
             raise DiskError(error) from None
 
     def finish(self, found: int) -> None:
-        """All pieces are written, and `found` is their digest."""
+        """Complete the block after all pieces are written; `found` is their digest."""
         with self._lock:
             if not self._there:
                 self._file.wrote(self._block, found)
@@ -275,8 +275,8 @@ class PendingBlock:
 
 
 class BlockWriter:
-    """One attempt: call `write` for every piece in order, from the first one again if the store restarts the read, then
-    `finish`."""
+    """One attempt that writes piece by piece. Call `write` for every piece in order, then `finish`. If the store restarts
+    the read, begin again with the first piece."""
 
     __slots__ = ("_first", "_hash", "_part")
 

@@ -1,17 +1,20 @@
 """The plan: bytes of immutable objects under the budgets of one or more tiers.
 
 Purpose: reads of announced stores are kept in whole blocks if there is room (`pinned`). Otherwise, or if whole blocks
-are not worthwhile, they pass through files of their own (`ring`). Blocks of stores that no stream announced are evicted
-least recently used first.
+are not worthwhile, they pass through files of single reads (`ring`). Blocks of stores that no stream announced are
+evicted least recently used first.
 
 A file is only *dropped* (forgotten and unlinked), never punched, so holders of a descriptor or mapping keep every byte.
 A dropped file stays accounted for until its last holder closes it. Everything in the cache has a copy in a store;
 staged checkpoints are not in it.
 
-Invariants: the bytes accounted for (present, in flight, adopted, and dropped but still held) never pass the budget; a
-block of a live file is fetched by one instruction however many tickets want it; every ticket gets exactly one of
-`Ready`, `Bypass` and `Failed`, at once or when its last part's fetch ends; a file with a fetch in flight is not
-evicted.
+Invariants:
+
+- The bytes accounted for (present, in flight, adopted, and dropped but still held) never exceed the budget.
+- One instruction fetches a block of a live file, however many tickets need it.
+- Every ticket gets exactly one of `Ready`, `Bypass` and `Failed`, at once or when its last part's fetch ends.
+- A file with a fetch in flight is not evicted.
+
 Failure behaviour: a request without room gets `Bypass` (read the store directly), so requests never wait for room; only
 prefetching waits (back-pressure). A failed fetch fails the tickets that wait for it and leaves the block absent.
 """
@@ -42,8 +45,8 @@ class CachePlan:
     ) -> None:
         """`budgets`: bytes of each tier, fastest first."""
         self.block_bytes, self.prefetch_parts = block_bytes, prefetch_parts
-        """Maximum number of prefetches in flight: less than the threads, so a fetch that a request waits for gets
-        one."""
+        """Maximum number of prefetches in flight. It is less than the number of threads, so a fetch that a request waits for
+        gets a thread."""
         self.prefetch_batch = 1
         """Prefetches start in batches of this size, when there is room for the whole batch."""
         self.prefetch_bytes = prefetch_parts * block_bytes
@@ -67,8 +70,8 @@ class CachePlan:
         return out
 
     def take(self, obj: ObjectId, ranges: Ranges) -> int | None:
-        """A block file of `obj` with all of `ranges` present: held once more, as by `Ready`. The fast path of most
-        reads."""
+        """A block file of `obj` with all of `ranges` present, or None. It is held once more, as by `Ready`. The fast path of
+        most reads."""
         for tier in self._tiers.all:
             file = tier.linked.get(obj)
             if file is not None and file.has(ranges):
@@ -129,8 +132,8 @@ class CachePlan:
             self._tiers.used_lately(file)
 
     def announce(self, stream: int, source: str, wants: Sequence[Want]) -> list[Instruction]:
-        """`stream` will read these ranges of `source` next, soonest first. Replaces its last announcement; may name a
-        read several times."""
+        """`stream` will read these ranges of `source` next, soonest first. Replaces its last announcement. A read may occur
+        several times."""
         out: list[Instruction] = []
         self._streams.announce(stream, source, wants)
         self._pinned.announced(source)
@@ -198,7 +201,7 @@ class CachePlan:
 
     @property
     def tiers(self) -> list[tuple[int, int, bool]]:
-        """Of each tier: budget and used in bytes, and whether its disk can be written."""
+        """The budget and usage of each tier in bytes, and whether its disk can be written."""
         return [(tier.budget, tier.used, tier.open) for tier in self._tiers.all]
 
     @property
@@ -218,8 +221,8 @@ class CachePlan:
     def grown(
         self, told: Mapping[int, Sequence[tuple[int, int]]], files: int, runs: int
     ) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Up to `files` files of which more is present than `told` says, in at most `runs` runs. `told` has the very
-        lists that `runs` returned."""
+        """Up to `files` files with more present bytes than `told` lists, in at most `runs` runs each. `told` must contain the
+        list objects that `runs` returned."""
         out: list[tuple[int, list[tuple[int, int]]]] = []
         for id, before in told.items():
             file = self._tiers.files.get(id)
@@ -295,9 +298,9 @@ class CachePlan:
         self._ring.sweep(obj, out)
 
     def _scattered(self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int) -> dict[int, CacheFile]:
-        """The files of several tiers that hold, or now fetch, the blocks of `ranges`; empty if one tier holds all, or
-        none has room. So a block is in one tier, and a read that spans tiers is copied together instead of being stored
-        twice."""
+        """The files of several tiers that hold, or now fetch, the blocks of `ranges`; empty if the object is in no tier or
+        there is only one tier, or if no tier has room. So a block is in one tier, and a read that spans tiers is assembled
+        from copies instead of stored twice."""
         parts = self._pinned.spread(obj, ranges) if self._streams.uses(obj.source) else {}
         lacking = blocks_of(ranges, self.block_bytes) - parts.keys()
         if not parts or (lacking and self._scattered_reads.takes(obj, ranges)):
@@ -323,7 +326,7 @@ class CachePlan:
     def _place(
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, asked: bool
     ) -> CacheFile | None:
-        """A file that holds `ranges` or will; None without room in any tier."""
+        """A file that holds or will hold `ranges`; None when no tier has room."""
         uses = self._streams.uses(obj.source)
         file, scattered = self._find(obj, ranges), uses and self._scattered_reads.takes(obj, ranges)
         if file is None and not scattered:

@@ -14,8 +14,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class ObjectId(NamedTuple):
-    """One version of one object. `source` names its store; size in bytes; `modified` tells it from an older one. (A
-    tuple, since it is looked up all the time, and the hash of a dataclass takes five times as long.)"""
+    """One version of one object. `source` names its store, `size` is in bytes, and `modified` distinguishes versions.
+
+    It is a tuple because it is a frequent dictionary key, and hashing a dataclass takes five times as long.
+    """
 
     source: str
     key: str
@@ -32,7 +34,8 @@ class Want(msgspec.Struct, frozen=True):
 
 
 class Create(msgspec.Struct, frozen=True):
-    """Make an empty sparse file in this tier, before anything else is done to it. `keep`: it may outlive the daemon."""
+    """Create an empty sparse file in this tier. Comes before all other instructions for the file. `keep`: the file may
+    outlive the daemon."""
 
     file: int
     object: ObjectId
@@ -45,7 +48,7 @@ class Fetch:
     """Fetch bytes [offset, offset + length) of the object into the file; answer with `fetched`, `failed` or `lost`.
 
     `block` numbers the part of the file. `copies` are (file, offset, length) that other cache files already hold.
-    `adopted`: an earlier daemon left the block; it counts as fetched if its digest is right, and is fetched otherwise.
+    `adopted`: an earlier daemon left the block. It counts as fetched if its digest matches; otherwise it is fetched.
     `stream`: the stream that it is for, 0 for none.
     """
 
@@ -66,8 +69,8 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """All blocks of the ticket are in the file. It counts as held once; answer with `released` when that ends. `once`:
-    the file is for this read alone."""
+    """All parts of the ticket are in the file, which counts as held once more. Answer with `released` when the hold ends.
+    `once`: it is a ring file, whose mapping clients do not keep."""
 
     ticket: int
     file: int

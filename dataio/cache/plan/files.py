@@ -1,8 +1,8 @@
 """The plan's bookkeeping: cache files, the tiers that they are in, and the bytes of each.
 
-There are two kinds of file. A *block file* holds whole blocks of an object, for as long as there is room. A *ring file*
-holds the exact bytes of one announced read, for as long as a stream still waits for that read. A tier is a directory
-with a budget, the fastest first (memory, then NVMe); an object has at most one block file in each tier.
+There are two kinds of file. A *block file* holds whole blocks of an object, as long as there is room. A *ring file*
+holds the exact bytes of one announced read, as long as a stream waits for that read. A tier is a directory with a
+budget. Tiers are ordered, fastest first (memory, then NVMe). An object has at most one block file in each tier.
 
 Invariants: the parts of a file (blocks, or extents of a ring file) are disjoint. Each part is absent, in flight,
 present, or adopted (left by an earlier daemon: on disk and accounted for, but not verified yet). A tier's `used` counts
@@ -22,7 +22,7 @@ from headrace.dataio.cache.plan.events import Create, Drop, Instruction, ObjectI
 
 _FAR = 1 << 63
 GAP_BYTES = 4096
-"""Ranges no further apart are fetched together: a request costs more than the headers between two members of a tar."""
+"""Ranges with at most this gap are fetched together: a request costs more than the headers between two tar members."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +35,8 @@ class ByteCounts:
 
 @dataclass(slots=True)
 class Awaited:
-    """How often a stream will still read a range of a ring file: `announced` times by its newest announcement,
-    `in_progress` times by earlier ones (a loader stops announcing a read when it begins the batch)."""
+    """How often a stream will still read a range of a ring file. `announced` counts its newest announcement.
+    `in_progress` counts earlier ones, because a loader stops announcing a read when it begins the batch."""
 
     in_progress: int = 0
     announced: int = 0
@@ -54,8 +54,8 @@ class Awaited:
 
 @dataclass(slots=True, eq=False)
 class Readers:
-    """The ranges of a ring file that one stream will still read. `number`: its announcement that last named the file;
-    `due`: the next read."""
+    """The ranges of a ring file that one stream will still read. `number` is the stream's announcement that last named the
+    file, and `due` the time of the next read."""
 
     number: int = 0
     due: float = 0.0
@@ -69,8 +69,8 @@ class Readers:
 
 @dataclass(slots=True, eq=False)
 class CacheFile:
-    """One file. `in_flight` maps a part to the tickets that wait for it, `prefetched_for` to the stream it is
-    prefetched for."""
+    """One file. `in_flight` maps a part to the tickets that wait for it. `prefetched_for` maps a part to the stream for
+    which it is prefetched."""
 
     id: int
     object: ObjectId

@@ -1,8 +1,8 @@
 """Fetches in flight, and the tickets and streams that they are for.
 
-Invariants: a part of a file is fetched by one instruction, however many tickets need it. Bytes that other cache files
-hold are copied from there. Prefetched bytes count for their stream until they arrive.
-Failure behaviour: a part whose fetch failed is absent again, or, where an earlier daemon left it, unchecked again.
+Invariants: one instruction fetches a part of a file, however many tickets need it. Bytes that other cache files hold
+are copied from there. Prefetched bytes count for their stream until they arrive.
+Failure behaviour: a part whose fetch failed is absent again. If an earlier daemon left it, it is unverified again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from headrace.dataio.cache.plan.streams import Streams
 
 @dataclass(slots=True)
 class Ticket:
-    """A request that waits for parts of files. `file` will hold all of them; without it they are in several tiers, and
-    the request is placed again when all have arrived."""
+    """A request that waits for parts of files. `file` will hold all of them. If it is None, the parts are in several
+    tiers, and the request is placed again when all have arrived."""
 
     file: CacheFile | None
     missing: dict[tuple[int, int], CacheFile]

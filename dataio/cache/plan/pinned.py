@@ -1,11 +1,11 @@
 """Block files: which tier takes an object's blocks, and which files are evicted for them.
 
 Purpose: blocks of a store that a loader announced go into the fastest tier with room, and are not evicted while the
-loader reads the store. If every sample is read once an epoch no policy has a higher hit rate: it is the share of the
-data that is kept. Blocks of other stores are evicted least recently used first, by whole file, from the slowest tier
-first.
-Invariants: a file with a fetch in flight is not evicted. A dropped file that is still held counts as used, but as gone
-when victims are chosen; otherwise one holder that keeps files open could empty the cache.
+loader reads the store. If every sample is read once an epoch, no policy has a higher hit rate: the hit rate is the
+share of the data that is kept. Blocks of other stores are evicted least recently used first, by whole file, from the
+slowest tier first.
+Invariants: a file with a fetch in flight is not evicted. A dropped file that is still held counts as used. The choice
+of victims counts it as free; otherwise one holder that keeps files open could empty the cache.
 Failure behaviour: None without room; nothing waits.
 """
 
@@ -97,7 +97,7 @@ class Pinned:
         if file and self._fits(tier, missing):
             return file
         if file and evict and not file.in_flight and not self._protected(obj.source, obj.source):
-            self._tiers.drop(file, out)  # an object larger than the budget: begin it anew
+            self._tiers.drop(file, out)  # the object is larger than the budget: start a new file for it
             file = None
         fits = file is None and self._fits(tier, blank.cost(wanted)) and self._files_free
         return self._tiers.create(tier, obj, None, out) if fits else None

@@ -1,21 +1,22 @@
 """The ring: files of single reads that are not kept as blocks, held until every stream that announced them has read
 them.
 
-An announced read without room among the blocks passes through a small file with exactly its bytes, in the fastest tier.
-So a byte that is not kept is fetched once for each time that it is read, and never as part of a block that is thrown
-away. A read that is announced *again* before that (its source has a higher weight) is kept in between. The next use of
-such reads is known, so when room is short the read that is used last is evicted first, which is Belady's rule.
+When an announced read has no room among the blocks, it passes through a small file with exactly its bytes, in the
+fastest tier. So a byte that is not kept is fetched once for each time that it is read, and never as part of a block
+that is discarded. A read that is announced *again* before its first use (its source has a higher weight) is
+kept between the uses. The next use of such reads is known. When room is short, the read whose next use is latest is
+evicted first, which is Belady's rule.
 
-`ScatteredReads` decides which reads use the ring although their blocks would fit: a clip of a long video reads the
-header and some hundred kilobytes far behind it, and the rest of those blocks may not be read for many epochs. A read
-that skips blocks between its ranges identifies such a store. Once as many bytes of a block were read this way as the
-block holds, the block is worth keeping, so a store sends at most about twice what it would if all reads were known in
-advance.
+`ScatteredReads` decides which reads use the ring although their blocks would fit. For example, a clip of a long video
+reads the header and some hundred kilobytes at a large offset, and the rest of those blocks may not be read for many
+epochs. A read that skips blocks between its ranges identifies such a store. A block is worth keeping once its bytes
+that were read this way add up to the block's size. So a store sends at most about twice the bytes that it would send if
+all reads were known in advance.
 
-Invariants: reads that are named once have `base` bytes. Reads that are named again use the ring's `reserve` in
-addition, which grows in steps of a sixteenth of the budget to less than half of it, at the cost of blocks.
-`ScatteredReads` counts at most `KNOWN` blocks and `STORES` stores, and forgets the oldest first. Sans-I/O.
-Failure behaviour: None when there is no room. An unread file is given up when room is short and the last
+Invariants: reads that are announced once have `base` bytes. Reads that are announced again also use the ring's
+`reserve`, which grows in steps of a sixteenth of the budget, and takes room from blocks. The ring has at most half of
+its tier. `ScatteredReads` counts at most `KNOWN` blocks and `STORES` stores, and forgets the oldest first. Sans-I/O.
+Failure behaviour: None when there is no room. When room is short, an unread file is dropped if the last
 `MISSED_ANNOUNCEMENTS` announcements of its stream did not name it.
 
 Belady: "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5 (2), 1966.
@@ -31,12 +32,13 @@ from headrace.dataio.cache.plan.files import Awaited, CacheFile, Readers, Tier, 
 from headrace.dataio.cache.plan.streams import Streams
 
 SHARE = 64
-"""The ring is this part of the budget while somebody announces, but at least `BLOCKS` blocks or half of its tier."""
+"""While a stream announces, the ring has 1/`SHARE` of the budget or `BLOCKS` blocks, whichever is more, but at most half
+of its tier."""
 BLOCKS = 4
 STEPS = 16
-"""The reserve grows by this part of its tier's budget."""
+"""The reserve grows in steps of 1/`STEPS` of its tier's budget."""
 MISSED_ANNOUNCEMENTS = 4
-"""An unread file that this many announcements did not name is given up."""
+"""An unread file that this many announcements did not name may be dropped."""
 
 
 class Ring:
@@ -79,8 +81,8 @@ class Ring:
     def open(
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, due: float, asked: bool
     ) -> CacheFile | None:
-        """A new file for this read, due at `due`. Prefetches leave a quarter of the ring to reads that are `asked` for
-        now."""
+        """A new file for this read, due at `due`; None without room. Prefetches leave a quarter of the ring to requests
+        (`asked`)."""
         tier = self.tier
         parts = extents_of(ranges, self._tiers.block_bytes)
         cost = sum(length for _, length in parts)
@@ -99,8 +101,12 @@ class Ring:
         return tier.ring.used - reused + cost > limit
 
     def _make_room(self, tier: Tier, cost: int, limit: int, due: float, out: list[Instruction]) -> None:
-        """Make room, in this order: drop files that are neither announced any more nor read; drop reused files whose
-        next read is later than this one; drop blocks above their limit."""
+        """Make room in these steps:
+
+        1. Drop unread files that are no longer announced.
+        2. Drop reused files whose next read is later than `due`.
+        3. Drop blocks above their limit.
+        """
         if self._over(tier, cost, limit):
             for file in list(self._tiers.ring_files.values()):
                 if not file.in_flight and all(self._given_up(stream, r.number) for stream, r in file.awaited.items()):
@@ -150,8 +156,8 @@ class Ring:
             self._keep(file)
 
     def asked(self, file: CacheFile, stream: int, ranges: Ranges) -> None:
-        """The file was made for a read that the stream requests now. If the announcement names it once, that may be
-        this read; if it names it more often, the file is kept for the next one."""
+        """The file was created for a read that the stream requests now. If the announcement names the read once, that may
+        be this one. If it names it more often, the file is kept for the next one."""
         if self._streams.times(stream, file.object, ranges) > 1:
             self.fetching(file, stream, ranges, self._streams.due(stream, file.object, ranges))
 
@@ -177,7 +183,7 @@ class Ring:
             self.reserve = 0
 
     def sweep(self, obj: ObjectId, out: list[Instruction]) -> None:
-        """Drop this object's files that no stream waits for, and incomplete ones, which are useless."""
+        """Drop this object's files that no stream waits for, and its incomplete files."""
         for file in list(self._tiers.rings.get(obj, ())):
             if not file.in_flight and (not file.awaited or not file.whole):
                 self._tiers.drop(file, out)

@@ -1,10 +1,10 @@
 """Announcements of the node's loaders: which read is prefetched next, and which stores are in use.
 
 Invariants: the read that is due first is next. A stream with more than its fair share of the bytes in flight waits
-while another has something to fetch, so no job starves another. Reads of one stream keep their order. An announcement
-that continues the last one (the same `Want` objects, without some of the first and with more at the end) costs only its
-new part, and has the same result as announcing all of it anew. Sans-I/O, bounded: a stream has at most the wants of one
-announcement.
+while another one has something to fetch, so no job starves another. Reads of one stream keep their order. An
+announcement continues the last one if it has the same `Want` objects, without some at the start and with more at the
+end. Such an announcement costs only its new part, and has the same result as a complete one. Sans-I/O, bounded: a
+stream has at most the wants of one announcement.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Read = tuple[ObjectId, Ranges]
 
 @dataclass(eq=False)
 class Stream:
-    """One loader. `in_flight_bytes` counts bytes that are being prefetched for it, `number` its announcements; `named`
-    is the newest, and `placed` what of it was looked at already: an announcement repeats most of the last one."""
+    """One loader. `in_flight_bytes` counts the bytes that are being prefetched for it, and `number` its announcements.
+    `named` is the newest announcement. `placed` are its reads that were handled already, because an announcement repeats
+    most of the last one."""
 
     source: str
     wants: deque[Want] = field(default_factory=deque)
@@ -34,7 +35,7 @@ class Stream:
     times: Counter[Read] = field(default_factory=Counter)
     """How often the newest announcement names each read."""
     reread: set[Read] = field(default_factory=set)
-    """Reads that were placed and then read; one that is still or again announced is placed again."""
+    """Reads that were placed and then read. If the next announcement contains one, it is placed again."""
 
     @cached_property
     def due(self) -> dict[Read, float]:
@@ -78,7 +79,7 @@ class Stream:
         self.wants.extend([want for want, read in zip(more, reads, strict=True) if read not in self.placed])
         if twice or len(self.times) < len(
             wants
-        ):  # some are named twice, and the first of the two may have been looked at
+        ):  # some reads are announced twice, and the first of the two may be placed already
             self.wants = deque(want for want in self.wants if (want.object, want.ranges) not in self.placed)
 
 
@@ -105,7 +106,7 @@ class Streams:
         return found is not None and found.source == source
 
     def announced(self, stream: int) -> int:
-        """How often the stream has announced; 0 when there is none."""
+        """Number of the stream's announcements; 0 for an unknown stream."""
         found = self._streams.get(stream)
         return found.number if found else 0
 
@@ -124,7 +125,7 @@ class Streams:
         return self._streams[number].named
 
     def read(self, number: int, obj: ObjectId, ranges: Ranges) -> None:
-        """The stream reads this now; if it is announced again, it is placed again."""
+        """The stream reads this now. If the stream announces it again, it is placed again."""
         stream = self._streams.get(number)
         if stream is not None:
             stream.read((obj, ranges))
@@ -167,7 +168,7 @@ class Streams:
         stream.placed.add((want.object, want.ranges))
 
     def charge(self, number: int, cost: int) -> None:
-        """Bytes in flight for the stream, which may be gone."""
+        """Add to the stream's bytes in flight. The stream may have ended."""
         if number in self._streams:
             self._streams[number].in_flight_bytes += cost
 

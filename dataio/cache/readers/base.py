@@ -1,9 +1,9 @@
 """The interface through which loaders read shards, and how a process without a sidecar chooses an implementation.
 
-Purpose: one interface for "give me these ranges of this object". The implementations read from the node's sidecar (a
-mapped file descriptor of its cache), from a cache inside the process, from local files, or directly from the store.
-Invariants: the bytes are those of the stored object. Callers verify them against the index's digests, since a cache
-disk may rot. Memory of a `ThreadBuffer` is not reused while anything refers to it.
+Purpose: one interface for ranged reads of objects. The implementations read from the node's sidecar (a mapped file
+descriptor of its cache), from a cache inside the process, from local files, or directly from the store.
+Invariants: the bytes are those of the stored object. Callers verify them against the index's digests, since bytes on a
+cache disk may be damaged. Memory of a `ThreadBuffer` is not reused while anything refers to it.
 Failure behaviour: errors of `headrace.dataio.core.errors`; a reader whose sidecar dies continues without it.
 """
 
@@ -33,21 +33,21 @@ class ShardReader(Protocol):
     def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """A read-only view for every (offset, length), valid for as long as the view is referenced.
 
-        `key` is the object's key in the dataset's store. Blocks until all ranges are there.
+        `key` is the object's key in the dataset's store. Blocks until all ranges are available.
         """
         ...
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill every (offset, buffer) with the object's bytes from there; buffers are writable and flat."""
+        """Fill every (offset, buffer) with the object's bytes at that offset. Buffers must be writable and flat."""
         ...
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Fill the pieces of every (key, pieces), as `read_into` does, and yield after each. For some tens of reads:
-        all may be prepared before the first is read."""
+        """Fill the pieces of every (key, pieces), as `read_into` does, and yield after each. Meant for some tens of reads,
+        because a reader may prepare all of them before the first."""
         ...
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
-        """Name the (key, offset, length) that will be read next, soonest first. A hint that a reader may ignore."""
+        """Announce the (key, offset, length) that will be read next, soonest first. A reader may ignore this hint."""
         ...
 
     def close(self) -> None: ...
@@ -76,9 +76,9 @@ _GRAIN = 1 << 16
 
 
 class ThreadBuffer(threading.local):
-    """A thread's memory for reads, reused for each. New memory would cost a page fault for every 4 KiB.
+    """A thread's memory for reads. It is reused, because new memory costs a page fault for every 4 KiB.
 
-    Memory that was handed out is not reused while anything refers to it; the next read then gets new memory.
+    While anything refers to the last allocation, the next read gets new memory instead.
     """
 
     def __init__(self) -> None:

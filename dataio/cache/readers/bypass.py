@@ -2,10 +2,10 @@
 
 Purpose: a cache fetches whole blocks, which pays off over an epoch. But the first batch of small samples would wait for
 blocks that hold mostly other samples.
-Invariants: the bytes are the same. Only ranges of the first announcement are fetched this way, with `PARALLEL`
-concurrent requests and at most `MAX_BYTES`, and only if that is less than half of their blocks. From the second
-announcement on, all reads use the fallback reader, which is made then or at the first other read. Ranges that were
-fetched directly and are large enough are not fetched again with their blocks: `PartlyFetchedStore` supplies them.
+Invariants: the bytes are the same. Only ranges of the first announcement are fetched directly, with `PARALLEL`
+concurrent requests and at most `MAX_BYTES`, and only if they are at most half of their blocks. From the second
+announcement on, all reads use the fallback reader, which is created then or at the first other read. Directly fetched
+ranges of at least `MIN_PART_BYTES` are not fetched again with their blocks: `PartlyFetchedStore` supplies them.
 Failure behaviour: a range that could not be fetched is read through the fallback reader, whose errors pass through.
 """
 
@@ -26,9 +26,9 @@ from headrace.dataio.store.wrappers import Wrapper
 
 PARALLEL = 8
 MAX_BYTES = 4 * limits.CACHE_BLOCK_BYTES
-"""Kept in memory until their blocks are read or the reader is closed."""
+"""Maximum bytes of direct fetches. They stay in memory until their blocks are read or the reader is closed."""
 MIN_PART_BYTES = 128 << 10
-"""Skipping a smaller part of a block costs more than it saves: one more request."""
+"""Skipping a smaller part of a block costs one more request, which is more than it saves."""
 WAIT_SECONDS = 300.0
 
 Range = tuple[str, int, int]
@@ -49,8 +49,8 @@ def is_worthwhile(upcoming: Sequence[Range], block: int = limits.CACHE_BLOCK_BYT
 
 
 class PartlyFetchedStore(Wrapper):
-    """`inner` with some bytes in memory already: reading a block by pieces requests only the others, then drops those
-    in memory."""
+    """`inner`, with some bytes already in memory. `get_pieces` requests only the other bytes, and then removes those in
+    memory."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -175,7 +175,7 @@ class BypassReader:
         return None
 
     def _release(self) -> None:
-        """Cancel direct fetches that have not arrived; the others become parts of their blocks."""
+        """Cancel direct fetches that have not arrived. Pass the others to the store as parts of their blocks."""
         pool, self._pool = self._pool, None
         coming, self._pending = self._pending, {}
         if pool is not None:

@@ -1,8 +1,9 @@
 """Reads shards through a cache engine inside this process.
 
-Invariant: a view stays valid and unchanged while it is referenced, whatever the cache evicts meanwhile.
-Failure behaviour: ranges without room in the cache, or that its disk fails to read, are read from the store into
-memory. The store's errors pass through. A wait of `WAIT_SECONDS` raises `DeadlineError`.
+Invariant: a view stays valid and unchanged while it is referenced, even if the cache evicts its file.
+Failure behaviour: ranges that have no room in the cache are read from the store into memory. A `PrivateReader` also
+does so when the cache's disk cannot be read. The store's errors pass through. A wait of `WAIT_SECONDS` raises
+`DeadlineError`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from headrace.dataio.store.base import Store
 
 WAIT_SECONDS = 300.0
 MAPPED_FILES = 64
-"""Mappings kept for the next read; mappings in use exist independently."""
+"""Maximum number of mappings kept for later reads. A mapping in use exists independently."""
 PRIVATE_BUDGET = 1 * limits.GIB
 PRIVATE_THREADS = 4
 PRIVATE_FILES = 128

@@ -1,13 +1,13 @@
 """Reads shards that are local files directly, without a cache.
 
 Purpose: the kernel's page cache already holds local files. A second cache in this process would copy them again,
-through mappings that count as this process's memory. So exactly the requested bytes are read into the caller's memory,
-and announced ranges are passed to the kernel as read-ahead hints.
+through mappings that count as this process's memory. So the reader copies exactly the requested bytes into the caller's
+memory, and passes announced ranges to the kernel as read-ahead hints.
 Invariants: every read is a `preadv` and never a mapping, so a truncated file is an error and not a SIGBUS. A view stays
 valid and unchanged while it is referenced; a thread's memory is reused afterwards. At most `ADVISED_BYTES` of an
 announcement are passed to the kernel.
-Failure behaviour: a read that the file cannot serve (truncated, bad disk) goes to the store, whose errors pass through.
-Objects that are not local files are read by the fallback reader, which is made on first use.
+Failure behaviour: when the file cannot serve a read (truncated, bad disk), the store reads it, and its errors pass
+through. The fallback reader, created on first use, reads objects that are not local files.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DirectReader:
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
         """Fill the pieces of every (key, pieces), and yield after each. All files and offsets are resolved before the
-        first read, so that the copies run without other work in between and keep the processor's caches."""
+        first read, so the copies run without other work in between, which keeps the processor's caches warm."""
         prepared, failed = list[tuple[Descriptor | None, Sequence[Run], str, Pieces]](), None
         opened = dict[str, Descriptor | None]()
         for key, pieces in reads:
@@ -141,7 +141,7 @@ class DirectReader:
             for start, length, buffers in runs:
                 if (
                     os.preadv(fd, buffers, start) != length
-                ):  # the file is shorter, or the kernel gave less than was asked for
+                ):  # the file is shorter, or the kernel returned less than requested
                     raise EOFError
                 size += length
         except (OSError, EOFError):
@@ -194,7 +194,7 @@ def _behind(upcoming: Sequence[Range], last: Range | None) -> int:
 def _runs(pieces: Pieces) -> list[Run]:
     """Group pieces into (start, length, buffers) reads: neighbours are read together with the gaps between them, in any
     order of the pieces."""
-    runs: list[Run] = []  # plainly: `list[Run]()` asks a generic alias each time, and thousands a second pass here
+    runs: list[Run] = []  # not `list[Run]()`, which is slower: this runs thousands of times a second
     buffers: list[memoryview] = []
     start, at, end = 0, 0, -GAP_BYTES - 1
     for offset, buffer in pieces:
