@@ -1,13 +1,18 @@
-"""Dataset versions: the documents that make shards and index parts a dataset.
+"""Dataset versions: the documents that turn shards and index parts into a dataset.
 
-Purpose: `dataset.json` names a dataset; `versions/00000042.json` is one immutable snapshot of it.
-Invariants: a version exists when, and only when, its document does. It is written last, by `put_if_absent` with a nonce,
-so of several writers exactly one makes a version, and everything that it names was stored before. Numbers have no gaps that
-later fill: a writer takes the number after the highest. Documents hold no secrets and say nothing of who wrote them.
-`commit` is how every version after the first is made: who loses a race builds again on what the winner made, a bounded
-number of times.
-Failure behaviour: `NotFoundError` lists the versions that exist; `ConflictError` says who won; `CorruptionError` for a document
-that cannot be parsed or contradicts itself; `UnsupportedError` for a newer format.
+Purpose: `dataset.json` names a dataset. `versions/00000042.json` is one immutable snapshot of it.
+Invariants:
+
+* A version exists if and only if its document exists.
+* A writer stores the document last, after everything that the document names. It uses `put_if_absent` with a nonce, so
+  exactly one of several concurrent writers makes the version.
+* A writer takes the number after the highest existing number, so gaps between numbers are never filled later.
+* Documents hold no secrets and do not identify their writer.
+* `commit` makes every version after the first. A writer that loses a race builds its version again on the winner's
+  version, a bounded number of times.
+
+Failure behaviour: `NotFoundError` lists the versions that exist. `ConflictError` describes the version that won a race.
+`CorruptionError` for a document that cannot be parsed or contradicts itself. `UnsupportedError` for another format.
 """
 
 from __future__ import annotations
@@ -41,9 +46,9 @@ from headrace.dataio.store.mounts import MAX_MOUNTS, PREFIX
 FORMAT = 1
 DATASET_KEY = "dataset.json"
 COMMIT_TRIES = 64
-"""Races that `commit` may lose before it gives up."""
+"""Number of races that `commit` may lose before it fails."""
 PART_BYTES = 256 * limits.MIB
-"""The largest index part that is read; those written here are smaller, whatever they hold
+"""The largest index part that readers accept. Writers always make smaller ones
 (`headrace.dataio.shards.query.parts`)."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
@@ -57,7 +62,8 @@ class DatasetDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """One tar of a version; `size` in bytes. `samples` counts those that it was written with, also after some were removed."""
+    """One tar of a version. `size` is in bytes. `samples` is the number of samples written to it, including removed
+    ones."""
 
     key: str
     size: int
@@ -65,9 +71,10 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rows of an index part are left: `size` bytes of object `key` from `offset`, `digest` being their BLAKE3.
+    """The rows of an index part that remain, as a bitmap (`headrace.dataio.shards.query.kept`).
 
-    They hold a bitmap (`headrace.dataio.shards.query.kept`). `rows` are left, whose members have `bytes` bytes.
+    The bitmap is stored in object `key`, as `size` bytes from `offset`. `digest` is the BLAKE3 of these bytes. `rows`
+    rows remain, and their members have `bytes` bytes in total.
     """
 
     key: str
@@ -79,14 +86,20 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One Parquet file of a version, of `rows` rows; `bytes` have the members of all of them.
+    """One Parquet file of a version, with `rows` rows.
 
-    `digest` is the file's BLAKE3, `footer_digest` that of its last `footer` bytes, which hold the digests of what comes before;
-    so parts of it can be read and checked. `pages` is where samples are looked up in it; parts written before there was such a
-    thing have none, and are looked up in as tables. `prefix` goes in front of the shards' names that the rows hold, where the
-    part was written for another dataset. `fields` says of what type the promoted fields are: integer, number, text,
-    boolean or mixed. `only` names columns in which all rows have the same value, and that value; `files` are the extensions
-    of which each has a file. Without `kept`, all rows are samples of the version.
+    * `size`: the size of the file in bytes.
+    * `bytes`: the total bytes of the members of all rows.
+    * `digest`: the BLAKE3 of the file.
+    * `footer`, `footer_digest`: the size of the footer and its BLAKE3. The footer holds the digests of the blocks
+      before it, so readers can read and check ranges of the file.
+    * `pages`: the section in which readers look up samples. Older parts have none; readers look up their samples in
+      tables.
+    * `fields`: the types of the promoted fields: integer, number, text, boolean or mixed.
+    * `only`: the columns in which all rows have the same value, and that value.
+    * `files`: the extensions for which each row has a file.
+    * `prefix`: put before the shard names in the rows, if the part was written for another dataset.
+    * `kept`: the rows that are samples of the version. None: all rows.
     """
 
     key: str
@@ -105,17 +118,17 @@ class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left(self) -> int:
-        """Samples of the version in this part."""
+        """The number of samples of the version in this part."""
         return self.rows if self.kept is None else self.kept.rows
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of those samples' members."""
+        """The total bytes of these samples' members."""
         return self.bytes if self.kept is None else self.kept.bytes
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
-    """Where shards lie whose keys begin with `mounts/<name>/`: a store's URL and its options without secrets."""
+    """The store of the shards whose keys begin with `mounts/<name>/`: its URL, and its options without secrets."""
 
     name: str
     url: str
@@ -123,7 +136,7 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that another one was made from; `digest` is that of its document."""
+    """A version that another version was made from. `digest` is the BLAKE3 of its document."""
 
     name: str
     version: int
@@ -131,7 +144,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
-    """How a version came to be: an operation on sources. `where` holds the predicates of a saved view, in their order."""
+    """The operation and the sources that made a version. `where` holds the conditions of a view or a removal, in
+    order."""
 
     operation: str
     sources: tuple[Source, ...] = ()
@@ -141,9 +155,11 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
 class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
     """`versions/<version>.json`. Shards and parts are in the order of their samples' numbers.
 
-    `parent` is the version that this one was made from. `trunk` is the version that opening the dataset means while this one is
-    the newest: itself, but for a saved view the one that it would be without the view. `mounts` are the stores of shards
-    that were indexed in place; whoever makes a version out of others carries them over.
+    * `parent`: the version that this version was made from.
+    * `trunk`: the version that readers open by default while this version is the newest. This is the version itself.
+      For a saved view, it is the version that readers would open without the view.
+    * `mounts`: the stores of shards that were indexed in place or merged. An operation that makes a version from others
+      copies their mounts.
     """
 
     format: int
@@ -161,12 +177,12 @@ class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
     lineage: Lineage | None = None
 
     def shard_sizes(self) -> Mapping[str, int]:
-        """Shard key → bytes."""
+        """Shard key → size in bytes."""
         return {shard.key: shard.size for shard in self.shards}
 
 
 def version_key(version: int) -> str:
-    """The object key of a version's document."""
+    """The object key of the document of `version`."""
     return f"versions/{version:08}.json"
 
 
@@ -181,7 +197,7 @@ def new_document(
     mounts: tuple[Mount, ...] = (),
     lineage: Lineage | None = None,
 ) -> VersionDocument:
-    """A document ready to be published or returned to `commit`, with a fresh nonce and today's date."""
+    """Make a document for `publish` or `commit`, with a new nonce and the current time."""
     return VersionDocument(
         format=FORMAT,
         version=version,
@@ -200,7 +216,10 @@ def new_document(
 
 
 def encode(document: msgspec.Struct) -> bytes:
-    """The document as it is stored: JSON for people too, with its own digest at the end."""
+    """Encode a document for storage: indented JSON with its own digest at the end.
+
+    Raises `CapacityError` above `limits.JSON_DOCUMENT_BYTES`.
+    """
     data = seal(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
     if len(data) > limits.JSON_DOCUMENT_BYTES:
         raise CapacityError(
@@ -211,23 +230,23 @@ def encode(document: msgspec.Struct) -> bytes:
 
 
 def list_versions(store: Store) -> list[int]:
-    """The versions that exist, ascending."""
+    """The numbers of the existing versions, in ascending order."""
     matches = (_VERSION_KEY.fullmatch(info.key) for info in store.list("versions/"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def name_of(store: Store) -> str:
-    """What a dataset is called that nobody named: the last part of its place, as people write it."""
+    """The default name of a dataset: the last part of its URL, without percent-encoding."""
     return urllib.parse.unquote(store.location.url.rstrip("/").rpartition("/")[2]) or "dataset"
 
 
 def claim(store: Store, name: str) -> None:
-    """Write `dataset.json` unless a writer did before; what it says does not make a dataset visible."""
+    """Write `dataset.json` unless it exists. This alone does not make a dataset visible."""
     store.put_if_absent(DATASET_KEY, encode(DatasetDocument(format=FORMAT, name=name, nonce=secrets.token_hex(16))))
 
 
 def refuse_existing(store: Store) -> None:
-    """`ConflictError` when the store already holds a dataset."""
+    """Raise `ConflictError` if the store already holds a dataset."""
     existing = list_versions(store)
     if existing:
         raise ConflictError(
@@ -237,7 +256,7 @@ def refuse_existing(store: Store) -> None:
 
 
 def publish(store: Store, document: VersionDocument) -> None:
-    """Make the version exist, or raise `ConflictError` when another writer did."""
+    """Store the document, which makes the version exist. Raises `ConflictError` if another writer made this version."""
     if not store.put_if_absent(version_key(document.version), encode(document)):
         winner, _ = load(store, document.version)
         raise ConflictError(
@@ -250,11 +269,14 @@ def publish(store: Store, document: VersionDocument) -> None:
 def commit(store: Store, build: Callable[[VersionDocument], VersionDocument], *, trunk: bool = True) -> VersionDocument:
     """Make the next version of a dataset and return its document.
 
-    `build` is given the newest version's document and returns the next one's; what it names must be stored by then. Number,
-    nonce and trunk are filled in here. When another writer takes the number first, `build` is called again with what that
-    one made; it may raise `UsageError` or `ConflictError` when it cannot go on from there, which becomes a `ConflictError`
-    naming the winner. With `trunk=False` the new version is not what opening the dataset means. `NotFoundError` without a
-    dataset, `ConflictError` after `COMMIT_TRIES` lost races.
+    `build` receives the document of the newest version on the trunk and returns the next document. Everything that the
+    new document names must be stored when `build` returns. `commit` sets the number, the nonce and the trunk.
+
+    If another writer takes the number first, `commit` calls `build` again with the newest document. `build` may raise
+    `UsageError` or `ConflictError` if it cannot continue from that version. `commit` then raises a `ConflictError`
+    naming the winner. With `trunk=False`, readers do not open the new version by default.
+
+    Raises `NotFoundError` if there is no dataset, and `ConflictError` after `COMMIT_TRIES` lost races.
     """
     for lost in range(COMMIT_TRIES):
         newest, _ = load(store, _newest(store))
@@ -290,7 +312,8 @@ def _newest(store: Store) -> int:
 
 
 def load(store: Store, version: int | None = None) -> tuple[VersionDocument, str]:
-    """The document of `version` and the BLAKE3 of its bytes; without a number, of the newest that is no saved view."""
+    """Read the document of `version` and the BLAKE3 of its bytes. None means the newest version that is not a saved
+    view."""
     if version is not None:
         return _load(store, version)
     document, found = _load(store, _newest(store))
@@ -312,7 +335,7 @@ def _load(store: Store, version: int) -> tuple[VersionDocument, str]:
 
 
 def decode_dataset(data: bytes, name: str) -> DatasetDocument:
-    """The checked `dataset.json`; `name` names it in errors."""
+    """Decode and check a `dataset.json`. Errors call it `name`."""
     check_bytes(data, name)
     try:
         return msgspec.json.decode(data, type=DatasetDocument)
@@ -338,7 +361,7 @@ def check_bytes(data: bytes, name: str) -> None:
 
 
 def decode(data: bytes, version: int, name: str) -> VersionDocument:
-    """The checked document of `version`; `name` names it in errors."""
+    """Decode and check the document of `version`. Errors call it `name`."""
     check_bytes(data, name)
     try:
         document = msgspec.json.decode(data, type=VersionDocument)
@@ -376,7 +399,7 @@ def _part_agrees(part: IndexPart) -> bool:
 
 
 def _mounts_agree(document: VersionDocument, keys: list[str]) -> bool:
-    """Whether every shard and part below `mounts/` names one of at most `MAX_MOUNTS` mounts."""
+    """Whether mounts are unique, at most `MAX_MOUNTS`, and include every mount that a shard or part key names."""
     names = [mount.name for mount in document.mounts]
     used = {key.split("/")[1] for key in keys if key.startswith(PREFIX)}
     return len(set(names)) == len(names) <= MAX_MOUNTS and used <= set(names)

@@ -1,6 +1,7 @@
 """The versions of a dataset, newest first.
 
-Invariant: one entry for every version that exists, read one document at a time. Failure behaviour: that of `versions.load`.
+Invariant: there is one entry for every existing version. Documents are read one at a time.
+Failure behaviour: errors of `versions.load` and `tags.read` pass through.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from headrace.dataio.store.base import Store
 
 @dataclass(frozen=True)
 class Entry:
-    """One version. `trunk` says whether opening the dataset has ever meant it: a saved view is not on the trunk."""
+    """One version. `trunk` is False for a saved view, which readers never open by default."""
 
     version: int
     parent: int | None
@@ -29,7 +30,7 @@ class Entry:
 
 
 def history(store: Store) -> Iterator[Entry]:
-    """The versions from the newest to the oldest."""
+    """Yield the versions from the newest to the oldest."""
     named = dict[int, list[str]]()
     for name in tags.names(store):
         named.setdefault(tags.read(store, name).version, []).append(name)

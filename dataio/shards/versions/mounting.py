@@ -1,25 +1,30 @@
-"""The mounts of a dataset version: recorded in its document, opened with the dataset.
+"""The mounts of a dataset version. The version document records them, and they are opened with the dataset.
 
-Purpose: shards that were indexed in place lie in other buckets and folders; the version says where.
-Invariants: only what `headrace.dataio.store.url_policy` lists is recorded and heeded: few schemes, few options, no
-secrets. A mount's name is
-a digest of what it mounts, so equal places have equal names in every version and versions can be merged.
+Purpose: shards that were indexed in place lie in other buckets and folders. The mounts give their locations.
+Invariants: a document records and uses only the few schemes and options that `headrace.dataio.store.url_policy` allows.
+These include no secrets. The name of a mount is a digest of its URL and options. So equal locations have equal names in
+every version, and versions can be merged.
 
-The author of a document may not be the reader. So without the reader's `trust`, a mount is one of these:
+The author of a document may not be the reader. So without the reader's `trust`, a mount must be one of these:
 
 * a folder below the dataset's own folder
-* a bucket behind the dataset's own endpoint, or behind the one that the process's variables name; the reader pays for requests of
-  the dataset's own bucket only
-* a web server with a public address, or the server that the dataset itself is read from
+* a bucket at the dataset's own endpoint, or at the endpoint in the process's environment variables; requester-pays
+  requests are allowed only for the dataset's own bucket
+* a web server with a public address, or the server from which the dataset itself is read
 
-With trust it may also be any folder, web server or S3 endpoint. Credentials never follow: another S3 endpoint is asked without a
-signature. A store that the caller mounted (`Dataset(url, mounts=...)`) is kept, whatever the document says of its name; the other
-mounts are judged and opened. Places that the caller named (a merged dataset) need no trust. Credentials that
-the caller gave for the dataset go to a bucket behind the same endpoint only; other buckets are read with the process's own.
+With trust, a mount may also be any folder, web server or S3 endpoint.
 
-Failure behaviour: `UsageError` for a mount that needs trust, `UnsupportedError` for a scheme that no document may name,
-`CorruptionError` for mounts that cannot be meant. Opening makes no request, so a missing bucket, or a web server with a private
-address, shows when something is read from it.
+* Credentials are not sent to other S3 endpoints: requests to these are not signed. An endpoint that the caller named is
+  not affected.
+* Credentials that the caller gave for the dataset are used only for buckets at the same endpoint. Other buckets are
+  read with the process's own credentials.
+* A store that the caller mounted (`Dataset(url, mounts=...)`) takes precedence over the document's mount of the same
+  name. The other mounts are checked and opened.
+* Locations that the caller named (by merging another dataset) need no trust.
+
+Failure behaviour: `UsageError` for a mount that needs trust. `UnsupportedError` for a scheme that a document may not
+name. `CorruptionError` for an invalid mount. Opening makes no request. So a missing bucket, or a web server with a
+private address, causes an error only at the first read.
 """
 
 from __future__ import annotations
@@ -42,14 +47,14 @@ from headrace.dataio.store.url_policy import allowed_options, mountable, scheme_
 
 
 def mount_of(location: Location) -> Mount:
-    """How a store is recorded."""
+    """The mount that records a store at `location`."""
     options = allowed_options(location.url, location.options) if mountable(location.url) else {}
     content = msgspec.json.encode([location.url, options], order="deterministic")
     return Mount(name=f"m{blake3.blake3(content).hexdigest()[:8]}", url=location.url, options=options)
 
 
 def named_by(store: Store) -> list[Mount]:
-    """The mounts that `store` was opened with, which its opener has named or trusted."""
+    """The mounts that `store` was opened with. Its opener named or trusted them."""
     return [mount_of(one.location) for one in store.mounted.values()] if isinstance(store, Mounts) else []
 
 
@@ -61,9 +66,10 @@ def with_mounts(
     trust: bool = False,
     named: Sequence[Mount] = (),
 ) -> tuple[Store, bool]:
-    """`store` with what `document` mounts, and whether the caller is to close it; `store` itself where nothing is to be added.
+    """Open the mounts of `document`, and return `store` with these mounts and whether the caller must close it.
 
-    `named` are mounts that the caller itself has named. Closing what is returned closes `store` as well when it was `owned`.
+    Returns `store` itself and `owned` if there is no mount to add. `named` are mounts that the caller named. Closing
+    the returned store also closes `store` if it was `owned`.
     """
     there = store.mounted if isinstance(store, Mounts) else {}
     wanted = [mount for mount in document.mounts if mount.name not in there]
@@ -87,7 +93,7 @@ def with_mounts(
 
 
 class _Reader:
-    """Where the dataset is read from, with which options, and what its reader trusts."""
+    """Checks mounts for one dataset: its location, the options given for it, and the mounts that the reader trusts."""
 
     def __init__(
         self, base: Location, given: Mapping[str, Any], trust: bool, known: Sequence[tuple[str, Mapping[str, Any]]]
@@ -96,7 +102,7 @@ class _Reader:
         self._given = {name: value for name, value in given.items() if name != OPTION}
 
     def options(self, mount: Mount, version: int) -> dict[str, Any]:
-        """What `mount` is opened with, or an error that says why it is not."""
+        """The options for opening `mount`. Raises an error if it may not be opened."""
         place = f"{self._base.url} version {version}: a mount, {mount.url!r:.300},"
         if not mountable(mount.url):
             if (mount.url, mount.options) in self._known:
@@ -121,7 +127,7 @@ class _Reader:
         return options
 
     def _judged(self, url: str, options: dict[str, Any], named: bool) -> tuple[str, dict[str, Any]]:
-        """Why this mount needs trust, or "", and the options that it is opened with."""
+        """The reason why this mount needs trust ("" if it needs none), and the options for opening it."""
         scheme = scheme_of(url)
         if scheme == "file":
             return ("" if self._has_below(url) else "is a folder of this machine outside the dataset"), options
@@ -144,7 +150,7 @@ class _Reader:
         return reason, options
 
     def _has_below(self, url: str) -> bool:
-        """Whether `url` names a folder below the dataset's own, links followed."""
+        """Whether `url` is a folder below the dataset's own folder, after resolving symbolic links."""
         if scheme_of(self._base.url) != "file":
             return False
         folder = os.path.realpath(folder_of(url) if "://" in url else url)
@@ -153,7 +159,7 @@ class _Reader:
 
 
 def _endpoint(url: str, options: Mapping[str, Any]) -> str | None:
-    """The S3 endpoint that serves `url`, the process's variables considered; None for AWS."""
+    """The S3 endpoint that serves `url`, including one from the process's environment variables. None for AWS."""
     found = parse(url, {"endpoint_url": options.get("endpoint_url")}).endpoint_url
     return found and found.rstrip("/").lower()
 
@@ -163,6 +169,6 @@ def _bucket(url: str) -> str:
 
 
 def _origin(url: str) -> tuple[str, str]:
-    """Scheme, and host with port, of a web server."""
+    """The scheme and the host with port of a web server."""
     parts = urllib.parse.urlsplit(url)
     return parts.scheme.lower(), parts.netloc.lower()

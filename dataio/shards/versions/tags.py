@@ -1,10 +1,10 @@
-"""Tags: names for versions, given once.
+"""Tags: permanent names for versions.
 
-Purpose: people and runs say `release-1` instead of a number.
-Invariants: `tags/<name>.json` is written by `put_if_absent` and never moved; it holds the digest of the version's document, so a
-tag means the same bytes for ever.
-Failure behaviour: `ConflictError` for a name that another version has; `NotFoundError` lists the tags that there are;
-`CorruptionError` when the version is not the one that was tagged.
+Purpose: users and training runs can write `release-1` instead of a number.
+Invariants: a writer creates `tags/<name>.json` with `put_if_absent` and never changes it. A tag holds the digest of the
+version's document, so it always refers to the same bytes.
+Failure behaviour: `ConflictError` for a name that another version has. `NotFoundError` lists the existing tags.
+`CorruptionError` if the version's document is not the one that was tagged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_TAGS = 10_000
 
 
 class Tag(msgspec.Struct, frozen=True, kw_only=True):
-    """`tags/<name>.json`; `document` is the BLAKE3 of the version's document."""
+    """`tags/<name>.json`. `document` is the BLAKE3 of the version's document."""
 
     format: int
     name: str
@@ -38,7 +38,7 @@ class Tag(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def create(store: Store, name: str, version: int, digest: str) -> None:
-    """Give a version a name. Giving it again is no error."""
+    """Tag a version. It is not an error if the version already has this tag."""
     check_name(name)
     tag = Tag(
         format=versions.FORMAT,
@@ -56,14 +56,14 @@ def create(store: Store, name: str, version: int, digest: str) -> None:
 
 
 def check_free(store: Store, name: str) -> None:
-    """The error that `create` would raise for a version that is yet to be made."""
+    """Raise the error that `create` would raise for a version that does not exist yet."""
     check_name(name)
     if name in names(store):
         raise _taken(store, read(store, name))
 
 
 def check_name(name: str) -> None:
-    """`UsageError` for what cannot be a tag."""
+    """Raise `UsageError` for an invalid tag name."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot be a tag", hint="letters, digits, '.', '_' and '-', not a digit first")
 
@@ -76,7 +76,7 @@ def _taken(store: Store, there: Tag) -> ConflictError:
 
 
 def read(store: Store, name: str) -> Tag:
-    """The tag of this name."""
+    """Read and check the tag `name`."""
     key = f"tags/{name}.json"
     try:
         if not _NAME.fullmatch(name):
@@ -93,13 +93,13 @@ def read(store: Store, name: str) -> Tag:
 
 
 def names(store: Store) -> list[str]:
-    """All tags, up to `MAX_TAGS`."""
+    """The names of all tags, up to `MAX_TAGS`."""
     matches = (_KEY.fullmatch(info.key) for _, info in zip(range(MAX_TAGS), store.list("tags/"), strict=False))
     return [match[1] for match in matches if match]
 
 
 def load(store: Store, version: int | str | None = None) -> tuple[VersionDocument, str]:
-    """As `versions.load`, also by tag; a string of digits is a number."""
+    """Like `versions.load`, but also accepts a tag. A string of digits is a version number."""
     if not isinstance(version, str):
         return versions.load(store, version)
     if version.isdecimal():
