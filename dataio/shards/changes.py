@@ -1,12 +1,12 @@
 """Versions made of versions: saved views, removals, merges.
 
 Purpose: every change of a dataset is a further version; shards and index parts are never rewritten or copied.
-Invariants: what a version names is stored before its document is. Changes are made to the newest version, also when it became
-the newest only while the change was being made; a saved view is fixed, stands beside the others and is not the newest.
-A merged dataset's shards and parts stay in its own store, which becomes a mount.
-Failure behaviour: `ConflictError` as `versions.commit` says, and for a key that two merged datasets hold; `NotFoundError` for
-keys to be removed that nothing has; `UsageError` for a change that would leave no samples, or none at all.
-Objects stored by then are named by nothing.
+Invariants: what a version names is stored before its document is. Changes are made to the newest version, also when it
+became the newest only while the change was being made; a saved view is fixed, stands beside the others and is not the
+newest. A merged dataset's shards and parts stay in its own store, which becomes a mount.
+Failure behaviour: `ConflictError` as `versions.commit` says, and for a key that two merged datasets hold;
+`NotFoundError` for keys to be removed that nothing has; `UsageError` for a change that would leave no samples, or none
+at all. Objects stored by then are named by nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def _removed_rows(
 
 
 def merge(dataset: Opened, others: Sequence[Opened], message: str) -> tuple[VersionDocument, list[Mount]]:
-    """Make the newest version with the samples of `others` the next one; with the mounts that the caller has named by them."""
+    """Make the newest version with the samples of `others` the next one; with the mounts that the caller has named by
+    them."""
     if not others:
         raise UsageError("merge takes at least one other dataset", hint="ds.merge(Dataset(url))")
     _refuse_view(dataset)
@@ -165,7 +166,8 @@ def _without(opened: OpenIndex, part: int, gone: Rows) -> Rows:
 def _narrowed(
     store: Store, document: VersionDocument, rows: Sequence[Rows], sizes: Sequence[int]
 ) -> tuple[IndexPart, ...]:
-    """The parts of `document` with only these rows, their members having so many bytes; parts without rows fall away."""
+    """The parts of `document` with only these rows, their members having so many bytes; parts without rows fall
+    away."""
     there = [(p, r, s) for p, r, s in zip(document.index, rows, sizes, strict=True) if len(r)]
     changed = iter(kept.store_all(store, [item for item in there if len(item[1]) != item[0].left]))
     return tuple(part if len(r) == part.left else next(changed) for part, r, _ in there)
@@ -254,7 +256,8 @@ def _place(store: Store) -> tuple[str, dict[str, object]]:
 
 
 def _joined(store: Store, document: VersionDocument) -> VersionDocument:
-    """`document` with every part once, whatever rows are left of it in any of its places, in the order of their samples."""
+    """`document` with every part once, whatever rows are left of it in any of its places, in the order of their
+    samples."""
     places = {shard.key: place for place, shard in enumerate(document.shards)}
     groups = dict[tuple[str, str], list[IndexPart]]()
     for part in document.index:

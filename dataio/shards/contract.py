@@ -1,13 +1,18 @@
-"""What one sample of a dataset is: where its bytes lie and what its media holds.
+"""The description of one sample: the positions of its files and the properties of its media.
 
-Purpose: the in-memory form of one row of the Parquet index, shared by those who write it (`pack`) and those who read it
-(`Dataset`, the loaders).
-Invariants: samples are numbered 0 … N-1 in the order (shard, offset of the first member), so a sample's number is a pure
-function of the dataset version. All times are presentation time stamps in units of the stream's `time_base`; frame indices
-count frames in presentation order. `VideoInfo` describes the one video stream that loaders decode: `stream` is its index
-in the container. None of these can be part of a cycle, so the garbage collector is spared them (`gc=False`): loaders
-hold thousands.
-Failure behaviour: none here; whoever builds these from stored bytes checks them first.
+Purpose: these classes are the in-memory form of one row of the index. Writers (`pack`) and readers (`Dataset`, the
+loaders) share them.
+Invariants:
+
+* Samples are numbered 0 … N-1 in the order (shard, offset of the first member). So a sample's number is a pure function
+  of the dataset version.
+* All times are presentation timestamps in units of the stream's `time_base`. Frame indices count frames in presentation
+  order.
+* `VideoInfo` describes the one video stream that loaders decode. `stream` is its index in the container.
+* Objects of these classes cannot be part of a reference cycle, so the garbage collector does not track them
+  (`gc=False`). Loaders hold thousands of them.
+
+Failure behaviour: none. Code that builds these objects from stored bytes checks the bytes first.
 """
 
 from __future__ import annotations
@@ -19,10 +24,15 @@ import msgspec
 
 
 class Pieces(msgspec.Struct, frozen=True, gc=False):
-    """What a part of a long file is checked by, so that it can be read without the rest: XXH3-64 of each `size` bytes of the file
-    (the last piece may be shorter), little-endian, 8 bytes each, in `digests`. `head` are runs (first piece, how many), in order,
-    of what opening the file and finding a key frame in it reads, wherever in it decoding begins; a hint. Of MP3, which does not
-    say where in it an instant is, `marks` do: (at which byte a frame begins, the samples before it), about one a piece."""
+    """Digests of the pieces of a long file. With them, a reader can check a part of the file without the rest.
+
+    * `size`: bytes of each piece. The last piece may be shorter.
+    * `digests`: the XXH3-64 of each piece, little-endian, 8 bytes each.
+    * `head`: runs (first piece, count), in order, of the pieces that a reader needs to open the file and find any key
+      frame. This is a hint.
+    * `marks`: for MP3, which has no index from time to position. Each mark is (byte at which a frame begins, number of
+      samples before it). There is about one mark for each piece.
+    """
 
     size: int
     digests: bytes
@@ -31,8 +41,11 @@ class Pieces(msgspec.Struct, frozen=True, gc=False):
 
 
 class Member(msgspec.Struct, frozen=True, gc=False):
-    """One file of a sample inside the shard: payload bytes [offset, offset + length), XXH3-64 of the payload. Long files have
-    `pieces`; those of datasets from before have none."""
+    """One file of a sample: its payload is the bytes [offset, offset + length) of the shard, and `xxh3` is their
+    XXH3-64.
+
+    Long files have `pieces`, except in older datasets.
+    """
 
     ext: str
     offset: int
@@ -42,8 +55,10 @@ class Member(msgspec.Struct, frozen=True, gc=False):
 
 
 class KeyFrame(msgspec.Struct, frozen=True, gc=False):
-    """A frame that decoding can start from: its time stamp, its index in presentation order, and at which byte of the file its
-    packet lies (-1: not known); the last is a hint."""
+    """A frame from which decoding can start: its timestamp and its index in presentation order.
+
+    `at` is the byte of the file at which its packet begins (-1: unknown). It is a hint.
+    """
 
     pts: int
     index: int
@@ -51,7 +66,8 @@ class KeyFrame(msgspec.Struct, frozen=True, gc=False):
 
 
 class Color(msgspec.Struct, frozen=True, gc=False):
-    """How a stream's numbers mean colours, in libav's names, such as "bt709" and "tv"; "unknown" where the file says nothing."""
+    """The color properties of a stream, in libav's names such as "bt709" and "tv". "unknown" if the file does not give
+    one."""
 
     space: str
     range: str
@@ -60,7 +76,10 @@ class Color(msgspec.Struct, frozen=True, gc=False):
 
 
 class VideoInfo(msgspec.Struct, frozen=True, gc=False):
-    """One video stream as probed. `width` and `height` in pixels before rotation; `rotation` is 0, 90, 180 or 270 clockwise."""
+    """One video stream as probed.
+
+    `width` and `height` are in pixels before rotation. `rotation` is 0, 90, 180 or 270 degrees clockwise.
+    """
 
     ext: str
     stream: int
@@ -79,18 +98,18 @@ class VideoInfo(msgspec.Struct, frozen=True, gc=False):
 
 
 class SoundMark(msgspec.Struct, frozen=True, gc=False):
-    """Where one packet of sound lies, as libav finds it: at which byte of the file, and its time stamp."""
+    """The byte of the file at which libav finds one audio packet, and the packet's timestamp."""
 
     at: int
     pts: int
 
 
 class AudioInfo(msgspec.Struct, frozen=True, gc=False):
-    """One audio stream as probed. `samples` counts per channel, at `sample_rate` Hz.
+    """One audio stream as probed. `samples` is the number of samples per channel, at `sample_rate` Hz.
 
-    `start_pts` is the time stamp of the first sample, in units of `time_base` (None: the index is older and does not say).
-    `marks` are some packets, in order, against which other ways of finding packets are checked; a stream that does not decode
-    without an error has none.
+    `start_pts` is the timestamp of the first sample, in units of `time_base` (None: an older index does not record it).
+    `marks` are some packets, in order. Other methods of finding packets are checked against them. A stream that does
+    not decode without errors has no marks.
     """
 
     ext: str
@@ -105,12 +124,13 @@ class AudioInfo(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def start(self) -> Fraction | None:
-        """When the first sample sounds, in seconds of the file's own time line; None if the index does not say."""
+        """The time of the first sample, in seconds on the file's own timeline. None if the index does not record it."""
         return None if self.time_base is None else self.start_pts * self.time_base
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):
-    """One sample. `shard` is the object key of its tar in the dataset's store; `duration` in seconds, 0.0 without media."""
+    """One sample. `shard` is the object key of its tar in the dataset's store. `duration` is in seconds, 0.0 without
+    media."""
 
     id: int
     key: str
@@ -123,7 +143,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     fields: Mapping[str, object] = {}
 
     def member(self, ext: str) -> Member:
-        """The member with this extension, or KeyError."""
+        """Return the member with this extension, or raise KeyError."""
         for member in self.members:
             if member.ext == ext:
                 return member
@@ -131,12 +151,12 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
 
 
 class Files(msgspec.Struct, frozen=True, gc=False):
-    """Where files of one sample lie, and nothing else of it: all that a reader of bytes needs, which reads thousands a second."""
+    """The positions of one sample's files, for readers that need only bytes and read thousands of samples a second."""
 
     shard: str
     each: Sequence[Member]
 
     @property
     def size(self) -> int:
-        """Bytes of all of them."""
+        """The total bytes of the files."""
         return sum([member.length for member in self.each])

@@ -1,9 +1,9 @@
-"""The index file with which DALI's `readers.webdataset` reads a shard without scanning it.
+"""Index files for DALI's `readers.webdataset`, which can then read a shard without scanning it.
 
-Invariant: one line a sample, in the order of the shard, with extension, payload offset and length of each member; offsets are
-those of the sample index, so members behind pax and GNU headers are right too.
-Failure behaviour: `NotFoundError` for a shard that the version does not hold, `UnsupportedError` for an extension with white
-space, which the format cannot express.
+Invariant: a file has one line for each sample, in the order of the shard, with the extension, payload offset and length
+of each member. The offsets come from the sample index, so they are also correct for members with pax and GNU headers.
+Failure behaviour: `NotFoundError` for a shard that the version does not hold. `UnsupportedError` for an extension with
+white space or unprintable characters, which the format cannot express.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _VERSION = "v1.1"
 
 
 def dali_index(dataset: Dataset, shard: str) -> str:
-    """The index file's content for the shard of this key (`dataset.document.shards`), as `index_paths` wants it."""
+    """The content of the index file for the shard with this key (`dataset.document.shards`), for DALI's
+    `index_paths`."""
     table = dataset.columns(["shard", "members"])
     rows = table.filter(pc.equal(table["shard"], shard))["members"]
     if shard not in {known.key for known in dataset.document.shards}:

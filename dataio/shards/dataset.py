@@ -1,13 +1,18 @@
-"""An open dataset version, or a view of one: which samples there are and where they lie.
+"""An open dataset version, or a view of one.
 
-Purpose: `Dataset` answers "what is sample i" from the index; it reads no media. `where` narrows it, `append`-like changes
-(`remove`, `merge`, `save`) make further versions of it and return them open.
-Invariants: everything about one version or view is fixed, so `digest` stands for all of it. Samples are numbered 0 … N-1 in the
-order (place of their shard in the version, offset of the first member). Memory does not grow with the number of samples,
-but for what a caller asks of all of them (`columns`, `table`); `Sample` objects are made when asked for.
-Failure behaviour: opening raises `NotFoundError`, `AccessDeniedError` or `CorruptionError` naming the object. An index of up to
-`CHECKED_AT_OPEN` bytes is read and checked whole then; of a larger one, and of one opened `at_once`, what is read is checked as
-it is read, so damage shows later, as `CorruptionError` too. `check` reads everything.
+Purpose: `Dataset` looks up samples in the index. Only `read` reads media. `where` returns a view with fewer samples.
+`remove`, `merge` and `save` make a further version and return it open.
+Invariants:
+
+* A version or view never changes, so `digest` identifies all of it.
+* Samples are numbered 0 … N-1 in the order (position of their shard in the version, offset of the first member).
+* Memory does not grow with the number of samples, except for queries over all samples (`columns`, `table`, `keys`).
+  `Sample` objects are made on demand.
+
+Failure behaviour: opening raises `NotFoundError`, `AccessDeniedError` or `CorruptionError` naming the object. An index
+of up to `CHECKED_AT_OPEN` bytes is read and checked completely when the dataset is opened. The rows of a larger index,
+or of one opened with `at_once`, are checked when they are read. So `CorruptionError` may be raised later. `check` reads
+and checks everything.
 """
 
 from __future__ import annotations
@@ -41,11 +46,11 @@ _ROWS_AT_ONCE = 1024
 class Dataset:
     """Version `version` of the dataset at a URL or in an open store: a number, a tag, or None for the newest.
 
-    `storage_options` go to `open_store`; a store that was opened here is closed by `close` or the `with` statement. Datasets
-    made from this one (`where`, `remove`, …) share its store: closing one of them closes it for all.
-    `trust_mounts` lets the dataset name folders of this machine, private hosts and other S3 endpoints
-    (`headrace.dataio.shards.versions.mounting`).
-    `report` is what `pack` has to say about a dataset that it just made.
+    `storage_options` are passed to `open_store`. `close` or the `with` statement closes a store that this class opened.
+    Datasets made from this one (`where`, `remove`, …) share its store. Closing one of them closes the store for all.
+
+    `trust_mounts` lets the dataset name local folders, private hosts and other S3 endpoints
+    (`headrace.dataio.shards.versions.mounting`). `report` is the report of `pack` for a dataset that it just made.
     """
 
     def __init__(
@@ -68,8 +73,10 @@ class Dataset:
         trust_mounts: bool = False,
         **storage_options: Any,
     ) -> Self:
-        """As `Dataset(...)`, without reading a small index whole before the first sample: rows are checked when they are read,
-        as those of a large index are. `check` makes up for it."""
+        """Open a dataset like `Dataset(...)`, but never read the whole index first.
+
+        Rows are checked when they are read, as with a large index. Call `check` to check all of them.
+        """
         made = cls.__new__(cls)
         made._open(url, version, storage_options, trust_mounts)
         return made
@@ -114,50 +121,53 @@ class Dataset:
 
     @property
     def url(self) -> str:
-        """Where the dataset is, without secrets."""
+        """The URL of the dataset, without secrets."""
         return self.store.location.url
 
     @property
     def version(self) -> int:
-        """The number of the open version; of a view, that of the version that it narrows."""
+        """The number of the open version. For a view, the number of the version that it narrows."""
         return self.document.version
 
     @property
     def name(self) -> str:
-        """What the dataset is called."""
+        """The name in the version document."""
         return self.document.name
 
     @property
     def lineage(self) -> versions.Lineage:
-        """How this version or view came to be."""
+        """The operation and the sources that made this version or view."""
         if self.view is not None:
             return self.view.lineage
         return self.document.lineage or versions.Lineage(operation=self.document.message)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What these samples are, in plain JSON types, to be written down beside a run."""
+        """An identification of these samples in plain JSON types, to store with the records of a training run."""
         named = {"name": self.name, "version": self.version, "digest": self.digest, "samples": len(self)}
         return named if self.view is None else named | self.view.fingerprint
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the samples' members."""
+        """The total bytes of the samples' members."""
         return sum(p.left_bytes for p in self.document.index) if self.view is None else self.view.total_bytes
 
     @property
     def keys(self) -> Sequence[str]:
-        """The samples' keys, by number; reads the keys of all samples into memory."""
+        """The samples' keys, ordered by number. This reads the keys of all samples into memory."""
         return _Keys(self.columns(["key"])["key"])
 
     @property
     def table(self) -> pa.Table:
-        """The whole index (`headrace.dataio.shards.index.rows.SCHEMA`), one row a sample; `columns` reads only what is needed."""
+        """The whole index (`headrace.dataio.shards.index.rows.SCHEMA`), one row for each sample.
+
+        `columns` reads only some columns.
+        """
         return self.index.columns()
 
     def columns(self, names: Sequence[str]) -> pa.Table:
-        """These columns of `headrace.dataio.shards.index.rows.SCHEMA`, one row a sample, read now."""
-        from headrace.dataio.shards.index import rows as index  # with Arrow, which looking up samples does without
+        """Read these columns of `headrace.dataio.shards.index.rows.SCHEMA`, one row for each sample."""
+        from headrace.dataio.shards.index import rows as index  # imports Arrow, which sample lookup does not need
 
         unknown = [name for name in names if name not in index.SCHEMA.names]
         if unknown:
@@ -165,7 +175,8 @@ class Dataset:
         return self.index.columns(names)
 
     def only(self, column: str) -> str | None:
-        """The value that all samples have in this column, where the version says so and nothing has to be read; else None."""
+        """The value that all samples have in this column, if the version document records one; else None. Reads
+        nothing."""
         return self.index.only(column)
 
     def __len__(self) -> int:
@@ -176,17 +187,19 @@ class Dataset:
             yield from self.samples(range(start, min(start + _ROWS_AT_ONCE, len(self))))
 
     def sample(self, i: int) -> Sample:
-        """Sample number `i`, 0 <= i < len(self)."""
+        """Look up sample number `i`, 0 <= i < len(self)."""
         return self.samples([i])[0]
 
     def samples(self, ids: Sequence[int]) -> list[Sample]:
-        """The samples of these numbers, in this order."""
+        """Look up the samples with these numbers, in this order."""
         self._check_numbers(ids)
         return self.index.samples(ids)
 
     def files(self, ids: Sequence[int]) -> list[Files]:
-        """Where the files of these samples lie, in this order, for readers that need no more than bytes: in a fifth of the
-        time that `samples` takes."""
+        """The positions of the files of these samples, in this order.
+
+        This takes a fifth of the time that `samples` takes. It is for readers that need only the bytes of files.
+        """
         self._check_numbers(ids)
         return self.index.files(ids)
 
@@ -197,7 +210,8 @@ class Dataset:
                 raise UsageError(f"{self.url}: there is no sample {i}", hint=f"samples are numbered 0 to {end - 1}")
 
     def find(self, key: str) -> Sample:
-        """The sample of this key, or `NotFoundError`; reads keys until it is found."""
+        """Find the sample with this key, or raise `NotFoundError`. This reads the key column part by part until it is
+        found."""
         from headrace.dataio.shards.index import kernels as pc
 
         start = 0
@@ -209,60 +223,61 @@ class Dataset:
         raise NotFoundError(f"{self.url} has no sample {key!r}", hint="`headrace ls` lists the keys")
 
     def read(self, sample: Sample, ext: str) -> bytes:
-        """The bytes of one member, straight from the store, their checksum verified."""
+        """Read one member directly from the store and verify its checksum."""
         return members.read(self.store, sample, ext)
 
     def check(self) -> None:
-        """Read the whole index and check it; `CorruptionError` for the first thing that is wrong."""
+        """Read and check the whole index. Raises `CorruptionError` for the first problem."""
         self.index.check()
 
     # -- views and further versions
 
     def where(self, condition: str) -> Dataset:
-        """The samples that meet `condition`, numbered anew from 0: a view of this version, or of this view.
+        """Return a view of the samples that meet `condition`, renumbered from 0.
 
-        `condition` is one boolean expression in SQL over `headrace.dataio.shards.query.predicate.COLUMNS` and the
-        promoted fields of the
-        samples' JSON: `"duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"`. A sample of which it is
-        null is left out. `UsageError` for anything else. The answer is fixed: it does not follow later versions.
+        `condition` is one boolean SQL expression over `headrace.dataio.shards.query.predicate.COLUMNS` and the promoted
+        fields of the samples' JSON: `"duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"`. The view
+        leaves out samples for which the condition is null. It does not change when later versions are made. Raises
+        `UsageError` if `condition` is anything else.
         """
         from headrace.dataio.shards import view
 
         return self._with(view.narrow(self, condition))
 
     def save(self, message: str = "") -> Dataset:
-        """Make this view a version, which others open by its number or a tag; the newest version stays what it is."""
+        """Save this view as a version. Readers open it by its number or a tag. The version opened by default stays the
+        same."""
         from headrace.dataio.shards import changes
 
         return self._at(changes.save(self, message))
 
     def remove(self, keys: Iterable[str] | None = None, *, where: str | None = None, message: str = "") -> Dataset:
-        """The next version: the newest without the samples of these `keys`, or those that meet `where`.
+        """Make the next version: the newest version without the samples with these `keys`, or those that meet `where`.
 
-        Nothing is rewritten and no bytes are freed. `NotFoundError` names keys that nothing has.
+        No shard is rewritten and no bytes are freed. Raises `NotFoundError` naming keys that no sample has.
         """
         from headrace.dataio.shards import changes
 
         return self._at(changes.remove(self, keys, where, message))
 
     def merge(self, *others: Dataset, message: str = "") -> Dataset:
-        """The next version: the newest and all samples of `others`, in this order, whose shards and indexes stay where they are.
+        """Make the next version: the newest version and all samples of `others`, in this order.
 
-        `ConflictError` names a key that two of them hold. Of other versions of this very dataset, samples that are there
-        already are not added again.
+        The shards and indexes of `others` stay where they are. `others` may include other versions of this dataset:
+        samples that exist already are not added again. Raises `ConflictError` naming a key that two datasets hold.
         """
         from headrace.dataio.shards import changes
 
         return self._at(*changes.merge(self, others, message))
 
     def tag(self, name: str) -> None:
-        """Give this version a name, for good; `ConflictError` when another version has it."""
+        """Give this version a permanent name. Raises `ConflictError` if another version has the name."""
         if self.view is not None:
             raise UsageError("a view has no version to be tagged", hint="save it, and tag what that returns")
         tags.create(self.store, name, self.document.version, self.digest)
 
     def diff(self, other: Dataset) -> Diff:
-        """What changed from this version to `other`, by key."""
+        """Compare this version with `other`, by key."""
         from headrace.dataio.shards.diff import diff
 
         return diff(self, other)

@@ -1,10 +1,12 @@
 """What changed between two versions, by key.
 
-Purpose: added, removed and changed samples; a sample changed when its members, its text or its fields did, wherever they lie.
-Invariants: index parts that both versions hold alike are not read. Keys come in the order added, removed, changed, and sorted
-within each; they are streamed from DuckDB, which holds the keys that differ and 16 bytes for each of the others that it read.
-Failure behaviour: errors of reading pass through; `UsageError` for a view of another kind of thing is not needed: views compare
-like versions.
+Purpose: added, removed and changed samples; a sample changed when its members, its text or its fields did, wherever
+they lie.
+Invariants: index parts that both versions hold alike are not read. Keys come in the order added, removed, changed, and
+sorted within each; they are streamed from DuckDB, which holds the keys that differ and 16 bytes for each of the others
+that it read.
+Failure behaviour: errors of reading pass through; `UsageError` for a view of another kind of thing is not needed: views
+compare like versions.
 """
 
 from __future__ import annotations

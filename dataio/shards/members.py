@@ -1,9 +1,9 @@
-"""Reading one member of a sample straight from the store, checked.
+"""Reading one member of a sample directly from the store, with its checksum verified.
 
-Purpose: for tools and tests; training reads through a `ShardReader`, which shares and caches.
-Invariant: `read` returns the bytes that were packed, or raises.
-Failure behaviour: `CorruptionError` names the sample, the member and the shard: a missing or short shard counts as damage, since
-the dataset version says that it is there.
+Purpose: tools and tests use these functions. Training reads through a `ShardReader`, which shares and caches reads.
+Invariant: `read` returns the bytes that were packed, or raises an error.
+Failure behaviour: `CorruptionError` names the sample, the member and the shard. A missing or short shard is also
+corruption, because the version document names it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHUNK = 8 * limits.MIB
 
 
 def find_member(sample: Sample, ext: str) -> Member:
-    """The member of this extension, or `NotFoundError` naming those that there are."""
+    """Return the member with this extension, or raise `NotFoundError` listing the existing members."""
     try:
         return sample.member(ext)
     except KeyError:
@@ -31,7 +31,7 @@ def find_member(sample: Sample, ext: str) -> Member:
 
 
 def read(store: Store, sample: Sample, ext: str, *, max_bytes: int = limits.GIB) -> bytes:
-    """The whole member, its checksum verified; `CapacityError` when it is larger than `max_bytes`."""
+    """Read the whole member and verify its checksum. Raises `CapacityError` if it is larger than `max_bytes`."""
     member = find_member(sample, ext)
     if member.length > max_bytes:
         raise CapacityError(
@@ -41,7 +41,7 @@ def read(store: Store, sample: Sample, ext: str, *, max_bytes: int = limits.GIB)
 
 
 def chunks(store: Store, sample: Sample, member: Member) -> Iterator[bytes]:
-    """The member's bytes piece by piece. They are known to be right only when the last piece came without an error."""
+    """Yield the member's bytes in pieces. They are verified only when the iterator ends without an error."""
     name = f"{sample.key}.{member.ext} in {url_of(store, sample.shard)}"
     hasher = xxhash.xxh3_64()
     for start in range(0, member.length, _CHUNK):

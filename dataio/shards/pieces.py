@@ -1,8 +1,9 @@
 """Digests of the pieces of long files, by which a part of a file is checked without the rest (design note 0022).
 
-Purpose: which files have pieces, and of what size; their digests as the bytes go by; and whether a piece is right. Pure.
-Invariants: a file of `LEAST` bytes or more has pieces of `SIZE`, or of the next power of two with which they are `MOST` at most,
-so that their digests take 16 KiB at most. What was stored is believed only after `fault` found none.
+Purpose: which files have pieces, and of what size; their digests as the bytes go by; and whether a piece is right.
+Pure.
+Invariants: a file of `LEAST` bytes or more has pieces of `SIZE`, or of the next power of two with which they are `MOST`
+at most, so that their digests take 16 KiB at most. What was stored is believed only after `fault` found none.
 Failure behaviour: none; callers say whose pieces are wrong.
 """
 

@@ -1,9 +1,9 @@
-"""One object read from its beginning to its end, once, in large pieces, with the next one under way.
+"""Sequential reads of one object in large windows, with the next window read in the background.
 
-Invariants: at most four windows of `WINDOW` bytes are held, whatever the object's size; a window is asked for once as long as
-reads go forwards, and may step back by less than one window.
-Failure behaviour: a read that fails because the object became shorter or vanished is a `TransientError`: someone writes to it.
-Other errors of the store pass through.
+Invariants: at most four windows of `WINDOW` bytes are held, for any size of the object. Each window is requested once
+as long as reads go forward. A read may step back by less than one window.
+Failure behaviour: `TransientError` if the object became shorter or was deleted, because a writer is changing it. Other
+errors of the store pass through.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WINDOW = 16 * limits.MIB
 
 
 class ReadAhead:
-    """The object `key` of `size` bytes; a context manager."""
+    """Reads the object `key` of `size` bytes. It is a context manager."""
 
     def __init__(self, store: Store, key: str, size: int, window: int = WINDOW) -> None:
         self._store, self._key, self.size, self._window = store, key, size, window
@@ -29,11 +29,11 @@ class ReadAhead:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Exactly these bytes, which must lie inside the object."""
+        """Read exactly these bytes, which must lie inside the object."""
         return b"".join(self.parts(offset, length))
 
     def parts(self, offset: int, length: int) -> Iterator[memoryview]:
-        """The same in pieces, valid until the next one is asked for."""
+        """Like `read_at`, but yields the bytes in pieces. Each piece is valid until the next one is requested."""
         end = offset + length
         while offset < end:
             number, start = divmod(offset, self._window)
@@ -62,7 +62,7 @@ class ReadAhead:
         return data
 
     def close(self) -> None:
-        """Let go of everything; waits for a read that is under way."""
+        """Wait for a read in progress, and release all windows."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._there.clear()
 

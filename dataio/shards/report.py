@@ -1,8 +1,7 @@
-"""What came of packing: for the program, the summary on the terminal and the exit code.
+"""The results of packing, for programs, for the summary on the terminal and for the exit code.
 
-Invariant: a file that was given is packed (and counted in `files`), belongs to a sample that `skipped` accounts for, or is
-`ignored`.
-Failure behaviour: none; these are descriptions.
+Invariant: each input file is either packed (and counted in `files`), part of a sample in `skipped`, or `ignored`.
+Failure behaviour: none. These classes only hold data.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A file whose sample was not packed; `code` is that of the error that it would have been under `strict`."""
+    """A file whose sample was not packed. `code` is the code of the error that `strict` would have raised."""
 
     path: str
     code: str
@@ -21,7 +20,8 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What one machine's packer did: groups of input files prepared, their bytes, and for how many seconds it was at work."""
+    """The work of one machine's packer: prepared groups of input files, their bytes, and its working time in
+    seconds."""
 
     name: str
     groups: int
@@ -31,9 +31,9 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """`samples` and `bytes` are those of the shards written. `notes` are remarks about samples that were packed.
+    """`samples` and `bytes` are totals of the written shards. `notes` are remarks about packed samples.
 
-    `resumed` counts the units of the plan that an earlier, interrupted start of the same pack had finished.
+    `resumed` is the number of units of the plan that an earlier, interrupted run of the same pack had finished.
     """
 
     files: int
@@ -50,7 +50,8 @@ class PackReport:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far packing has come: groups of files looked at of all, and their bytes of all; skipped ones count."""
+    """The progress of packing: processed groups of files and their bytes, with the totals. Skipped groups are
+    included."""
 
     samples: int
     samples_total: int

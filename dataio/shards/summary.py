@@ -1,7 +1,8 @@
-"""What a dataset holds, in numbers, from its index alone.
+"""Statistics of a dataset, from its index and its version document.
 
-Invariant: every figure is a sum or a count over the index's columns. Tags are looked up among the first `MOST_TAGS`.
-Failure behaviour: that of reading the index and the tags.
+Invariant: every statistic is a sum or a count over the index's columns or the document. Only the first `MOST_TAGS` tags
+are searched.
+Failure behaviour: errors from reading the index and the tags pass through.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _COLOR = ("color_space", "color_range", "color_primaries", "color_transfer")
 
 
 def summary(dataset: Dataset) -> dict[str, Any]:
-    """Figures for people and scripts: seconds, bytes, codecs and sizes with their counts, most frequent first."""
+    """Statistics in plain JSON types: seconds, bytes, and counts of codecs and sizes, most frequent first."""
     table = dataset.columns((*_COLUMNS, *_COLOR))
     video = pc.is_valid(table["video_codec"])
     return {
@@ -52,7 +53,7 @@ def summary(dataset: Dataset) -> dict[str, Any]:
 
 
 def tags_of(dataset: Dataset) -> list[str]:
-    """The tags of this version, of a view's that of the version that it narrows."""
+    """The tags of this version. For a view, the tags of the version that it narrows."""
     names = sorted(tags.names(dataset.store))[:MOST_TAGS]
     return [name for name in names if tags.read(dataset.store, name).version == dataset.version]
 

@@ -1,15 +1,16 @@
 """Tar shards: written byte for byte the same for the same input, read without trusting them.
 
-Purpose: WebDataset's layout, in which member `<key>.<ext>` belongs to the sample `<key>` and the members of a sample follow
-each other. Any tar program, `webdataset` and DALI read what is written here; shards made elsewhere are read in place.
+Purpose: WebDataset's layout, in which member `<key>.<ext>` belongs to the sample `<key>` and the members of a sample
+follow each other. Any tar program, `webdataset` and DALI read what is written here; shards made elsewhere are read in
+place.
 
-Invariants: the layout of a shard follows from names and lengths alone, so every payload's offset is known before the first
-byte is sent, and memory is bounded by one block. Headers carry no time, owner or other trace of the machine. What `scan`
-yields lies inside the archive and has a name that is a key: relative, without `..`, of a regular file.
+Invariants: the layout of a shard follows from names and lengths alone, so every payload's offset is known before the
+first byte is sent, and memory is bounded by one block. Headers carry no time, owner or other trace of the machine. What
+`scan` yields lies inside the archive and has a name that is a key: relative, without `..`, of a regular file.
 
 Failure behaviour: writing raises `TransientError` when a payload is not as long as laid out. Reading raises
-`CorruptionError` for an archive that is damaged or ends early and `UnsupportedError` for kinds of members that a shard may
-not hold, both with the shard's name and the offset of the header.
+`CorruptionError` for an archive that is damaged or ends early and `UnsupportedError` for kinds of members that a shard
+may not hold, both with the shard's name and the offset of the header.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ ReadAt = Callable[[int, int], bytes]
 def scan(read_at: ReadAt, size: int, shard: str) -> Iterator[Entry]:
     """The members of the archive of `size` bytes behind `read_at`, in order. `shard` names it in errors.
 
-    Members whose name has no key and extension (no dot, or a leading dot) and directories are passed over, as WebDataset does.
+    Members whose name has no key and extension (no dot, or a leading dot) and directories are passed over, as
+    WebDataset does.
     """
     window = _Window(read_at, size)
     position = 0
@@ -144,8 +146,8 @@ def scan(read_at: ReadAt, size: int, shard: str) -> Iterator[Entry]:
 
 
 def samples(read_at: ReadAt, size: int, shard: str) -> Iterator[tuple[str, Iterator[Entry]]]:
-    """The samples of the archive, as `scan` yields their members: runs of neighbouring ones of one key. Each run is to be taken
-    before the next; `UnsupportedError` at the member with which it is longer than `MAX_SAMPLE_MEMBERS`."""
+    """The samples of the archive, as `scan` yields their members: runs of neighbouring ones of one key. Each run is to
+    be taken before the next; `UnsupportedError` at the member with which it is longer than `MAX_SAMPLE_MEMBERS`."""
     for key, run in itertools.groupby(scan(read_at, size, shard), key=lambda entry: entry.key):
         yield key, _bounded(run, key, shard)
 

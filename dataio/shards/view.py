@@ -1,8 +1,9 @@
 """Views: a version's samples narrowed by conditions.
 
-Purpose: what `Dataset.where` knows beyond the version: which rows are left, and the name of that choice. `Opened` is what a
-dataset is to those who work on it, so that they need not know who holds it.
-Invariant: the digest names the version's document, the conditions and the chosen rows, so equal digests mean equal samples.
+Purpose: what `Dataset.where` knows beyond the version: which rows are left, and the name of that choice. `Opened` is
+what a dataset is to those who work on it, so that they need not know who holds it.
+Invariant: the digest names the version's document, the conditions and the chosen rows, so equal digests mean equal
+samples.
 Failure behaviour: that of `query`.
 """
 
