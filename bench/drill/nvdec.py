@@ -193,7 +193,7 @@ class Dmon:
     """Samples the utilisation of a card within `with Dmon(address) as watch: …`.
 
     Afterwards `watch.samples` has the per cent of "dec", "sm" and "mem". `address` looks like "00000000:1B:00.0". None
-    means the first card.
+    means the first card. Without NVML, `nvidia-smi dmon` ignores `address` and samples all cards.
     """
 
     def __init__(self, address: str | None = None) -> None:

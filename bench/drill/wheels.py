@@ -43,7 +43,7 @@ _GLIBC = (17, 24, 26, 27, 28, 31, 34, 35)
 
 
 class DrillError(Exception):
-    """The drill cannot go on; the message says what to do."""
+    """The drill cannot continue. The message says what to do."""
 
 
 def fetch(folder: Path, constraints: Path, python: str = "3.12", needed: Sequence[str] = NEEDED) -> list[Path]:

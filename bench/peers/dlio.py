@@ -5,7 +5,7 @@ package requires TensorFlow.
 
 Invariant: each rank gets its share of every epoch; bytes are checked against the index. Every pass is the next epoch,
 in another order, as `sample_shuffle` asks of a loader.
-Failure behaviour: without a dataset a `UsageError` says how to make one; errors of the loader end the run.
+Failure behaviour: without a dataset, a `UsageError` says how to make one. Errors of the loader end the run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HeadraceDataLoader(BaseDataLoader):  # type: ignore[misc,unused-ignore]
             yield samples(batch)
 
     def finalize(self) -> None:
-        """Do nothing: DLIO calls this after each epoch, and the loader goes on with the next one."""
+        """Do nothing: DLIO calls this after each epoch, and the loader continues with the next one."""
 
 
 def samples(batch: dict[str, Any]) -> list[torch.Tensor]:

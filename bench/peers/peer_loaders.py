@@ -5,7 +5,8 @@ the others get its bytes. All clips or windows of a long file come from one open
 in a buffer: that is the least work. Energon and mosaicml-streaming may need their own interpreter (`--peer-python`), as
 their pins and ours conflict. That interpreter also writes mosaicml's shards: `python -m
 headrace.bench.peers.peer_loaders CLIPS TARGET BYTES`.
-Invariant: each delivers as many samples of each file as its kind says, in batches (samples of a batch, ...).
+Invariant: each loader delivers the number of samples of each file that the kind defines, in batches (samples of a
+batch, ...).
 Failure behaviour: exceptions of the loaders, which end the candidate's process.
 """
 

@@ -1,5 +1,6 @@
-"""Scale on paper: a discrete-event model of reading, saving and failing on a cluster, calibrated from what one machine
-measures.
+"""Scale on paper: a discrete-event model of reading, saving and failing on a cluster.
+
+The model is calibrated with measurements of one machine.
 
 - `engine` simulates time, processes and shared links.
 - `node` models the ranks of one node: they read from a store, save and restore.

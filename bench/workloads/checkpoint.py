@@ -6,7 +6,7 @@ loopback, with one rank or several. `headrace.bench.peers.checkpointers` builds 
 imported here.
 Invariant: every candidate saves the same bytes, and a save counts as durable only when it is fsynced. A candidate fails
 if a restored state differs in any bit from the state at the time of the save.
-Failure behaviour: a candidate that fails is named with the end of its error; the others go on.
+Failure behaviour: a candidate that fails is named with the end of its error, and the others continue.
 """
 
 from __future__ import annotations

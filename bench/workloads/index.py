@@ -5,7 +5,7 @@ files.
 again. `python -m headrace.bench.workloads.index CANDIDATE DIRECTORY` runs one candidate and prints its figures as JSON.
 Invariant: each candidate has its own process and measures itself; `peak_mib` is the whole process. All candidates must
 find the same number of samples.
-Failure behaviour: a candidate that fails is named with the end of its error; the others go on.
+Failure behaviour: a candidate that fails is named with the end of its error, and the others continue.
 """
 
 from __future__ import annotations

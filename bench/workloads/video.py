@@ -108,7 +108,7 @@ KINDS = {kind.name: kind for kind in _ALL}
 
 
 def make(kind: AnyKind, folder: Path, count: int, tell: Any) -> None:
-    """Write `count` files to `folder`/clips, unless they are there, and a dataset of them to `folder`/dataset."""
+    """Write `count` files to `folder`/clips, unless they exist, and a dataset of them to `folder`/dataset."""
     from headrace.dataio import pack
 
     if not (folder / "clips").is_dir():

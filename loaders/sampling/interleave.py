@@ -208,8 +208,8 @@ def _spread(places: I64, count: int) -> I64:
 
 @lru_cache(maxsize=64)
 def _factors(number: int) -> tuple[int, ...]:
-    """The prime factors, the largest first: world sizes that are powers of two then get whole blocks of what they
-    divide."""
+    """Return the prime factors, the largest first. World sizes that are powers of two then get whole blocks of the
+    number that they divide."""
     found, factor = list[int](), 2
     while factor * factor <= number:
         while number % factor == 0:

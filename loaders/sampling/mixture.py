@@ -19,7 +19,7 @@ Invariants, for any weights and changes:
   given is not.
 
 A mixture never ends, so the length of its epoch is a definition: as many batches as all sources' samples fill once, or
-`epoch_batches`. With weights in proportion to sizes that is one epoch of each source. Steps go on counting over the
+`epoch_batches`. With weights in proportion to sizes that is one epoch of each source. Steps keep counting over the
 ends of epochs, for changes of weights too.
 Failure behaviour: `UsageError` for impossible mixtures and weights, naming the source.
 """
@@ -60,8 +60,8 @@ Weights = Mapping[str, float]
 class Mixture:
     """Several datasets as one, by weights.
 
-    Each source has its own epochs: a small one begins again while others go on. The epoch of the mixture, after which a
-    `for` loop ends, has `epoch_batches` batches.
+    Each source has its own epochs: a small one begins again while others continue. The epoch of the mixture, after
+    which a `for` loop ends, has `epoch_batches` batches.
 
     Args:
         sources (Mapping[str, Dataset | str | os.PathLike]): datasets, views (`dataset.where(...)`), URLs or folders, by

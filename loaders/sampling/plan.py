@@ -104,7 +104,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
     """A `Plan`: one rank's share of a schedule.
 
     Args:
-        streams: what the schedule's streams are.
+        streams: the streams of the schedule.
         schedule: which position of which stream fills each slot.
         what: describes the parts, for the fingerprint.
         seed: of the order.
