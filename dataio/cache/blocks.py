@@ -1,8 +1,8 @@
 """Cache files, the descriptors that refer to them, and the buffers that blocks pass through.
 
 Purpose: cache files can be mapped, passed to another process, and dropped at any moment.
-Invariants: an unnamed cache file is unlinked as soon as it is open, so its bytes exist exactly as long as a descriptor
-or a mapping of it (files with a name: see `disks`). Dropping a file never changes the bytes that a holder sees, and a
+Invariants: an unnamed cache file is unlinked as soon as it is open. So its bytes exist exactly as long as a descriptor
+or a mapping of it. (`disks` describes files with a name.) Dropping a file never changes the bytes that a holder sees, and a
 killed process leaves no files. Descriptors that other processes get are read-only. No file is ever truncated or punched.
 `FdCache` keeps at most `FILES` descriptors, and `Buffers` at most `count` buffers.
 Failure behaviour: `OSError` (no space, directory gone) goes to the caller, which continues without the cache. A store's

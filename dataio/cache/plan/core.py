@@ -210,7 +210,7 @@ class CachePlan:
         return sum(self._ring.room(tier) for tier in self._tiers.all)
 
     def tier_of(self, file_id: int) -> int | None:
-        """The file's tier; None if the file is gone."""
+        """The file's tier; None if the file no longer exists."""
         file = self._tiers.files.get(file_id)
         return file.tier if file is not None else None
 

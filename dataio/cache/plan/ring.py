@@ -8,8 +8,8 @@ kept between the uses. The next use of such reads is known. When room is short, 
 evicted first, which is Belady's rule.
 
 `ScatteredReads` decides which reads use the ring although their blocks would fit. For example, a clip of a long video
-reads the header and some hundred kilobytes at a large offset, and the rest of those blocks may not be read for many
-epochs. A read that skips blocks between its ranges identifies such a store. A block is worth keeping once its bytes
+reads the header and some hundred kilobytes at a large offset. The rest of those blocks may not be read for many epochs.
+A read that skips blocks between its ranges identifies such a store. A block is worth keeping once its bytes
 that were read this way add up to the block's size. So a store sends at most about twice the bytes that it would send if
 all reads were known in advance.
 

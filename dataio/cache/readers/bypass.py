@@ -2,8 +2,8 @@
 
 Purpose: a cache fetches whole blocks, which pays off over an epoch. But the first batch of small samples would wait for
 blocks that hold mostly other samples.
-Invariants: the bytes are the same. Only ranges of the first announcement are fetched directly, with `PARALLEL`
-concurrent requests and at most `MAX_BYTES`, and only if they are at most half of their blocks. From the second
+Invariants: the bytes are the same. Only ranges of the first announcement are fetched directly, and only if they are
+at most `MAX_BYTES` and half of their blocks. `PARALLEL` requests run at the same time. From the second
 announcement on, all reads use the fallback reader, which is created then or at the first other read. Directly fetched
 ranges of at least `MIN_PART_BYTES` are not fetched again with their blocks: `PartlyFetchedStore` supplies them.
 Failure behaviour: a range that could not be fetched is read through the fallback reader, whose errors pass through.

@@ -6,7 +6,7 @@ A job is in one of these states:
 - *taken*: it is being journaled
 - *queued*, *running*
 - *committing*: its manifest is written; it waits for other ranks and needs no slot
-- *retrying*: it waits for the store to come back, and is queued again afterwards
+- *retrying*: its worker failed; it is queued again after a pause
 
 Urgent jobs are a class of their own, with slots, a queue and a budget as large as those of the other jobs.
 Invariants: the arenas that are held never exceed the budget of their class, except those of adopted jobs. Within a
@@ -14,8 +14,8 @@ class jobs are served in order of arrival, so small ones do not starve a large o
 `queued` wait; committing jobs need a slot only beyond `COMMITTING`. The pauses of `RetrySchedule` grow to `longest`,
 with jitter, so the nodes of a cluster do not retry a store at the same time. The last try begins at most `limit`
 seconds after the first failure.
-Failure behaviour: `CapacityError` for an arena larger than the budget, for a full queue, and for a job that would have
-to wait although its caller does not allow it.
+Failure behaviour: `CapacityError` when the arena is larger than the budget, when the queue is full, or when a job that
+may not wait has no room.
 """
 
 from __future__ import annotations
