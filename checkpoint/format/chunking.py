@@ -33,7 +33,10 @@ CHUNK_BYTES = 4 * MIB
 FINE_CHUNK_BYTES = 1 * MIB
 """Chunks of tensors below `FINE_BELOW`, and of the stream of small tensors: a finer grid survives resharding better."""
 FINE_BELOW = 128 * MIB
-"""Bytes of the *global* tensor. From here on it has 32 chunks or more, of which another number of ranks cuts a few."""
+"""Bytes of the *global* tensor.
+
+A tensor of this size has 32 chunks or more, and another world size cuts only a few of them.
+"""
 SMALL_BELOW = 64 * KIB
 """Tensors smaller than this share the chunks of the small stream."""
 DIGEST_BYTES = 32
@@ -47,8 +50,8 @@ def digest(payload: bytes | bytearray | memoryview) -> bytes:
 class Box(msgspec.Struct, frozen=True, gc=False):
     """A shard of a global tensor: `local` elements from `offset` in each dimension of `shape`.
 
-    As other rows of which a save makes thousands it is no business of the garbage collector (`gc=False`), whose look through the
-    trainer's whole heap they would otherwise bring on, in the middle of the save.
+    A save creates thousands of these rows. They are excluded from Python's garbage collector (`gc=False`), because they would
+    otherwise trigger collections of the trainer's whole heap during the save.
     """
 
     shape: tuple[int, ...]
@@ -67,14 +70,14 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def cut_dim(box: Box) -> int:
-    """The last dimension in which the shard is not the whole tensor; 0 when it is."""
+    """The last dimension in which the shard is smaller than the tensor; 0 if it is the whole tensor."""
     return next((d for d in reversed(range(len(box.shape))) if box.local[d] != box.shape[d]), 0)
 
 
 def run_start(box: Box, item_bytes: int) -> int | None:
     """The byte of the global tensor at which the shard begins; None when the shard is not one run of its bytes."""
     if box.local == box.shape:
-        return 0  # most are whole, and planning a save asks of each several times
+        return 0  # a fast path: most tensors are whole, and planning a save calls this several times for each
     if any(n != 1 for n in box.local[: cut_dim(box)]):
         return None
     at = 0
@@ -84,7 +87,7 @@ def run_start(box: Box, item_bytes: int) -> int | None:
 
 
 def chunk_bytes(tensor_bytes: int) -> int:
-    """The grid of a global tensor of this size."""
+    """The chunk size of a global tensor of this size."""
     return FINE_CHUNK_BYTES if tensor_bytes < FINE_BELOW else CHUNK_BYTES
 
 
@@ -124,7 +127,7 @@ _RUN_BYTES = 256
 
 
 def bands(box: Box, item_bytes: int) -> tuple[Box, ...]:
-    """The shards in which this one is stored."""
+    """The bands in which the shard is stored; the shard itself if it is one run of the tensor's bytes."""
     dim = cut_dim(box)
     if 0 in box.local or run_start(box, item_bytes) is not None:
         return (box,)
@@ -133,7 +136,7 @@ def bands(box: Box, item_bytes: int) -> tuple[Box, ...]:
 
 
 def inside(band: Box, shard: Box) -> tuple[slice, ...]:
-    """Where the band lies in the shard's own array."""
+    """The slices of the shard's own array that make up the band."""
     edges = zip(band.offset, shard.offset, band.local, strict=True)
     return tuple(slice(at - origin, at - origin + n) for at, origin, n in edges)
 
@@ -158,7 +161,10 @@ def pieces(box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _in_its_band(box: Box, item_bytes: int) -> Box:
-    """The shard in the coordinates of the band that holds it, as if that were a tensor; itself where several do."""
+    """The shard in the coordinates of the band that contains it, as if the band were the tensor.
+
+    A shard that spans several bands is returned unchanged.
+    """
     dim = cut_dim(box)
     step = width(box.shape, dim, item_bytes)
     first = box.offset[dim] // step * step
@@ -185,7 +191,10 @@ SMALL_ALIGN = 16
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
-    """One tensor shard to be saved. `replicated`: every rank holds the same bytes, one of them writes them."""
+    """One tensor shard to be saved.
+
+    `replicated`: the tensor belongs to all ranks, and one rank writes each part of it.
+    """
 
     name: str
     dtype: str
@@ -222,7 +231,7 @@ class PieceSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 def in_bands(specs: Sequence[TensorSpec], tensors: Sequence[Any]) -> tuple[list[TensorSpec], list[Any]]:
-    """The same shards, those that are cut in an inner dimension as their bands; `tensors` are sliced likewise."""
+    """Replace shards that are cut in an inner dimension by their bands, and slice `tensors` in the same way."""
     made, parts = [], []
     for spec, tensor in zip(specs, tensors, strict=True):
         found = bands(spec.box, ITEM_BYTES[spec.dtype])
@@ -232,7 +241,7 @@ def in_bands(specs: Sequence[TensorSpec], tensors: Sequence[Any]) -> tuple[list[
 
 
 def lay_out(specs: Sequence[TensorSpec]) -> Layout:
-    """Places for `specs`, in their order."""
+    """Lay out `specs` in the arena: small tensors first, then large ones, each in the given order."""
     sizes = [spec.nbytes for spec in specs]
     offsets = [0] * len(specs)
     end = small_bytes = 0

@@ -32,13 +32,13 @@ from headrace.dataio.store.base import Buffer
 COMPRESSIONS = ("none", "zstd", "auto", "delta")
 NAMES = {RAW: "raw", ZSTD: "zstd"} | {kind: f"planes{width}+zstd" for kind, width in PLANES.items()}
 NAMES |= {kind: f"xor+{NAMES[inner]}" for kind, inner in DELTAS.items()}
-"""What people call the codecs."""
+"""Names of the codecs in reports."""
 WORTH = 0.97
-"""A chunk that is not made at least this much smaller is stored raw, which costs nothing to read."""
+"""A chunk whose compressed size is not below this fraction is stored raw, because raw chunks need no decompression."""
 
 
 class _Contexts(threading.local):
-    """zstd's state, made once for each thread."""
+    """zstd's compressor and decompressor, created once for each thread."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=1)
@@ -49,7 +49,7 @@ _contexts = _Contexts()
 
 
 def pack(payload: memoryview, kind: int) -> tuple[Buffer, int]:
-    """(what to store, its codec): `kind`, or raw where that is not worth it."""
+    """Encode a chunk. Returns (bytes to store, codec): with `kind`, or raw if compression gains too little."""
     if kind == RAW:
         return payload, RAW
     small = compress(payload, kind)
@@ -57,20 +57,20 @@ def pack(payload: memoryview, kind: int) -> tuple[Buffer, int]:
 
 
 def compress(payload: Buffer, kind: int) -> bytes:
-    """The payload by this codec, whether it is worth it or not."""
+    """Compress the payload with this codec, even if the result is not smaller."""
     source: Buffer = payload if kind == ZSTD else _to_planes(np.frombuffer(payload, np.uint8), PLANES[kind]).data
     return _contexts.compressor.compress(source)
 
 
 def unpack(stored: memoryview, codec: int, raw: int, expected_digest: bytes) -> memoryview | None:
-    """The chunk's bytes when they are the right ones."""
+    """Decode a chunk; None unless its bytes match the digest."""
     payload = stored if codec == RAW else decompress(stored, codec, raw)
     good = payload is not None and len(payload) == raw and digest(payload) == expected_digest
     return payload if good else None
 
 
 def decompress(stored: memoryview, codec: int, raw: int) -> memoryview | None:
-    """What was compressed, of `raw` bytes; not yet compared with any digest."""
+    """Decompress to `raw` bytes, without comparing a digest; None for a damaged frame."""
     try:
         if zstandard.frame_content_size(stored) != raw:
             return None
@@ -83,7 +83,7 @@ def decompress(stored: memoryview, codec: int, raw: int) -> memoryview | None:
 
 
 def _to_planes(flat: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.uint8]:
-    """[b0 b1 c0 c1 ... rest] -> [b0 c0 ... b1 c1 ... rest]; `rest` are bytes beyond whole elements."""
+    """[b0 b1 c0 c1 ... rest] -> [b0 c0 ... b1 c1 ... rest]; `rest`: bytes after the last whole element."""
     whole = len(flat) - len(flat) % width
     out = np.empty_like(flat)
     np.copyto(out[:whole].reshape(width, -1), flat[:whole].reshape(-1, width).T)
@@ -123,18 +123,18 @@ _decoder = msgspec.msgpack.Decoder(Link)
 
 
 def encode_difference(payload: Buffer, base: Buffer, link: Link, kind: int) -> bytes:
-    """What is stored of `payload`; the base has as many bytes."""
+    """Encode `payload` as a difference from `base`, which has the same number of bytes."""
     head = msgspec.msgpack.encode(link)
     return _LENGTH.pack(len(head)) + head + compress_difference(payload, base, kind)
 
 
 def compress_difference(payload: Buffer, base: Buffer, kind: int) -> bytes:
-    """The difference alone."""
+    """Compress the difference alone, without the link."""
     return compress(_xor(payload, base).data, DELTAS[kind])
 
 
 def link_of(stored: memoryview) -> Link | None:
-    """The base that a stored chunk names, None for damage."""
+    """The link to the base in a stored difference; None if it is damaged."""
     if len(stored) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(stored)
@@ -148,7 +148,7 @@ def link_of(stored: memoryview) -> Link | None:
 
 
 def decode_difference(stored: memoryview, base: memoryview, raw: int, kind: int) -> memoryview | None:
-    """The bytes that were encoded, if the base is right."""
+    """Decode a difference, without comparing a digest; None if it is damaged or the base has the wrong length."""
     (length,) = _LENGTH.unpack_from(stored)
     difference = decompress(stored[_LENGTH.size + length :], DELTAS[kind], raw)
     if difference is None or len(difference) != raw or len(base) != raw:

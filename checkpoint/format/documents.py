@@ -23,7 +23,7 @@ from headrace.dataio.store.base import Store
 
 VERSION = 1
 FORMAT_SUFFIX = "-checkpoint"
-"""What comes before it is the name that the software had when it made the repository; readers accept any."""
+"""Before this suffix is the name that the software had when it created the repository. Readers accept any name."""
 FORMAT = f"headrace{FORMAT_SUFFIX}"
 
 
@@ -43,7 +43,10 @@ class StepName(msgspec.Struct, frozen=True, order=True):
 
 
 class Base(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A committed attempt that another one references. `run`: its run; "" for the run of the document that names it."""
+    """A committed attempt that another attempt references.
+
+    `run`: its run; "" for the run of the document that names it.
+    """
 
     timeline: int
     step: int
@@ -51,7 +54,7 @@ class Base(msgspec.Struct, frozen=True, omit_defaults=True):
     run: str = ""
 
     def of(self, run: str) -> StepOfRun:
-        """The step that it is, when `run` names it."""
+        """The step of this attempt; `run` is the run of the document that names it."""
         return StepOfRun(self.run or run, self.timeline, self.step)
 
 
@@ -72,8 +75,10 @@ class Who(msgspec.Struct, frozen=True):
 
 
 class Timeline(Document, frozen=True, kw_only=True):
-    """`writer`: which writer of which process opened it (`headrace.checkpoint.repository.writers`); "" in documents of
-    older versions."""
+    """One timeline of a run. `writer`: name of the writer that opened it (`headrace.checkpoint.repository.writers`).
+
+    `writer` is "" in documents of older versions.
+    """
 
     run: str
     timeline: int
@@ -84,8 +89,11 @@ class Timeline(Document, frozen=True, kw_only=True):
 
 
 class Lease(Document, frozen=True, kw_only=True):
-    """`until` in seconds since the epoch, `life` in seconds. `bases` must not be collected while the lease lives. A
-    lease that references another run has version 2, so a collector that looks for bases in the lease's own run refuses it."""
+    """A lease on an attempt. `until` is in seconds since the epoch, `life` in seconds.
+
+    A collection must not remove `bases` while the lease is alive. A lease that references another run has version 2, so that
+    a collector that looks for bases only in the lease's own run refuses it.
+    """
 
     newest: ClassVar[int] = 2
     attempt: str
@@ -99,7 +107,7 @@ class Lease(Document, frozen=True, kw_only=True):
 
 
 class Decision(Document, frozen=True, kw_only=True):
-    """`decision` is commit or abort; `manifests` are the hexadecimal BLAKE3 digests of the rank manifests, by rank."""
+    """`outcome` is "commit" or "abort"; `manifests` are the hexadecimal BLAKE3 digests of the rank manifests, by rank."""
 
     attempt: str
     outcome: str = msgspec.field(name="fate")
@@ -108,7 +116,7 @@ class Decision(Document, frozen=True, kw_only=True):
 
 
 class Commit(Document, frozen=True, kw_only=True):
-    """The one attempt that is the step, or was it before the tombstone: then the step is gone and never comes back."""
+    """Names the attempt that is the step. With `tombstone` the step was removed and never returns."""
 
     step: int
     attempt: str = ""
@@ -123,7 +131,7 @@ class StepOfRun(msgspec.Struct, frozen=True):
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """What a retention keeps of a run, as `headrace.checkpoint.repository.retention.Keep` says."""
+    """A retention policy as stored in a record; see `headrace.checkpoint.repository.retention.Keep`."""
 
     last: int | None = None
     every: int | None = None
@@ -145,7 +153,7 @@ D = TypeVar("D", bound=Document)
 
 
 def encode(document: Document) -> bytes:
-    """JSON for people and programs, with a final newline."""
+    """Encode as indented JSON with its digest and a final newline."""
     return json.seal(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
@@ -168,8 +176,10 @@ def newer(key: str, version: int) -> UnsupportedError:
 
 
 def read(store: Store, key: str, kind: type[D]) -> D:
-    """Fetch and decode; `NotFoundError` when the object is absent. What is damaged is fetched once more: the damage may have
-    happened on the way."""
+    """Fetch and decode a document; `NotFoundError` if the object is absent.
+
+    A damaged document is fetched once more, because the damage may have happened in transit.
+    """
     try:
         return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
     except (CorruptionError, UnsupportedError):

@@ -25,24 +25,24 @@ from headrace.dataio.core.errors import CapacityError, CorruptionError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES, MIB, format_bytes
 
 MAX_BYTES = JSON_DOCUMENT_BYTES
-"""The most that a manifest's object may hold, which is what a conditional write takes."""
+"""The most bytes of a manifest's object; a conditional write takes no more."""
 MAX_RAW_BYTES = 64 * MIB
-"""The most that a manifest may hold once it is decompressed: half a million tensors, or two terabytes of state, for each rank."""
+"""The most bytes of a decompressed manifest: half a million tensors, or two terabytes of state, for each rank."""
 PACK_BYTES = 256 * MIB
-"""The most payload that a pack holds."""
+"""The most payload bytes of a pack."""
 RAW, ZSTD = 0, 1
 PLANES = {2: 2, 3: 4, 4: 8}
-"""Codecs of a chunk: these put the bytes of elements of this width together by place before zstd (note 0011)."""
+"""Byte-plane codecs, each with its element width in bytes (note 0011)."""
 DELTAS = {5: 2, 6: 3}
-"""Codecs of a chunk that is stored as its difference from another, and the codec of the difference (note 0016)."""
+"""Codecs of a chunk that is stored as a difference, each with the codec of the difference itself (note 0016)."""
 CODECS = {RAW, ZSTD, *PLANES, *DELTAS}
 WITH_PLANES, WITH_DELTAS = 2, 3
-"""The version of manifests and packs that have such chunks; others keep version 1, so that older readers read them."""
+"""Versions of manifests and packs with such chunks. Others keep version 1, so that older readers can read them."""
 WITH_VALUES = 4
 """The version of manifests that are compressed, or have a tree that begins with `NEWER_TREE` (note 0028)."""
 NEWEST = WITH_VALUES
 NEWER_TREE = b"\x92\xa1N"
-"""How a tree begins that holds kinds of values which readers of versions up to 3 do not know."""
+"""The first bytes of a tree with kinds of values that readers of versions up to 3 do not know."""
 _NAME_BYTES = 4096
 
 
@@ -77,9 +77,10 @@ class PackName(msgspec.Struct, array_like=True, frozen=True, gc=False, order=Tru
 
 
 class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A shard of a tensor: `local` elements from `offset` of the global `shape`; its row-major bytes are the spans.
+    """A shard of a tensor: `local` elements from `offset` of the global `shape`. `spans` hold its row-major bytes.
 
-    `replicated`: the tensor belongs to all ranks, whose manifests hold each element once; else it is whole, and its rank's.
+    With `replicated` the tensor belongs to all ranks, and their manifests hold each element once. Otherwise the tensor is
+    whole and belongs to this rank.
     """
 
     name: str
@@ -100,9 +101,11 @@ class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`tree` is a document of `headrace.checkpoint.state.tree`; `replicas` is the digest of what all ranks must agree
-    on. `links`: the
-    numbers of each chunk that is a difference and of its base, which is a chunk of this table as well."""
+    """One rank's part of a step.
+
+    `tree`: a document of `headrace.checkpoint.state.tree`. `replicas`: the digest of the data that must be equal on all ranks.
+    `links`: for each chunk that is a difference, its number and the number of its base, which is a chunk of this table, too.
+    """
 
     version: int = VERSION
     nonce: str = msgspec.field(default_factory=names.new_id)
@@ -131,7 +134,7 @@ class _Head(msgspec.Struct):
 
 
 class _Compressed(msgspec.Struct, frozen=True):
-    """A manifest that would be larger than `MAX_BYTES` as it is."""
+    """The object of a manifest that would be larger than `MAX_BYTES` without compression."""
 
     version: int
     zstd: bytes
@@ -142,7 +145,7 @@ _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def version_for(codecs: Iterable[int], tree: bytes = b"") -> int:
-    """The version that a reader of chunks with these codecs, and of this tree, must know."""
+    """The lowest version that has chunks with these codecs and this tree."""
     if tree.startswith(NEWER_TREE):
         return WITH_VALUES
     found = set(codecs)
@@ -162,7 +165,7 @@ def encodings(manifest: Manifest) -> dict[int, tuple[int, int]]:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest's object, compressed where it is large; `CapacityError` when the rank has too much for one."""
+    """Encode the manifest, compressed if it is large; `CapacityError` if it is too large even then."""
     raw = data = _encoder.encode(manifest)
     if MAX_BYTES < len(raw) <= MAX_RAW_BYTES:
         raw = _encoder.encode(msgspec.structs.replace(manifest, version=WITH_VALUES))
@@ -177,7 +180,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manifest:
-    """The checked manifest that the object `key` holds; with a digest, first that it is the one that was written."""
+    """Decode and check the manifest in the object `key`. If a digest is given, it is compared first."""
     if expected_digest is not None and digest(data) != expected_digest:
         raise CorruptionError(
             f"{key} is damaged: its digest is not the one in the decision", hint="run `headrace ckpt check`"
@@ -203,7 +206,7 @@ def _decompressed(frame: bytes) -> bytes:
 
 
 class _Unsound(Exception):
-    """What is wrong inside a manifest."""
+    """A flaw inside a manifest; `decode` raises it as `CorruptionError`."""
 
 
 def _require(condition: bool, what: str) -> None:
@@ -257,7 +260,7 @@ def _check_links(manifest: Manifest) -> None:
 
 
 def check_disjoint(ranges: Iterable[tuple[int, int, int]]) -> None:
-    """That (pack, offset, length) ranges do not overlap."""
+    """Raise `_Unsound` if (pack, offset, length) ranges overlap."""
     last_pack, end = -1, 0
     for pack, offset, length in sorted(ranges):
         _require(pack != last_pack or offset >= end, f"chunks overlap at byte {offset} of pack {pack}")
@@ -278,7 +281,7 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def _check_tensor(t: Tensor, chunks: tuple[Chunk, ...]) -> None:
-    """Asked of every tensor at every restore, so nothing is put into words before it is wrong."""
+    """Runs for every tensor at every restore, so messages are formatted only for a flaw."""
     if (what := _flaw(t)) is not None:
         raise _Unsound(what)
     held = 0
@@ -308,9 +311,9 @@ def _flaw(t: Tensor) -> str | None:
 
 
 def check_shards(found: Iterable[Manifest]) -> str | None:
-    """What is wrong between the shards of the tensors that belong to all ranks, over all manifests of a step; or None.
+    """Describe a mismatch between the ranks' shards of replicated tensors in all manifests of a step; None if there is none.
 
-    Of each manifest only boxes are kept.
+    Only the boxes of each manifest stay in memory.
     """
     shards: dict[str, list[Box]] = defaultdict(list)
     kinds: dict[str, str] = {}

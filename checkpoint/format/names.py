@@ -1,7 +1,6 @@
 """Object keys of the repository, and the ids of attempts. No other module builds or parses a key.
 
-An attempt id is a ULID: 26 characters that sort by the time they were drawn (48 bits of milliseconds, 80 random
-bits).
+An attempt id is a ULID: 26 characters that sort by time of creation (48 bits of milliseconds, 80 random bits).
 Invariant: building and parsing a key are inverse. Numbers are zero-padded, so listing order is numeric order. Two ids
 never collide in practice, so an id names one attempt of one save.
 Failure behaviour: `UsageError` for a run name, a step or an id that cannot be part of a key. Parsing an unknown key
@@ -32,7 +31,7 @@ _PACK_KEY = re.compile(rf"packs/([0-9A-Z]{{26}})/({_PACK_NAME.pattern})\.pack")
 
 
 def check_run(run: str, what: str = "run") -> str:
-    """`run` itself when it can name a run, or a tag: letters, digits, dot, dash, underscore, at most 128."""
+    """Return `run` if it is a valid name of a run or tag: letters, digits, dot, dash, underscore, at most 128 characters."""
     if not isinstance(run, str) or not _RUN.fullmatch(run):
         raise UsageError(
             f"{run!r:.200} cannot name a {what}", hint="use letters, digits, '.', '-' and '_', at most 128 of them"
@@ -41,7 +40,7 @@ def check_run(run: str, what: str = "run") -> str:
 
 
 def check_step(step: object) -> int:
-    """`step` itself when it is an integer in [0, 10**12)."""
+    """Return `step` if it is an integer in [0, 10**12)."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT:
         raise UsageError(f"{step!r} is not a step", hint="steps are integers from 0 to 10**12 - 1")
     return step
@@ -80,12 +79,12 @@ def decision(run: str, number: int, at: int, attempt_id: str) -> str:
 
 
 def lease(attempt_id: str, holder: str = "") -> str:
-    """`holder`: the digits of a process whose lease on the attempt names other bases than the attempt's own lease does."""
+    """`holder`: random digits of a process whose lease on the attempt names other bases than the saver's lease."""
     return f"{leases_of(attempt_id)}{'-' if holder else ''}{holder}.json"
 
 
 def leases_of(attempt_id: str) -> str:
-    """What the keys of all leases on an attempt begin with."""
+    """The common prefix of the keys of all leases on an attempt."""
     return f"{LEASES}{attempt_id}"
 
 
@@ -110,7 +109,10 @@ def parse_pack_key(key: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class StepKey:
-    """A key under a step, taken apart. `kind` is commit, fate (a decision) or manifest; `attempt` is empty for COMMIT."""
+    """The parts of a key below a step.
+
+    `kind` is commit, fate (a decision) or manifest; `attempt` is empty for COMMIT.
+    """
 
     run: str
     timeline: int
@@ -121,7 +123,7 @@ class StepKey:
 
 
 def parse_step_key(key: str) -> StepKey | None:
-    """What a key below `runs/` stands for, or None when it is not part of a step."""
+    """Parse a key below `runs/`; None if it is not part of a step."""
     match = _STEP_KEY.fullmatch(key)
     if match is None:
         return None
@@ -171,7 +173,7 @@ def is_id(text: str) -> bool:
 
 
 def check_id(text: str) -> str:
-    """`text` itself when it is an id."""
+    """Return `text` if it is an id."""
     if not is_id(text):
         raise UsageError(
             f"{text!r} is not an attempt id", hint="attempt ids have 26 characters, as in `headrace ckpt ls`"

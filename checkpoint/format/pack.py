@@ -44,7 +44,7 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class NewChunk:
-    """A chunk to be packed. `payload` is what is stored, raw or compressed."""
+    """A chunk to be packed. `payload`: the bytes to store, raw or compressed."""
 
     digest: bytes
     payload: Buffer
@@ -57,13 +57,13 @@ _table = msgspec.msgpack.Decoder(tuple[Entry, ...])
 
 
 Took = Callable[[int, float], None]
-"""Told of bytes that the store took, and of the seconds it was waited for."""
+"""Called with the bytes that the store took, and the seconds that the writer waited for it."""
 
 
 def write(
     store: Store, key: str, chunks: Iterable[NewChunk], packed: Callable[[Entry], None], took: Took = lambda *_: None
 ) -> int:
-    """Write one pack of as many of `chunks` as fit, telling `packed` of each; return the object's size."""
+    """Write one pack with as many of `chunks` as fit, and call `packed` for each. Returns the object's size."""
     timed = _Timed(_parts(iter(chunks), packed), took)
     size = store.put_multipart(key, timed)
     timed.returned()
@@ -83,7 +83,7 @@ def write_all(
 
 
 class _Timed:
-    """The parts of a pack, telling `took` how long the store kept each of them, and itself at the end."""
+    """Iterates over the parts of a pack, and reports to `took` how long the store took for each part and for the end."""
 
     def __init__(self, parts: Iterator[Buffer], took: Took) -> None:
         self._parts, self._took, self._given = parts, took, (0, time.perf_counter())
@@ -96,7 +96,7 @@ class _Timed:
         self._given = 0, time.perf_counter()
 
     def returned(self) -> None:
-        """The store has the whole object."""
+        """Report the time from the last part to the end of the upload."""
         self._took(0, time.perf_counter() - self._given[1])
 
 
@@ -120,7 +120,7 @@ def _parts(chunks: Iterator[NewChunk], packed: Callable[[Entry], None]) -> Itera
 
 
 def read_table(store: Store, key: str) -> tuple[Entry, ...]:
-    """The chunks of a stored pack, checked in themselves: in order, without overlaps, inside the payload."""
+    """Read and check a stored pack's table: its chunks are in order, without overlaps, inside the payload."""
     try:
         size = store.stat(key).size
     except NotFoundError:

@@ -1,2 +1,5 @@
-"""Steps in the node's tier: `saving` keeps them, `reading` finds them, `finishing` commits what only the tier has.
-docs/design/0005 has the reasons; the directory itself is `headrace.dataio.store.local_tier`."""
+"""Checkpoint steps in the node's local tier.
+
+`saving` keeps them. `restoring` finds them, and commits steps that only the tier has. docs/design/0005 gives the
+reasons. `headrace.dataio.store.local_tier` manages the tier's directory.
+"""

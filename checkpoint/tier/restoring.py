@@ -1,15 +1,15 @@
 """Restores from the node's local tier, and commits steps that only the tier has.
 
-- `NodeTier.near(store)` is the store to read a step from; `NodeTier.find` finds the step, also while the store is
-  unreachable.
-- `send` and `finish` complete steps that were saved while the store was unreachable, or whose saver died, before a
-  restore.
+- `NodeTier.near(store)` returns the store to read a step from. `NodeTier.find` finds the step, also while the store
+  is unreachable.
+- Before a restore, `send` and `finish` complete steps that were saved while the store was unreachable, or whose saver
+  died.
 
-Invariants: the sidecar says where the tier is; without one, the store itself is read. A step that is restored while
-the store is unreachable was committed and is whole in the tiers, the buddy's included. The ordinary commit protocol
-decides about unfinished steps, under a lease that names the bases *before* they are checked. An attempt that can no
-longer be committed is marked as over; nothing is deleted here.
-Failure behaviour: a sidecar that does not answer means no tier. Errors of `send` and `finish` are logged; the next
+Invariants: the sidecar names the tier's directory. Without a sidecar the store itself is read. A step that is restored
+while the store is unreachable was committed and is complete in the node's tier and its buddy's. The ordinary commit
+protocol decides about unfinished steps, under a lease that names the bases *before* they are checked. An attempt that
+can no longer be committed is marked as over; this module deletes nothing from the tier.
+Failure behaviour: a sidecar that does not answer counts as no tier. Errors of `send` and `finish` are logged; the next
 restore tries again.
 """
 
@@ -53,19 +53,19 @@ from headrace.dataio.store.local_tier.stores import FetchFromBuddy, TierReader, 
 from headrace.dataio.store.local_tier.tier import LocalTier
 
 RECALL_SECONDS = 600.0
-"""The most that one object may take on its way from the buddy."""
+"""Timeout in seconds for the transfer of one object from the buddy."""
 _log = get_logger(__name__)
 
 
 class Found(msgspec.Struct, array_like=True, frozen=True):
-    """The step to restore; `away`: the store could not be asked."""
+    """The step to restore. `away`: the store was unreachable, so the step was found in the tier."""
 
     base: Base
     away: bool = False
 
 
 class NodeTier:
-    """The node's tier while it is in use: `shelf` is None where there is none."""
+    """The node's tier during one operation. `shelf` is None if the node has no usable tier."""
 
     def __init__(self, sidecar: Sidecar | None) -> None:
         self._sidecar, self._buddy = sidecar, False
@@ -76,7 +76,10 @@ class NodeTier:
         return store if self.shelf is None else TierReader(store, self.shelf, keeps, self.recall)
 
     def recall(self, source: str, key: str) -> bool:
-        """Whether the buddy had the object; it is in the tier now."""
+        """Fetch an object from the buddy into the tier.
+
+        Returns False if the buddy does not have it or cannot be reached.
+        """
         if self._sidecar is None or not self._buddy:
             return False
         try:
@@ -86,13 +89,13 @@ class NodeTier:
             return False
 
     def send(self, store: Store, run: str) -> None:
-        """On every rank, before a step is looked for: see `finishing`. The buddy's records come first."""
+        """On every rank, before a step is looked up: fetch the buddy's records, then call `send` of this module."""
         if self.shelf is not None:
             self.recall(store.location.url, "")
             restoring.send(store, self.shelf, run, self.recall)
 
     def find(self, store: Store, run: str, step: int | str | Base) -> Found | None:
-        """On one rank, when all have sent: the step to restore, None where there is none."""
+        """On one rank, after all ranks have called `send`: the step to restore; None if the run has none."""
         try:
             if self.shelf is not None:
                 restoring.finish(store, self.shelf, run)
@@ -118,7 +121,10 @@ class NodeTier:
 
 @contextlib.contextmanager
 def node_tier(sidecar: SidecarName) -> Iterator[NodeTier]:
-    """The tier of the node that `sidecar` names; asked for anew each time, since it may come and go."""
+    """The tier that the sidecar reports.
+
+    It is looked up for each operation, because the sidecar may start or stop.
+    """
     found = Sidecar.find(sidecar)
     try:
         yield NodeTier(found)
@@ -128,7 +134,7 @@ def node_tier(sidecar: SidecarName) -> Iterator[NodeTier]:
 
 
 def latest(shelf: LocalTier | None, url: str, run: str, step: int | str | Base) -> Base | None:
-    """The newest step of the run that the tier knows to be committed, or that one."""
+    """The step, or for "latest" the newest step, that the tier knows to be committed; None if there is none."""
     for record in shelf.records(url, run) if shelf is not None else ():
         base = Base(record.timeline, record.step, record.attempt)
         if record.committed and not record.over and step in ("latest", record.step, base):
@@ -160,17 +166,17 @@ def told(near: Store, step: int) -> None:
 
 
 TURN_SECONDS = 600.0
-"""How long one call of `send` waits for other processes of the node that send, together; what is theirs they go on with."""
+"""Seconds that one call of `send` waits in total for other processes of the node that are sending."""
 _POLL = 0.1
 OLD_SECONDS = 5 * 24 * 3600.0
-"""Older attempts are over: a collector may remove packs that nothing explains when they are a week old."""
+"""Older attempts count as over, because a collector may remove their packs when they are a week old."""
 _CANDIDATES = 4
-"""Unfinished attempts of one run that are looked at, newest first."""
+"""The most unfinished attempts of one run that are tried, newest first."""
 _log = get_logger(__name__)
 
 
 def send(store: Store, shelf: LocalTier, run: str, recall: FetchFromBuddy) -> None:
-    """On every rank: put what this node's tier holds, and the store lacks, of attempts that may still become steps."""
+    """On every rank: upload the objects of unfinished attempts that this node's tier has and the store lacks."""
     until = time.monotonic() + TURN_SECONDS
     for record in unfinished(shelf, store.location.url, run):
         with _logged(f"step {record.step} of run {run}, which only the tier has, is not sent"), _alone(shelf, until):
@@ -179,7 +185,7 @@ def send(store: Store, shelf: LocalTier, run: str, recall: FetchFromBuddy) -> No
 
 
 def finish(store: Store, shelf: LocalTier, run: str) -> None:
-    """On one rank, when all have sent: commit the newest attempt that is whole in the store now."""
+    """On one rank, after all ranks have called `send`: commit the newest attempt that is now complete in the store."""
     tried = set[str]()
     for record in unfinished(shelf, store.location.url, run):
         if record.attempt in tried:
@@ -192,12 +198,15 @@ def finish(store: Store, shelf: LocalTier, run: str) -> None:
 
 
 def unfinished(shelf: LocalTier, source: str, run: str) -> list[Record]:
-    """Records that are not known to be committed, newest first."""
+    """The newest records that are neither committed nor over, newest first."""
     return [r for r in shelf.records(source, run) if not r.committed and not r.over][:_CANDIDATES]
 
 
 def _may_become_a_step(store: Store, shelf: LocalTier, record: Record) -> bool:
-    """Whether it is worth sending; what is known now is noted in the record."""
+    """Whether the attempt can still become a step newer than the latest.
+
+    Updates the record if it is committed or over.
+    """
     attempt = attempt_of(record)
     old = time.time() - record.created > OLD_SECONDS
     found = commit.recognise(store, attempt)
@@ -216,7 +225,7 @@ def _send(store: Store, shelf: LocalTier, record: Record, recall: FetchFromBuddy
     with _lease(store, record, manifest.bases) as lease:
         _require_bases(store, shelf, record, manifest.bases)
         for key in (pack.key for pack in manifest.packs if pack.attempt == record.attempt):
-            if not store.exists(key):  # those of the manifest, which another worker than the record's may have written
+            if not store.exists(key):  # the manifest's packs; another worker than the record's may have written them
                 _require_here(shelf, record, key, recall)
                 store.put_multipart(key, _verified(shelf, record.source, key))
         lease.require_alive()
@@ -237,7 +246,8 @@ def _commit(store: Store, shelf: LocalTier, record: Record) -> bool:
             _over(shelf, record)
             raise
         lease.release()
-        store.delete_many([info.key for info in store.list(names.leases_of(attempt.id))])  # no one else needs its own
+        # the step is committed, so the leases of its other processes are not needed either
+        store.delete_many([info.key for info in store.list(names.leases_of(attempt.id))])
     for other in shelf.records(record.source, record.run):
         if other.attempt == record.attempt:
             mark_committed(store, shelf, other, found.committed)
@@ -245,7 +255,7 @@ def _commit(store: Store, shelf: LocalTier, record: Record) -> bool:
 
 
 def _bases_of_all(store: Store, attempt: Attempt) -> tuple[Base, ...]:
-    """The bases of all ranks. A rank that was kept while the store was unreachable has none."""
+    """The bases of all ranks. The manifest of a rank that was kept while the store was unreachable names none."""
     keys = [attempt.manifest_key(rank) for rank in range(attempt.world_size)]
     found = (manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key) for key in keys)
     return tuple(dict.fromkeys(base for manifest in found for base in manifest.bases))
@@ -278,7 +288,7 @@ def _verified(shelf: LocalTier, source: str, key: str) -> Iterator[memoryview]:
 
 
 def _require_bases(store: Store, shelf: LocalTier, record: Record, bases: Sequence[Base]) -> None:
-    """The lease protects the bases from now on: check that they still exist."""
+    """Check that the bases still exist. The lease must protect them already."""
     going = repository.pending_deletes(store)
     for base in bases:
         at = base.of(record.run)
@@ -290,7 +300,7 @@ def _require_bases(store: Store, shelf: LocalTier, record: Record, bases: Sequen
 
 
 def _lease(store: Store, record: Record, bases: Sequence[Base]) -> LeaseKeeper:
-    """A lease of this process on the attempt. A saver on another node may still be at work, and has its own with its bases."""
+    """A lease on the attempt with this process's own key: a saver on another node may still hold a lease with other bases."""
     holder = os.urandom(4).hex()
     return LeaseKeeper(store, record.attempt, record.run, record.timeline, record.step, bases, holder=holder)
 
@@ -309,7 +319,7 @@ def _logged(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(shelf: LocalTier, until: float) -> Iterator[None]:
-    """One process of the node at a time: the second then finds everything in the store."""
+    """Let one process of the node send at a time. The next one then finds the objects in the store."""
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(file_lock(shelf.root / "sending", until - time.monotonic(), _POLL))

@@ -1,9 +1,9 @@
-"""Keeps a save in the node's local tier on its way to the store.
+"""Keeps a save in the node's local tier while it is written to the store.
 
-Purpose: a worker writes to `Holding.store`; with a tier, packs are in the tier before they are in the store.
-Invariants: a record is written when this rank's packs and manifest are in the tier. It says "committed" only after
-COMMIT was seen. Without a tier, or after the tier has failed, a save behaves as if there were none.
-Failure behaviour: a tier that cannot be written is ignored from then on, and that is logged.
+Purpose: a worker writes to `Holding.store`. With a tier, packs are in the tier before they are in the store.
+Invariants: a record is written when this rank's packs and manifest are in the tier. It is marked as committed only
+after COMMIT was read. Without a tier, or after the tier has failed, a save works as if there were no tier.
+Failure behaviour: if the tier cannot be written, the rest of the save ignores it, and that is logged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _log = get_logger(__name__)
 
 
 def keeps(key: str) -> bool:
-    """What a tier may hold: packs, manifests and decisions. Their keys name an attempt, so they never change."""
+    """Whether a tier may hold the object: a pack, manifest or decision.
+
+    Their keys name an attempt, so they never change.
+    """
     if key.startswith(names.PACKS):
         return True
     parsed = names.parse_step_key(key)
@@ -41,7 +44,10 @@ def keeps(key: str) -> bool:
 
 
 class Holding:
-    """One save. `kept`: seconds since `began` after which all of it was in the tier, None while it is not."""
+    """The tier's part in one save.
+
+    `kept`: seconds from the save's start until all of it was in the tier; None until then.
+    """
 
     def __init__(
         self, store: Store, plan: PutPlan, keeping: WriteThroughTier | None, shelf: LocalTier | None, clock: Clock
@@ -55,16 +61,16 @@ class Holding:
 
     @property
     def can_keep_alone(self) -> bool:
-        """Whether the step may still be kept although the store cannot be reached."""
+        """Whether the tier can still keep the step while the store is unreachable."""
         return self._keeping is not None and self._keeping.whole and self._record is None
 
     def alone(self) -> None:
-        """From now on nothing goes to the store."""
+        """Write to the tier only from now on."""
         assert self._keeping is not None
         self._keeping.send = False
 
     def go_on(self, encoded: bytes | None) -> None:
-        """After an earlier worker of this save got as far as its manifest: send packs that only the tier has."""
+        """If an earlier worker of this save finished its manifest (`encoded`), send the packs that only the tier has."""
         if encoded is None or self._keeping is None or self._shelf is None:
             return
         p = self._plan
@@ -75,7 +81,7 @@ class Holding:
                 self._keeping.send_to_store(kept.label)
 
     def complete(self, manifest: Manifest, encoded: bytes) -> None:
-        """All packs are written, and this is the manifest."""
+        """Keep the manifest and write the record, after all packs are written."""
         if self._keeping is None or self._shelf is None or not self._keeping.whole:
             return
         record = record_of(self._url, manifest, self._clock.time())
@@ -88,7 +94,7 @@ class Holding:
         self._record, self.kept = record, self._clock.monotonic() - self._began
 
     def replaced(self) -> None:
-        """Another worker's manifest counts."""
+        """Withdraw the record and the manifest, because another worker's manifest counts."""
         if self._record is not None and self._shelf is not None:
             with contextlib.suppress(*TROUBLE):
                 self._shelf.drop(self._url, self._record.own[-1])
@@ -96,7 +102,7 @@ class Holding:
         self._record = self.kept = None
 
     def committed(self, found: Commit) -> None:
-        """The step is this attempt."""
+        """Mark the record as committed."""
         if self._record is not None and self._shelf is not None:
             with contextlib.suppress(*TROUBLE, HeadraceError):
                 mark_committed(self.store, self._shelf, self._record, found.committed)
@@ -104,7 +110,7 @@ class Holding:
 
 @contextlib.contextmanager
 def holding(store: Store, plan: PutPlan, shelf: LocalTier | None, clock: Clock) -> Iterator[Holding]:
-    """For the length of a save."""
+    """The `Holding` of one save; without a tier if `shelf` is None."""
     if shelf is None:
         yield Holding(store, plan, None, None, clock)
         return
@@ -113,19 +119,19 @@ def holding(store: Store, plan: PutPlan, shelf: LocalTier | None, clock: Clock) 
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """How the daemon tells its workers of the tier."""
+    """Add the flags with which the daemon passes the tier to its workers."""
     parser.add_argument("--tier-dir", type=Path, help="the node's tier; none without it")
     parser.add_argument("--tier-bytes", type=int, default=0, help="its budget")
     parser.add_argument("--tier-steps", type=int, default=1, help="how many steps of a run it keeps")
 
 
 def shelf_of(options: argparse.Namespace) -> LocalTier | None:
-    """The tier that the flags name; None, logged once, when it cannot be used."""
+    """The tier that the flags name; None if there is none, or if it cannot be used (logged once)."""
     return None if options.tier_dir is None else open_shelf(options.tier_dir, options.tier_bytes, options.tier_steps)
 
 
 def open_shelf(folder: Path, size: int, steps: int) -> LocalTier | None:
-    """The tier in this directory; None, logged once, when it cannot be used."""
+    """Open the tier in this directory; None if it cannot be used (logged once)."""
     try:
         return LocalTier(folder, TierLimits(size, steps))
     except (OSError, HeadraceError) as error:
@@ -134,7 +140,7 @@ def open_shelf(folder: Path, size: int, steps: int) -> LocalTier | None:
 
 
 def record_of(url: str, manifest: Manifest, now: float) -> Record:
-    """The record of a rank's part that was just kept."""
+    """The record of a rank's part of a step in the tier."""
     m = manifest
     where = Attempt(m.run, m.timeline, m.step, m.attempt, m.world_size)
     return Record(
@@ -152,14 +158,14 @@ def record_of(url: str, manifest: Manifest, now: float) -> Record:
 
 
 def mark_committed(store: Store, shelf: LocalTier, record: Record, when: float) -> None:
-    """The store has the step: keep its decision as well, which names the digests of all manifests."""
+    """Mark the record as committed, and keep the step's decision, which holds the digests of all manifests."""
     key = names.decision(record.run, record.timeline, record.step, record.attempt)
     shelf.keep(record.source, key, store.get(key))
     shelf.put_record(msgspec.structs.replace(record, committed=when))
 
 
 class KeptAloneError(TransientError):
-    """Only the tier has the save, and it may be committed yet."""
+    """Only the tier has the save. A later restore may still commit it."""
 
 
 def kept_alone(error: TransientError, step: int) -> KeptAloneError:
