@@ -2,9 +2,9 @@
 
 Planning creates tens of thousands of small objects within milliseconds and drops them together. They would trigger
 collections of the trainer's whole heap while the trainer waits.
-Invariant: inside `gc_paused` there is only planning and small reads for it; its objects are freed by reference
-counts. When the last of several threads leaves, the collector is on again if it was on before.
-Failure behaviour: none.
+Invariant: only planning and its small reads run inside `gc_paused`; reference counts free its objects. When the last
+of several threads leaves, the collector is enabled again if it was enabled before.
+Failure behaviour: it raises no errors of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _was_on = False
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """No automatic collection inside."""
+    """Disable automatic garbage collection inside the block."""
     global _inside, _was_on
     with _lock:
         if not _inside:

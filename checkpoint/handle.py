@@ -1,11 +1,11 @@
 """`Handle`, which `save` returns, and `Saves`, the saves in flight of one checkpointer.
 
-Invariant: a handle goes once from staging to staged, and once from there to committed or failed. `result` returns
+Invariant: a handle changes once from staging to staged, and once from there to committed or failed. `result` returns
 only committed saves. All methods of a handle may be called from any thread, any number of times. A step is saved once
-in a timeline, and the error of a save is raised once if the caller did not ask for it.
+in a timeline. If the caller did not fetch the error of a save, it is raised once.
 Failure behaviour: `result` raises the save's error every time. A wait that times out raises `DeadlineError` and
 changes nothing. In a forked child, waiting for a save of the parent raises `UsageError` at once. `Saves` raises
-`ConflictError` for a step that is saved already.
+`ConflictError` for a step that is already saved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace.dataio.core.log import get_logger, warn_once
 
 _log = get_logger(__name__)
 _IN_FLIGHT = 2
-"""Saves in flight at once: one that needs the arena, and one that only waits for its commit."""
+"""The most saves in flight: one that needs the arena, and one that only waits for its commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,11 @@ class Name(Protocol):
 
 
 class Handle:
-    """One save. `stall` in seconds; `carrier`: "process", or "sidecar" once it has taken over; `diverged` as
-    in `SaveResult`."""
+    """One save.
+
+    `stall`: seconds for which `save` blocked. `carrier`: "process", or "sidecar" once the sidecar has taken over. `diverged`:
+    as in `SaveResult`.
+    """
 
     def __init__(self, step: int, attempt: str) -> None:
         self.step, self.attempt, self._pid = step, attempt, os.getpid()
@@ -109,7 +112,10 @@ class Handle:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the save failed; None while it is in flight and after the commit. Reading it does not count as fetching it."""
+        """Why the save failed; None while it is in flight and after the commit.
+
+        Reading it does not count as fetching it.
+        """
         return self._error
 
     @property
@@ -120,8 +126,8 @@ class Handle:
     def copied(self, timeout: float | None = None) -> None:
         """Return once the state may change again.
 
-        With eager staging that is the case when `save` returns. With lazy staging the step of an optimizer in the state waits
-        by itself; a loop that changes the state in another way calls this first.
+        With eager staging the state may change when `save` returns. With lazy staging the step of an optimizer in the state
+        waits by itself. A loop that changes the state in another way must call this first.
 
         Args:
             timeout (float | None): Seconds to wait; None waits without limit.
@@ -135,9 +141,9 @@ class Handle:
             copy.wait(timeout)
 
     def staged(self, timeout: float | None = None) -> None:
-        """Return once the state may change again, and the save no longer needs this process if a sidecar commits it.
+        """Return once the state may change again and the save is handed over to the sidecar or a thread of this process.
 
-        After the hand-over killing this process does not stop the save (with `carrier` "sidecar").
+        If `carrier` is "sidecar", killing this process after that does not stop the save.
         """
         self._require_own()
         if not self.done:
@@ -169,7 +175,7 @@ class Handle:
         return self._result
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the save is committed or failed; return whether that was within `timeout` seconds.
+        """Wait until the save is committed or failed; return False if `timeout` seconds pass first.
 
         Raises `UsageError` in a forked child, and nothing else.
         """
@@ -177,30 +183,30 @@ class Handle:
         return self._done.wait(timeout)
 
     def follow(self, copy: Copy) -> None:
-        """For the saver: the copy to wait for."""
+        """For the saver: set the copy to wait for."""
         self._copy = copy
 
     def set_staged(self, carrier: str) -> None:
-        """For the saver: the save is handed over."""
+        """For the saver: record the hand-over of the save."""
         self.carrier = carrier
         self._staged.set()
 
     def set_result(self, result: SaveResult) -> None:
-        """For the saver: committed."""
+        """For the saver: record the commit."""
         self._release()
         self._result = result
         self._staged.set()
         self._done.set()
 
     def set_error(self, error: BaseException) -> None:
-        """For the saver: failed."""
+        """For the saver: record the failure."""
         self._release()
         self._error = error
         self._staged.set()
         self._done.set()
 
     def _require_own(self) -> None:
-        """A forked child would wait for ever: the thread of the save belongs to its parent."""
+        """Raise `UsageError` in a forked child, which would wait forever: the save's thread runs only in the parent."""
         if os.getpid() != self._pid and not self.done:
             raise UsageError(
                 f"step {self.step} is saved by process {self._pid}; a forked child cannot wait for it",
@@ -222,10 +228,10 @@ class Handle:
 
 
 class Saves:
-    """For one thread at a time. `raises`: whether any failure is raised by the next save, or only that of being replaced.
+    """The saves of one checkpointer. For one thread at a time.
 
-    At the end of the program saves in flight are waited for, for `wait` seconds, even if the checkpointer was dropped. A
-    forked child does not wait for those of its parent.
+    With `raises` the next save raises any earlier failure; without, only a `ConflictError`. The process waits for saves in
+    flight before it exits, up to `wait` seconds. A forked child does not wait for saves of its parent.
     """
 
     def __init__(self, run: str, lineage: Lineage, raises: bool, wait: float) -> None:
@@ -240,7 +246,7 @@ class Saves:
         """Add a save that has started."""
         self._handles[handle.step] = handle
         if self._lineage.timeline > self._tried[0]:
-            self._committed.clear()  # another timeline has begun: its steps are saved anew
+            self._committed.clear()  # a new timeline has begun, in which steps may be saved again
         self._tried = max(self._tried, (self._lineage.timeline, handle.step))
 
     @property
@@ -255,9 +261,9 @@ class Saves:
             raise ConflictError(f"step {step} of run {self._run} {how} in this timeline", hint="save each step once")
 
     def again(self, step: int) -> bool:
-        """Whether the timeline may have the step, once no save is in flight; it may then be saved again in another timeline.
+        """Wait for all saves; return whether the timeline may have the step, which is then saved again in another timeline.
 
-        A save that failed may have committed its step: the store is asked about steps up to the highest one that was tried.
+        A failed save may have committed its step. So the result is True for all steps up to the highest that was tried.
         """
         tried = (self._lineage.timeline, step) <= self._tried
         if tried:
@@ -267,14 +273,14 @@ class Saves:
         return tried
 
     def of(self, step: int) -> Handle | None:
-        """The save of this step, on its way or committed; failures are forgotten."""
+        """The save of this step, in flight or committed, or None. Failed saves are forgotten."""
         for handle in self._handles.values():
             handle.fetched = handle.fetched or (handle.done and handle.error is not None)
         self.settle()
         return self._handles.get(step) or self._committed.get(step)
 
     def settle(self) -> None:
-        """Forget saves that have ended and were reported; the next save references the newest committed one."""
+        """Forget saves that have ended and were reported. The next save references the newest committed step."""
         for step, handle in list(self._handles.items()):
             if handle.done and (handle.error is None or handle.fetched):
                 del self._handles[step]
@@ -283,7 +289,7 @@ class Saves:
                     self._lineage.committed(step, handle.attempt)
 
     def start_over(self) -> None:
-        """A step was restored: steps may be saved again."""
+        """After a restore: steps that were committed may be saved again."""
         self._committed.clear()
 
     def wait_for_room(self, timeout: float) -> None:
@@ -296,7 +302,7 @@ class Saves:
             )
 
     def wait_at_exit(self) -> None:
-        """The program ends, and the checkpointer was not closed."""
+        """Wait for saves in flight when the program ends and the checkpointer was not closed."""
         if not self.all_done:
             _log.warning("the program ends without close(): waiting for the save in flight")
             self.wait_for_all(self._wait)
@@ -309,7 +315,7 @@ class Saves:
                 raise DeadlineError(f"step {handle.step} is still in flight after {timeout:g} s", hint="wait longer")
 
     def raise_failures(self) -> None:
-        """Raise errors of failed saves that the caller has not fetched, if configured so or if this trainer was replaced."""
+        """Raise an error that the caller has not fetched, if `raises` is set or the error is a `ConflictError`."""
         for handle in self._handles.values():
             if handle.done and handle.error is not None and not handle.fetched:
                 if self._raises or isinstance(handle.error, ConflictError):
@@ -337,10 +343,12 @@ def warn_of_python(version: tuple[int, ...]) -> None:
 
 
 def _before_exit(method: Callable[[], None]) -> None:
-    """Call `method`, if its object still lives, while threads can still be started: `atexit` would be too late. Not in a forked
-    child, which has none of the threads that it would wait for."""
+    """Call `method` at exit, if its object is still alive, while threads can still be started; `atexit` would be too late.
+
+    A forked child does not call it, because the child does not have the threads that it would wait for.
+    """
     warn_of_python(sys.version_info[:3])
     reference, pid = weakref.WeakMethod(method), os.getpid()
-    register = getattr(threading, "_register_atexit", None)  # not public, but what concurrent.futures itself rests on
+    register = getattr(threading, "_register_atexit", None)  # not public, but concurrent.futures itself uses it
     if register is not None:
         register(lambda: os.getpid() == pid and (found := reference()) and found())

@@ -9,8 +9,8 @@ committed a step of its own. A timeline is opened only while that lease lives an
 collection removes its start.
 Failure behaviour: `ConflictError` when another trainer took over the run, when the parent step was removed, or when a
 step that was restored as the latest while the store was unreachable is not the latest. A removed step of another run
-is not referenced, which only costs space. Where the process may not write, nothing is leased. A process that dies
-leaves a lease, which expires.
+is not referenced, which costs only space. A process without write access takes no lease. The lease of a process that
+dies expires.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from headrace.dataio.store.base import Store
 Origin = str | tuple[str, int] | None
 """Another run, or a step of one."""
 _AWAY_BYTES = 400
-"""Most bytes of the reason in rank 0's message."""
+"""The most bytes of the error text in rank 0's message."""
 _LOOKS = 5
-"""How often the latest step is looked up again when retention removes the one that was found."""
+"""Attempts to find the latest step while retention removes the step that was found."""
 
 
 class Ticket(msgspec.Struct, array_like=True, frozen=True):
@@ -47,13 +47,14 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
     timeline: int
     bases: tuple[Base, ...]
     away: str = ""
-    """Why there is no timeline: the store could not be reached, so nothing is saved."""
+    """The error text if the store was unreachable. There is no timeline then, and nothing is saved."""
 
 
 class Lineage:
-    """Of one trainer. `timeline` is 0 until it has saved; `again`: the next save may be of a step that its timeline has.
+    """The timeline and the referenced steps of one trainer.
 
-    For one thread at a time, but for `prepare` and `release`.
+    `timeline` is 0 until the trainer has saved. `again`: the next save may be of a step that its timeline already has. For one
+    thread at a time, except `prepare` and `release`.
     """
 
     def __init__(self, store: Store, run: str, origin: Origin = None) -> None:
@@ -80,9 +81,11 @@ class Lineage:
                 self._prepared = True
 
     def draw(self, step: int) -> Ticket:
-        """On rank 0. Finds where this save goes if it is the first one, or the first one after a restore; otherwise asks the
-        store nothing. An unreachable store is no error of the training loop: the ticket has the reason, and the next save
-        tries again."""
+        """On rank 0: the ticket of the next save.
+
+        The store is read only for the first save, for the first after a restore, and if `again` is set. An unreachable store
+        raises no error in the training loop: the ticket holds the reason, and the next save tries again.
+        """
         try:
             return self._drawn(step)
         except TransientError as error:
@@ -93,7 +96,8 @@ class Lineage:
             self.prepare()
             self._check_sure()
             if not self.timeline:
-                self._fork = self._fork or self._find_origin()  # a mistaken one is to stop no other trainer
+                # before a timeline is opened, so that a wrong origin does not take the run from another trainer
+                self._fork = self._fork or self._find_origin()
             standing = WriterState(self._writer, self.timeline, self._restored, anew=True, again=self.again)
             place = writers.place(self._store, self._run, step, standing, lambda base: self._held.hold(self._run, base))
             self._base = place.base or self._base
@@ -102,12 +106,14 @@ class Lineage:
         return Ticket(names.new_id(), self.timeline, bases)
 
     def drawn(self, number: int) -> None:
-        """On every rank: this timeline is what the trainer saves in until it restores another step."""
+        """On every rank: set the timeline that the trainer saves in until it restores another step."""
         self.timeline, self._restored, self.again = number, None, False
 
     def find(self, run: str, step: int | str | Base, tier: NodeTier) -> Found | None:
-        """On rank 0: the step, held until this trainer has committed one of its own; a newer one when the latest is removed just
-        now."""
+        """On rank 0: find the step and hold a lease on it until this trainer has committed a step of its own.
+
+        If the latest step is being removed, a newer one is looked up.
+        """
         for left in reversed(range(_LOOKS)):
             found = tier.find(self._store, run, step)
             if found is None or found.away:
@@ -121,7 +127,10 @@ class Lineage:
         return found
 
     def restored(self, run: str, found: Found, latest: bool) -> None:
-        """The trainer's next save may continue from this step, or reference it if it is of another run."""
+        """Record a restore.
+
+        The next save may continue from this step, or references it if it belongs to another run.
+        """
         base = found.base
         if run == self._run:
             self._restored = base
@@ -130,7 +139,7 @@ class Lineage:
             self._fork = msgspec.structs.replace(base, run=run)
 
     def committed(self, step: int, attempt: str) -> None:
-        """A step of the trainer's own: the next save references the newest, in whatever order commits are reported."""
+        """Record a commit of this trainer. The next save references the newest step, in any order of the reports."""
         if self._base is None or (self._base.timeline, self._base.step) < (self.timeline, step):
             self._base = Base(self.timeline, step, attempt)
         self._fork = None
@@ -146,7 +155,7 @@ class Lineage:
         self._leave()
 
     def _find_origin(self) -> Base | None:
-        """The step of another run that this one starts from, as long as it has none of its own."""
+        """The step of another run that this run starts from; None if this run has a step or there is no origin."""
         if self._origin is None or self._restored is not None:
             return None
         if repository.find(self._store, self._run, "latest") is not None:
@@ -156,7 +165,7 @@ class Lineage:
         return None if found is None else msgspec.structs.replace(found, run=run)
 
     def _check_sure(self) -> None:
-        """What was restored while the store was away must still be the latest before anything is built on it."""
+        """Raise if a step that was restored as the latest while the store was unreachable is not the latest."""
         if self._unsure is not None:
             latest = repository.find(self._store, self._run, "latest")
             if latest != self._unsure:
@@ -165,7 +174,7 @@ class Lineage:
 
 
 class ParentLease:
-    """Holds one step at a time, or none. `release` may come from any thread."""
+    """Holds a lease on at most one step at a time. `release` may be called from any thread."""
 
     def __init__(self, store: Store, life: float = DEFAULT_LIFE, clock: Clock = SYSTEM_CLOCK) -> None:
         self._store, self._life, self._clock = store, life, clock
@@ -173,7 +182,10 @@ class ParentLease:
         self._held: tuple[LeaseKeeper, str, Base] | None = None
 
     def hold(self, run: str, base: Base) -> None:
-        """Release the held step and hold this one. A step that is held already must still exist."""
+        """Release the held step and lease this one; `NotFoundError` if it is removed.
+
+        A step that is held already is only checked.
+        """
         with self._lock:
             held = self._held
         if held is not None and held[1:] == (run, base) and held[0].alive():
@@ -185,7 +197,7 @@ class ParentLease:
         )
         try:
             lease.__enter__()
-        except AccessDeniedError:  # a reader that may not write can save nothing either
+        except AccessDeniedError:  # a process without write access cannot save either
             return
         try:
             repository.require_there(self._store, run, base)

@@ -30,13 +30,13 @@ from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 
 LIVES, ENDED, SILENT = "lives", "ended", "silent"
 ADDRESS_BYTES = 18
-"""An IPv6 address, or an IPv4 address as one, and the port."""
+"""An IPv6 address, or an IPv4 address mapped to IPv6, and the port."""
 _NOWHERE = bytes(ADDRESS_BYTES)
 _QUEUE = 1024
 _IDLE, _INTERVAL, _PROBES = 15, 5, 3
-"""Seconds without a word until the kernel asks, between its questions, and how many stay unanswered: 30 s."""
+"""TCP keepalive: idle seconds before the first probe, seconds between probes, unanswered probes. 30 s in all."""
 _ANSWER_SECONDS = 10.0
-"""For a second connection, after one has broken."""
+"""Seconds that a second connection may take to be answered, after the first has broken."""
 _UNREACHED = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 _COMING, _OPEN, _REFUSED, _RESET, _LOST, _BROKEN = "coming", "open", "refused", "reset", "lost", "broken"
 _probes: weakref.WeakSet[PeerProbe] = weakref.WeakSet()
@@ -45,8 +45,8 @@ _probes: weakref.WeakSet[PeerProbe] = weakref.WeakSet()
 class PeerProbe:
     """A listening socket that other ranks connect to.
 
-    `address`: where they connect; zeros when the socket could not be opened. `host`: the address to listen at; None (default)
-    for the one at which other nodes reach this one.
+    `address`: the address to connect to; zeros if the socket could not be opened. `host`: the address to listen on; None
+    (default) for the address from which this node reaches the job's master.
     """
 
     def __init__(self, host: str | None = None) -> None:
@@ -62,13 +62,13 @@ class PeerProbe:
         _probes.add(self)
 
     def close(self) -> None:
-        """Close the connections of the other ranks."""
+        """Close the socket, which resets the connections of the other ranks."""
         if self._socket is not None:
             self._socket.close()
 
 
 class PeerConnection:
-    """One rank's hold on another. Nothing waits: `state` is to be asked again. All times in seconds."""
+    """A connection to another rank's probe. It never blocks; callers poll `state`. All times are in seconds."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class PeerConnection:
         self._socket = None if address == _NOWHERE else _connect(address, self._keeping)
 
     def state(self) -> str:
-        """`LIVES`, `ENDED` (the process) or `SILENT` (its node); once it is one of the latter it stays that."""
+        """`LIVES`, `ENDED` (the process has ended) or `SILENT` (its node does not answer). The last two are final."""
         with self._lock:
             if self._socket is not None and self._state == LIVES:
                 self._state = self._look(self._socket)
@@ -123,7 +123,7 @@ def wait_closed(address: bytes) -> None:
 
 
 def _connect(address: bytes, keeping: tuple[int, int, int]) -> socket.socket:
-    """A connection that is being made."""
+    """Start a connection without waiting for it."""
     host, port = _unpacked(address)
     line = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     line.setblocking(False)
@@ -131,12 +131,12 @@ def _connect(address: bytes, keeping: tuple[int, int, int]) -> socket.socket:
     for option, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), keeping, strict=True):
         if hasattr(socket, option):
             line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    line.connect_ex((host, port))  # what comes of it is seen later
+    line.connect_ex((host, port))  # `_peek` sees the result later
     return line
 
 
 def _peek(line: socket.socket) -> str:
-    """What the kernel knows of a connection."""
+    """The state of a connection, without waiting."""
     try:
         if line.recv(1):
             return _OPEN
@@ -162,7 +162,7 @@ def _own_host() -> str:
     found = socket.getaddrinfo(master, int(port or 9), type=socket.SOCK_DGRAM)
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as towards:
-        towards.connect(address)  # sends nothing: the kernel chooses the way
+        towards.connect(address)  # a datagram socket sends nothing here; the kernel chooses the route
         return str(towards.getsockname()[0])
 
 
@@ -187,11 +187,14 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 _CARD = struct.Struct(f">8sQQ{ADDRESS_BYTES}s")
-"""Where process numbers mean the same, the process, when it was started, and its probe."""
+"""A rank's card: a digest of its node and pid namespace, its pid, its start time, and the address of its probe."""
 
 
 class Peers:
-    """`cards`: what every rank says of itself, by rank, as in `card`; `rank`: this one; `probe`: this rank's, closed with it."""
+    """Watches the other ranks.
+
+    `cards`: the `card` of every rank. `rank`: this rank. `probe`: this rank's probe, closed here.
+    """
 
     def __init__(self, cards: Sequence[bytes], rank: int = 0, probe: PeerProbe | None = None) -> None:
         told = [_CARD.unpack(each) for each in cards]
@@ -205,21 +208,21 @@ class Peers:
             probe.close()  # one node: no rank will connect
 
     def gone(self, ranks: Sequence[int]) -> str:
-        """Which of `ranks` have ended, in words; "" for none."""
+        """Describes which of `ranks` have ended or are on a silent node; "" for none."""
         ended = [rank for rank in ranks if rank in self._here and _started(self._here[rank][0]) != self._here[rank][1]]
         if self._line is not None and self._held is not None and self._held in ranks and self._line.state() == ENDED:
             ended.append(self._held)
         return f"the process of {_named(ended)} has ended" if ended else self.silent(ranks)
 
     def silent(self, ranks: Sequence[int]) -> str:
-        """Which of `ranks` are on a node that does not answer any more, in words; "" for none."""
+        """Describes which of `ranks` are on a node that does not answer; "" for none."""
         if self._line is None or not self._beside.intersection(ranks) or self._line.state() != SILENT:
             return ""
         return f"the node of {_named(sorted(self._beside.intersection(ranks)))} does not answer"
 
     @property
     def across(self) -> bool:
-        """Whether some rank of another node is held."""
+        """Whether this rank watches a rank of another node."""
         return self._line is not None
 
     def close(self) -> None:
@@ -230,8 +233,10 @@ class Peers:
 
 
 def watched(places: Sequence[bytes], rank: int) -> int | None:
-    """The rank of the next node that `rank` holds on to; None when there is one node. Each node's ranks hold on to different
-    ones, as far as there are so many. Pure."""
+    """The rank of the next node that `rank` watches; None if there is only one node. Pure.
+
+    The ranks of a node watch different ranks, as far as the next node has enough ranks.
+    """
     nodes = list(dict.fromkeys(places))
     if len(nodes) < 2:
         return None
@@ -241,7 +246,7 @@ def watched(places: Sequence[bytes], rank: int) -> int | None:
 
 
 def card(probe: PeerProbe | None = None) -> bytes:
-    """What this process says of itself; always of the same size."""
+    """This process's card: its node, pid, start time and probe; always the same size."""
     return _CARD.pack(_place(), os.getpid(), _started(os.getpid()), probe.address if probe else bytes(ADDRESS_BYTES))
 
 
@@ -250,7 +255,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _place() -> bytes:
-    """Equal for processes that see each other's numbers."""
+    """A digest that is equal for processes on one node and in one pid namespace."""
     try:
         boot, space = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -259,7 +264,7 @@ def _place() -> bytes:
 
 
 def _started(pid: int) -> int:
-    """When the process was started, in ticks; 0 when there is none."""
+    """The start time of a process in clock ticks; 0 if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

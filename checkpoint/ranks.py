@@ -27,7 +27,10 @@ _NUMBER = struct.Struct(">Q")
 
 @dataclass(slots=True)
 class Ranks:
-    """This process's place in the job. `_own` and `_tables`: what was gathered last."""
+    """This process's rank and the world size.
+
+    `_own` and `_tables`: this rank's and all tables of the last `gather`.
+    """
 
     rank: int
     world_size: int
@@ -37,7 +40,7 @@ class Ranks:
 
     @classmethod
     def here(cls, rank: int | None, world_size: int | None) -> Ranks:
-        """From the arguments, else from torch.distributed when it is initialised, else a job of one."""
+        """From the arguments; else from torch.distributed if it is initialised; else one rank alone."""
         joined = dist.is_available() and dist.is_initialized()
         if world_size is None:
             world_size = dist.get_world_size() if joined else 1
@@ -53,7 +56,7 @@ class Ranks:
         return cls(rank, world_size)
 
     def agree(self, number: int, message: bytes, error: Exception | None) -> bytes:
-        """Rank 0's message, once every rank has come here with the same number and without an error."""
+        """Return rank 0's message on all ranks; raise on all ranks if the numbers differ or a rank has an error."""
         if self.world_size > 1:
             message = self._exchange(number, message, error)
         if error is not None:
@@ -62,16 +65,16 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreed(self, number: int = 0) -> Iterator[None]:
-        """What is done inside went well on all ranks, or this raises on all. Nothing inside may wait for other ranks."""
+        """Raise on all ranks if the block fails on one. The block must not wait for other ranks."""
         error = None
         try:
             yield
-        except Exception as caught:  # the other ranks must learn of it, whatever it is
+        except Exception as caught:  # any error must be reported to the other ranks
             error = caught
         self.agree(number, b"", error)
 
     def gather(self, table: bytes) -> list[bytes]:
-        """Every rank's table, by rank. While none changes, that costs one small all-reduce."""
+        """Every rank's table, by rank. If no table has changed, this costs one small all-reduce."""
         if self.world_size == 1:
             return [table]
         changed = not self._tables or table != self._own
@@ -83,15 +86,18 @@ class Ranks:
         return self._tables
 
     def maximum(self, sent: bytes) -> bytes:
-        """The maximum over all ranks, byte by byte; the same number of bytes everywhere."""
+        """The maximum over all ranks, byte by byte. All ranks must give the same number of bytes."""
         return _maximum(sent) if self.world_size > 1 else sent
 
     def all(self, own: bytes) -> list[bytes]:
-        """What every rank gave, by rank; the same number of bytes everywhere."""
+        """The bytes of every rank, by rank. All ranks must give the same number of bytes."""
         return _all(own, self.world_size) if own else [b""] * self.world_size
 
     def group(self) -> dist.ProcessGroup | None:
-        """A process group that sends main memory; None for the default one. Made at the first call, on all ranks."""
+        """A process group that sends main memory; None for the default group.
+
+        The first call is collective and creates it.
+        """
         if self._group is None and "gloo" not in str(dist.get_backend_config()):
             self._group = dist.new_group(backend="gloo")
         return self._group
@@ -119,7 +125,7 @@ class Ranks:
         return tail[2 : 2 + struct.unpack(">H", tail[:2])[0]]
 
     def _reasons(self, error: Exception | None) -> list[str]:
-        """Why each rank failed, in its own words; called by all once one has failed."""
+        """The error text of each rank; "" for ranks without an error. Collective."""
         said = f"{type(error).__name__}: {error}".encode(errors="replace") if error is not None else b""
         sent = _all(said[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0"), self.world_size)
         return [each.rstrip(b"\0").decode(errors="ignore") for each in sent]

@@ -1,9 +1,9 @@
 """One save, from a state to its commit: the ranks agree, each copies its state, and a thread commits it.
 
 Invariant: `start` returns after one copy of the state in memory, or with the copy in progress if staging is lazy. A
-rank that fails after the ranks have agreed aborts the attempt, so the other ranks stop waiting at their next look.
-Failure behaviour: `start` raises errors that occur before the copy is made; later errors are logged and kept by the
-handle.
+rank that fails after the ranks have agreed aborts the attempt. The other ranks then stop waiting at their next look.
+Failure behaviour: `start` raises errors that occur before the copy is made. Later errors are logged, and the handle
+keeps them.
 """
 
 from __future__ import annotations
@@ -49,15 +49,18 @@ from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
 _TELLING, _SLOW = 64 << 20, 300e6
-"""A save of so many bytes, slower than so many a second, tells the next one that compression may pay from its first byte on."""
+"""If a save of at least this many bytes is slower than this many bytes per second, the next save gets its speed as a hint.
+
+With the hint, the next save can compress from its first byte on.
+"""
 
 _ABORT_SECONDS = 30.0
-"""How long closing waits for the other ranks to be told of a failure, and for what looks at the store."""
+"""Seconds that closing waits for the thread that aborts an attempt, and for the thread that prepares the repository."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """As of `Checkpointer`."""
+    """The settings of a `Checkpointer` that concern saves."""
 
     compression: str
     check_replicas: str
@@ -68,7 +71,7 @@ class Options:
 
 
 class Saver:
-    """For one checkpointer and one thread at a time."""
+    """Runs the saves of one checkpointer. For one thread at a time."""
 
     def __init__(
         self,
@@ -96,8 +99,10 @@ class Saver:
     def start(
         self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object], name: Name | None = None
     ) -> Handle:
-        """Copy the state and start its commit in a thread. `check` is called first; an error on one rank fails all ranks.
-        `name` is published when the step is committed."""
+        """Copy the state and start its commit in a thread.
+
+        `check` is called first; its error on one rank fails all ranks. `name` is published when the step is committed.
+        """
         with span("save", step=step):
             began = time.perf_counter()
             ticket, taken = self._agree(step, state, check)
@@ -113,15 +118,15 @@ class Saver:
             self._saves.add(handle)
             self._gates.watch(optimizers_in(state) if self._options.lazy else (), copying)
             if not self._options.lazy:
-                self._gates.pass_all()  # a state in slices is copied as fast as it is written
-                copying.wait_seconds = 0.0  # that was part of the stall
+                self._gates.pass_all()  # wait: a state in slices is copied only as fast as it is written
+                copying.wait_seconds = 0.0  # this wait counts as part of the stall
             handle.stall = time.perf_counter() - began
             metrics.checkpoint_stall_seconds.observe(handle.stall)
             self._meter.held(handle.stall)
             return handle
 
     def _not_begun(self, step: int, ticket: Ticket) -> Handle:
-        """The first save while the store is unreachable: its handle reports the error, and nothing is copied."""
+        """A handle that reports why the save has no timeline: the store is unreachable. Nothing is copied."""
         error = TransientError(
             f"step {step} is not saved: rank 0 could not open the run's timeline: {ticket.away}",
             hint="the next save tries again",
@@ -133,19 +138,22 @@ class Saver:
         return handle
 
     def warm_up(self, state: dict[str, Any]) -> None:
-        """Allocate the memory that saves of `state` need, and look at the store, in threads; talks to no other rank."""
+        """Allocate the memory for saves of `state` and prepare the repository, in threads.
+
+        No collective calls are made.
+        """
         self.staging.warm_up(expected(self._taken(state), self._ranks.rank, self._ranks.world_size))
         if self._ranks.rank == 0 and self._preparing is None:
             self._preparing = threading.Thread(target=self._prepare, name="headrace-prepare")
             self._preparing.start()
 
     def join(self) -> None:
-        """Wait for the thread that looks at the store, which ends soon once that is closed."""
+        """Wait for the thread that prepares the repository. It ends soon after the store is closed."""
         if self._preparing is not None:
             self._preparing.join(_ABORT_SECONDS)
 
     def close(self) -> None:
-        """Release memory and hooks."""
+        """Release memory, connections and hooks."""
         if self._aborting is not None:
             self._aborting.join(_ABORT_SECONDS)
         if self._peers is not None:
@@ -165,7 +173,7 @@ class Saver:
     # with the other ranks
 
     def _agree(self, step: int, state: dict[str, Any], check: Callable[[], object]) -> tuple[Ticket, FlatState]:
-        """The same attempt on all ranks, with the state taken apart on each."""
+        """Agree on one attempt on all ranks; return its ticket and this rank's flattened state."""
         taken, message, error = None, b"", None
         try:
             check()
@@ -173,7 +181,7 @@ class Saver:
                 taken = self._planner.known(self._taken(state))
             if self._ranks.rank == 0:
                 message = msgspec.msgpack.encode(self._lineage.draw(step))
-        except Exception as caught:  # the other ranks must learn of it, whatever it is
+        except Exception as caught:  # any error must be reported to the other ranks
             error = caught
         number = step if isinstance(step, int) and 0 <= step < names.STEP_LIMIT else 0
         ticket = msgspec.msgpack.decode(self._ranks.agree(number, message, error), type=Ticket)
@@ -186,7 +194,7 @@ class Saver:
         return ticket, taken
 
     def _compare_replicas(self, step: int, prepared: PreparedSave) -> tuple[str, ...]:
-        """Names of replicas that differ between ranks, told where they do and on rank 0."""
+        """Names of replicated tensors that differ between ranks. The ranks concerned and rank 0 log them."""
         if self._options.check_replicas == "off" or self._ranks.world_size == 1:
             return ()
         found = comparing.diverged(prepared, self._ranks, step)
@@ -216,9 +224,9 @@ class Saver:
         prepared = self._planner.prepare(taken, self._ranks)
         handle = Handle(step, ticket.attempt)
         handle.diverged = self._compare_replicas(step, prepared)
-        if name is not None:  # after all that the ranks do together: it may fail on this rank alone
+        if name is not None:  # after all collective calls, because it may fail on this rank alone
             name.prepare(Base(ticket.timeline, step, ticket.attempt))
-        # an urgent save gets memory of its own rather than wait for an earlier save's
+        # an urgent save gets its own memory instead of waiting for an earlier save to release the arena
         staging = Staging(self.staging.limit) if urgent and self.staging.busy else self.staging
         specs, layout = prepared.specs, prepared.layout
         with contextlib.ExitStack() as always, contextlib.ExitStack() as undo:
@@ -235,7 +243,7 @@ class Saver:
             threading.Thread(
                 target=self._commit_staged, args=(save, handle, copying, name), name=f"headrace-save-{step}"
             ).start()
-            undo.pop_all()  # from now on all of it is the thread's
+            undo.pop_all()  # from now on the thread owns the arena and the copy
         return handle, copying
 
     def _plan(self, step: int, ticket: Ticket, prepared: PreparedSave) -> plan.PutPlan:
@@ -304,7 +312,7 @@ class Saver:
     def _commit_staged(
         self, save: StagedSave, handle: Handle, copying: Copying | SlicedState, name: Name | None
     ) -> None:
-        """From the copy to committed."""
+        """Wait for the copy, commit it, and set the handle's result or error. Runs in a thread."""
         try:
             try:
                 copying.join()
@@ -337,7 +345,7 @@ class Saver:
 
     def _failed(self, put: plan.PutPlan, handle: Handle, error: BaseException) -> None:
         self._log_failure(handle.step, error)
-        if handle.carrier != "sidecar" or not isinstance(error, TransientError):  # else the daemon may go on with it
+        if handle.carrier != "sidecar" or not isinstance(error, TransientError):  # else the daemon may still commit it
             self._abort(Attempt(put.run, put.timeline, put.step, put.attempt, put.world_size), error)
         handle.set_error(error)  # last: the caller may close the store as soon as it is set
 
@@ -359,16 +367,16 @@ class Saver:
             self._aborting.start()
 
     def _abort(self, attempt: Attempt, error: BaseException) -> None:
-        """Tell the ranks that wait for this one's part that it will not come, unless it still may."""
+        """Abort the attempt, so that the other ranks stop waiting, unless it is over already or may still be committed."""
         if self._ranks.world_size == 1 or isinstance(error, ConflictError | FinalError | KeptAloneError):
             return
-        with contextlib.suppress(Exception):  # the error that this rank has raised is the one to be seen
+        with contextlib.suppress(Exception):  # the original error of this rank must not be hidden
             reason = f"rank {self._ranks.rank} failed: {type(error).__name__}: {error}"
             commit.abort(self._store, attempt, reason)
 
 
 def _after(sliced: SlicedState, release: Callable[[], None]) -> Callable[[], None]:
-    """`release` of the arena, once nothing copies into it any more; the next save may then use it."""
+    """Returns a function that calls `release` after all copies into the arena have stopped."""
 
     def ended() -> None:
         try:

@@ -3,9 +3,8 @@
 - `file`: ranges of a file, and the probe that tests whether cuFile works here.
 - `saving`, `restoring`: the packs that `Checkpointer(..., gds=True)` writes, and the raw chunks that it reads.
 
-Invariant: chunks are verified as elsewhere: they are hashed on a copy in host memory, before they are written and
-before they reach a tensor.
-Failure behaviour: where cuFile does not work, bytes go through host memory, and the reason is logged once.
+Invariant: every chunk is hashed on a copy in host memory, before it is written and before it reaches a tensor.
+Failure behaviour: where cuFile does not work, bytes are copied through host memory, and the reason is logged once.
 """
 
 from __future__ import annotations

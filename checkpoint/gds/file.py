@@ -1,9 +1,9 @@
 """Files whose ranges are read into and written from GPU memory by cuFile, and a probe that tests whether cuFile works.
 
-`Direct` stands for the machine: which tensors lie in device memory, and what opens a file for them. `CUFILE` is the
-real one; tests replace it with host memory and an ordinary file. `probe` writes and reads back a small file and
-compares every byte, so "available" means that cuFile worked here, now, in this file system. cuFile's compatibility
-mode, which copies through host memory, counts and is reported.
+`Direct` says which tensors cuFile can reach, and opens files for them. `CUFILE` is the real one; tests replace it with
+host memory and an ordinary file. `probe` writes and reads back a small file and compares every byte. So "available"
+means that cuFile worked on this machine and file system at that time. cuFile's compatibility mode, which copies
+through host memory, counts as available and is reported.
 Invariant: the bytes are the same whichever path they take.
 Failure behaviour: `TransientError` for a transfer that failed or was cut short; `UsageError` for a tensor that is not
 contiguous. `probe` never raises for a missing capability; its verdict gives the reason in one line.
@@ -31,11 +31,11 @@ from headrace.dataio.store.base import Store
 
 FILE = "file://"
 ALIGNMENT = 4096
-"""Offsets and lengths that are multiples of this go straight; others make cuFile copy."""
+"""cuFile transfers ranges whose offset and length are multiples of this directly; it copies others."""
 
 
 class CuFile(Protocol):
-    """An open file as `torch.cuda.gds.GdsFile` has it: whole storages, at an offset in bytes."""
+    """The interface of `torch.cuda.gds.GdsFile`: reads and writes whole storages at an offset in bytes."""
 
     def load_storage(self, storage: Any, offset: int = 0) -> None: ...
     def save_storage(self, storage: Any, offset: int = 0) -> None: ...
@@ -49,13 +49,13 @@ def _cufile(path: str, flags: int) -> CuFile:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """`device`: the type of the devices whose memory `open` can reach."""
+    """`open` opens a file for direct transfers. `device`: the type of the devices whose memory it can reach."""
 
     device: str = "cuda"
     open: Callable[[str, int], CuFile] = _cufile
 
     def reaches(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's bytes are one run of such memory."""
+        """Whether the tensor is contiguous in memory that `open` can reach."""
         return (
             tensor.device.type == self.device
             and tensor.layout == torch.strided
@@ -65,21 +65,21 @@ class Direct:
         )
 
     def settle(self, device: torch.device) -> None:
-        """Return when what this thread gave the device to do is done: cuFile keeps no order with it."""
+        """Wait for the current stream of the device, because cuFile is not ordered with its work."""
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
     def buffer(self, size: int, device: torch.device) -> torch.Tensor:
-        """Bytes of device memory, known to cuFile for as long as they live."""
+        """Allocate device memory and register it with cuFile until `release`."""
         made = torch.empty(size, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             gds: Any = torch.cuda.gds
-            with contextlib.suppress(RuntimeError):  # then cuFile copies through buffers of its own
+            with contextlib.suppress(RuntimeError):  # without registration cuFile copies through its own buffers
                 gds.gds_register_buffer(made.untyped_storage())
         return made
 
     def release(self, buffer: torch.Tensor) -> None:
-        """The end of `buffer`."""
+        """Deregister a buffer."""
         if buffer.device.type == "cuda":
             gds: Any = torch.cuda.gds
             with contextlib.suppress(RuntimeError):
@@ -90,9 +90,10 @@ CUFILE = Direct()
 
 
 class GpuFile:
-    """A context manager. `direct`: by cuFile (True) or another `Direct`, for contiguous tensors in its memory.
+    """A file whose ranges are read into and written from tensors. It is a context manager.
 
-    Otherwise, and for other tensors, through host memory. Offsets are bytes.
+    `direct`: True for cuFile, or another `Direct`. It moves contiguous tensors in its device's memory. Other tensors, and all
+    tensors without `direct`, are copied through host memory. Offsets are in bytes.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class GpuFile:
         return os.fstat(self._fd).st_size
 
     def read(self, tensor: torch.Tensor, offset: int) -> None:
-        """Fill `tensor` with the bytes from `offset` on."""
+        """Fill `tensor` with the file's bytes from `offset`."""
         if (file := self._straight(tensor)) is not None:
             self._reaches(offset, tensor.nbytes)
             with _told(f"reading {self._path}"):
@@ -131,7 +132,7 @@ class GpuFile:
         _bytes_of(tensor).copy_(host)
 
     def write(self, tensor: torch.Tensor, offset: int) -> None:
-        """Write the bytes of `tensor` from `offset` on; `sync` makes them durable."""
+        """Write the bytes of `tensor` at `offset`; `sync` makes them durable."""
         if (file := self._straight(tensor)) is not None:
             with _told(f"writing {self._path}"):
                 file.save_storage(_storage_of(tensor), offset)
@@ -142,7 +143,7 @@ class GpuFile:
             done += os.pwritev(self._fd, [view[done:]], offset + done)
 
     def sync(self) -> None:
-        """Return when what was written will survive a power cut."""
+        """Flush written bytes to the disk with `fsync`."""
         os.fsync(self._fd)
 
     def close(self) -> None:
@@ -159,7 +160,7 @@ class GpuFile:
         self.close()
 
     def _reaches(self, offset: int, length: int) -> None:
-        """An error unless the file has these bytes: torch says nothing of a transfer that was cut short."""
+        """Raise `TransientError` unless the file has these bytes, because torch does not report short transfers."""
         if self.size < offset + length:
             raise TransientError(f"{self._path} ends after {self.size} of {offset + length} bytes")
 
@@ -171,13 +172,13 @@ class GpuFile:
 def _told(what: str) -> Any:
     try:
         yield
-    except RuntimeError as error:  # torch's own, which names neither file nor remedy
+    except RuntimeError as error:  # torch's error names neither the file nor a next step
         first = (str(error).splitlines() or ["no reason"])[0]
         raise TransientError(f"{what} by cuFile failed: {first}", hint="try again, or without gds") from error
 
 
 def _storage_of(tensor: torch.Tensor) -> Any:
-    """The tensor's bytes as a storage: a part of its own, which shares the memory."""
+    """The tensor's bytes as a storage that shares the memory of its own storage."""
     whole, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
     return whole if tensor.nbytes == whole.nbytes() else whole[start : start + tensor.nbytes]
 
@@ -189,12 +190,12 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def directory_of(store: Store) -> str:
-    """Where a store that is a directory has its objects."""
+    """The path of a store that is a directory."""
     return urllib.parse.unquote(store.location.url.removeprefix(FILE), errors="surrogateescape")
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as one run of bytes, in its own memory."""
+    """A view of a contiguous tensor as a flat tensor of bytes."""
     return tensor.view(-1).view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8)
 
 
@@ -204,7 +205,7 @@ _DRIVER = Path("/proc/driver/nvidia-fs/version")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether cuFile works, and how or why not, in one line."""
+    """Whether cuFile works, and in one line how, or why not."""
 
     available: bool
     reason: str
@@ -214,7 +215,7 @@ class Verdict:
 
 
 def probe(directory: str | os.PathLike[str] | None = None, device: str | torch.device = "cuda") -> Verdict:
-    """Try it in `directory` (default: the one for temporary files) with memory of `device`."""
+    """Test cuFile in `directory` (default: the directory for temporary files) with memory of `device`."""
     if not torch.cuda.is_available():
         return Verdict(False, "torch sees no GPU; copies go through host memory")
     if not hasattr(torch.cuda, "gds"):
@@ -232,7 +233,7 @@ def _try(path: Path, device: torch.device) -> Verdict:
     try:
         with GpuFile(path, writing=True, direct=True) as file:
             file.write(given, 0)
-            file.read(back[:ALIGNMENT], 0)  # in two: packs are read into parts of a buffer
+            file.read(back[:ALIGNMENT], 0)  # in two parts, because packs are read into parts of a buffer
             file.read(back[ALIGNMENT:], ALIGNMENT)
     except (RuntimeError, OSError, TransientError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]

@@ -5,8 +5,9 @@ tensors by the device. Host tensors that share the chunk are filled from the hos
 store; only raw chunks take this path.
 Invariant: only bytes with the right digest reach a caller's memory. At most `_THREADS` chunks are in flight. A tensor
 takes this path only if all of its chunks are raw and aligned; others go through host memory.
-Failure behaviour: a wrong chunk or a failed transfer is read again by the store, with its other copies; then
-`CorruptionError`. `direct_for` never raises: where cuFile cannot be used it returns None and logs the reason once.
+Failure behaviour: after a damaged chunk or a failed transfer, the store reads the chunk again, also from its other
+copies. If all are damaged, `CorruptionError` is raised. `direct_for` never raises: where cuFile cannot be used it
+returns None and logs the reason once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ Place = tuple[str, NeededChunk]
 
 
 class StraightReading:
-    """The part of a `ChunkReader` that goes into device memory; packs lie as files below `root`."""
+    """Reads the chunks of a `ChunkReader` that go into device memory.
+
+    `root`: the directory of the store's objects.
+    """
 
     def __init__(self, reading: ChunkReader, direct: Direct, store: Store, root: str) -> None:
         self._reading, self._direct, self._store, self._root = reading, direct, store, root
@@ -51,7 +55,7 @@ class StraightReading:
         self.straight = 0
 
     def read(self, chunks: Iterable[Place]) -> list[Place]:
-        """Fill what can be filled so; return what is left to read through host memory."""
+        """Read the chunks that can go by cuFile; return those that are left to read through host memory."""
         given = list(chunks)
         targets = self._targets(given)
         mine = [place for place in given if any(use.want in targets for use in place[1].uses)]
@@ -68,9 +72,9 @@ class StraightReading:
         return [place for place in given if not any(use.want in targets for use in place[1].uses)]
 
     def _targets(self, given: Sequence[Place]) -> dict[int, torch.Tensor]:
-        """The wants that are filled so, each with its memory: its extents, and the bytes of an element.
+        """The wanted tensors to fill by cuFile, by number, viewed as their shape plus one dimension of an element's bytes.
 
-        Those with a chunk that is not here (other ranks send it) or does not qualify are not among them.
+        A tensor is left out if one of its chunks is not given (another rank sends it), is not raw or is not aligned.
         """
         here = Counter(use.want for _, chunk in given for use in chunk.uses)
         bad = {use.want for _, chunk in given for use in chunk.uses if chunk.codec != RAW or chunk.offset % ALIGNMENT}
@@ -99,10 +103,10 @@ class StraightReading:
         return 0
 
     def _transferred(self, key: str, chunk: NeededChunk, buffer: torch.Tensor) -> bool:
-        """Whether the chunk's bytes, whatever they are, were read into the device's buffer."""
+        """Read the chunk into the device buffer, unchecked; False if cuFile failed."""
         try:
             file = self._file(key)
-            blocks = -(-chunk.stored // ALIGNMENT) * ALIGNMENT  # packs go on behind a chunk
+            blocks = -(-chunk.stored // ALIGNMENT) * ALIGNMENT  # whole blocks, because a pack continues after the chunk
             size = blocks if chunk.offset + blocks <= file.size else chunk.stored
             file.read(buffer[:size], chunk.offset)
             return True
@@ -112,7 +116,7 @@ class StraightReading:
             return False
 
     def _file(self, key: str) -> GpuFile:
-        """The pack, kept open by this thread until it needs another."""
+        """The open pack. This thread keeps it open until it needs another."""
         if getattr(self._own, "key", None) != key:
             if getattr(self._own, "key", None) is not None:
                 self._own.file.close()
@@ -147,7 +151,7 @@ class StraightReading:
             self._reading.done(use.want)
 
     def _buffer(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """This thread's memory for one chunk: on the device, and pinned on the host."""
+        """This thread's buffers for one chunk: on the device, and in pinned host memory."""
         if getattr(self._own, "there", None) is None or self._own.there.device != device:
             self._own.there = self._direct.buffer(CHUNK_BYTES, device)
             self._own.here = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -159,7 +163,10 @@ _log = get_logger(__name__)
 
 
 def direct_for(store: Store, wanted: bool | Direct) -> Direct | None:
-    """What moves bytes between the store and device memory; None: nothing does. True means cuFile, if it works there."""
+    """The `Direct` to use with this store; None if there is none.
+
+    `wanted` True means cuFile, if it works in the directory.
+    """
     if not wanted:
         return None
     url = store.location.url
@@ -177,14 +184,14 @@ def direct_for(store: Store, wanted: bool | Direct) -> Direct | None:
 
 
 class GdsStore(Wrapper):
-    """`inner`, a directory, with `direct`. `straight`: bytes that were read by it."""
+    """Wraps the directory store `inner` and reads with `direct`. `straight`: bytes that `direct` has read."""
 
     def __init__(self, inner: Store, direct: Direct) -> None:
         super().__init__(inner)
         self._direct, self.straight = direct, 0
 
     def read_directly(self, reading: ChunkReader, chunks: Iterable[Place]) -> list[Place]:
-        """See `chunk_reader.ReadsDirectly`."""
+        """Implements `chunk_reader.ReadsDirectly`."""
         work = StraightReading(reading, self._direct, self.inner, directory_of(self.inner))
         rest = work.read(chunks)
         self.straight += work.straight
@@ -192,7 +199,7 @@ class GdsStore(Wrapper):
 
 
 def _existing(path: str) -> str:
-    """The directory, or its nearest existing parent: a store creates its directory at the first write."""
+    """The directory, or its closest existing parent, because a store creates its directory at the first write."""
     while not os.path.isdir(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path

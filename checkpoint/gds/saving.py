@@ -30,30 +30,33 @@ from headrace.dataio.store.posix import PosixStore
 from headrace.dataio.store.wrappers import Wrapper
 
 RING_BYTES = 128 * MIB
-"""Of host and of device memory, for slices, where a caller says nothing."""
+"""Default size of the ring of slices, in host memory and again in device memory."""
 Twin = Callable[[Buffer], torch.Tensor | None]
-"""The same bytes in device memory, or None."""
+"""Returns the device memory that holds the same bytes as the given host bytes, or None."""
 
 
 class DeviceSlices(SlicedState):
-    """`tensors` in slices, from the memory that `direct` reaches; others are copied through host memory."""
+    """A `SlicedState` that gathers tensors in device memory that `direct` reaches.
+
+    Others are copied through host memory.
+    """
 
     def __init__(
         self, direct: Direct, arena: Arena, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], layout: Layout
     ) -> None:
         self._direct = direct
         self._device = next(t.device for t in tensors if t.device.type == direct.device)
-        # a buffer for each slot: cuFile knows a buffer by where it begins
+        # a separate buffer for each slot, because cuFile identifies a buffer by its start address
         self._ring = [direct.buffer(CHUNK_BYTES, self._device) for _ in range(arena.size // CHUNK_BYTES)]
         self._start = arena.bytes.ctypes.data
         self._twins: set[int] = set()
         self._flat: tuple[int, torch.Tensor] | None = None
-        # the feeder's copies come after what the trainer has given the device, and what the ring's memory was used for
+        # the feeder's copies wait for work that the trainer has enqueued, and for earlier uses of the ring's memory
         self._ready_to_read = _event(self._device)
         super().__init__(arena, tensors, specs, layout)
 
     def twin(self, data: Buffer) -> torch.Tensor | None:
-        """See `Twin`."""
+        """The `Twin` of these slices: the device slot of a host slot, if both hold the same bytes."""
         view = np.frombuffer(data, np.uint8)
         slot = view.ctypes.data - self._start
         return self._ring[slot // CHUNK_BYTES][: len(view)] if slot in self._twins else None
@@ -70,7 +73,7 @@ class DeviceSlices(SlicedState):
             self._direct.release(self._ring.pop())
 
     def _feed(self) -> None:
-        # on the trainer's, each slice would wait for the steps that he has queued meanwhile
+        # a separate stream: on the trainer's, each slice would wait for the steps that the trainer has enqueued since
         with _stream_of_its_own(self._device):
             super()._feed()
 
@@ -94,7 +97,10 @@ class DeviceSlices(SlicedState):
         self._twins.add(slot)
 
     def _bytes(self, number: int) -> torch.Tensor:
-        """The tensor's row-major bytes on its device; a copy, kept until the next tensor, where they are not one run."""
+        """The tensor's row-major bytes on its device.
+
+        If it is not contiguous, a copy is kept until the next tensor.
+        """
         if self._flat is None or self._flat[0] != number:
             tensor = self._tensors[number].resolve_conj().resolve_neg()
             self._flat = number, flat_bytes(as_bits(tensor).contiguous())
@@ -102,7 +108,7 @@ class DeviceSlices(SlicedState):
 
 
 class SavingStore(Wrapper):
-    """The directory `inner`, for one save: its packs are written by cuFile where they can be."""
+    """Wraps the directory store `inner` for one save. It writes packs by cuFile where that is possible."""
 
     def __init__(self, inner: Store, direct: Direct, twin: Twin) -> None:
         super().__init__(inner)
@@ -117,7 +123,7 @@ class SavingStore(Wrapper):
 
 
 class PackWriter(PosixStore):
-    """Writes objects of the directory `root`, those parts by cuFile that have a twin."""
+    """Writes objects into the directory `root`. Parts with a twin in device memory are written by cuFile."""
 
     def __init__(self, root: str, direct: Direct, twin: Twin) -> None:
         super().__init__(root)
@@ -147,7 +153,7 @@ class PackWriter(PosixStore):
         return len(data)
 
     def _file(self, path: str) -> GpuFile | None:
-        """The file at `path`, kept open until another is asked for."""
+        """The open file at `path`, which stays open until the next path; "" closes it."""
         if self._open[0] != path:
             if self._open[1] is not None:
                 self._open[1].close()
