@@ -76,9 +76,9 @@ class Copy(Protocol):
 class Name(Protocol):
     """A framework's own name for a step, for example a directory.
 
-    The saver calls `prepare` before the attempt can be committed, and after all collective calls, because it may fail on one
-    rank alone. Later it calls `publish`, before retention removes older steps, or `withdraw` with the error. An error of
-    `prepare` or `publish` fails the save.
+    The saver calls `prepare` before the attempt can be committed, and after all collective calls, because it may fail
+    on one rank alone. Later it calls `publish`, before retention removes older steps, or `withdraw` with the error. An
+    error of `prepare` or `publish` fails the save.
     """
 
     def prepare(self, attempt: Base) -> None: ...
@@ -89,8 +89,8 @@ class Name(Protocol):
 class Handle:
     """One save.
 
-    `stall`: seconds for which `save` blocked. `carrier`: "process", or "sidecar" once the sidecar has taken over. `diverged`:
-    as in `SaveResult`.
+    `stall`: seconds for which `save` blocked. `carrier`: "process", or "sidecar" once the sidecar has taken over.
+    `diverged`: as in `SaveResult`.
     """
 
     def __init__(self, step: int, attempt: str) -> None:
@@ -126,8 +126,8 @@ class Handle:
     def copied(self, timeout: float | None = None) -> None:
         """Return once the state may change again.
 
-        With eager staging the state may change when `save` returns. With lazy staging the step of an optimizer in the state
-        waits by itself. A loop that changes the state in another way must call this first.
+        With eager staging the state may change when `save` returns. With lazy staging the step of an optimizer in the
+        state waits by itself. A loop that changes the state in another way must call this first.
 
         Args:
             timeout (float | None): Seconds to wait; None waits without limit.
@@ -230,8 +230,8 @@ class Handle:
 class Saves:
     """The saves of one checkpointer. For one thread at a time.
 
-    With `raises` the next save raises any earlier failure; without, only a `ConflictError`. The process waits for saves in
-    flight before it exits, up to `wait` seconds. A forked child does not wait for saves of its parent.
+    With `raises` the next save raises any earlier failure; without, only a `ConflictError`. The process waits for saves
+    in flight before it exits, up to `wait` seconds. A forked child does not wait for saves of its parent.
     """
 
     def __init__(self, run: str, lineage: Lineage, raises: bool, wait: float) -> None:
@@ -261,7 +261,7 @@ class Saves:
             raise ConflictError(f"step {step} of run {self._run} {how} in this timeline", hint="save each step once")
 
     def again(self, step: int) -> bool:
-        """Wait for all saves; return whether the timeline may have the step, which is then saved again in another timeline.
+        """Wait for all saves; return whether the timeline may have the step. It is then saved again in another timeline.
 
         A failed save may have committed its step. So the result is True for all steps up to the highest that was tried.
         """
@@ -343,7 +343,7 @@ def warn_of_python(version: tuple[int, ...]) -> None:
 
 
 def _before_exit(method: Callable[[], None]) -> None:
-    """Call `method` at exit, if its object is still alive, while threads can still be started; `atexit` would be too late.
+    """Call `method` at exit while threads can still be started, if its object is alive. `atexit` would be too late.
 
     A forked child does not call it, because the child does not have the threads that it would wait for.
     """

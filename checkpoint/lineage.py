@@ -53,8 +53,8 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
 class Lineage:
     """The timeline and the referenced steps of one trainer.
 
-    `timeline` is 0 until the trainer has saved. `again`: the next save may be of a step that its timeline already has. For one
-    thread at a time, except `prepare` and `release`.
+    `timeline` is 0 until the trainer has saved. `again`: the next save may be of a step that its timeline already has.
+    For one thread at a time, except `prepare` and `release`.
     """
 
     def __init__(self, store: Store, run: str, origin: Origin = None) -> None:
@@ -83,8 +83,8 @@ class Lineage:
     def draw(self, step: int) -> Ticket:
         """On rank 0: the ticket of the next save.
 
-        The store is read only for the first save, for the first after a restore, and if `again` is set. An unreachable store
-        raises no error in the training loop: the ticket holds the reason, and the next save tries again.
+        The store is read only for the first save, for the first after a restore, and if `again` is set. An unreachable
+        store raises no error in the training loop: the ticket holds the reason, and the next save tries again.
         """
         try:
             return self._drawn(step)

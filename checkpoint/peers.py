@@ -45,8 +45,8 @@ _probes: weakref.WeakSet[PeerProbe] = weakref.WeakSet()
 class PeerProbe:
     """A listening socket that other ranks connect to.
 
-    `address`: the address to connect to; zeros if the socket could not be opened. `host`: the address to listen on; None
-    (default) for the address from which this node reaches the job's master.
+    `address`: the address to connect to; zeros if the socket could not be opened. `host`: the address to listen on;
+    None (default) for the address from which this node reaches the job's master.
     """
 
     def __init__(self, host: str | None = None) -> None:

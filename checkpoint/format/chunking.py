@@ -50,8 +50,8 @@ def digest(payload: bytes | bytearray | memoryview) -> bytes:
 class Box(msgspec.Struct, frozen=True, gc=False):
     """A shard of a global tensor: `local` elements from `offset` in each dimension of `shape`.
 
-    A save creates thousands of these rows. They are excluded from Python's garbage collector (`gc=False`), because they would
-    otherwise trigger collections of the trainer's whole heap during the save.
+    A save creates thousands of these rows. They are excluded from Python's garbage collector (`gc=False`), because they
+    would otherwise trigger collections of the trainer's whole heap during the save.
     """
 
     shape: tuple[int, ...]

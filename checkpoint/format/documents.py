@@ -1,5 +1,6 @@
-"""The repository's small JSON documents: repo, timeline, lease, decision (the object `fate`), COMMIT, and records in `gc/`.
+"""The repository's small JSON documents.
 
+They are: repo, timeline, lease, decision (the object `fate`), COMMIT, and the records in `gc/`.
 Invariant: every document carries a version, a nonce and, as its last entry, its own digest
 (`headrace.dataio.core.json`; documents of older versions have none). No document holds a secret. A reader checks the
 version first. It ignores unknown fields, so a minor addition stays readable.
@@ -91,8 +92,8 @@ class Timeline(Document, frozen=True, kw_only=True):
 class Lease(Document, frozen=True, kw_only=True):
     """A lease on an attempt. `until` is in seconds since the epoch, `life` in seconds.
 
-    A collection must not remove `bases` while the lease is alive. A lease that references another run has version 2, so that
-    a collector that looks for bases only in the lease's own run refuses it.
+    A collection must not remove `bases` while the lease is alive. A lease that references another run has version 2, so
+    that a collector that looks for bases only in the lease's own run refuses it.
     """
 
     newest: ClassVar[int] = 2

@@ -1,4 +1,4 @@
-"""A rank's manifest: its tensors, the chunks that they consist of, the packs that hold the chunks, and the Python values.
+"""A rank's manifest: its tensors, the chunks of the tensors, the packs that hold the chunks, and the Python values.
 
 The rows are excluded from Python's garbage collector (`gc=False`): they hold plain values only, and creating
 thousands of them would trigger collections of the trainer's whole heap.
@@ -79,8 +79,8 @@ class PackName(msgspec.Struct, array_like=True, frozen=True, gc=False, order=Tru
 class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A shard of a tensor: `local` elements from `offset` of the global `shape`. `spans` hold its row-major bytes.
 
-    With `replicated` the tensor belongs to all ranks, and their manifests hold each element once. Otherwise the tensor is
-    whole and belongs to this rank.
+    With `replicated` the tensor belongs to all ranks, and their manifests hold each element once. Otherwise the tensor
+    is whole and belongs to this rank.
     """
 
     name: str
@@ -103,8 +103,9 @@ class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's part of a step.
 
-    `tree`: a document of `headrace.checkpoint.state.tree`. `replicas`: the digest of the data that must be equal on all ranks.
-    `links`: for each chunk that is a difference, its number and the number of its base, which is a chunk of this table, too.
+    `tree`: a document of `headrace.checkpoint.state.tree`. `replicas`: the digest of the data that must be equal on all
+    ranks. `links`: for each chunk that is a difference, its number and the number of its base, which is a chunk of this
+    table, too.
     """
 
     version: int = VERSION
@@ -311,7 +312,7 @@ def _flaw(t: Tensor) -> str | None:
 
 
 def check_shards(found: Iterable[Manifest]) -> str | None:
-    """Describe a mismatch between the ranks' shards of replicated tensors in all manifests of a step; None if there is none.
+    """Describe a mismatch between the ranks' shards of replicated tensors in a step's manifests; None if there is none.
 
     Only the boxes of each manifest stay in memory.
     """

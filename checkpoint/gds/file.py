@@ -92,8 +92,8 @@ CUFILE = Direct()
 class GpuFile:
     """A file whose ranges are read into and written from tensors. It is a context manager.
 
-    `direct`: True for cuFile, or another `Direct`. It moves contiguous tensors in its device's memory. Other tensors, and all
-    tensors without `direct`, are copied through host memory. Offsets are in bytes.
+    `direct`: True for cuFile, or another `Direct`. It moves contiguous tensors in its device's memory. Other tensors,
+    and all tensors without `direct`, are copied through host memory. Offsets are in bytes.
     """
 
     def __init__(

@@ -292,8 +292,9 @@ class TensorLine:
 class Shown:
     """One step in detail.
 
-    `bases`: the steps whose chunks the saver compared with. `packs`: all packs that the step needs; `earlier_packs` of them
-    belong to earlier steps. `encodings`: by codec, [raw, stored] bytes of every chunk that the step needs, in any pack.
+    `bases`: the steps whose chunks the saver compared with. `packs`: all packs that the step needs; `earlier_packs` of
+    them belong to earlier steps. `encodings`: by codec, [raw, stored] bytes of every chunk that the step needs, in any
+    pack.
     """
 
     run: str

@@ -1,5 +1,6 @@
-"""Garbage collection: removes steps that the policy does not keep, and leftovers of dead attempts. Savers and readers run on.
+"""Garbage collection: removes steps that the policy does not keep, and leftovers of dead attempts.
 
+Savers and readers may run at the same time.
 Order (`docs/design/0012-retention.md`; the tests stop the collection at every store operation):
 
 0. Write COMMIT for every complete attempt that has none.
@@ -56,8 +57,8 @@ _BURIAL_SECONDS = plans.RECORD_SECONDS / 24
 def to_delete(store: Store, run: str, keep: Keep, removed: Iterable[StepOfRun] = ()) -> set[StepOfRun]:
     """The steps of the run that the policy removes. `removed`: steps that are known to be tombstones.
 
-    The function lists all steps before it reads the branch. A step that is committed in between is then seen only in the
-    branch, as its newest step. In the opposite order that step would look abandoned and be removed.
+    The function lists all steps before it reads the branch. A step that is committed in between is then seen only in
+    the branch, as its newest step. In the opposite order that step would look abandoned and be removed.
     """
     known = {StepName(step.timeline, step.step) for step in removed if step.run == run}
     everything = _committed(store, run) - known
@@ -107,8 +108,8 @@ def collect(
 ) -> Plan:
     """Remove the given steps and the leftovers of dead attempts; return what was done.
 
-    `keep` is the policy that selected the steps. A step that the policy keeps at the time of the removal stays. With None
-    the collection removes all given steps that no live lease references.
+    `keep` is the policy that selected the steps. A step that the policy keeps at the time of the removal stays. With
+    None the collection removes all given steps that no live lease references.
     """
     _require_repo(store)
     reader = reader or Reader(store)
@@ -133,7 +134,8 @@ def collect(
 def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clock) -> dict[str, PendingDelete]:
     """The records of this collection, by key, one for each policy.
 
-    They hold this collection's own steps and the steps that earlier collections left, under the policy that selected them.
+    They hold this collection's own steps and the steps that earlier collections left, under the policy that selected
+    them.
     """
     by_policy: dict[Policy | None, set[StepOfRun]] = {keep.policy if keep is not None else None: own}
     for record in seen.records.values():

@@ -87,8 +87,8 @@ class Attempt:
 class View:
     """What the store holds of an attempt and its step, as a saver read it.
 
-    `manifests`: ranks whose manifest is stored. `newer`: a newer timeline that took over the run. `same_process`: the process
-    that opened the attempt's timeline opened the newer one, too.
+    `manifests`: ranks whose manifest is stored. `newer`: a newer timeline that took over the run. `same_process`: the
+    process that opened the attempt's timeline opened the newer one, too.
     """
 
     manifests: frozenset[int] = frozenset()
@@ -180,11 +180,12 @@ def finish(
 ) -> Commit:
     """Commit the attempt once this rank's manifest is written. Waits at most `timeout` seconds for other ranks.
 
-    A rank that finds all manifests at its first look (the last rank does) checks them and writes the decision. The other
-    ranks wait for that decision, so that not every rank reads all manifests. If no decision appears, they take over in turn.
+    A rank that finds all manifests at its first look (the last rank does) checks them and writes the decision. The
+    other ranks wait for that decision, so that not every rank reads all manifests. If no decision appears, they take
+    over in turn.
 
-    If `gone` reports a missing rank twice in a row, this rank aborts the attempt for all ranks. If retention has already
-    removed the committed step, the step counts as committed.
+    If `gone` reports a missing rank twice in a row, this rank aborts the attempt for all ranks. If retention has
+    already removed the committed step, the step counts as committed.
     """
     deadline, pause, lost = clock.monotonic() + timeout, _POLL, ""
     waited, turn = False, None

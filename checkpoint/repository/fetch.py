@@ -111,8 +111,8 @@ def fetch(
 ) -> None:
     """Read every batch and pass each chunk to `use(pack, chunk, payload)`, from several threads.
 
-    `room(pack, chunk)` returns memory for the bytes of a raw chunk, or None. `fetch` writes the bytes there before it checks
-    them, and the payload is that memory. Any other payload is valid only during the call.
+    `room(pack, chunk)` returns memory for the bytes of a raw chunk, or None. `fetch` writes the bytes there before it
+    checks them, and the payload is that memory. Any other payload is valid only during the call.
     """
     store.read_once(names.PACKS)
     buffers = local()
@@ -261,8 +261,8 @@ def manifests_like(
 ) -> tuple[Manifest, ...]:
     """The manifests to deduplicate `rank`'s next save against.
 
-    If the world size and `replicas` are the same, the ranks divided the work in the same way, and the rank's own manifest is
-    enough. Otherwise the manifests of all ranks are returned.
+    If the world size and `replicas` are the same, the ranks divided the work in the same way, and the rank's own
+    manifest is enough. Otherwise the manifests of all ranks are returned.
     """
     found = sealed(store, run, base)
     if replicas and len(found.digests) == world_size > 1:

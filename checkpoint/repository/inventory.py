@@ -87,8 +87,8 @@ class SeenAttempt:
 class Inventory:
     """The contents of a repository.
 
-    `packs`: the listed packs, by attempt. `leases`: by attempt, because several processes may hold a lease on one attempt.
-    `records`: collectors' records, by key. `tombstones`: the time when each was written.
+    `packs`: the listed packs, by attempt. `leases`: by attempt, because several processes may hold a lease on one
+    attempt. `records`: collectors' records, by key. `tombstones`: the time when each was written.
     """
 
     attempts: dict[str, SeenAttempt] = field(default_factory=dict)

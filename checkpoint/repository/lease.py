@@ -55,8 +55,8 @@ class Holding:
 class LeaseKeeper:
     """Writes a lease on entry, renews it in a thread, and deletes it on `release`.
 
-    All holders of one key name the same bases, so the order of their renewals does not matter. A process that names other
-    bases gives a `holder`, and so gets its own key.
+    All holders of one key name the same bases, so the order of their renewals does not matter. A process that names
+    other bases gives a `holder`, and so gets its own key.
     """
 
     def __init__(

@@ -142,8 +142,8 @@ def _is_alive(leases: Iterable[SeenLease], now: float) -> bool:
 def spared(seen: Inventory, pending_deletes: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
     """Steps to delete that a live attempt or reader references.
 
-    An attempt is alive while one of its leases is, and is not fenced then. So the steps that any of its leases names are
-    spared: the holder of an expired lease may still renew it.
+    An attempt is alive while one of its leases is, and is not fenced then. So the steps that any of its leases names
+    are spared: the holder of an expired lease may still renew it.
     """
     alive = [held for leases in seen.leases.values() if _is_alive(leases, now) for held in leases]
     return set(pending_deletes) & {base.of(held.lease.run) for held in alive for base in held.lease.bases}

@@ -151,7 +151,8 @@ def visible(
 ) -> Iterator[Base]:
     """Steps of the run's newest branch, newest first.
 
-    `removed`: steps that are known to be tombstones and are skipped. `branch`: the branch, if the caller has read it already.
+    `removed`: steps that are known to be tombstones and are skipped. `branch`: the branch, if the caller has read it
+    already.
     """
     seen: set[int] = set()
     for segment in timeline.branch(store, run) if branch is None else branch:
@@ -170,9 +171,9 @@ def visible(
 def find(store: Store, run: str, step: int | str | Base) -> Base | None:
     """Find a step of the run.
 
-    `step` is a number, `latest`, a tag (`tag:NAME`) or a certain attempt (a `Base`). A number is looked up in the newest
-    branch; a tag or an attempt may be in any timeline. `latest` returns None if the run has no step. Otherwise a missing
-    step raises `NotFoundError`.
+    `step` is a number, `latest`, a tag (`tag:NAME`) or a certain attempt (a `Base`). A number is looked up in the
+    newest branch; a tag or an attempt may be in any timeline. `latest` returns None if the run has no step. Otherwise a
+    missing step raises `NotFoundError`.
     """
     repo = read_repo(store)
     if isinstance(step, Base):
@@ -278,8 +279,9 @@ def _other_files(store: Store) -> str:
 def _latest(store: Store, run: str) -> Base | None:
     """The newest step of the newest branch at one moment.
 
-    The search takes many requests. A collection may remove the newest listed step before it is read, while newer steps are
-    committed. The search would then return an older step, or none. So it is repeated until no newer step has appeared.
+    The search takes many requests. A collection may remove the newest listed step before it is read, while newer steps
+    are committed. The search would then return an older step, or none. So it is repeated until no newer step has
+    appeared.
     """
     before = _newest_listed(store, run)
     for _ in range(_LOOKS):

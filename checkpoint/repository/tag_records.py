@@ -73,8 +73,8 @@ def listed(store: Store, name: str = "") -> dict[str, list[tuple[int, ObjectInfo
 def standing(store: Store, name: str = "") -> dict[str, list[Tag]]:
     """The current records of all tags, or of one, by name: the records since the tag's last removal, newest first.
 
-    The first record is the tag. The others are earlier values, which stay until the move is confirmed; a policy keeps their
-    steps, too.
+    The first record is the tag. The others are earlier values, which stay until the move is confirmed; a policy keeps
+    their steps, too.
     """
     for _ in range(_LOOKS):
         records = listed(store, name)
@@ -134,7 +134,8 @@ def is_there(store: Store, tag: Tag) -> bool:
 def outdated(store: Store, replaced: float, removed: float) -> list[str]:
     """Keys of records that are no longer needed, for a collector to delete.
 
-    - If a tag's last move or removal is older than the time `replaced`: the earlier records. For a move, its step must exist.
+    - If a tag's last move or removal is older than the time `replaced`: the earlier records. After a move, the new
+      step must exist.
     - If a tag was removed before the time `removed`: the record of the removal, in a later collection than the others.
     """
     keys: list[str] = []

@@ -64,8 +64,8 @@ class WriterState:
 class SaveTarget:
     """Where a save goes.
 
-    `base`: the step to deduplicate against; None for the first save. `newer`: a step of the same timeline that stays the
-    latest.
+    `base`: the step to deduplicate against; None for the first save. `newer`: a step of the same timeline that stays
+    the latest.
     """
 
     timeline: int
@@ -121,8 +121,8 @@ def place(
 ) -> SaveTarget:
     """The timeline to save `step` in, which is opened if needed.
 
-    Before a timeline is opened, `hold` is called with its parent step. `hold` raises `NotFoundError` if that step is being
-    removed.
+    Before a timeline is opened, `hold` is called with its parent step. `hold` raises `NotFoundError` if that step is
+    being removed.
     """
     removed: NotFoundError | None = None
     for _ in range(_TRIES):

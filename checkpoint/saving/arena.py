@@ -83,8 +83,8 @@ def _advise(mapped: mmap.mmap) -> None:
 def _device_here() -> contextlib.AbstractContextManager[object]:
     """A context manager that sets the caller's CUDA device in another thread.
 
-    A new thread starts on device 0. Registering memory there would create a CUDA context of some hundred MiB on that device,
-    which belongs to another rank.
+    A new thread starts on device 0. Registering memory there would create a CUDA context of some hundred MiB on that
+    device, which belongs to another rank.
     """
     if not torch.cuda.is_available():
         return contextlib.nullcontext()

@@ -69,9 +69,9 @@ def commit_staged(
 ) -> dict[str, object]:
     """Commit the plan's step and return the report of the save.
 
-    `store`: the store, if the caller has opened it already. `shelf`: the node's tier. With `progress` the worker continues
-    where an earlier worker stopped; `arena` may be None if only the manifest is left to be written. `gate` is called before
-    each piece that is sent. `gone` is asked about the ranks whose manifests are missing.
+    `store`: the store, if the caller has opened it already. `shelf`: the node's tier. With `progress` the worker
+    continues where an earlier worker stopped; `arena` may be None if only the manifest is left to be written. `gate` is
+    called before each piece that is sent. `gone` is asked about the ranks whose manifests are missing.
     """
     decoded = plans.decode(plan, len(arena) if arena is not None else _ANY_BYTES)
     book = progress or ProgressFile(None)

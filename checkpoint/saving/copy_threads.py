@@ -52,8 +52,9 @@ class Crew(ThreadPoolExecutor):
 
 
 def threads(cores: int, ranks_here: int) -> int:
-    """Number of threads with which a rank copies while its trainer waits: its share of the node's cores, at most eight. Pure.
+    """Number of threads with which a rank copies while its trainer waits. Pure.
 
+    It is the rank's share of the node's cores, at most eight.
     More threads gain nothing, because memory bandwidth is the limit.
     """
     return min(max(cores // max(ranks_here, 1), 1), _MOST)

@@ -57,8 +57,9 @@ class _Part:
 
 
 class Copying:
-    """Copies `tensors` into `arena`. Tensors whose numbers are in `late` may still be copied after the constructor returns.
+    """Copies `tensors` into `arena`.
 
+    The copy of tensors whose numbers are in `late` may continue after the constructor returns.
     `wait_seconds`: the sum of the seconds that callers of `wait` and `gate` waited.
     """
 

@@ -53,7 +53,8 @@ class StagedSave:
     - `give_back`, `abandon`: release the arena.
     - `handed_over`: called with "sidecar" or "process".
     - `through`: wraps the store when this process saves.
-    - `gone`: reports ranks that have ended. It is used only without a daemon, because a daemon stores the parts of ended ranks.
+    - `gone`: reports ranks that have ended. It is used only without a daemon, because a daemon stores the parts of
+      ended ranks.
     - `silent`: reports ranks on a lost node; None if that cannot be observed.
     """
 
@@ -205,8 +206,8 @@ class SaveExecutor:
     ) -> tuple[Sidecar, StagedJob] | dict[str, object] | None:
         """Find the job again after the connection broke.
 
-        Returns the sidecar with the job, followed or staged again; or the result, if the step was committed meanwhile; or None
-        if neither is possible. Raises `error` if the arena was already released and no commit appears in time.
+        Returns the sidecar with the job, followed or staged again; or the result, if the step was committed meanwhile;
+        or None if neither is possible. Raises `error` if the arena was already released and no commit appears in time.
         """
         until = self._clock.monotonic() + (GRACE_SECONDS if released else RETURN_SECONDS)
         while True:

@@ -51,8 +51,8 @@ class PlanTensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class PutPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a worker needs to commit one rank's part of a step, except the tensor bytes.
 
-    `upload_hint`: bytes per second that an earlier save measured; 0 if unknown. `tree` and `replicas` are copied into the
-    manifest. Times are in seconds.
+    `upload_hint`: bytes per second that an earlier save measured; 0 if unknown. `tree` and `replicas` are copied into
+    the manifest. Times are in seconds.
     """
 
     version: int = VERSION

@@ -140,8 +140,9 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
 class _ArenaCheck:
     """Checks that the pieces were not changed between hashing and storing.
 
-    If the trainer wrote to the arena during the save, the committed step could not be restored. So each piece is hashed again
-    (XXH3-64) when the store must have read it. A state in slices is not checked: no other process can reach its memory.
+    If the trainer wrote to the arena during the save, the committed step could not be restored. So each piece is hashed
+    again (XXH3-64) when the store must have read it. A state in slices is not checked: no other process can reach its
+    memory.
     """
 
     def __init__(self, arena: ArenaBytes, pool: Executor, step: int) -> None:
