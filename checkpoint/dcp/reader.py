@@ -1,11 +1,12 @@
-"""`RepositoryReader`, DCP's `StorageReader` for the repository. It loads steps of DCP and steps of a `Checkpointer`.
+"""`RepositoryReader`, DCP's `StorageReader` for the repository. It loads steps that DCP or a `Checkpointer` saved.
 
-Invariant: every byte that reaches a tensor was checked against its digest, and only chunks that hold a requested
-element are read. Other values are decoded from msgpack. DCP's planner unpickles them; that pickle was made here a
-moment before.
-Failure behaviour: `MissingStepError`, which is a `FileNotFoundError`; `CorruptionError` naming step, tensor, pack and
-offset. DCP reports an error in `read_metadata` as an `AssertionError` with ours in its text, and any other as
-`CheckpointException` with ours in its `failures`.
+Invariant: every byte of a loaded tensor is checked against its chunk's digest. Only chunks that hold a requested element
+are read. Other values are decoded from msgpack. DCP's planner expects pickles of them, so the reader creates these
+pickles itself, in memory.
+
+Failure behaviour: `MissingStepError`, which is a `FileNotFoundError`. `CorruptionError` names step, tensor, pack and
+offset. DCP reports an error in `read_metadata` as an `AssertionError`, with the original error in its text. It reports
+any other error as a `CheckpointException`, with the original error in its `failures`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from headrace.dataio.store.open import open_store
 class RepositoryReader(StorageReader):
     """DCP's storage reader: loads one step of `run` from the repository at `url`.
 
-    All ranks load the step that DCP's coordinator found. A load changes nothing for later saves, unless `resume` is given.
+    All ranks load the step that DCP's coordinator found. A load does not affect later saves, unless `resume` is given.
 
     Args:
         url (str | Store): The repository, as for `Checkpointer`.
@@ -63,8 +64,8 @@ class RepositoryReader(StorageReader):
         tag (str | None): The tag of a step, instead of `step`. Default: None.
         rank (int | None): The rank whose values other than tensors are loaded. Default: None, this process's rank in the
             process group of `dcp.load`.
-        resume (bool): The process trains on from this step. A later save of a step that the run already has then begins a
-            branch. Default: False.
+        resume (bool): The process continues training from this step. A later save of a step that the run already has then
+            begins a branch. Default: False.
         gds (bool): Use GPUDirect Storage, as for `Checkpointer`. Default: False.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
 
@@ -104,7 +105,7 @@ class RepositoryReader(StorageReader):
 
     @property
     def step(self) -> int | str:
-        """The step asked for; the one that was found once something was loaded."""
+        """The requested step. After `read_metadata`, the number of the step that was found."""
         return self._step
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -116,7 +117,7 @@ class RepositoryReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False  # a step alone does not name a repository, so DCP cannot choose this reader by it
 
-    # Not called "kwargs": DCP would then ask a rank that failed for metadata of its own, and leave the others waiting.
+    # Not named "kwargs": DCP would then request a failed rank's own metadata, and the other ranks would wait.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """The step's contents as this rank sees them. The step is leased until `read_data` returns."""
         self._open.close()
@@ -130,7 +131,7 @@ class RepositoryReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP names the rank in its process group only now: replace `metadata` by that rank's, in place."""
+        """Replace `metadata` in place by that of the rank in DCP's process group. DCP passes the rank only here."""
         rank = kwargs.get("rank")
         if rank is not None and self._given_rank is None and rank != self._rank:
             self._see(rank)
@@ -141,7 +142,7 @@ class RepositoryReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: tell every rank which step to load, because "latest" may have changed meanwhile."""
+        """On the coordinator, send every rank the step to load, because "latest" may differ between ranks."""
         if len(plans) == 1 and self._given_rank is None:
             self._see_alone()
         return [dataclasses.replace(plan, storage_data=self._base) for plan in plans]
@@ -179,13 +180,13 @@ class RepositoryReader(StorageReader):
         return open_store(str(self._url), storage_options=self._options)
 
     def _see(self, rank: int) -> None:
-        """The step as this rank sees it."""
+        """Set the names and tensors of the step as this rank sees it."""
         self._rank = rank
         self._names = document.names_of(self._opened_step, rank)
         self._saved = _all_tensors(self._opened_step, rank)
 
     def _see_alone(self) -> None:
-        """With `no_dist=True` DCP calls every process rank 0: use the job's rank, if the step was saved by as many ranks."""
+        """Use the job's rank, if the step was saved by as many ranks. With `no_dist=True`, every process is DCP's rank 0."""
         job = Ranks.here(None, None)
         if job.rank == self._rank or len(self._opened_step.manifests) != job.world_size:
             return
@@ -195,7 +196,7 @@ class RepositoryReader(StorageReader):
             raise UsageError("ranks hold other tensors under the same names", hint="RepositoryReader(..., rank=)")
 
     def _go_over_to(self, base: Base) -> None:
-        """Switch to the coordinator's step, if it differs from the one that this rank has planned with."""
+        """Switch to the coordinator's step, which differs from the step that this rank planned with."""
         planned = self._metadata().state_dict_metadata
         self._open.close()
         with contextlib.ExitStack() as stack:
@@ -211,7 +212,7 @@ class RepositoryReader(StorageReader):
             )
 
     def _find(self, stack: contextlib.ExitStack) -> Base:
-        """The step, with the store open."""
+        """Open the store and find the step."""
         self._store = self._url if isinstance(self._url, Store) else stack.enter_context(self._opened())
         found = repository.find(self._store, self._run, self._step)
         if found is None:
@@ -219,7 +220,7 @@ class RepositoryReader(StorageReader):
         return found
 
     def _value(self, name: str) -> object:
-        """A value other than a tensor. Tensors inside it are read."""
+        """Decode a value other than a tensor. Tensors inside it are read."""
         plan, node = Fit(), self._names.values[name]
         inside = {n: (self._saved[n].dtype, self._saved[n].shape) for n in tensor_names(node) if n in self._saved}
         value = Builder(inside, plan).value(node, name)
@@ -245,14 +246,14 @@ class RepositoryReader(StorageReader):
 
 
 def _tensor_metadata(saved: Saved) -> TensorStorageMetadata:
-    """One chunk, the whole tensor: the reader finds the shards itself, so DCP need not plan them."""
+    """Metadata of the whole tensor as one chunk. The reader finds the shards itself, so DCP does not plan them."""
     size = torch.Size(saved.shape)
     chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
     return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, saved.dtype)), size, [chunk])
 
 
 def _all_tensors(step: Step, rank: int) -> dict[str, Saved]:
-    """All tensors: as the rank sees the step, and those that only other ranks hold."""
+    """All tensors that the rank sees, and those that only other ranks hold."""
     found: dict[str, Saved] = {}
     for manifest in step.manifests:
         for tensor in manifest.tensors:

@@ -1,12 +1,18 @@
-"""What DCP saves of this process share: the run's state between saves, and one rank's part of one save.
+"""The state that all DCP saves of this process share, and one rank's part of one save.
 
-With DCP every step may have a writer of its own, so what a Checkpointer would remember is kept here, once per process.
-Invariant: all DCP writers of a process are one writer of `headrace.checkpoint.repository.writers`, including those that
-an asynchronous save sends to another process: `export_session` is sent with them. A load changes nothing. A load with
-`resume=True` lets the next save begin a branch if its step is not newer than the run's newest one. A save copies at
-most `LEAST_BYTES` at a time; the tensors must not change meanwhile.
-Failure behaviour: errors of the store, and as in `writers`. A rank that fails aborts the attempt, so the others do not
-wait for its manifest.
+With DCP, every step may have its own `RepositoryWriter`. This module therefore keeps, once per process, the state that a
+Checkpointer would keep between saves.
+
+Invariants:
+
+- All DCP writers of a process are one writer of `headrace.checkpoint.repository.writers`. This includes the writers that
+  an asynchronous save sends to another process, because `export_session` is sent with them.
+- A load changes nothing. After a load with `resume=True`, the next save may begin a branch. It does so if its step is
+  not newer than the run's newest step.
+- A save copies at most `LEAST_BYTES` at a time. The tensors must not change during the save.
+
+Failure behaviour: errors of the store, and those that `writers` describes. A rank that fails aborts the attempt, so the
+other ranks do not wait for its manifest.
 """
 
 from __future__ import annotations
@@ -43,9 +49,9 @@ _log = get_logger(__name__)
 _lock = threading.Lock()
 _writer, _handed_on = "", False
 _timelines: dict[tuple[str, str], int] = {}
-"""The timeline of this process's last save."""
+"""The timeline of this process's last save, by URL and run."""
 _resumed: dict[tuple[str, str], tuple[Base, int]] = {}
-"""The step that the process continues from, and the run's newest timeline when it was loaded."""
+"""The step that this process continues from, and the run's newest timeline when it was loaded, by URL and run."""
 
 
 class Ticket(msgspec.Struct, array_like=True, frozen=True):
@@ -57,9 +63,9 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
 
 
 def draw(store: Store, run: str, step: int, again: bool = False) -> Ticket:
-    """Draw the attempt of a save. Called on the coordinator, once for each save.
+    """Draw the attempt of a save. The coordinator calls it once for each save.
 
-    `again`: a step that this job has saved is saved again, in a branch.
+    `again`: if this job has already saved the step, it is saved again in a branch.
     """
     at = (store.location.url, run)
     with _lock:
@@ -79,14 +85,14 @@ def draw(store: Store, run: str, step: int, again: bool = False) -> Ticket:
 
 
 def resume(store: Store, run: str, base: Base) -> None:
-    """Let later saves of this process continue from a step that it has loaded."""
+    """Make later saves of this process continue from a step that it has loaded."""
     since = max(timeline.numbers(store, run), default=0)
     with _lock:
         _resumed[store.location.url, run] = base, since
 
 
 def export_session() -> Any:
-    """The state for a process that saves for this one: the argument of `adopt_session` there."""
+    """The state for a process that saves on behalf of this one. It is the argument of `adopt_session` there."""
     global _handed_on
     with _lock:
         _handed_on = True
@@ -94,7 +100,7 @@ def export_session() -> Any:
 
 
 def adopt_session(handed: Any) -> None:
-    """Save on behalf of the process that called `export_session`."""
+    """Make this process save on behalf of the process that called `export_session`."""
     global _writer
     with _lock:
         _writer, known, timelines, resumed = handed
@@ -105,7 +111,7 @@ def adopt_session(handed: Any) -> None:
 
 
 def is_new_process() -> None:
-    """Forget everything: it belongs to the parent process."""
+    """Clear the state in a forked child, because it belongs to the parent process."""
     global _writer, _handed_on, _lock
     _writer, _handed_on, _lock = "", False, threading.Lock()
     _timelines.clear()
@@ -124,7 +130,7 @@ os.register_at_fork(after_in_child=is_new_process)
 
 @dataclass(frozen=True, slots=True)
 class RankSave:
-    """One rank's part of a save: step, attempt, rank and world size. `wait`: limit of the wait for other ranks, in seconds."""
+    """One rank's part of a save. `wait`: the time limit for the other ranks, in seconds."""
 
     run: str
     step: int
@@ -143,7 +149,10 @@ def save_rank(
     tree: bytes,
     direct: Direct | None = None,
 ) -> None:
-    """Store the tensors; return once all ranks have committed the step. `direct`: moves the tensors that it can reach."""
+    """Store the tensors. Returns after all ranks have committed the step.
+
+    `direct` copies the tensors on its device by GPUDirect Storage.
+    """
     try:
         _commit_staged(store, share, tensors, list(specs), tree, direct)
     except BaseException as error:

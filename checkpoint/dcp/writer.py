@@ -4,13 +4,15 @@ Order of a save:
 
 1. Every rank sends its plan to the coordinator, with the parts that it holds.
 2. The coordinator assigns replicated parts to ranks by bytes and draws the attempt.
-3. Each rank stores its part; the last one commits the step.
+3. Each rank stores its part. The last rank commits the step.
 
-Invariant: values other than tensors stay with their rank, and so do plain tensors below 64 KiB (generator states,
-positions); DCP alone would keep one rank's. Bytes go from the tensors into packs through a ring of 64 MiB.
-Failure behaviour: a rank that fails aborts the attempt, so the others do not wait for it; nothing is then visible. A
-step is never overwritten: `ConflictError`. A writer that another process unpickles saves for the process that sent it.
-DCP raises all of these as `CheckpointException`, with ours in its `failures`.
+Invariant: values other than tensors are rank-local. So are plain tensors below 64 KiB (generator states, positions).
+DCP's own writers would keep only one rank's. Bytes are copied from the tensors into packs through a ring of 64 MiB. A
+writer that another process unpickles saves on behalf of the process that sent it.
+
+Failure behaviour: a rank that fails aborts the attempt, so the other ranks do not wait for it. No part of the step is
+then visible. A step is never overwritten: a second save raises `ConflictError`. DCP raises all of these as
+`CheckpointException`, with the original error in its `failures`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ Key = tuple[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Held:
-    """A rank's message to the coordinator: the parts that it holds, with their sizes."""
+    """A rank's message to the coordinator. It lists the parts that the rank holds, with their sizes."""
 
     parts: tuple[tuple[Key, int], ...]
 
@@ -67,14 +69,15 @@ class RepositoryWriter(StorageWriter):
     """DCP's storage writer: saves one step of `run` in the repository at `url`.
 
     Args:
-        url (str | Store): The repository, as for `Checkpointer`. For `async_save` in a process give the URL, not an open store.
+        url (str | Store): The repository, as for `Checkpointer`. For `async_save` in another process, give the URL, not an
+            open store.
         run (str): The run's name.
         step (int | None): The step's number. DCP's `checkpoint_id`, if given, replaces it. Default: None.
         compression (str): "none" or "zstd". Default: "none".
         gds (bool): Use GPUDirect Storage, as for `Checkpointer`. Default: False.
-        timeout (float): Limit of the wait for other ranks, in seconds. Default: 600.
-        overwrite (bool): Save a step again that this job has saved, in a branch that begins before it. Otherwise that is a
-            `ConflictError`. Default: False.
+        timeout (float): The time limit for the other ranks, in seconds. Default: 600.
+        overwrite (bool): If this job has already saved the step, save it again, in a branch that begins before it.
+            Otherwise this raises `ConflictError`. Default: False.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
 
     Raises:
@@ -128,7 +131,7 @@ class RepositoryWriter(StorageWriter):
             raise UsageError("no step is given", hint="RepositoryWriter(url, run=..., step=...), or checkpoint_id=step")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Set rank-local items aside, and list the shared parts that this rank holds."""
+        """Separate the rank-local items, and list the shared parts that this rank holds."""
         if not plan.usable:
             raise _caching()
         self._paths = plan.planner_data
@@ -138,7 +141,7 @@ class RepositoryWriter(StorageWriter):
         return dataclasses.replace(plan, items=shared, storage_data=held)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: assign parts to ranks and draw the attempt."""
+        """On the coordinator, assign parts to ranks and draw the attempt."""
         assert self._step is not None
         with self._store() as store:
             ticket = msgspec.msgpack.encode(session.draw(store, self._run, self._step, self._overwrite))
@@ -148,7 +151,7 @@ class RepositoryWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Store this rank's part; return once all ranks have committed the step."""
+        """Store this rank's part. Returns after all ranks have committed the step."""
         if getattr(planner, "_enable_plan_caching", False):
             raise _caching()
         orders: _Orders = plan.storage_data
@@ -165,7 +168,7 @@ class RepositoryWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Does nothing: a rank committed the step in `write_data`, once all manifests were there."""
+        """Do nothing. In `write_data`, a rank has committed the step, after all ranks stored their manifests."""
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self._url, Store):
@@ -203,7 +206,7 @@ class RepositoryWriter(StorageWriter):
 
 
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
-    """The step that DCP's `checkpoint_id` names: a number, or a path that ends in one (step-1200)."""
+    """The step that DCP's `checkpoint_id` names. It is a number, or a path that ends in a number (step-1200)."""
     found = re.search(
         r"(\d+)/?$", os.fspath(checkpoint_id) if not isinstance(checkpoint_id, int) else str(checkpoint_id)
     )
@@ -215,7 +218,10 @@ def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
 
 
 def _spread(plans: list[SavePlan]) -> list[list[WriteItem]]:
-    """Assign every part to one of its holders, by bytes. If a planner hides the holders, keep the planner's assignment."""
+    """Assign every part to one of the ranks that hold it, balanced by bytes.
+
+    If a planner does not report these ranks, keep the planner's assignment.
+    """
     items = {_key(item): item for local in plans for item in local.items}
     holders: dict[Key, list[int]] = {}
     sizes: dict[Key, int] = {}
@@ -244,7 +250,7 @@ def _key(item: WriteItem) -> Key:
 
 
 def _nbytes(item: WriteItem) -> int:
-    """Size of the part, not of the whole tensor."""
+    """The size of the part, not of the whole tensor."""
     data = item.tensor_data
     return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 

@@ -1,4 +1,4 @@
-"""Headrace checkpoints in other trainers: one module for each framework, which imports that framework only.
+"""Adapters for other trainers. Each framework has one module, which imports only that framework.
 
 - `torchtitan`: a checkpoint manager.
 - `megatron`: save and load strategies of Megatron-Core; `plain` encodes its objects.
@@ -11,13 +11,14 @@ Trainers that save through torch.distributed.checkpoint use `headrace.checkpoint
 
 To add a framework, write or change four files:
 
-1. `frameworks/<name>.py`: the adapter. If the framework names checkpoints by files or folders, use `naming.Names`, which
-   publishes a name once its step is committed. If it calls torch.distributed.checkpoint, use `RepositoryWriter` and
-   `RepositoryReader`. Otherwise call `Checkpointer.save_as` and `restore`.
-2. `tests/checkpoint/frameworks/train_<name>.py`: a small training with it. The tests of this folder kill and resume it.
-3. `tests/checkpoint/frameworks/test_frameworks.py`: its own behaviour, with the real package.
+1. `frameworks/<name>.py`: the adapter. If the framework names checkpoints by files or folders, use `naming.Names`. It
+   publishes a name after its step is committed. If the framework calls torch.distributed.checkpoint, use
+   `RepositoryWriter` and `RepositoryReader`. Otherwise, call `Checkpointer.save_as` and `restore`.
+2. `tests/checkpoint/frameworks/train_<name>.py`: a small training job. The tests in this folder kill and resume it.
+3. `tests/checkpoint/frameworks/test_frameworks.py`: tests of the adapter's own behaviour, with the real package.
 4. `pyproject.toml`: the package in the extra `frameworks`, and in mypy's list of frameworks.
 
 Invariant: importing this package imports no framework.
+
 Failure behaviour: errors of `headrace.dataio.core.errors`. A framework that is not installed raises its own ImportError.
 """

@@ -1,20 +1,26 @@
-"""Accelerate: `attach(accelerator, checkpointer)` lets `save_state` and `load_state` keep the state in the repository.
+"""Accelerate: after `attach(accelerator, checkpointer)`, `save_state` and `load_state` use the repository.
 
-Models, optimizers, schedulers, the gradient scaler, objects of `register_for_checkpointing`, and the random generators
-of every rank are one step of the run. The step is the number at the end of the folder's name (`step_1200`,
-`checkpoints/checkpoint_3`). Accelerate's folder keeps the rest, which is small: samplers, and the position of a
-stateful loader. `save_state` returns when the state is copied. The folder appears when the step is committed
-(`naming`); older folders are removed after that (`total_limit`). So write files of your own into it only after
-`checkpointer.close()`, or register an object instead.
+One step of the run holds models, optimizers, schedulers, the gradient scaler, objects of `register_for_checkpointing`,
+and the random generators of every rank. The step's number is the number at the end of the folder's name (`step_1200`,
+`checkpoints/checkpoint_3`). Accelerate's folder holds the rest, which is small: samplers, and the position of a stateful
+loader.
 
-How it works: Accelerate calls its hooks before it writes or reads anything, and passes the lists that it is about to
-walk. The hooks empty these lists. `save_state` and `load_state` of this accelerator refill them, and save once all
-ranks have written their files into a hidden folder.
-Invariant: Accelerate writes nothing of the step a second time. Outside `save_state` and `load_state` the accelerator is
-unchanged.
-Failure behaviour: as `Checkpointer`. `UsageError` for a folder whose name ends in no number; `MissingStepError`, a
-`FileNotFoundError`, for a folder whose step does not exist; `UnsupportedError` under FSDP, DeepSpeed and Megatron-LM,
-whose states Accelerate writes without calling its hooks.
+`save_state` returns after the state is copied. The folder appears when the step is committed (`naming`). Older folders
+are removed after that (`total_limit`). To add your own files to the folder, wait for `checkpointer.close()`, or register
+an object instead.
+
+How it works: Accelerate calls its hooks before it writes or reads anything. It passes them the lists that it will iterate
+over, and the hooks empty these lists. The replaced `save_state` and `load_state` refill them. `save_state` saves after
+all ranks have written their files into a hidden folder.
+
+Invariant: Accelerate does not write any part of the step a second time. Outside `save_state` and `load_state`, the
+accelerator is unchanged.
+
+Failure behaviour: as `Checkpointer`, and these errors:
+
+- `UsageError` for a folder whose name does not end in a number.
+- `MissingStepError`, a `FileNotFoundError`, for a folder whose step does not exist.
+- `UnsupportedError` under FSDP, DeepSpeed and Megatron-LM. Accelerate writes their states without calling its hooks.
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ _written = declare(
 
 
 def attach(accelerator: Accelerator, checkpointer: Checkpointer) -> None:
-    """Let an Accelerator keep its checkpoints in the repository. Call it once, before the first `save_state`.
+    """Make an Accelerator save its checkpoints to the repository. Call it once, before the first `save_state`.
 
     Args:
         accelerator (Accelerator): Its `save_state` and `load_state` are replaced.
@@ -62,7 +68,7 @@ def attach(accelerator: Accelerator, checkpointer: Checkpointer) -> None:
 
 
 class _Attached:
-    """The hooks, and `save_state` and `load_state` around Accelerate's own."""
+    """The hooks, and the replacements of `save_state` and `load_state`, which call Accelerate's own."""
 
     def __init__(self, accelerator: Accelerator, checkpointer: Checkpointer) -> None:
         self._accelerator, self._names = accelerator, Names(checkpointer)
@@ -79,7 +85,7 @@ class _Attached:
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **more: Any
     ) -> str:
-        """As `Accelerator.save_state`. Returns when the state is copied; the folder appears when the step is committed."""
+        """As `Accelerator.save_state`. Returns after the state is copied. The folder appears when the step is committed."""
         accelerator, settings = self._accelerator, self._accelerator.project_configuration
         automatic = bool(settings.automatic_checkpoint_naming)
         folder = self._next() if automatic else Path(os.path.abspath(os.fspath(output_dir)))  # type: ignore[arg-type]
@@ -125,7 +131,7 @@ class _Attached:
         )
 
     def _recover(self, folder: Path) -> None:
-        """Publish names that an earlier process left hidden. Afterwards all ranks see the same folders."""
+        """Publish names that an earlier process left hidden. After this call, all ranks see the same folders."""
         if self._names_folders:
             self._names.recover(folder)
         self._accelerator.wait_for_everyone()
@@ -141,7 +147,7 @@ class _Attached:
         return folder
 
     def _rotate(self, parent: Path) -> None:
-        """Apply `total_limit` once the new folder was published."""
+        """Apply `total_limit` after the new folder is published."""
         limit = self._accelerator.project_configuration.total_limit
         for folder in _named_in(parent)[:-limit] if limit else ():
             self._names.remove_now(folder)
@@ -163,7 +169,7 @@ class _Attached:
         self._accelerator._custom_objects = [self for _ in Path(input_dir).glob("custom_checkpoint_*.pkl")]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Does nothing; Accelerate calls it for objects of old folders."""
+        """Do nothing. Accelerate calls this for objects of old folders."""
 
     def _whole(self, models: list[Any]) -> dict[str, Any]:
         accelerator = self._accelerator
@@ -177,13 +183,13 @@ class _Attached:
 
     def _take_away(self) -> None:
         accelerator = self._accelerator
-        for name in _LISTS:  # it has hold of these lists already; of the objects it asks for the list again
+        for name in _LISTS:  # Accelerate already holds these lists; it reads the list of objects again
             self._away[name] = list(getattr(accelerator, name))
             getattr(accelerator, name).clear()
         self._away["_custom_objects"], accelerator._custom_objects = accelerator._custom_objects, []
 
     def _give_back(self) -> None:
-        """Refill Accelerate's lists. The next hook does so too, in case Accelerate failed in between."""
+        """Refill Accelerate's lists. The next hook also calls this, in case Accelerate failed before."""
         if self._away:
             for name in _LISTS:
                 getattr(self._accelerator, name)[:] = self._away[name]

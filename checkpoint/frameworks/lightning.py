@@ -1,17 +1,19 @@
-"""Lightning: `Trainer(plugins=[RepositoryIO("s3://bucket/ckpt", run="exp42")])` keeps its checkpoints in the repository.
+"""Lightning: `Trainer(plugins=[RepositoryIO("s3://bucket/ckpt", run="exp42")])` saves its checkpoints to the repository.
 
-Lightning gathers the state on rank 0 and names files. Each file is kept as a small text that names the step, so
-`ckpt_path=` and the retention of ModelCheckpoint work as usual. Saving returns when the state is copied. The file
-appears when the step is committed. A file that Lightning removes goes after the newest save is committed (`naming`). A
-step has the number of `global_step`. A second save at the same `global_step` gets the next free number. If its tensors
-are those of the save before, only its other values are kept, in its file. `Model.load_from_checkpoint(path)` reads such
-files too, through the `RepositoryIO` of their run in this process. `map_location` works as for `torch.load`: tensors
-that share memory still share it afterwards.
-Invariant: nothing is pickled, and the named file holds no tensor. Every call of `save_checkpoint` keeps what it was
-given.
-Failure behaviour: `UsageError` names the path of a value that cannot be saved (hyper-parameters and callback state must
-be plain values). A save that fails later is raised by the next save, or by `teardown`. `MissingStepError`, a
-`FileNotFoundError`, for a missing file or step.
+- Lightning gathers the state on rank 0 and chooses file names. Each file is a small text that names the step, so
+  `ckpt_path=` and the retention of ModelCheckpoint work as usual.
+- `save_checkpoint` returns after the state is copied. The file appears when the step is committed.
+- A file that Lightning removes is deleted after the newest save is committed (`naming`).
+- A step has the number of `global_step`. A second save at the same `global_step` gets the next free number. If its
+  tensors equal those of the save before, only its other values are stored, in its file.
+- `Model.load_from_checkpoint(path)` also reads such files, through the `RepositoryIO` of their run in this process.
+- `map_location` works as for `torch.load`. Tensors that share memory still share it after the load.
+
+Invariant: nothing is pickled, and the named file holds no tensor. Every call of `save_checkpoint` stores its full state.
+
+Failure behaviour: `UsageError` names the path of a value that cannot be saved. Hyper-parameters and callback state must
+be plain values. If a save fails later, the next save or `teardown` raises its error. `MissingStepError`, a
+`FileNotFoundError`, is raised for a missing file or step.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from headrace.checkpoint.state.tree import TensorRef
 from headrace.dataio.core.errors import CorruptionError, UsageError
 
 _MOST_VALUES = MOST_BYTES // 2
-"""Of values that a file keeps by itself, encoded."""
+"""The largest size of the encoded values that a file holds itself."""
 
 
 class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
@@ -61,10 +63,12 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save; called on rank 0. A state that is saved under several names (`last.ckpt`) is stored once."""
+        """Save a checkpoint. Lightning calls it on rank 0. A state with several names (`last.ckpt`) is stored once."""
         place, now = _local(path), int(checkpoint["global_step"])
         again = now == self._global_step
-        self._compares = self._compares or again  # from the first time on: it takes as long as a copy of the state
+        self._compares = (
+            self._compares or again
+        )  # only from the first repeat on, because it takes as long as a copy of the state
         split = _split(checkpoint) if self._compares else None
         if again and split is not None and self._has(split) and self._names.also(place, split.values):
             return
@@ -81,7 +85,7 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         map_location: Where = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint, placed by `map_location` as in `torch.load`; in main memory by default."""
+        """The checkpoint, placed by `map_location` as in `torch.load`. By default, it is in main memory."""
         place, state = _local(path), {"checkpoint": None}
         self._names.settle()
         self._names.recover(place.parent, place.name)
@@ -95,11 +99,11 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the name once the newest save is committed. Only the run's retention removes the step."""
+        """Remove the name after the newest save is committed. Only the run's retention removes the step."""
         self._names.remove(_local(path))
 
     def teardown(self) -> None:
-        """Wait for the saves in flight. Lightning calls it at the end of each `fit`, and may save again afterwards."""
+        """Wait for the saves in flight. Lightning calls it at the end of each `fit`, and may save again later."""
         self._names.wait()
 
     def close(self) -> None:
@@ -108,20 +112,20 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         _made.discard(self)
 
     def _has(self, split: _Split) -> bool:
-        """Whether the newest save has all of these tensors, to the bit."""
+        """Whether the newest save has all of these tensors, bit for bit."""
         return len(split.values) < _MOST_VALUES and split.digests.items() <= self._digests.items()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Split:
-    """A checkpoint: digests of its tensors by path, and the rest."""
+    """A checkpoint as the digests of its tensors, by path, and its other values."""
 
     digests: dict[str, bytes]
     values: str
 
 
 def _split(checkpoint: dict[str, Any]) -> _Split | None:
-    """None for one with tensors that are not plain memory, or with values that a document does not hold."""
+    """Split a checkpoint. None if it has tensors that are not plain memory, or values that a document cannot hold."""
     digests: dict[str, bytes] = {}
 
     def values_of(value: Any, path: tuple[object, ...]) -> Any:
@@ -142,7 +146,7 @@ def _split(checkpoint: dict[str, Any]) -> _Split | None:
 
 
 def _joined(values: str, checkpoint: Any) -> Any:
-    """The inverse, with the tensors of another checkpoint."""
+    """The inverse of `_split`, with the tensors of another checkpoint."""
     tensors: dict[str, torch.Tensor] = {}
 
     def collect(value: Any, path: tuple[object, ...]) -> Any:
@@ -162,7 +166,7 @@ def _joined(values: str, checkpoint: Any) -> Any:
 
 
 def _rebuilt(value: Any, path: tuple[object, ...], each: Callable[[Any, tuple[object, ...]], Any]) -> Any:
-    """A container with `each` applied to its items; any other value unchanged."""
+    """A container with `each` applied to its items. Any other value is returned unchanged."""
     if isinstance(value, dict):
         made = value.copy()
         made.update({key: each(item, (*path, key)) for key, item in value.items()})
@@ -182,8 +186,7 @@ def _local(path: str | os.PathLike[str]) -> Path:
 
 
 def _has_links(folder: Path) -> bool:
-    """Whether ModelCheckpoint keeps `last.ckpt` as a link, which it makes lead to the new file as soon as saving
-    returns."""
+    """Whether ModelCheckpoint keeps `last.ckpt` as a link. It points the link to the new file as soon as saving returns."""
     return any(entry.is_symlink() for entry in os.scandir(folder))
 
 
@@ -192,9 +195,9 @@ _load = theirs.pl_load
 
 
 def _load_file(path: Any, map_location: Where = None, weights_only: bool | None = None) -> Any:
-    """Replaces the load function of `load_from_checkpoint`: a name of a step is read from the repository.
+    """Replaces the load function of `load_from_checkpoint`. If the file names a step, the step is read from the repository.
 
-    A file that does not exist yet may belong to a save in flight, so those saves are awaited first.
+    A file that does not exist yet may belong to a save in flight, so the function waits for those saves first.
     """
     if isinstance(path, (str, os.PathLike)) and not os.path.exists(path):
         for io in list(_made):
@@ -218,7 +221,7 @@ def _load_file(path: Any, map_location: Where = None, weights_only: bool | None 
 
 
 def _record_of(path: Any) -> Record | None:
-    """The record of a name; None for any other file."""
+    """The record of a name. None for any other file."""
     if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
         return None
     with open(path, "rb") as file:

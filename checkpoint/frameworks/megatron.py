@@ -3,15 +3,19 @@
     dist_checkpointing.save(state, folder, RepositorySave(url, run=...))
     dist_checkpointing.load(state, folder, RepositoryLoad(url, run=...))
 
-The sharded tensors and objects of the state are a step of the repository: the number at the end of the folder's name
-(`iter_0001200`). Megatron-Core writes the rest into the folder, `common.pt` and `metadata.json`, and allows nothing
-else there. Both strategies can be wrapped by its classes for parallel saving and loading (loading exchanges through
-CUDA). A save ends with the commit. `save(..., async_sharded_save=True)` returns after a copy into main memory, which
-the next save reuses. A thread of this process saves the copy, over a process group of its own. The process that
-Megatron-Core then starts only waits for that thread, so its queue sees the save in flight. Its finalization raises any
-error.
-Invariant: replicas are written once, as Megatron-Core chooses (`replica_id`). Objects are plain values, arrays and
-bytes, never pickles. Any number of ranks and any sharding may load.
+The sharded tensors and objects of the state are stored as a step of the repository. Its number is the number at the end
+of the folder's name (`iter_0001200`). Megatron-Core writes the rest into the folder, as `common.pt` and `metadata.json`.
+It allows no other files there. Both strategies work inside Megatron-Core's classes for parallel saving and loading.
+Parallel loading communicates through CUDA.
+
+A save returns after the commit. `save(..., async_sharded_save=True)` returns after a copy into main memory. The next save
+reuses this memory. A thread of this process saves the copy, and uses its own process group. The process that
+Megatron-Core then starts only waits for that thread. So Megatron-Core's queue sees the save in flight, and its
+finalization raises any error.
+
+Invariant: each replica is written once, by the rank that Megatron-Core chooses (`replica_id`). Objects are stored as plain
+values, arrays and bytes, never as pickles. A job can load with any number of ranks and any sharding.
+
 Failure behaviour: as `headrace.checkpoint.dcp`. `UsageError` names an object that cannot be saved.
 """
 
@@ -69,7 +73,7 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         if self._last is not None:
-            self._last.exception()  # its copies are used again; who finalizes it hears of an error
+            self._last.exception()  # the next save reuses its copies; its finalization raises any error
         state = _for_dcp(self._copied(_grouped(sharded_state_dict)), loading=False)
         self._last = saving = Future[None]()
         door = PeerProbe("127.0.0.1")
@@ -92,7 +96,7 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
         dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
 
     def _copied(self, flat: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """The state with its tensors copied into main memory that is reused from save to save."""
+        """The state with its tensors copied into main memory. Each save reuses this memory."""
         kept, self._copies = self._copies, {}
 
         def copy(number: int, each: Any) -> Any:
@@ -119,7 +123,7 @@ class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, url: str, *, run: str, **options: Any) -> None:
         self._url, self._run, self._options = url, run, options
-        self.cached_global_metadata: Metadata | None = None  # Megatron's savers look here after a load
+        self.cached_global_metadata: Metadata | None = None  # Megatron-Core's save strategies read it after a load
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -198,7 +202,7 @@ def _grouped(sharded_state_dict: Any) -> Any:
 
 
 def _for_dcp(flat: Any, *, loading: bool) -> dict[str, Any]:
-    """The state by sharded key, as DCP takes it. Objects become plain values; Megatron-Core would pickle them."""
+    """The state by sharded key, in the form for DCP. Objects become plain values, because Megatron-Core would pickle them."""
     tensors = {key: found for key, found in flat.items() if isinstance(found[0], ShardedTensor)}
     objects = {key: found for key, found in flat.items() if isinstance(found[0], ShardedObject)}
     made: dict[str, Any] = theirs.mcore_to_pyt_state_dict(tensors, loading)

@@ -1,16 +1,22 @@
-"""Names of steps: the files and folders by which a framework finds the checkpoint to resume from.
+"""Names of steps: the files and folders in which a framework finds the checkpoint to resume from.
 
-A framework resumes from a file or folder that it finds (`last.ckpt`, `checkpoint-1200`). Such a name must never lead to
-a step that is not committed. So it is written hidden first (`.checkpoint-1200.<attempt>.uncommitted`), with a record of
-its attempt. It is renamed once that attempt is committed, and older names are removed after that. A process that is
-killed in between leaves a hidden name. The next process publishes it if the attempt was committed after all, and
-deletes it if it never can be (`Names.recover`).
-Invariant: a name leads to a committed attempt. Files and folders are fsynced before they are renamed, and their folder
-afterwards. A name that is given again is replaced. An earlier save never replaces the name of a later one.
+A framework resumes from a file or folder that it finds (`last.ckpt`, `checkpoint-1200`). Such a name must never refer to
+a step that is not committed. A save therefore handles its name in this order:
+
+1. It writes a hidden name (`.checkpoint-1200.<attempt>.uncommitted`), with a record of its attempt.
+2. After the attempt is committed, it renames the hidden name.
+3. It then removes older names.
+
+A process that is killed between these steps leaves a hidden name. The next process publishes it if the attempt was
+committed, and deletes it if the attempt can never be committed (`Names.recover`).
+
+Invariant: a name refers to a committed attempt. Files and folders are fsynced before they are renamed, and their parent
+folder afterwards. A name that is used again is replaced. An earlier save never replaces the name of a later one.
+
 Failure behaviour: a save whose name cannot be written fails with `UsageError`, although the step may be committed.
 Later failures (another name of the step, removing old names) are logged. `recover` logs a name that it cannot publish
-and leaves it hidden, because the other ranks wait for it. `MissingStepError` is a `NotFoundError` and a
-`FileNotFoundError`. `CorruptionError` for a file that is not a name of Headrace.
+and leaves it hidden. It does not raise, because the other ranks wait for this rank. `MissingStepError` is a
+`NotFoundError` and a `FileNotFoundError`. `CorruptionError` is raised for a file that is not a Headrace name.
 """
 
 from __future__ import annotations
@@ -42,12 +48,12 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFound
 from headrace.dataio.core.log import get_logger
 
 RECORD = "headrace-step.json"
-"""The record's file in a folder that is a name. A file that is a name holds the same JSON."""
+"""The file that holds the record, in a folder that is a name. A file that is a name holds the same JSON."""
 MOST_BYTES = 4 << 20
-"""The largest record."""
+"""The largest record, in bytes."""
 _HIDDEN = re.compile(r"\.(.+)\.([0-9A-Z]{26})\.(uncommitted|replaced)$")
 _LEFT = 2
-"""How many names of failed saves are kept, because a sidecar may still commit them."""
+"""The number of names of failed saves that are kept, because a sidecar may still commit them."""
 _log = get_logger(__name__)
 
 _hidden = declare("name.hidden", "the attempt is drawn and its name written, hidden; nothing of it is stored")
@@ -60,7 +66,7 @@ _removed = declare("name.removed", "an older name is hidden from the framework a
 
 
 class _Fields(msgspec.Struct, omit_defaults=True, rename={"step": "headrace-step"}):
-    """A record as JSON. The first version had the step only."""
+    """A record as JSON. The first version of the format had only the step."""
 
     step: int
     run: str = ""
@@ -71,9 +77,9 @@ class _Fields(msgspec.Struct, omit_defaults=True, rename={"step": "headrace-step
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The step that a name leads to. `values`: further data of the adapter.
+    """The step that a name refers to. `values` holds further data of the adapter.
 
-    In names of the first version `attempt` is None and `run` is "".
+    In names of the format's first version, `attempt` is None and `run` is "".
     """
 
     step: int
@@ -91,7 +97,7 @@ def read_name(path: str | os.PathLike[str]) -> Record:
     place = Path(path)
     folder = place.is_dir()
     try:
-        with open(place / RECORD if folder else place, "rb") as file:  # what other software saved may be of any size
+        with open(place / RECORD if folder else place, "rb") as file:  # a file of other software may have any size
             return _decode(file.read(MOST_BYTES))
     except FileNotFoundError:
         if folder:
@@ -113,7 +119,10 @@ def _decode(data: bytes) -> Record:
 
 
 class Names:
-    """The names of one adapter. `save` and `wait` are for one thread. Names are published and removed in the threads of saves."""
+    """The names of one adapter.
+
+    Call `save` and `wait` from one thread. The threads of the saves publish and remove names.
+    """
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
@@ -134,16 +143,16 @@ class Names:
         write: Callable[[Path, Record], None],
         then: Callable[[], None] = lambda: None,
     ) -> Handle:
-        """Begin to save `state`; `path` becomes its name once it is committed.
+        """Begin to save `state`. After the save is committed, `path` becomes its name.
 
-        With several ranks all call this. Ranks that make no name pass None.
+        All ranks call it. Ranks that create no name pass None as `path`.
 
         Args:
             step (int): The step's number.
             state (dict[str, Any]): The state, as for `Checkpointer.save`.
             path (Path | None): The file or folder that names the step.
             write (Callable[[Path, Record], None]): Writes the hidden file or folder.
-            then (Callable[[], None]): Called once the name is published.
+            then (Callable[[], None]): Called after the name is published.
 
         Returns:
             Handle: The save in flight.
@@ -156,7 +165,7 @@ class Names:
         return handle
 
     def also(self, path: Path, values: str) -> bool:
-        """Give the newest save a second name, a file that keeps `values`; False if that save has failed."""
+        """Give the newest save a second name, which is a file that holds `values`. False if that save has failed."""
         saved = self._latest
         if saved is None or saved.attempt is None:
             return False
@@ -178,7 +187,7 @@ class Names:
         return True
 
     def restore(self, state: dict[str, Any], path: str | os.PathLike[str], **how: Any) -> Record:
-        """Restore the step that the name leads to, in any timeline of the run."""
+        """Restore the step that the name refers to, in any timeline of the run."""
         record = read_name(path)
         run = record.run or self._checkpointer.run
         try:
@@ -191,7 +200,7 @@ class Names:
         return record
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a name once the newest save is committed. Only the run's retention removes the step."""
+        """Remove a name after the newest save is committed. Only the run's retention removes the step."""
         place = Path(os.path.abspath(path))
         with self._lock:
             if self._published < self._begun:
@@ -200,12 +209,12 @@ class Names:
         _remove(place)
 
     def remove_now(self, path: str | os.PathLike[str]) -> None:
-        """As `remove`, for callbacks that run when a name was published. A failure is logged."""
+        """Remove a name immediately. For callbacks that run after a name is published. A failure is logged."""
         with _logging(f"the name {path} cannot be removed"):
             _remove(Path(path))
 
     def wait(self) -> None:
-        """Wait until no save is in flight. Raises the error of a failed save, if it was not raised before."""
+        """Wait until no save is in flight. Raises the error of a failed save, unless it was raised before."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
@@ -214,14 +223,14 @@ class Names:
                 handle.result()
 
     def settle(self) -> None:
-        """Wait until no save is in flight. The checkpointer reports errors."""
+        """Wait until no save is in flight. Raises no errors, because the checkpointer reports them."""
         for handle in self._handles:
             handle.wait()
 
     def recover(self, folder: str | os.PathLike[str], only: str | None = None) -> None:
-        """Publish hidden names of dead processes whose step is committed, oldest first.
+        """Publish the hidden names that dead processes left and whose attempts are committed, oldest first.
 
-        A name that cannot be published now is logged and stays hidden. `only`: recover this name alone.
+        A name that cannot be published now is logged and stays hidden. `only`: recover only this name.
         """
         place = Path(os.path.abspath(folder))
         found: list[tuple[int, int, Path, str, Record]] = []
@@ -238,7 +247,9 @@ class Names:
             if kind == "replaced":
                 _delete(hidden)
                 continue
-            with contextlib.suppress(CorruptionError, MissingStepError):  # of which nothing is known stays
+            with contextlib.suppress(
+                CorruptionError, MissingStepError
+            ):  # a hidden name without a readable record stays
                 record = read_name(hidden)
                 if record.attempt is not None and not self._is_ours(hidden):
                     yield record.attempt.timeline, record.step, hidden, name, record
@@ -260,7 +271,7 @@ class Names:
         elif self._checkpointer.is_over(record.run, record.attempt):
             _delete(hidden)
 
-    # in the threads of the saves
+    # called in the threads of the saves
 
     def _begin(self, name: _Name) -> int:
         with self._lock:
@@ -290,7 +301,7 @@ class Names:
         for each in name.more:
             self._publish_too(each)
         for path in due:
-            if path in coming:  # it goes as soon as it has come
+            if path in coming:  # a save in flight publishes it, so remove it after that
                 coming[path].after.append(path)
             else:
                 self.remove_now(path)
@@ -321,7 +332,7 @@ class Names:
 
 
 class _Name:
-    """The name of one save; see `headrace.checkpoint.handle.Name`."""
+    """The name of one save. It implements `headrace.checkpoint.handle.Name`."""
 
     def __init__(
         self, owner: Names, path: Path, write: Callable[[Path, Record], None], then: Callable[[], None]
@@ -381,7 +392,7 @@ def write_file(hidden: Path, record: Record, values: str = "") -> None:
 
 
 def move_folder(folder: Path) -> Callable[[Path, Record], None]:
-    """Write a name that is a folder, which was filled before."""
+    """Write a name that is a folder. The caller has already filled the folder."""
 
     def write(hidden: Path, record: Record) -> None:
         (folder / RECORD).write_bytes(record.encode())
@@ -391,7 +402,7 @@ def move_folder(folder: Path) -> Callable[[Path, Record], None]:
 
 
 def _hidden_names(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """(path, name, kind) of what is hidden in the folder."""
+    """(path, name, kind) of every hidden name in the folder."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in sorted(os.listdir(folder)):
             if (found := _HIDDEN.match(entry)) is not None:
@@ -401,7 +412,7 @@ def _hidden_names(folder: Path) -> Iterator[tuple[Path, str, str]]:
 def _install(hidden: Path, path: Path) -> None:
     """Rename a hidden name to `path`."""
     attempt = read_name(hidden).attempt if hidden.exists() else None
-    if attempt is None:  # another process has recovered it
+    if attempt is None:  # another process has already recovered it
         if not path.exists():
             raise FileNotFoundError(f"{hidden} is gone")
         return
@@ -419,7 +430,7 @@ def _install(hidden: Path, path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a name. A folder is hidden first: a framework would take a half-removed folder for a checkpoint."""
+    """Remove a name. A folder is hidden first, because a framework would treat a partly removed folder as a checkpoint."""
     if path.is_dir() and not path.is_symlink():
         aside = path.with_name(f".{path.name}.{'0' * 26}.replaced")
         _delete(aside)
@@ -432,7 +443,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a hidden name; if that fails it stays hidden."""
+    """Delete a hidden name. If this fails, it stays hidden."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -441,7 +452,7 @@ def _delete(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """fsync a file, or a folder with everything in it."""
+    """Call fsync on a file, or on a folder and everything in it."""
     if not path.is_dir():
         _sync_one(path)
         return

@@ -1,12 +1,12 @@
-"""Small Python objects as values that a document can hold: tensors, arrays and byte streams inside them become tagged
-bytes.
+"""Convert small Python objects to values that a document can hold. Tensors, arrays and byte streams become tagged bytes.
 
-The Megatron-Core adapter uses it for generator states and quantisation scales. Large tensors belong in the state as
-tensors.
+The Megatron-Core adapter uses this module for generator states and quantisation scales. Large tensors should be tensors
+of the state.
 
-Invariant: `unpacked(packed(x))` equals `x`, types included. Nothing is a pickle. Tensors come back in main memory.
-Failure behaviour: `UsageError` for a dict that uses the tag's key. Other objects are passed through, and the document
-refuses them by their path.
+Invariant: `unpacked(packed(x))` equals `x` and has the same types. Nothing is pickled. Tensors are returned in main memory.
+
+Failure behaviour: `UsageError` for a dict that uses the tag's key. Other objects are passed through, and `tree.encode`
+then refuses them with an error that names their path.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         step, ticket, error = step_of(checkpoint_id), None, None
         try:
             ticket = session.draw(self._store, self._run, step) if self._ranks.rank == 0 else None
-        except Exception as caught:  # the other ranks must learn of it, whatever it is
+        except Exception as caught:  # of any type: the other ranks must receive it
             error = caught
         agreed = self._ranks.agree(step, msgspec.msgpack.encode(ticket), error)
         return super().save(f"step-{step}@{agreed.hex()}", checkpoint)
@@ -264,7 +264,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         try:
             step = checkpoint_id if checkpoint_id == "latest" else step_of(checkpoint_id)
             found = repository.find(self._store, self._run, step) if self._ranks.rank == 0 else None
-        except Exception as caught:  # the other ranks must learn of it, whatever it is
+        except Exception as caught:  # of any type: the other ranks must receive it
             error = caught
         base = msgspec.msgpack.decode(self._ranks.agree(0, msgspec.msgpack.encode(found), error), type=Base | None)
         if base is None:

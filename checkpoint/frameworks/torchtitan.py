@@ -3,11 +3,13 @@
 
 All settings of torchtitan's manager keep their meaning: `interval`, `async_mode`, `exclude_from_loading`,
 `last_save_model_only`, `initial_load_path` (a folder of DCP or Hugging Face, read while the run has no step),
-`keep_latest_k` (the repository's retention, on rank 0). A step that was saved already is saved again, as torchtitan
-overwrites its files.
-Invariant: all ranks load the same step: rank 0 finds the newest one and tells the others.
-Failure behaviour: as `headrace.checkpoint.dcp`. `MissingStepError`, a `FileNotFoundError`, for a step that does not
-exist. A final export in Hugging Face's format is written by torchtitan, to `folder`.
+`keep_latest_k` (the repository's retention, on rank 0). A step that was already saved is saved again, because torchtitan
+would overwrite its files. torchtitan itself writes a final export in Hugging Face's format, to `folder`.
+
+Invariant: all ranks load the same step. Rank 0 finds the newest step and sends its number to the other ranks.
+
+Failure behaviour: as `headrace.checkpoint.dcp`. `MissingStepError`, a `FileNotFoundError`, is raised for a step that does
+not exist.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.store.open import open_store
 
 _RETENTION_SECONDS = 60.0
-"""How long `close` waits for old steps to be removed. The next commit removes the rest."""
+"""The time that `close` waits for old steps to be removed, in seconds. The next commit removes the rest."""
 
 
 class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
-    """See the module's text."""
+    """torchtitan's `CheckpointManager` with the repository as storage. The module's docstring describes it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc, unused-ignore]
@@ -104,26 +106,26 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         return True
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The run's newest step, -1 when it has none."""
+        """The run's newest step, or -1 if it has none."""
         ranks, found, error = Ranks.here(None, None), -1, None
         try:
             base = repository.find(self._store, self._run, "latest") if ranks.rank == 0 else None
             found = -1 if base is None else base.step
         except NotFoundError:  # no repository yet
             pass
-        except Exception as caught:  # the other ranks must learn of it, whatever it is
+        except Exception as caught:  # of any type: the other ranks must receive it
             error = caught
         return int(ranks.agree(0, str(found).encode(), error))
 
     def _require(self, step: int) -> None:
-        """`MissingStepError` on all ranks when the run has no such step."""
+        """Raise `MissingStepError` on all ranks if the run has no such step."""
         ranks, there, error = Ranks.here(None, None), b"yes", None
         try:
             if ranks.rank == 0:
                 repository.find(self._store, self._run, step)
         except NotFoundError:
             there = b""
-        except Exception as caught:  # the other ranks must learn of it, whatever it is
+        except Exception as caught:  # of any type: the other ranks must receive it
             error = caught
         if not ranks.agree(step, there, error):
             raise MissingStepError(
@@ -132,7 +134,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
             )
 
     def _purge_stale_checkpoints(self) -> None:
-        """Apply retention to the steps committed so far. A save in flight counts the next time."""
+        """Apply retention to the steps committed so far. The next call counts a save that is in flight now."""
         if self._retention is not None:
             self._retention.committed()
 
