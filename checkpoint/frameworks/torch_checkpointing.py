@@ -1,21 +1,25 @@
 """torch_checkpointing (Meta): `RepositoryManager(url, run="exp42", config=...)` replaces its `CheckpointManager(config)`.
 
-The `Storage` back-end underneath can be used alone:
-`CheckpointManager.Config(storage_config=RepositoryStorageConfig(url, run=...))`, for a job of one rank.
-`RepositoryManager` agrees on the attempt with the other ranks.
+A job of one rank can also use the `Storage` back-end alone:
+`CheckpointManager.Config(storage_config=RepositoryStorageConfig(url, run=...))`. With several ranks, `RepositoryManager`
+agrees on the attempt with the other ranks.
 
-That library writes files into a folder, and renames it when all ranks are done. Here each rank keeps its files in
-memory, in the process that writes them, until all are written. Then they are stored as this rank's part of a step, each
-file as a tensor of bytes: in chunks, deduplicated against the step before, checked by digest, and committed by all
-ranks or not at all. A checkpoint's name ends in the step's number; `load("latest", ...)` finds the newest one.
+torch_checkpointing writes files into a folder, and renames the folder when all ranks are done. With this adapter, each
+rank keeps its files in memory until all are written. They are in the memory of the process that writes them. They are
+then stored as this rank's part of a step, each file as a tensor of bytes. The bytes are stored in chunks, deduplicated
+against the previous step, and checked by digest. All ranks commit the step, or it is not committed. A checkpoint's name
+ends in the step's number. `load("latest", ...)` finds the newest step.
+
 Trust: torch_checkpointing's files are pickles, and it unpickles them when it loads (`torch.load(weights_only=False)`,
-`metadata.pkl`). A writer to the repository can thus run code in the process that loads. This is that library's format
-and cannot be refused here: load only from repositories whose writers you trust. All other ways to load (`Checkpointer`,
-`headrace.checkpoint.dcp`, the other adapters) unpickle nothing from the repository.
-Invariant: torch_checkpointing reads back the bytes that it wrote, or gets an error. A file needs its own size in memory
-while it is saved.
-Failure behaviour: errors of `headrace.dataio.core.errors`, or `FileNotFoundError` and `FileExistsError` where that
-library expects them. Steps are removed by the run's retention, never by `rmdir`.
+`metadata.pkl`). A writer to the repository can therefore run code in the process that loads. The format belongs to
+torch_checkpointing, so this adapter cannot refuse it. Load only from repositories whose writers you trust. All other ways
+to load (`Checkpointer`, `headrace.checkpoint.dcp`, the other adapters) unpickle nothing from the repository.
+
+Invariant: torch_checkpointing reads back the bytes that it wrote, or gets an error. While a file is saved, it takes its
+own size in memory.
+
+Failure behaviour: errors of `headrace.dataio.core.errors`, or `FileNotFoundError` and `FileExistsError` where
+torch_checkpointing expects them. The run's retention removes steps. `rmdir` never does.
 """
 
 from __future__ import annotations
@@ -59,7 +63,10 @@ _BY = "torch_checkpointing"
 
 @dataclass
 class RepositoryStorageConfig(StorageConfig):  # type: ignore[misc, unused-ignore]
-    """`url`, `run` and `storage_options` as for `Checkpointer`. It is sent to the writing process, so `url` is no open store."""
+    """`url`, `run` and `storage_options` are as for `Checkpointer`.
+
+    The configuration is sent to the writing process, so `url` cannot be an open store.
+    """
 
     url: str
     run: str
@@ -74,7 +81,10 @@ class RepositoryStorageConfig(StorageConfig):  # type: ignore[misc, unused-ignor
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A file of a checkpoint; with `name` "", the checkpoint. `ticket`: the attempt, if the ranks have agreed on one."""
+    """A file of a checkpoint, or the checkpoint itself if `name` is "".
+
+    `ticket` is the attempt, if the ranks have agreed on one.
+    """
 
     step: int
     ticket: Ticket | None
@@ -86,7 +96,7 @@ class _Place:
 
 
 class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
-    """torch_checkpointing's `Storage` in the repository, for a job of one rank; see the module."""
+    """torch_checkpointing's `Storage` in the repository, for a job of one rank."""
 
     def __init__(self, config: RepositoryStorageConfig) -> None:
         names.check_run(config.run)
@@ -96,7 +106,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
 
     @property
     def mmap_fill_workers(self) -> int:
-        return 1  # a read is spread over threads here
+        return 1  # this class itself spreads a read over threads
 
     # writing
 
@@ -108,7 +118,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
             stream.write(data)
 
     def finish(self, folder: Path) -> None:
-        """Store the files below `folder` as this rank's part of the step; return once all ranks have committed it."""
+        """Store the files below `folder` as this rank's part of the step. Returns after all ranks have committed it."""
         place, config = _place(folder, is_file=False), self._config
         if place.ticket is None and config.world_size > 1:
             raise UsageError("the ranks have not agreed on an attempt", hint="use RepositoryManager")
@@ -127,7 +137,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
     def rename(
         self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
     ) -> None:
-        """Rename a file that is being written. For a folder: commit the step, unless `finish` has."""
+        """Rename a file that is being written. For a folder, commit the step, unless `finish` has committed it."""
         if Path(src_path) in self._staged:
             self._staged[Path(dst_path)] = self._staged.pop(Path(src_path))
             return
@@ -150,10 +160,10 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
             raise FileNotFoundError(f"{path} is not being written; the files of a step go when the step does")
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Does nothing: there are no folders."""
+        """Do nothing, because there are no folders."""
 
     def rmdir(self, path: Path) -> None:
-        """Forget the files that are being written below `path`. Only the run's retention removes a step."""
+        """Drop the files that are being written below `path`. Only the run's retention removes a step."""
         self._staged = {file: data for file, data in self._staged.items() if Path(path) not in file.parents}
 
     # reading
@@ -220,14 +230,14 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
 
 
 class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
-    """A `CheckpointManager` with the repository as storage. With several ranks call `save` and `load` on all.
+    """A `CheckpointManager` with the repository as storage. With several ranks, call `save` and `load` on all of them.
 
     Args:
         url (str): The repository, as for `Checkpointer`.
         run (str): The run's name.
-        config (CheckpointManager.Config | None): The manager's settings; its storage is replaced. Default: None.
+        config (CheckpointManager.Config | None): The manager's settings. Its storage is replaced. Default: None.
         storage_options (Mapping[str, Any] | None): Options of the store. Default: None.
-        timeout (float): Limit of the wait for other ranks, in seconds. Default: 600.
+        timeout (float): The time limit for the other ranks, in seconds. Default: 600.
     """
 
     def __init__(
@@ -249,7 +259,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         super().__init__(dataclasses.replace(config, storage_config=storage, pre_finalize_callback=then))
 
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> Any:
-        """As `CheckpointManager.save`; the checkpoint's name ends in the step's number."""
+        """As `CheckpointManager.save`. The checkpoint's name must end in the step's number."""
         step, ticket, error = step_of(checkpoint_id), None, None
         try:
             ticket = session.draw(self._store, self._run, step) if self._ranks.rank == 0 else None
@@ -259,7 +269,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         return super().save(f"step-{step}@{agreed.hex()}", checkpoint)
 
     def load(self, checkpoint_id: Any, into: Mapping[str, Any] | None = None, **more: Any) -> Mapping[str, Any]:
-        """As `CheckpointManager.load`; the name may be "latest". The files are pickles: see the module."""
+        """As `CheckpointManager.load`. The name may be "latest". This unpickles files, as the module's docstring warns."""
         found, error = None, None
         try:
             step = checkpoint_id if checkpoint_id == "latest" else step_of(checkpoint_id)
@@ -285,7 +295,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
 
 
 def finish(args: CallbackArgs) -> None:
-    """`pre_finalize_callback` of a `CheckpointManager` with our storage: this rank has written all of its files."""
+    """The `pre_finalize_callback` of a `CheckpointManager` with this storage. It runs after this rank wrote all its files."""
     args.storage.finish(Path(args.path))
 
 
@@ -296,7 +306,7 @@ def _both(first: Callable[[CallbackArgs], None] | None, args: CallbackArgs) -> N
 
 
 class _Writing(io.RawIOBase):
-    """A file that is written to memory. It is kept when closed, unless the `with` ends in an error."""
+    """A file that is written to memory. Closing it keeps its content, unless the `with` ends in an error."""
 
     def __init__(self, done: Callable[[io.BytesIO], None]) -> None:
         super().__init__()
@@ -372,12 +382,12 @@ class _Reading(io.RawIOBase):
         super().close()
 
     def __del__(self) -> None:
-        """Does nothing: that of a file would close it during garbage collection."""
+        """Do nothing. The inherited method would close the file during garbage collection."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Into:
-    """A `chunk_reader.Sink`."""
+    """A `chunk_reader.Sink` for given memory."""
 
     view: memoryview
 
@@ -385,7 +395,7 @@ class _Into:
         return self.view
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 def _tensor(data: io.BytesIO) -> torch.Tensor:
@@ -394,7 +404,7 @@ def _tensor(data: io.BytesIO) -> torch.Tensor:
 
 
 def _files(opened: Step) -> dict[str, Saved]:
-    """Every rank's files by their names in the checkpoint."""
+    """The files of every rank, by their names in the checkpoint."""
     return {t.name: Saved(t.dtype, t.shape, ((m, t),)) for m in opened.manifests for t in m.tensors}
 
 

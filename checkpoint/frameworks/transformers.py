@@ -3,19 +3,22 @@
 `RepositoryTrainer(model, args, ..., checkpointer=checkpointer)` is a Trainer whose checkpoints are steps of the
 repository. Its `checkpoint-<step>` folders keep `trainer_state.json` and name the step, so
 `train(resume_from_checkpoint=...)`, `save_total_limit` and `load_best_model_at_end` work as usual. A folder appears
-when its step is committed; older folders are removed after that (`naming`). Resuming is exact: model, optimizer,
-scheduler, scaler and random generators are those of the step, and training continues at the next batch. A Headrace
-loader is part of the step: pass it as `train_dataset`, or return it from `get_train_dataloader`.
+when its step is committed. Older folders are removed after that (`naming`). Resuming is exact. It restores the step's
+model, optimizer, scheduler, scaler and random generators, and training continues at the next batch. A Headrace loader is
+part of the step. Pass it as `train_dataset`, or return it from `get_train_dataloader`.
 
 `Trainer(callbacks=[RepositoryCallback(checkpointer)])` saves when the Trainer does, in addition to the Trainer's own
-files, and restores when training begins. A Headrace loader continues where it was. A callback cannot skip batches of
-any other data: the data begins again, and a warning says so.
+files. It restores when training begins. A Headrace loader then continues at its saved position. A callback cannot skip
+batches of any other data. Such data starts from the beginning, and a warning is logged.
 
-Invariant: at every save, model, optimizer, scheduler and generators are copied before training goes on.
-Failure behaviour: as `Checkpointer`. A save that fails in the background is logged, and raised when the checkpointer is
-closed. `UnsupportedError` under DeepSpeed, which keeps optimizer states of its own, and, before the first step, for a
-Headrace loader in a `DataLoader` that prefetches. `MissingStepError`, a `FileNotFoundError`, for a folder whose step
-does not exist.
+Invariant: at every save, model, optimizer, scheduler and generators are copied before training continues.
+
+Failure behaviour: as `Checkpointer`. If a save fails in the background, the error is logged. Closing the checkpointer
+raises it. The module also raises these errors:
+
+- `UnsupportedError` under DeepSpeed, which keeps its own optimizer states.
+- `UnsupportedError`, before the first step, for a Headrace loader in a `DataLoader` that prefetches.
+- `MissingStepError`, a `FileNotFoundError`, for a folder whose step does not exist.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from headrace.dataio.core.log import get_logger
 
 _log = get_logger(__name__)
 _SCRATCH = ".headrace-unnamed"
-"""The folder of a save in `output_dir`, until its attempt is drawn."""
+"""The name of a save's folder in `output_dir`, until its attempt is drawn."""
 
 _written = declare("name.trainer-folder-written", "the Trainer has written its folder, hidden; no save has begun")
 
@@ -69,7 +72,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._recover(self.args.output_dir)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **given: Any) -> Any:
-        """As `Trainer.train`. Returns once the names of its checkpoints are published."""
+        """As `Trainer.train`. Returns after the names of its checkpoints are published."""
         if resume_from_checkpoint:
             newest = isinstance(resume_from_checkpoint, bool)
             self._recover(self.args.output_dir if newest else Path(str(resume_from_checkpoint)).parent)
@@ -78,7 +81,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return done
 
     def _recover(self, folder: str | os.PathLike[str]) -> None:
-        """Publish names that an earlier process left hidden. Afterwards all ranks see the same folders."""
+        """Publish names that an earlier process left hidden. After this call, all ranks see the same folders."""
         if self.args.should_save:
             self._names.recover(folder)
         self.accelerator.wait_for_everyone()
@@ -98,7 +101,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._name(run_dir, hidden)
 
     def _name(self, run_dir: Path, hidden: Path) -> None:
-        """Save the state; the folder is published once the step is committed."""
+        """Save the state. The folder is published after the step is committed."""
         step = int(self.state.global_step)
         folder = f"checkpoint-{step}"
         if self.state.best_model_checkpoint == str(hidden / folder):
@@ -133,7 +136,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Saved with the model."""
 
     def _rotate(self, run_dir: Path, best: str | None) -> None:
-        """Apply `save_total_limit` as the Trainer does: the newest and the best checkpoint stay."""
+        """Apply `save_total_limit` as the Trainer does. The newest and the best checkpoint are kept."""
         limit = self.args.save_total_limit
         if not limit or limit <= 0:
             return
@@ -144,7 +147,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             self._names.remove_now(path)
 
     def _finalize_training(self, *args: Any, **given: Any) -> Any:
-        self._names.settle()  # the Trainer looks for the best one, and removes the others where it is to be the only one
+        self._names.settle()  # the Trainer looks for the best one, and may remove all others
         return super()._finalize_training(*args, **given)
 
     # resuming
@@ -169,7 +172,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Loaded with the optimizer."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the generators; the Trainer calls this after it has skipped the batches that were trained on."""
+        """Restore the generators. The Trainer calls this after it has skipped the batches that were trained on."""
         if checkpoint is not None:
             self._restore({"rng": RNG()}, checkpoint)
 
@@ -184,7 +187,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     # data
 
     def get_train_dataloader(self) -> Any:
-        """A Headrace loader is used unchanged; any other dataset gets the Trainer's DataLoader."""
+        """Return a Headrace loader unchanged. For any other dataset, return the Trainer's DataLoader."""
         if _is_loader(self.train_dataset):
             return self.train_dataset
         return super().get_train_dataloader()
@@ -234,12 +237,12 @@ def _state(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_loader(data: Any) -> bool:
-    """Whether the object makes batches and has a state, as Headrace loaders do."""
+    """Whether the object yields batches and has a state, as Headrace loaders do."""
     return isinstance(data, IterableDataset) and hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
 
 def loader_in(data: Any) -> Any:
-    """The Headrace loader that the Trainer iterates; None if it iterates anything else."""
+    """The Headrace loader that the Trainer iterates over, or None if it iterates over anything else."""
     if isinstance(data, _Moved):
         return data.loader
     if _is_loader(data):
@@ -263,7 +266,7 @@ def _to_next_batch(loader: Any) -> None:
 
 
 class _Moved(IterableDataset[Any]):
-    """A loader as the Trainer sees it: after a resume it continues by itself, so the Trainer must not skip batches."""
+    """Wraps a loader for the Trainer. After a resume the loader continues by itself, so the Trainer must not skip batches."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -282,7 +285,7 @@ _skip = theirs.skip_first_batches
 
 
 def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Replaces the Trainer's function that skips batches when it resumes within an epoch."""
+    """Replaces the Trainer's function that skips batches. The Trainer calls it when it resumes within an epoch."""
     return dataloader if isinstance(dataloader, _Moved) else _skip(dataloader, num_batches)
 
 

@@ -1,27 +1,33 @@
-"""The storage contract: what every back end and every wrapper promises. Read this first.
+"""The storage contract that every back end and every wrapper must keep. Read this module first.
 
-Purpose: one small synchronous interface over a directory or a bucket, enough for datasets and checkpoints and no
-more.
+Purpose: one small synchronous interface to a directory or a bucket. It has only the operations that datasets and
+checkpoints need.
 
-Invariants, for every implementation:
+Invariants of every implementation:
 
-* *Atomic objects.* A reader sees an object whole, old or new, or not at all. A killed writer, or one that raises,
-  leaves no part of it. This holds for `put`, `put_if_absent` and `put_multipart` alike.
+* *Atomic objects.* A reader sees a whole object, old or new, or no object. A writer that is killed or raises leaves no
+  partial object. This holds for `put`, `put_if_absent` and `put_multipart`.
 * *Strong consistency.* After a write returns, every later `get`, `stat` and `list` of any process sees it.
-* *One winner.* Of any number of concurrent `put_if_absent` calls on one key exactly one returns True, in any number
-  of processes and machines. An outcome that cannot be established raises `AmbiguousWriteError`; it is never True.
-* *Durable.* Once a write returns, its object survives a crash of the machine, as far as the storage promises.
-* *Idempotent.* Every operation may be retried with the same arguments. For `put_if_absent` the body carries the
-  writer's nonce: the same body read back means that this writer won.
+* *One winner.* If several calls of `put_if_absent` on one key run concurrently, exactly one returns True. This holds for
+  any number of processes and machines. If the outcome is unknown, the call raises `AmbiguousWriteError`. It never returns
+  True in that case.
+* *Durable.* After a write returns, its object survives a crash of the machine, as far as the storage guarantees it.
+* *Idempotent.* Every operation may be retried with the same arguments. For `put_if_absent`, the body contains the
+  writer's nonce. A writer that reads back its own body has won.
 
-Failure behaviour: only errors of `headrace.dataio.core.errors` are raised. `NotFoundError`: the key or bucket does
-not exist. `AccessDeniedError`: credentials. `TransientError`: still failing after bounded retries. `CapacityError`:
-no space, or above a limit of the call. `UsageError`: a malformed key or range. Nothing is returned partly: a buffer
-that could not be filled raises, and its content is then undefined.
+Failure behaviour: only errors of `headrace.dataio.core.errors` are raised:
 
-Retries, hedging, limits and tracing are wrappers of this interface, not flags of it. Stores may be shared between
-threads. They do not work across `fork`; open them again in the child. The argument checks at the end of this file are
-shared by all back ends, so that they refuse the same arguments with the same words.
+* `NotFoundError`: the key or bucket does not exist.
+* `AccessDeniedError`: the credentials are missing or insufficient.
+* `TransientError`: the operation still fails after bounded retries.
+* `CapacityError`: there is no space, or the object exceeds a limit of the call.
+* `UsageError`: a key or range is malformed.
+
+There are no partial results. If a buffer cannot be filled, the call raises, and the buffer's content is undefined.
+
+Retries, hedging, limits and tracing are wrappers around this interface, not options of it. Threads may share a store.
+Stores do not work across `fork`, so open them again in the child. All back ends share the argument checks at the end of
+this file. They therefore refuse the same arguments with the same messages.
 """
 
 from __future__ import annotations
@@ -37,13 +43,13 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, NotFoundError, RangeError, UsageError
 
 CONDITIONAL_BYTES = limits.JSON_DOCUMENT_BYTES
-"""The largest body of `put_if_absent`: small enough for one request and for reading it back."""
+"""The largest body of `put_if_absent`. It is small enough for one request and for reading it back."""
 Buffer = bytes | bytearray | memoryview
-"""Readable bytes; a memoryview must be contiguous."""
+"""Readable bytes. A memoryview must be contiguous."""
 
 
 class ObjectInfo(msgspec.Struct, frozen=True):
-    """One stored object. `size` in bytes; `modified` in seconds since the epoch by the store's own clock."""
+    """One stored object. `size` is in bytes. `modified` is in seconds since the epoch, by the store's own clock."""
 
     key: str
     size: int
@@ -51,7 +57,7 @@ class ObjectInfo(msgspec.Struct, frozen=True):
 
 
 class Location(msgspec.Struct, frozen=True):
-    """Where a store is, without secrets. Another process with its own credentials can open the same store from it.
+    """The location of a store, without secrets. Another process can open the same store from it, with its own credentials.
 
     `shareable` is False when the store was opened with secrets or other options that never leave the process.
     """
@@ -73,7 +79,7 @@ class UploadLog(Protocol):
         """Record that an upload of this object began with this id."""
 
     def ended(self, key: str, size: int | None) -> None:
-        """Record that the object was written with `size` bytes; None: its upload was aborted."""
+        """Record that the object was written with `size` bytes. None means that its upload was aborted."""
 
 
 class Store(abc.ABC):
@@ -86,11 +92,11 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
-        """The whole object. `CapacityError` when it is larger than `max_bytes`, before it is read."""
+        """Read the whole object. If it is larger than `max_bytes`, raise `CapacityError` before reading it."""
 
     @abc.abstractmethod
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the object's bytes from `offset`. A range past the end is a `UsageError` naming both."""
+        """Fill `buffer` with the object's bytes from `offset`. A range past the end raises `UsageError` with both values."""
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill every (offset, buffer) of `ranges`. Back-ends override it to coalesce or to fetch in parallel."""
@@ -104,20 +110,19 @@ class Store(abc.ABC):
             key: The object.
             offset: Where to begin.
             buffer: Working memory, as long as the range.
-            take: Called with (offset, piece) in order. The piece is valid during the call only. A call with the first
-                offset
-                means that the read starts again. `take` must not raise `OSError`; another error ends the read and is
-                raised.
+            take: Called with (offset, piece) in order. The piece is valid only during the call. A call with the first
+                offset means that the read starts again. `take` must not raise `OSError`. Any other error ends the read
+                and is raised.
         """
         self.get_into(key, offset, buffer)
         take(offset, buffer)
 
     def open_file(self, key: str) -> int | None:
-        """Open the object as a local file. Returns a descriptor that the caller closes; None if it is no local file."""
+        """Open the object as a local file. Returns a descriptor that the caller closes, or None if it is no local file."""
         return None
 
     def read_once(self, prefix: str) -> None:  # noqa: B027 - most stores ignore the advice
-        """Advise that large ranges of objects below `prefix` are read once, and need no space in the page cache."""
+        """Hint that large ranges of objects below `prefix` are read only once, and need no space in the page cache."""
 
     @abc.abstractmethod
     def put(self, key: str, data: Buffer) -> None:
@@ -125,14 +130,14 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        """Write the object unless the key exists. True: this call's body is the object. False: another writer's is.
+        """Write the object unless the key exists. Returns True if the object has this call's body, else False.
 
         `data` must carry a nonce of the writer, because equal bodies count as the same writer.
         """
 
     @abc.abstractmethod
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
-        """Write or replace the object from a stream of parts, with a bounded number in flight; return its size.
+        """Write or replace the object from a stream of parts, with a bounded number in flight. Returns its size.
 
         Parts may have any size. A read-only part (bytes, or a read-only memoryview) must not change until the call
         returns. Another part may change as soon as the next one is requested. An exception from `parts` leaves the old
@@ -146,18 +151,18 @@ class Store(abc.ABC):
         return self.put_multipart(key, parts)
 
     def abort_upload(self, key: str, upload: str) -> None:  # noqa: B027 - most stores have no uploads
-        """Abort the unfinished upload with this id; an unknown id is no error."""
+        """Abort the unfinished upload with this id. An unknown id is not an error."""
 
     @abc.abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects whose key starts with `prefix` (any string, not only a folder), by key, streaming."""
+        """Stream all objects whose key starts with `prefix`, in key order. `prefix` may be any string, not only a folder."""
 
     @abc.abstractmethod
     def stat(self, key: str) -> ObjectInfo:
         """The object's size and time, or `NotFoundError`."""
 
     def exists(self, key: str) -> bool:
-        """Whether the object is there."""
+        """Whether the object exists."""
         try:
             self.stat(key)
         except NotFoundError:
@@ -166,14 +171,14 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Delete these objects; absent ones are no error."""
+        """Delete these objects. A missing object is not an error."""
 
     def invalidate(self, key: str) -> bool:
-        """Report that this object's bytes were wrong. True: the next read uses another copy. False: there is none."""
+        """Report that this object's bytes were wrong. Returns True if the next read uses another copy, else False."""
         return False
 
     def reconnect(self) -> None:  # noqa: B027 - most stores have no connections
-        """Drop all idle connections, because bytes that arrived over one of them were wrong."""
+        """Close all idle connections, because bytes that arrived over one of them were wrong."""
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
         """Release connections and threads. The store must not be used afterwards."""
@@ -200,7 +205,7 @@ def check_key(key: str) -> str:
 
 
 def path_of_url(url: str) -> str:
-    """The path that a `file://` URL names; `UsageError` for one with another host or without a path."""
+    """The path of a `file://` URL. Raises `UsageError` if the URL names another host or no path."""
     rest = url.partition("://")[2]
     host, _, path = rest.partition("/")
     if host not in ("", "localhost"):
@@ -228,7 +233,7 @@ def check_prefix(prefix: str) -> bool:
 
 
 def check_range(name: str, offset: int, length: int, size: int | None = None) -> None:
-    """Refuse a range with a negative start, or, where `size` is known, one that ends past the object's end."""
+    """Refuse a range with a negative start. If `size` is known, also refuse a range that ends past the object's end."""
     if offset < 0 or (size is not None and offset + length > size):
         end = "" if size is None else f"; the object has {size} bytes"
         raise RangeError(
@@ -248,7 +253,7 @@ def writable_bytes(buffer: memoryview) -> memoryview:
 
 
 def too_large(name: str, size: int, max_bytes: int) -> CapacityError:
-    """The error for an object that is larger than its reader admits."""
+    """The error for an object that is larger than the reader's limit."""
     return CapacityError(
         f"{name} has {limits.format_bytes(size)}, above the limit of {limits.format_bytes(max_bytes)} for one read",
         hint="read it in ranges, or raise max_bytes",
