@@ -1,12 +1,17 @@
-"""Versions made of versions: saved views, removals, merges.
+"""Making versions from versions: saved views, removals, merges.
 
-Purpose: every change of a dataset is a further version; shards and index parts are never rewritten or copied.
-Invariants: what a version names is stored before its document is. Changes are made to the newest version, also when it
-became the newest only while the change was being made; a saved view is fixed, stands beside the others and is not the
-newest. A merged dataset's shards and parts stay in its own store, which becomes a mount.
-Failure behaviour: `ConflictError` as `versions.commit` says, and for a key that two merged datasets hold;
-`NotFoundError` for keys to be removed that nothing has; `UsageError` for a change that would leave no samples, or none
-at all. Objects stored by then are named by nothing.
+Purpose: every change of a dataset makes a further version. Shards and index parts are never rewritten or copied.
+Invariants:
+
+* All objects that a version names are stored before its document.
+* A removal or merge applies to the newest version on the trunk, even if another writer made that version in the
+  meantime.
+* A saved view keeps its samples. It does not change the version that readers open by default.
+* The shards and parts of a merged dataset stay in its own store, which becomes a mount.
+
+Failure behaviour: `ConflictError` as described in `versions.commit`, and for a key that two merged datasets hold.
+`NotFoundError` for keys to remove that no sample has. `UsageError` for a change that would remove all samples or no
+sample. After an error, no version document names the objects that were stored before it.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ _NAMED = 5
 
 
 def save(dataset: Opened, message: str) -> VersionDocument:
-    """Make a version of the view that `dataset` is."""
+    """Save the view `dataset` as a version."""
     view = dataset.view
     if view is None:
         raise UsageError(f"version {dataset.version} is stored already", hint="`save` is for what `where` returns")
@@ -61,7 +66,7 @@ def save(dataset: Opened, message: str) -> VersionDocument:
 
 
 def remove(dataset: Opened, keys: Iterable[str] | None, where: str | None, message: str) -> VersionDocument:
-    """Make the newest version without some samples the next one."""
+    """Make the next version: the newest version without some samples."""
     listed = _listed(dataset, keys, where)
 
     def build(base: VersionDocument) -> VersionDocument:
@@ -79,7 +84,8 @@ def remove(dataset: Opened, keys: Iterable[str] | None, where: str | None, messa
 
 
 def count_removed(dataset: Opened, keys: Iterable[str] | None, where: str | None) -> int:
-    """How many samples `remove` would leave out of the version that is open; it raises the same errors."""
+    """The number of samples that `remove` would remove from the open version. Raises the same errors for the
+    arguments."""
     listed = _listed(dataset, keys, where)
     with _mounted(dataset, dataset.document) as store:
         opened = OpenIndex(store, dataset.document)
@@ -114,8 +120,10 @@ def _removed_rows(
 
 
 def merge(dataset: Opened, others: Sequence[Opened], message: str) -> tuple[VersionDocument, list[Mount]]:
-    """Make the newest version with the samples of `others` the next one; with the mounts that the caller has named by
-    them."""
+    """Make the next version: the newest version and the samples of `others`.
+
+    Also returns the mounts that the caller named by passing `others`.
+    """
     if not others:
         raise UsageError("merge takes at least one other dataset", hint="ds.merge(Dataset(url))")
     _refuse_view(dataset)
@@ -166,8 +174,8 @@ def _without(opened: OpenIndex, part: int, gone: Rows) -> Rows:
 def _narrowed(
     store: Store, document: VersionDocument, rows: Sequence[Rows], sizes: Sequence[int]
 ) -> tuple[IndexPart, ...]:
-    """The parts of `document` with only these rows, their members having so many bytes; parts without rows fall
-    away."""
+    """The parts of `document` with only these rows, whose members have `sizes` bytes. Parts without rows are
+    dropped."""
     there = [(p, r, s) for p, r, s in zip(document.index, rows, sizes, strict=True) if len(r)]
     changed = iter(kept.store_all(store, [item for item in there if len(item[1]) != item[0].left]))
     return tuple(part if len(r) == part.left else next(changed) for part, r, _ in there)
@@ -218,7 +226,7 @@ def _some(keys: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class _Guest:
-    """What a merged dataset brings, by the names that it has in the other one."""
+    """The shards, parts and mounts of a merged dataset, with their names in the dataset that it is merged into."""
 
     shards: tuple[Shard, ...]
     parts: tuple[IndexPart, ...]
@@ -256,8 +264,10 @@ def _place(store: Store) -> tuple[str, dict[str, object]]:
 
 
 def _joined(store: Store, document: VersionDocument) -> VersionDocument:
-    """`document` with every part once, whatever rows are left of it in any of its places, in the order of their
-    samples."""
+    """`document` with each part only once, in the order of their samples.
+
+    If several entries name the same part, the union of their rows remains.
+    """
     places = {shard.key: place for place, shard in enumerate(document.shards)}
     groups = dict[tuple[str, str], list[IndexPart]]()
     for part in document.index:
@@ -286,7 +296,7 @@ def _union(store: Store, document: VersionDocument, same: Sequence[IndexPart]) -
 
 
 def _first(opened: OpenIndex, part: int, places: Any) -> tuple[int, int]:
-    """Where the first row of a part lies, also when that one was removed."""
+    """The position of the first row of a part, even if that row was removed."""
     row = opened.first_row(part)
     return places[row.shard], row.members[0].offset
 

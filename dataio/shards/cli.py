@@ -1,6 +1,6 @@
 """The commands that read a dataset: `headrace info`, `ls`, `cat`, `export` and `preview`.
 
-Invariant: standard output holds results only (with `--json`, JSON only), and names from files are printed without control
+Invariants: standard output holds only results (with `--json`, only JSON). Names from files are printed without control
 characters. A member is written only after its checksum was verified.
 Failure behaviour: errors are raised for `headrace.dataio.cli` to report.
 """
@@ -190,7 +190,7 @@ def preview(args: Namespace) -> int:
 
 
 def open_dataset(args: Namespace) -> Dataset:
-    """The dataset that the arguments `dataset`, `version` and `trust_mounts` name."""
+    """Open the dataset given by the arguments `dataset`, `version` and `trust_mounts`."""
     from headrace.dataio.shards.dataset import Dataset
 
     return Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts)
@@ -235,7 +235,7 @@ def _bytes_in_shards(found: dict[str, Any]) -> str:
 
 
 def _origin(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """How the version was made, as far as that is recorded."""
+    """Rows on how the version was made, as far as its document records it."""
     sources = ", ".join(f"{source['name']} version {source['version']}" for source in found["made_from"])
     made = [found["message"], f"from {sources}" if sources else "", "" if found["trunk"] else "a saved view"]
     rows = [("made by", ", ".join(filter(None, made))), ("where", " and ".join(found["where"]))]
@@ -259,7 +259,7 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         found["video"]["key_frames"] = len(sample.video.key_frames)
     for shown, member in zip(found["members"], sample.members, strict=True):
         pieces = shown.pop("pieces")
-        if member.pieces is not None:  # only their numbers: the digests are binary
+        if member.pieces is not None:  # only counts, because the digests are binary
             counts = {"digests": len(member.pieces.digests) // 8, "marks": len(member.pieces.marks)}
             shown["pieces"] = {**pieces, **counts}
     return found

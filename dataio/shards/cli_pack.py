@@ -1,7 +1,7 @@
 """The commands that make a dataset: `headrace pack` (also with `--append`) and `headrace index`.
 
-Invariant: standard output holds results only, progress goes to a terminal's standard error.
-Failure behaviour: errors are raised for `headrace.dataio.cli` to report; 1 is returned when inputs were skipped.
+Invariant: standard output holds only results. Progress is printed to standard error if that is a terminal.
+Failure behaviour: errors are raised for `headrace.dataio.cli` to report. The exit code is 1 if inputs were skipped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The commands about versions: `headrace log`, `tag`, `diff`, `filter`, `remove` and `merge`.
 
-Invariant: standard output holds results only. `remove` makes no version without `--apply`.
+Invariants: standard output holds only results. `remove` makes no version without `--apply`.
 Failure behaviour: errors are raised for `headrace.dataio.cli` to report; `diff` returns 1 when the versions differ.
 """
 
@@ -163,7 +163,7 @@ def filter_(args: Namespace) -> int:
 
     with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as opened:
         if args.tag:
-            tags.check_free(opened.store, args.tag)  # before a version is made that could not get its name
+            tags.check_free(opened.store, args.tag)  # fail before making a version that cannot get this tag
         made = opened.where(args.condition).save(args.message)
         if args.tag:
             made.tag(args.tag)

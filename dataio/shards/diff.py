@@ -1,12 +1,11 @@
-"""What changed between two versions, by key.
+"""The differences between two versions, by key.
 
-Purpose: added, removed and changed samples; a sample changed when its members, its text or its fields did, wherever
-they lie.
-Invariants: index parts that both versions hold alike are not read. Keys come in the order added, removed, changed, and
-sorted within each; they are streamed from DuckDB, which holds the keys that differ and 16 bytes for each of the others
-that it read.
-Failure behaviour: errors of reading pass through; `UsageError` for a view of another kind of thing is not needed: views
-compare like versions.
+Purpose: a diff lists added, removed and changed samples. A sample has changed if its members, its text or its fields
+differ. Its position does not matter. Views are compared like versions.
+Invariants: index parts with the same remaining rows in both versions are not read. Keys are in the order added,
+removed, changed, and sorted within each kind. They are streamed from DuckDB, which holds the keys that differ and 16
+bytes for each of the other keys that it read.
+Failure behaviour: read errors pass through.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from headrace.dataio.shards.view import Opened
 _COLUMNS = ("key", "members", "text", "fields")
 _AT_ONCE = 10_000
 
-# the tar's offsets are left out: the same sample may lie elsewhere
+# offsets are left out, because the same sample may have another position
 _CONTENT = """SELECT key, hash(list_transform(members, lambda m: (m.ext, m.length, m.xxh3)), text, fields) AS content FROM {}"""
 _JOINED = """
     CREATE TABLE changes AS
@@ -37,14 +36,14 @@ KINDS = ("added", "removed", "changed")
 
 @dataclass(frozen=True)
 class Change:
-    """One sample that differs; `kind` is one of `KINDS`."""
+    """One sample that differs. `kind` is one of `KINDS`."""
 
     kind: str
     key: str
 
 
 class Diff:
-    """The differences, held until `close`. `unchanged` counts the samples that both have alike."""
+    """The differences, which stay in memory until `close`. `unchanged` is the number of samples that do not differ."""
 
     def __init__(self, connection: Any, samples: tuple[int, int]) -> None:
         self._connection = connection
@@ -66,7 +65,7 @@ class Diff:
         return [change.key for change in self if change.kind == kind]
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._connection.close()
 
     def __enter__(self) -> Diff:
@@ -77,7 +76,7 @@ class Diff:
 
 
 def diff(old: Opened, new: Opened) -> Diff:
-    """What changed from `old` to `new`."""
+    """Compare `old` with `new`."""
     ours, theirs = _to_read(old, new)
     connection = connect()
     try:
@@ -100,7 +99,7 @@ def _flat(table: Any) -> Any:
 
 
 def _to_read(old: Opened, new: Opened) -> tuple[Sequence[int], Sequence[int]]:
-    """The parts of each that the other does not hold with the same rows left."""
+    """The parts of each dataset that the other one does not have with the same remaining rows."""
     same_store = old.url == new.url
     there = {(p.key, p.digest): n for n, p in enumerate(new.document.index)} if same_store else {}
     ours, theirs = list[int](), set(range(len(new.document.index)))
@@ -123,6 +122,6 @@ def _same_rows(old: Opened, number: int, new: Opened, twin: int) -> bool:
 
 
 def len_of(dataset: Opened, part: int) -> int:
-    """Samples in a part of a version or view."""
+    """The number of samples in a part of a version or view."""
     ends = dataset.index.ends
     return int(ends[part] - (ends[part - 1] if part else 0))

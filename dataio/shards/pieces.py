@@ -1,10 +1,12 @@
-"""Digests of the pieces of long files, by which a part of a file is checked without the rest (design note 0022).
+"""Digests of the pieces of long files. With them, a reader can check a part of a file without the rest (design note
+0022).
 
-Purpose: which files have pieces, and of what size; their digests as the bytes go by; and whether a piece is right.
-Pure.
-Invariants: a file of `LEAST` bytes or more has pieces of `SIZE`, or of the next power of two with which they are `MOST`
-at most, so that their digests take 16 KiB at most. What was stored is believed only after `fault` found none.
-Failure behaviour: none; callers say whose pieces are wrong.
+Purpose: this module chooses the size of pieces, computes their digests while the bytes are streamed, and verifies
+pieces. It does no I/O.
+Invariants: a file of `LEAST` bytes or more has pieces of `SIZE` bytes, or of the smallest larger power of two that
+gives at most `MOST` pieces. So the digests of a file take at most 16 KiB. Stored pieces are used only after `fault`
+found no fault.
+Failure behaviour: none. Callers raise errors that name the file.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ MOST = 2048
 _DIGEST = 8
 
 Runs = tuple[tuple[int, int], ...]
-"""Of pieces: (first, how many), in order."""
+"""Runs of pieces as (first, count), in order."""
 
 
 def size_for(length: int) -> int | None:
-    """Bytes of each piece of a file of this length; None where it has none."""
+    """The size of the pieces of a file with this length, in bytes. None if the file has no pieces."""
     if length < LEAST:
         return None
     return max(SIZE, 1 << (-(-length // MOST) - 1).bit_length())
 
 
 class Hasher:
-    """XXH3-64 of a file and of its pieces of `size` (None: of no pieces), in one pass over its bytes."""
+    """Computes the XXH3-64 of a file and of its pieces of `size` bytes (None: no pieces), in one pass."""
 
     def __init__(self, size: int | None) -> None:
         self._size, self._whole, self._piece = size, xxhash.xxh3_64(), xxhash.xxh3_64()
@@ -42,7 +44,7 @@ class Hasher:
         self._digests = bytearray()
 
     def update(self, chunk: bytes | memoryview) -> None:
-        """Take the bytes that come next, however many."""
+        """Add the next bytes of the file, in chunks of any length."""
         self._whole.update(chunk)
         left = memoryview(chunk) if self._size is not None else memoryview(b"")
         while self._size is not None and len(left):
@@ -58,11 +60,11 @@ class Hasher:
         self._open = 0
 
     def whole(self) -> int:
-        """The digest of all that was taken."""
+        """The digest of all bytes so far."""
         return self._whole.intdigest()
 
     def pieces(self) -> Pieces | None:
-        """The digests of its pieces; nothing more can be taken then."""
+        """The digests of the pieces. `update` must not be called after this."""
         if self._size is None:
             return None
         if self._open:
@@ -71,12 +73,13 @@ class Hasher:
 
 
 def is_right(pieces: Pieces, number: int, view: bytes | memoryview) -> bool:
-    """Whether these are the bytes of piece `number`."""
+    """Whether the digest of these bytes is that of piece `number`."""
     return pieces.digests[number * _DIGEST : (number + 1) * _DIGEST] == _stored(xxhash.xxh3_64_intdigest(view))
 
 
 def first_difference(one: Pieces, other: Pieces) -> int | None:
-    """The first piece of which these have different digests; both are of one file and size."""
+    """The first piece whose digests differ, or None. Both must have the same piece size and describe files of one
+    length."""
     for at in range(0, len(one.digests), _DIGEST):
         if one.digests[at : at + _DIGEST] != other.digests[at : at + _DIGEST]:
             return at // _DIGEST
@@ -84,7 +87,7 @@ def first_difference(one: Pieces, other: Pieces) -> int | None:
 
 
 def runs(numbers: Iterable[int]) -> Runs:
-    """These pieces as runs."""
+    """Merge piece numbers into runs."""
     found = list[tuple[int, int]]()
     for number in sorted(set(numbers)):
         if found and sum(found[-1]) == number:
@@ -95,7 +98,7 @@ def runs(numbers: Iterable[int]) -> Runs:
 
 
 def fault(pieces: Pieces, length: int) -> str:
-    """What cannot be meant by the pieces of a file of this length; empty where nothing is wrong."""
+    """A description of what is invalid in the pieces of a file with this length. Empty if they are valid."""
     size = pieces.size
     if size < 1 or size & (size - 1):
         return f"pieces of {size} bytes, which is no power of two"

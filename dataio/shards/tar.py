@@ -1,16 +1,19 @@
-"""Tar shards: written byte for byte the same for the same input, read without trusting them.
+"""Writing and reading tar shards. Writing is deterministic; reading does not trust the archive.
 
-Purpose: WebDataset's layout, in which member `<key>.<ext>` belongs to the sample `<key>` and the members of a sample
-follow each other. Any tar program, `webdataset` and DALI read what is written here; shards made elsewhere are read in
-place.
+Purpose: shards have WebDataset's layout. Member `<key>.<ext>` belongs to the sample `<key>`, and the members of a
+sample are adjacent. Any tar program, `webdataset` and DALI can read these shards. Shards made by other programs are
+read in place.
 
-Invariants: the layout of a shard follows from names and lengths alone, so every payload's offset is known before the
-first byte is sent, and memory is bounded by one block. Headers carry no time, owner or other trace of the machine. What
-`scan` yields lies inside the archive and has a name that is a key: relative, without `..`, of a regular file.
+Invariants:
 
-Failure behaviour: writing raises `TransientError` when a payload is not as long as laid out. Reading raises
-`CorruptionError` for an archive that is damaged or ends early and `UnsupportedError` for kinds of members that a shard
-may not hold, both with the shard's name and the offset of the header.
+* The same input gives the same bytes. Headers hold no time, owner or other data of the machine.
+* The layout of a shard depends only on names and lengths. So the offset of every payload is known before the first byte
+  is sent. `stream` holds one part of a payload in memory at a time.
+* Every entry that `scan` yields is a regular file inside the archive, with a relative name without `..`.
+
+Failure behaviour: writing raises `TransientError` if the length of a payload differs from the layout. Reading raises
+`CorruptionError` for a damaged or truncated archive, and `UnsupportedError` for members that a shard may not hold. Read
+errors name the shard and the offset of the header.
 """
 
 from __future__ import annotations
@@ -30,12 +33,12 @@ _WINDOW = 64 * limits.KIB
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^/.]+)\.(?P<ext>[^/]+)", re.DOTALL)
 _SIZE_LIMIT = 1 << 62
 MAX_SAMPLE_MEMBERS = 10_000
-"""More members are no sample, in a tar or in a folder."""
+"""The most members that a sample may have, in a tar or in a folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One member in a laid-out shard: its header bytes, and where its payload will lie."""
+    """One member in the layout of a shard: its header bytes, and the offset and length of its payload."""
 
     name: str
     header: bytes
@@ -59,24 +62,24 @@ class Entry:
 
 
 def header_for(name: str, length: int) -> bytes:
-    """The header of a regular file: ustar, preceded by a pax header where name or length need one."""
+    """The header of a regular file: a ustar header, preceded by a pax header if the name or the length needs one."""
     info = tarfile.TarInfo(name)
     info.size, info.mode, info.mtime = length, 0o644, 0
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")
 
 
 def padded(length: int) -> int:
-    """`length` rounded up to whole blocks."""
+    """Round `length` up to whole blocks."""
     return -(-length // BLOCK) * BLOCK
 
 
 def member_bytes(name: str, length: int) -> int:
-    """What a member occupies in a shard, header and padding included."""
+    """The bytes that a member takes in a shard, including header and padding."""
     return len(header_for(name, length)) + padded(length)
 
 
 def layout(members: Iterable[tuple[str, int]]) -> tuple[list[Placed], int]:
-    """Place (name, length) members one after the other; also the size of the whole archive."""
+    """Lay out (name, length) members in sequence. Returns the placed members and the size of the archive."""
     placed, position = [], 0
     for name, length in members:
         header = header_for(name, length)
@@ -86,7 +89,7 @@ def layout(members: Iterable[tuple[str, int]]) -> tuple[list[Placed], int]:
 
 
 def stream(placed: Sequence[Placed], payloads: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """The archive's bytes as parts; `payloads` gives the parts of each member in turn."""
+    """Yield the archive's bytes in parts. `payloads` yields the parts of each member, in the order of `placed`."""
     for member, parts in zip(placed, payloads, strict=True):
         yield member.header
         length = 0
@@ -107,14 +110,14 @@ def stream(placed: Sequence[Placed], payloads: Iterable[Iterable[bytes]]) -> Ite
 # --- reading
 
 ReadAt = Callable[[int, int], bytes]
-"""(offset, length) → exactly these bytes; never asked for bytes behind the archive's size."""
+"""(offset, length) → exactly these bytes. It is never called for bytes beyond the archive's size."""
 
 
 def scan(read_at: ReadAt, size: int, shard: str) -> Iterator[Entry]:
-    """The members of the archive of `size` bytes behind `read_at`, in order. `shard` names it in errors.
+    """Yield the members of an archive of `size` bytes, in order. Errors call it `shard`.
 
-    Members whose name has no key and extension (no dot, or a leading dot) and directories are passed over, as
-    WebDataset does.
+    Directories, and members whose names have no key and extension (no dot, or a leading dot), are skipped as in
+    WebDataset.
     """
     window = _Window(read_at, size)
     position = 0
@@ -146,14 +149,17 @@ def scan(read_at: ReadAt, size: int, shard: str) -> Iterator[Entry]:
 
 
 def samples(read_at: ReadAt, size: int, shard: str) -> Iterator[tuple[str, Iterator[Entry]]]:
-    """The samples of the archive, as `scan` yields their members: runs of neighbouring ones of one key. Each run is to
-    be taken before the next; `UnsupportedError` at the member with which it is longer than `MAX_SAMPLE_MEMBERS`."""
+    """Yield the samples of the archive: the key and the members of each run of adjacent members with the same key.
+
+    The caller must consume the members of a sample before it requests the next sample. Raises `UnsupportedError` at the
+    first member beyond `MAX_SAMPLE_MEMBERS`.
+    """
     for key, run in itertools.groupby(scan(read_at, size, shard), key=lambda entry: entry.key):
         yield key, _bounded(run, key, shard)
 
 
 def too_many(key: str) -> str:
-    """Why a sample of too many members is not taken."""
+    """The error text for a sample with too many members."""
     return f"the sample {key!r} has more than {MAX_SAMPLE_MEMBERS} members"
 
 
@@ -183,7 +189,7 @@ class _Window:
 
 
 def _header_at(window: _Window, position: int, size: int, shard: str) -> bytes | None:
-    """The header block at `position`, or None at the end-of-archive mark."""
+    """Read and check the header block at `position`. None at the end-of-archive mark."""
     if position + BLOCK > size:
         raise CorruptionError(f"{shard}: truncated: no end-of-archive mark at offset {position}, the size is {size}")
     block = window.read(position, BLOCK)
@@ -199,7 +205,7 @@ def _header_at(window: _Window, position: int, size: int, shard: str) -> bytes |
 
 
 def _number(field: bytes, shard: str, position: int) -> int:
-    if field[0] & 0x80:  # base 256; the next bit is the sign
+    if field[0] & 0x80:  # base 256: the next bit is the sign
         value = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
         if field[0] & 0x40 or value > _SIZE_LIMIT:
             raise CorruptionError(f"{shard}: header at offset {position} holds an impossible number")

@@ -1,10 +1,10 @@
 """Views: a version's samples narrowed by conditions.
 
-Purpose: what `Dataset.where` knows beyond the version: which rows are left, and the name of that choice. `Opened` is
-what a dataset is to those who work on it, so that they need not know who holds it.
-Invariant: the digest names the version's document, the conditions and the chosen rows, so equal digests mean equal
+Purpose: `View` holds the rows that `Dataset.where` selected and their digest. `Opened` is the interface of an open
+dataset for the modules that operate on it, so that they do not import `Dataset`.
+Invariant: the digest covers the version's document, the conditions and the selected rows. So equal digests mean equal
 samples.
-Failure behaviour: that of `query`.
+Failure behaviour: errors of `query.conditions` pass through.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from headrace.dataio.store.base import Store
 
 @dataclass(frozen=True)
 class View:
-    """`rows` and `bytes` part by part: the rows that are left, and the bytes of their members."""
+    """The selected rows of each part (`rows`), and the total bytes of their members (`bytes`)."""
 
     index: OpenIndex
     rows: Sequence[Rows]
     bytes: Sequence[int]
     lineage: Lineage
     ids: str
-    """BLAKE3 of the chosen rows."""
+    """BLAKE3 of the selected rows."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the samples' members."""
+        """The total bytes of the samples' members."""
         return sum(self.bytes)
 
     @property
@@ -48,13 +48,13 @@ class View:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What a view adds to its version's fingerprint."""
+        """The entries that a view adds to its version's fingerprint."""
         source = self.lineage.sources[0]
         return {"of": source.digest, "where": list(self.lineage.where), "ids": self.ids}
 
 
 class Opened(Protocol):
-    """What is made of an open dataset, a version or a view of one, is made of this much of it."""
+    """The interface of an open version or view that operations on datasets use."""
 
     @property
     def url(self) -> str: ...
@@ -78,7 +78,7 @@ class Opened(Protocol):
 
 
 def narrow(dataset: Opened, condition: str) -> View:
-    """The view of those samples of `dataset`, itself a version or a view, that meet `condition`."""
+    """Make a view of the samples of `dataset` (a version or a view) that meet `condition`."""
     found = list(query.matching(dataset.index, dataset.document, condition))
     rows = [rows for rows, _ in found]
     hasher = blake3.blake3()
