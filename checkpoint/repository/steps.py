@@ -259,7 +259,7 @@ def warn_of_mistakes(store: Store, run: str) -> None:
 
 
 def _no_such_run(store: Store, run: str) -> str:
-    """Text that lists the existing runs, the most similar names first."""
+    """Text that lists the existing runs, those with the most similar names first."""
     others = sorted(runs(store, _LISTED), key=lambda other: -SequenceMatcher(None, run, other).ratio())
     if not others:
         return f"there are no runs at {store.location.url}"

@@ -148,7 +148,7 @@ class SlicedState:
             return self._free.pop()
 
     def _publish(self, piece: Piece, target: npt.NDArray[np.uint8], slot: int) -> None:
-        lent = np.frombuffer(target.data, np.uint8)  # an object of its own, alive as long as any view of it
+        lent = np.frombuffer(target.data, np.uint8)  # a separate object, which lives as long as any view of it
         weakref.finalize(lent, self._returned, slot)
         with self._changed:
             self._ready[piece.at] = lent

@@ -144,13 +144,13 @@ def latest(shelf: LocalTier | None, url: str, run: str, step: int | str | Base) 
 
 @contextlib.contextmanager
 def away(near: Store, run: str, base: Base) -> Iterator[Step]:
-    """The step without a word to the store: no lease, no COMMIT."""
+    """Open a step from the tier while the store is unreachable. No lease and no COMMIT are written."""
     _log.warning("the store cannot be reached: restoring step %d of run %s from the node's tier", base.step, run)
     yield open_step(near, run, base)
 
 
 def outdated(run: str, restored: Base, newer: Base | None) -> ConflictError:
-    """The error of a trainer that goes on from a step which is not the latest any more."""
+    """The error of a trainer that continues from a step which is no longer the latest."""
     what = f"step {newer.step} of timeline {newer.timeline}" if newer is not None else "gone"
     return ConflictError(
         f"run {run}: step {restored.step} was restored while the store was away, and its latest is {what}",
@@ -159,7 +159,7 @@ def outdated(run: str, restored: Base, newer: Base | None) -> ConflictError:
 
 
 def told(near: Store, step: int) -> None:
-    """Say where the bytes came from."""
+    """Log how many bytes each source (tier, buddy, store) supplied, if the tier or the buddy supplied any."""
     if isinstance(near, TierReader) and near.bytes["tier"] + near.bytes["buddy"]:
         read = ", ".join(f"{format_bytes(size)} from the {where}" for where, size in near.bytes.items() if size)
         _log.info("restored step %d: %s", step, read)
