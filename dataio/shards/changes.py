@@ -84,8 +84,7 @@ def remove(dataset: Opened, keys: Iterable[str] | None, where: str | None, messa
 
 
 def count_removed(dataset: Opened, keys: Iterable[str] | None, where: str | None) -> int:
-    """The number of samples that `remove` would remove from the open version. Raises the same errors for the
-    arguments."""
+    """The number of samples that `remove` would remove from the open version. Raises the same errors for `keys` and `where`."""
     listed = _listed(dataset, keys, where)
     with _mounted(dataset, dataset.document) as store:
         opened = OpenIndex(store, dataset.document)
@@ -140,7 +139,7 @@ def merge(dataset: Opened, others: Sequence[Opened], message: str) -> tuple[Vers
         for guest in guests:
             for mount in guest.mounts:
                 known = mounts.setdefault(mount.name, mount)
-                if known != mount:  # a forged name would lead readers of the one's shards to the other place
+                if known != mount:  # a forged name would send readers of one dataset to the other's location
                     raise ConflictError(
                         f"the datasets that are to be merged call two places {mount.name!r:.100}: {known.url!r:.200} and "
                         f"{mount.url!r:.200}",
@@ -246,7 +245,7 @@ def _guest(host: Opened, other: Opened) -> _Guest:
 
     def moved(part: IndexPart) -> IndexPart:
         left = None if part.kept is None else msgspec.structs.replace(part.kept, key=here(part.kept.key))
-        # rows of a part that lies in a mount already were given that mount's prefix, or lie in a mount of their own
+        # if the part is in a mount, its prefix already names that mount; rows in other mounts need no prefix
         outer = part.prefix if part.key.startswith(PREFIX) else prefix + part.prefix
         return msgspec.structs.replace(part, key=here(part.key), prefix=outer, kept=left)
 

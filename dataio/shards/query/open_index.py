@@ -117,7 +117,7 @@ class OpenIndex:
         Returns a description of the first problem for each part whose pages are unreadable or differ from its tables.
         Values that tables do not hold (`without_parts`) are not compared.
         """
-        from headrace.dataio.shards.index.rows import samples_of  # with Arrow
+        from headrace.dataio.shards.index.rows import samples_of  # imports Arrow
 
         wrong = dict[int, str]()
         for part, first, table in self._tables.checked():
