@@ -1,11 +1,11 @@
-"""Opens a file that no symbolic link leads to, in one system call.
+"""Opens a file in one system call, unless its path contains a symbolic link.
 
-Purpose: checking each component of a path before opening it costs six calls, and a link may appear in between.
-`openat2` lets the kernel check while it opens.
+Purpose: checking each component of a path before opening it costs six calls, and a link may appear between them. With
+`openat2`, the kernel checks the path while it opens the file.
 
-Invariant: a returned descriptor was reached without a symbolic link at any place of the path.
+Invariant: no component of the path of a returned descriptor was a symbolic link.
 
-Failure behaviour: None for every failure, also if the kernel lacks the call. The caller then finds the error step by
+Failure behaviour: None for every failure, and also if the kernel lacks the call. The caller then finds the error step by
 step.
 """
 

@@ -1,7 +1,8 @@
-"""Checks whether a store keeps preconditions. Asked once per repository, before several writers share it.
+"""Checks whether a store enforces preconditions. The check runs once per repository, before several writers share it.
 
-Invariants: the probe tests what the server does, not what it claims: it violates preconditions on purpose, and an
-accepted violation means unsupported. It writes a few small objects with random names below `prefix`, and deletes them.
+Invariants: the probe tests the server's behaviour, not its claims. It violates preconditions on purpose. If the server
+accepts a violation, preconditions are unsupported. The probe writes a few small objects with random names below `prefix`,
+and deletes them.
 
 Failure behaviour: `probe_preconditions` returns the result, and raises only if the store cannot be used at all.
 `require_preconditions` raises `UnsupportedError` with the reason and the next step. A sequential probe cannot prove
@@ -27,7 +28,7 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Whether `put_if_absent` works; `reason` says why not."""
+    """Whether `put_if_absent` works. If not, `reason` explains why."""
 
     supported: bool
     reason: str = ""
@@ -46,7 +47,7 @@ class Race:
 
 
 def probe_preconditions(store: Store, prefix: str = "") -> ProbeResult:
-    """Write one key twice, conditionally, with different bodies. A second success is a violated precondition."""
+    """Write one key twice, conditionally, with different bodies. If both succeed, the precondition is violated."""
     with _scratch(store, prefix) as key:
         try:
             first = store.put_if_absent(key, _body())
@@ -63,14 +64,14 @@ def probe_preconditions(store: Store, prefix: str = "") -> ProbeResult:
 
 
 def require_preconditions(store: Store, prefix: str = "") -> None:
-    """Raise `UnsupportedError` unless the store keeps preconditions."""
+    """Raise `UnsupportedError` unless the store enforces preconditions."""
     result = probe_preconditions(store, prefix)
     if not result.supported:
         raise UnsupportedError(f"{store.location.url} cannot be shared by writers: {result.reason}", hint=_HINT)
 
 
 def certify(store: Store, prefix: str, writers: int, rounds: int) -> Iterator[Race]:
-    """Let `writers` threads race for one key, `rounds` times; each round has a key of its own."""
+    """Let `writers` threads race for one key, `rounds` times. Each round has its own key."""
     with concurrent.futures.ThreadPoolExecutor(writers) as pool:
         for _ in range(rounds):
             with _scratch(store, prefix) as key:

@@ -1,12 +1,12 @@
-"""Retries, and only here: exponential back-off with full jitter, limited in attempts and in time.
+"""Retries with exponential back-off and full jitter, limited in attempts and in time. No other module retries.
 
-Invariants: only `TransientError` and its subclasses are retried, since every operation of the contract is idempotent.
-That includes `AmbiguousWriteError`: the next attempt reads back before it decides. Back ends turn off the retries of
-their client libraries, so that attempts are never multiplied.
+Invariants: only `TransientError` and its subclasses are retried. Retries are safe because every operation of the contract
+is idempotent. This includes `AmbiguousWriteError`, because the next attempt reads the object back before it decides. Back
+ends turn off the retries of their client libraries, so attempts are never multiplied.
 
-Failure behaviour: when attempts or time are used up, the last error is raised with its own class; it says how many
-attempts were made in how many seconds. `put_multipart` passes through, because its parts cannot be requested twice. A
-back end that sends parts retries each one with `call`.
+Failure behaviour: when attempts or time are used up, the last error is raised with its own class. Its text has the number
+of attempts and the seconds. `put_multipart` passes through, because its parts cannot be requested twice. A back end that
+sends parts retries each one with `call`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """How often and how long to try.
+    """Limits on the attempts and their time.
 
     The pause before attempt n+1 is uniform between 0 and `min(longest, first * 2**(n-1))`. No attempt begins after
     `budget`, except the second one: a single request may use the whole budget before it times out.
 
     Args:
-        attempts: How many attempts at most.
+        attempts: The most attempts.
         first: The longest pause after the first attempt, in seconds.
-        longest: The longest pause of all, in seconds.
+        longest: The longest pause after any attempt, in seconds.
         budget: Seconds after which no attempt begins.
     """
 
@@ -101,7 +101,7 @@ class _Tries:
         self._began, self._count = clock.monotonic(), 0
 
     def failed(self, error: TransientError) -> float:
-        """Seconds until the next attempt; raises the last error, with its own class, if there is none."""
+        """Seconds until the next attempt. If there is none, raises the last error with its own class."""
         self._count += 1
         elapsed = self._clock.monotonic() - self._began
         pause = self._policy.pause(self._count, self._draw(), error)
@@ -112,7 +112,7 @@ class _Tries:
 
 
 class Retry(Wrapper):
-    """Retries every operation of `inner` but `put_multipart`, by `policy`."""
+    """Retries every operation of `inner` except `put_multipart`, as `policy` allows."""
 
     def __init__(self, inner: Store, policy: Policy | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(inner)
@@ -125,7 +125,7 @@ class Retry(Wrapper):
         self._through("get_into", key, buffer.nbytes, lambda: self.inner.get_pieces(key, offset, buffer, take))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List; if a page fails, go on after the last key that was delivered."""
+        """List objects. If a page fails, continue after the last key that was delivered."""
         last = ""
         pages = self.inner.list(prefix)
 

@@ -1,5 +1,4 @@
-"""Stores around a store: metrics, a memory budget, pausable uploads, tracing. Retries are in `retry`, hedging in
-`hedge`.
+"""Wrappers of a store: metrics, a memory budget, pausable uploads, tracing. Retries are in `retry`, hedging in `hedge`.
 
 Purpose: a wrapper adds one behaviour to any store. `Wrapper` passes every operation to `inner` through one hook,
 `_through`.
@@ -8,15 +7,15 @@ Invariants:
 
 * A wrapper that overrides nothing is transparent.
 * `_through` is called once per operation, with its name in the contract, the key (a listing's prefix; "" for
-  `delete_many`) and the bytes that it may hold in memory. A listing passes through it for its first object only; the
-  rest streams.
-* Metric labels come from small fixed sets: the back end's name, the operation, and `ok` or an error's code.
-* The admitted requests never exceed a `Budget`, and are admitted in the order of arrival. A small request waits
-  behind a large one, so that the large one is not starved.
+  `delete_many`) and the bytes that it may hold in memory. A listing passes through it only for its first object. The
+  rest is streamed.
+* Metric labels are from small fixed sets: the back end's name, the operation, and `ok` or an error's code.
+* The admitted requests never exceed a `Budget`. They are admitted in the order of arrival. A small request waits behind
+  a large one, so that the large one is not starved.
 
-Failure behaviour: errors of the wrapped store pass through. A request above the whole budget, or behind a full queue,
-raises `CapacityError` at once. One that waited longer than the budget's `timeout` raises `DeadlineError`. A stream of
-parts that reads under the same budget can block itself until then: give the source of a copy another budget.
+Failure behaviour: errors of the wrapped store pass through. A request above the whole budget, or one that finds the queue
+full, raises `CapacityError` at once. A request that waited longer than the budget's `timeout` raises `DeadlineError`. A
+stream of parts that reads under the same budget can block itself until then. Give the source of a copy another budget.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store, Uplo
 T = TypeVar("T")
 Span = Callable[[str, Mapping[str, str | int]], AbstractContextManager[object]]
 MULTIPART_BYTES = 64 * limits.MIB
-"""The memory that `put_multipart` is taken to hold: some parts in flight and one being filled."""
+"""The memory that `put_multipart` is assumed to hold: some parts in flight, and one part being filled."""
 _WAIT_SECONDS = 1.0
 
 
@@ -208,7 +207,7 @@ class Ticket:
 class Admission:
     """The state of a budget: a queue in the order of arrival, without clock or threads.
 
-    `bytes` and `requests` bound what is in flight, `waiting` the queue, and `timeout` (seconds) each wait.
+    `bytes` and `requests` limit the requests in flight. `waiting` limits the queue. `timeout` limits each wait, in seconds.
     """
 
     bytes: int
@@ -259,9 +258,9 @@ class Budget:
     """A limit on bytes and requests in flight, shared by all the `Limit` stores that use it. Safe between threads.
 
     Args:
-        bytes: Bytes in flight at most.
-        requests: Requests in flight at most.
-        waiting: Requests that may queue; one more raises `CapacityError`.
+        bytes: The most bytes in flight.
+        requests: The most requests in flight.
+        waiting: The most requests in the queue. One more raises `CapacityError`.
         timeout: Seconds that a request waits before `DeadlineError`.
         clock: For tests.
     """
@@ -335,9 +334,9 @@ class Limit(Wrapper):
 
 
 class PausableUploads(Wrapper):
-    """Calls `wait` before each part of a multipart upload; `wait` returns when the upload may go on.
+    """Calls `wait` before each part of a multipart upload. `wait` returns when the upload may continue.
 
-    Other operations, and parts in flight, are not held back.
+    Other operations and parts in flight are not delayed.
     """
 
     def __init__(self, inner: Store, wait: Callable[[], None]) -> None:
@@ -361,9 +360,9 @@ class Trace(Wrapper):
 
     Args:
         inner: The store.
-        span: Called with the span's name and its attributes (the store's URL, the key, the bytes asked for; never a
-            secret). It
-            returns a context manager that encloses the operation. An error of the tracer is an error of the operation.
+        span: Called with the span's name and its attributes (the store's URL, the key, the requested bytes; never a
+            secret). It returns a context manager that encloses the operation. An error of the tracer is an error of the
+            operation.
 
     With OpenTelemetry: `Trace(store, lambda name, about: tracer.start_as_current_span(name, attributes=about))`.
     """
