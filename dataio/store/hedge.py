@@ -1,17 +1,17 @@
-"""Hedged reads: a second request for a slow read; the first answer wins.
+"""Hedged reads. A slow read is sent a second time, and the first response is used.
 
 Invariants:
 
-* Only reads are hedged, since only they may be sent twice without risk.
-* Both requests read into buffers of their own, never the caller's, because the slower one goes on after the call
-  returned. So only reads up to `max_bytes` are hedged, and memory stays below `threads * max_bytes`.
+* Only reads are hedged, because only reads may be sent twice without risk.
+* Both requests read into their own buffers, never the caller's, because the slower one continues after the call returns.
+  Therefore only reads up to `max_bytes` are hedged, and memory stays below `threads * max_bytes`.
 * At most `HedgePolicy.share` of all requests are sent twice, counted from the start, plus `burst`. A request is slow
   when it takes longer than the given percentile of the last `_WINDOW` of about its size; before `_ENOUGH` of them
   nothing is slow.
-* If no thread is free, a read is passed through as it is.
+* If no thread is free, a read is passed through without hedging.
 
-Failure behaviour: if one request fails, the other decides. If both fail, the first one's error is raised. `close`
-waits for the slower requests.
+Failure behaviour: if one request fails, the result of the other is used. If both fail, the first one's error is raised.
+`close` waits for the slower requests.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Other stores that appear as folders of this one, for datasets whose shards are elsewhere.
+"""Mounts other stores as folders of one store, for datasets whose shards are elsewhere.
 
-Purpose: `Mounts` answers keys under `mounts/<name>/` from the store mounted by that name, and all other keys from its
-base. Loaders, the cache and the sidecar see one store and need no special case.
+Purpose: `Mounts` reads keys under `mounts/<name>/` from the store that is mounted under that name. It reads all other
+keys from its base. Loaders, the cache and the sidecar see one store and need no special case.
 
-Invariants: mounted stores are read-only. `location` names the base and, in the option `mounts`, every mounted store
-with its options, without secrets; `open_location` opens the same stores again. It is shareable only if all of them are.
-Objects of the base under `mounts/` are hidden. A mounted store must not have `mounts` itself: there is one level.
+Invariants: mounted stores are read-only. `location` names the base. Its option `mounts` names every mounted store with
+its options, without secrets. `open_location` opens the same stores again. The location is shareable only if all of the
+stores are. Objects of the base under `mounts/` are hidden. A mounted store must not have `mounts` itself, so there is
+only one level.
 
-Failure behaviour: writing below `mounts/` is an `UnsupportedError`, an unknown mount a `NotFoundError`. Other errors
-are those of the store that has the key.
+Failure behaviour: writing below `mounts/` raises `UnsupportedError`. An unknown mount raises `NotFoundError`. Other
+errors are those of the store that has the key.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ Invariants:
 * Bytes are first written to a hidden file in `<root>/.headrace-tmp` and fsynced. Then the file gets its name by
   `rename` (`put`, `put_multipart`) or `link` (`put_if_absent`), and all directories from its own up to the root are
   fsynced. So a killed writer leaves at most a hidden file.
-* The writer holds a lock (flock) on the hidden file until it has its name. A later writer removes a hidden file that is
-  a day old by the file system's clock and that no process has locked.
-* Below the root no symbolic link is followed: not to read, not to write, not to list.
+* The writer holds a lock (flock) on the hidden file until the file has its name. A later writer removes a hidden file
+  that is a day old by the file system's clock and that no process has locked.
+* Below the root, no symbolic link is followed for reading, writing or listing.
 
 Failure behaviour: an errno becomes a Headrace error (`core.errors`). If `link` answers EEXIST, or fails in a way that
 leaves the outcome open (a lost NFS reply), the object is read back, as the contract says. A failed fsync is final
@@ -234,7 +234,7 @@ class PosixStore(Store):
 
     @contextlib.contextmanager
     def _written_aside(self, parts: Iterable[Buffer]) -> Iterator[_Aside]:
-        """A hidden, locked file that holds `parts`, fsynced. It is removed at the end in any case."""
+        """A hidden, locked file that holds `parts`, fsynced. It is always removed at the end."""
         path, fd = self._new_file()
         try:
             size = self._write(path, fd, parts)
@@ -405,7 +405,7 @@ def _sync_folder(folder: str) -> None:
 
 
 def _sync(fd: int, path: str) -> None:
-    """fsync once: the kernel reports a lost write to one fsync only, so a retry proves nothing."""
+    """Call fsync once. The kernel reports a lost write to one fsync only, so a retry proves nothing."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -419,7 +419,7 @@ def _sync(fd: int, path: str) -> None:
 
 
 def _make_folders(folder: str) -> None:
-    """Make `folder` and its parents; the parent of every folder made is fsynced."""
+    """Create `folder` and its parents. The parent of every created folder is fsynced."""
     missing = list(itertools.takewhile(lambda f: not os.path.isdir(f), _ancestors(folder)))
     for new in reversed(missing):
         with contextlib.suppress(FileExistsError):
@@ -459,7 +459,7 @@ def _remove_stale(folder: str, but: str, before: float) -> None:
 
 
 def _remove_if_dead(path: str) -> None:
-    """Remove the hidden file unless its writer lives. `OSError` if it does, or if the file system cannot tell."""
+    """Remove the hidden file unless its writer is alive. Raises `OSError` if it is, or if the file system cannot tell."""
     fd = os.open(
         path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     )  # for writing: NFS requires that for a lock
