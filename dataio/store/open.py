@@ -1,13 +1,13 @@
-"""From a URL to a store.
+"""Open the store at a URL.
 
 Purpose: `open_store` finds the back end of a URL's scheme in a registry, imports it, opens it, and wraps it in metrics
 and retries. A new back end needs one module with an opener, and one `register_back_end` call, or one entry in
 `_BACK_ENDS`. fsspec serves every other scheme that it knows.
 
-Invariant: the scheme alone chooses the back end, which is imported only then.
+Invariant: the scheme alone chooses the back end. The back end is imported only when it is chosen.
 
-Failure behaviour: a scheme that fsspec does not know either raises `UnsupportedError` with the known ones. Opening
-sends no request, so a missing bucket or wrong credentials show at the first operation, or in `headrace doctor URL`.
+Failure behaviour: a scheme that neither the registry nor fsspec knows raises `UnsupportedError` with the known ones.
+Opening sends no request. The first operation, or `headrace doctor URL`, reports a missing bucket or wrong credentials.
 """
 
 from __future__ import annotations
@@ -68,11 +68,9 @@ def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any
     Args:
         url: A path, `file:///path`, `s3://bucket/prefix`, or a URL of another scheme of fsspec.
         storage_options: A dict of options. For S3: those of s3fs, and `endpoint_url`, `region`, `path_style`, `client`
-            (`headrace.dataio.store.s3_config`); the AWS variables and profiles give the rest. For a directory:
-            `direct`, to
-            read large ranges past the page cache. For other schemes: the file system's own. For every scheme: `mounts`,
-            other
-            stores below `mounts/<name>/` (`headrace.dataio.store.mounts`). Default: None.
+            (`headrace.dataio.store.s3_config`). The AWS variables and profiles give the rest. For a directory: `direct`,
+            to read large ranges without the page cache. For other schemes: the file system's own. For every scheme:
+            `mounts`, other stores below `mounts/<name>/` (`headrace.dataio.store.mounts`). Default: None.
 
     Returns:
         The store. Close it, or use it in a `with` statement.
