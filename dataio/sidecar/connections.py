@@ -125,7 +125,7 @@ class ConnectionManager:
             sock.close()
         elif len(self._clients) >= self._most():
             refusal = m.Refused(
-                "capacity", f"the sidecar has {len(self._clients)} clients; the limit is {len(self._clients)}"
+                "capacity", f"the sidecar has {len(self._clients)} clients; the limit is {self._most()}"
             )
             sock.setblocking(False)
             with contextlib.suppress(OSError):
