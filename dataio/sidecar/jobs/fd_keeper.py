@@ -26,7 +26,6 @@ from headrace.dataio.sidecar.jobs import keeper_process
 
 SECONDS = 5.0
 TRIES = 3
-_PACKET = 64 << 10
 _log = get_logger(__name__)
 
 
@@ -140,15 +139,16 @@ class FdKeeper:
             listening.listen(8)
             command = [sys.executable, "-I", "-S", keeper_process.__file__, str(self._folder)]
             quiet = subprocess.DEVNULL
-            process = subprocess.Popen(
+            subprocess.run(  # it exits at once and leaves a daemon process behind
                 command,
                 stdin=listening.fileno(),
                 stdout=quiet,
                 stderr=quiet,
                 pass_fds=[self._folder],
                 start_new_session=True,
+                check=False,
+                timeout=SECONDS,
             )
-        process.wait(SECONDS)  # it exits at once and leaves a daemon process behind
 
     def _hang_up(self) -> None:
         if self._sock is not None:

@@ -147,8 +147,20 @@ def same_name(name: str, wanted: str) -> bool:
         return name.lower() == wanted.lower()
 
 
+class _ClosingSocket(ssl.SSLSocket):
+    """A TLS socket that closes itself when it is freed.
+
+    `wrap_socket` on a connection that the peer has just reset raises, and leaves behind a socket that owns the descriptor
+    and that no caller can reach (https://github.com/python/cpython, `SSLSocket._create`, Python 3.11 to 3.14).
+    """
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def _context(side: int, config: TierConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
+    context.sslsocket_class = _ClosingSocket
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_STRICT

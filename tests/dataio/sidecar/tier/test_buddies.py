@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
+import select
 import socket
 import ssl
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +28,15 @@ from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar.tier import protocol as p
 from headrace.dataio.sidecar.tier import server as servers
 from headrace.dataio.sidecar.tier.client import BuddyClient, BuddyError
-from headrace.dataio.sidecar.tier.config import Address, TierConfig, address, client_context, names, same_name
+from headrace.dataio.sidecar.tier.config import (
+    Address,
+    TierConfig,
+    address,
+    client_context,
+    names,
+    same_name,
+    server_context,
+)
 from headrace.dataio.sidecar.tier.tier_service import TierService
 from headrace.dataio.store.local_tier.objects import TierObject
 from headrace.dataio.store.local_tier.records import TierLimits
@@ -212,6 +223,24 @@ def test_what_is_no_tls_is_hung_up_on_and_counted(guest: TierConfig, listening: 
 
 def wrapped(where: Address, context: ssl.SSLContext, name: str = "127.0.0.1") -> ssl.SSLSocket:
     return context.wrap_socket(bare(where), server_hostname=name)
+
+
+@pytest.mark.parametrize("side", ["server", "client"])
+def test_a_connection_reset_before_tls_leaves_no_open_descriptor(guest: TierConfig, side: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, warnings.catch_warnings(record=True) as left:
+        warnings.simplefilter("always")
+        other = bare(Address(*listener.getsockname()))
+        ours, _ = listener.accept()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()
+        wait_for(lambda: bool(select.select([ours], [], [], 0)[0]))
+        with pytest.raises(ConnectionResetError):
+            if side == "server":
+                server_context(guest).wrap_socket(ours, server_side=True, do_handshake_on_connect=False)
+            else:
+                client_context(guest).wrap_socket(ours, server_hostname="127.0.0.1")
+        gc.collect()
+    assert [str(warning.message) for warning in left if warning.category is ResourceWarning] == []
 
 
 def test_a_peer_without_a_certificate_is_refused(guest: TierConfig, certificates: Path, listening: Listening) -> None:
