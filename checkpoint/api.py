@@ -57,7 +57,8 @@ class Checkpointer:
     its parent's saves when it ends. It needs a checkpointer of its own to save or restore.
 
     Args:
-        url (str | Store): The repository: a path, `file:///path`, `s3://bucket/prefix`, or an open `Store`.
+        url (str | os.PathLike[str] | Store): The repository: a path, `file:///path`, `s3://bucket/prefix`, or an open
+            `Store`.
         run (str): The run's name: letters, digits, dot, dash and underscore, at most 128.
         sidecar (str | os.PathLike[str] | None): "auto" uses the node's daemon if it answers; a path names its
             socket; None saves in this process. Default: "auto".
@@ -101,7 +102,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        url: str | Store,
+        url: str | os.PathLike[str] | Store,
         *,
         run: str,
         sidecar: str | os.PathLike[str] | None = "auto",

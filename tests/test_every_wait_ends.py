@@ -195,13 +195,13 @@ def test_every_public_call_ends(prepared: str, dripping: FaultProxy, tmp_path: P
         return handle.result(BOUND)
 
     calls: dict[str, Call] = {
-        "pack to it": lambda: pack([tmp_path / "0.wav"], f"{prepared}/new", workers=1, **short),
+        "pack to it": lambda: pack([tmp_path / "0.wav"], f"{prepared}/new", workers=1, storage_options=short),
         "pack from it": lambda: pack([f"{prepared}/raw"], tmp_path / "new", workers=1, source_options=short),
-        "append": lambda: append([tmp_path / "0.wav"], ours, workers=1, **short),
+        "append": lambda: append([tmp_path / "0.wav"], ours, workers=1, storage_options=short),
         "index": lambda: index([f"{ours}/shards/*.tar"], tmp_path / "indexed", workers=1, source_options=short),
-        "Dataset": lambda: Dataset(ours, **short),
-        "verify": lambda: verify(ours, **short),
-        "preview": lambda: preview(Dataset(ours, **short)),
+        "Dataset": lambda: Dataset(ours, storage_options=short),
+        "verify": lambda: verify(ours, storage_options=short),
+        "preview": lambda: preview(Dataset(ours, storage_options=short)),
         "AudioLoader": lambda: next(iter(AudioLoader(ours, batch_size=1, window=0.1, sidecar=None))),
         "save": saved,
         "restore": lambda: checkpointer().restore({"w": torch.ones(10)}),

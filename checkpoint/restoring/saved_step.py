@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -140,7 +141,7 @@ class SavedStep(Mapping[str, Any]):
 
 
 def read(
-    url: str | Store,
+    url: str | os.PathLike[str] | Store,
     *,
     run: str,
     step: int | str = "latest",
@@ -151,7 +152,7 @@ def read(
     """Open a step to inspect its contents, without a state to restore into. This needs no communication between ranks.
 
     Args:
-        url (str | Store): The repository: a path, `s3://bucket/prefix`, or an open `Store`.
+        url (str | os.PathLike[str] | Store): The repository: a path, `s3://bucket/prefix`, or an open `Store`.
         run (str): The run's name.
         step (int | str): A step's number, or "latest". Default: "latest".
         tag (str | None): The tag of a step, instead of `step`. Default: None.

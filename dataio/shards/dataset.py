@@ -18,7 +18,7 @@ and checks everything.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from headrace.dataio.core import limits
@@ -59,7 +59,7 @@ class Dataset:
         version: int | str | None = None,
         *,
         trust_mounts: bool = False,
-        **storage_options: Any,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._open(url_or_store, version, storage_options, trust_mounts)
         self._check_small()
@@ -71,7 +71,7 @@ class Dataset:
         version: int | str | None = None,
         *,
         trust_mounts: bool = False,
-        **storage_options: Any,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> Self:
         """Open a dataset like `Dataset(...)`, but never read the whole index first.
 
@@ -85,26 +85,20 @@ class Dataset:
         self,
         url_or_store: str | os.PathLike[str] | Store,
         version: int | str | None,
-        storage_options: dict[str, Any],
+        storage_options: Mapping[str, Any] | None,
         trust_mounts: bool,
         named: Sequence[versions.Mount] = (),
     ) -> None:
-        if isinstance(url_or_store, Store) and storage_options:
-            raise UsageError("storage options go with a URL, not with a store that is open already")
         if type(trust_mounts) is not bool:
             raise UsageError(f"trust_mounts={trust_mounts!r:.100} is neither True nor False")
-        self.owns_store, self.trust_mounts = not isinstance(url_or_store, Store), trust_mounts
+        self.trust_mounts = trust_mounts
         self.report: PackReport | None = None
         self.view: View | None = None
-        self.store = (
-            url_or_store
-            if isinstance(url_or_store, Store)
-            else open_store(url_or_store, storage_options=storage_options)
-        )
+        self.store, self.owns_store = use_or_open(url_or_store, storage_options)
         try:
             self.document, self.digest = tags.load(self.store, version)
             self.store, self.owns_store = with_mounts(
-                self.store, self.document, self.owns_store, storage_options, trust_mounts, named
+                self.store, self.document, self.owns_store, storage_options or {}, trust_mounts, named
             )
             self.index = OpenIndex(self.store, self.document)
         except BaseException:
@@ -290,7 +284,7 @@ class Dataset:
 
     def _at(self, document: versions.VersionDocument, named: Sequence[versions.Mount] = ()) -> Dataset:
         made = object.__new__(Dataset)
-        made._open(self.store, document.version, {}, self.trust_mounts, named)
+        made._open(self.store, document.version, None, self.trust_mounts, named)
         made._check_small()
         made.owns_store = made.owns_store or self.owns_store
         return made
@@ -309,6 +303,24 @@ class Dataset:
     def __repr__(self) -> str:
         narrowed = "" if self.view is None else f", where={' and '.join(self.view.lineage.where)!r}"
         return f"Dataset({self.url!r}, version={self.version}{narrowed}, samples={len(self)})"
+
+
+def use_or_open(
+    url_or_store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None
+) -> tuple[Store, bool]:
+    """Return the given store, or open the store at the URL. The second value says whether the caller must close it.
+
+    Raises:
+        UsageError: Options were given with a store that is open already.
+    """
+    if not isinstance(url_or_store, Store):
+        return open_store(url_or_store, storage_options=storage_options), True
+    if storage_options:
+        raise UsageError(
+            "storage_options go with a URL, and this store is open already",
+            hint="give them to open_store, or leave them out",
+        )
+    return url_or_store, False
 
 
 class _Keys(Sequence[str]):

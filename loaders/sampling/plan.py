@@ -472,7 +472,7 @@ def _open(
     if not isinstance(given, str | os.PathLike | Dataset):
         raise UsageError(f"{given!r} is not a dataset", hint="give its URL or folder, or an open Dataset")
     if not isinstance(source, Dataset):
-        owned.append(Dataset.at_once(os.fspath(source), version, trust_mounts=trust_mounts, **(options or {})))
+        owned.append(Dataset.at_once(os.fspath(source), version, trust_mounts=trust_mounts, storage_options=options))
         return owned[-1]
     if options or version not in (None, source.version):
         raise UsageError(

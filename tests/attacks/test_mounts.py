@@ -126,7 +126,7 @@ def test_other_file_systems_are_named_by_no_document(
     with open_store(tmp_path / "ds") as base, pytest.raises(UnsupportedError, match="may not name") as caught:
         mounted(base, filled(url), {name: filled(value) for name, value in options.items()}, trust=trust)
     assert str(caught.value).isprintable()
-    assert "mounts=" in caught.value.hint
+    assert 'storage_options={"mounts": ' in caught.value.hint
     assert not victim.exists()
     assert attacker.asked == []
 
@@ -285,7 +285,7 @@ def test_mounts_that_the_caller_opens_are_those_that_are_read(tmp_path: Path) ->
     tars = forge.good(tmp_path / "tars") / "shards"
     with index(tars, tmp_path / "ds") as dataset:
         name = dataset.document.mounts[0].name
-    with Dataset(tmp_path / "ds", mounts={name: {"url": f"file://{tars}"}}) as dataset:
+    with Dataset(tmp_path / "ds", storage_options={"mounts": {name: {"url": f"file://{tars}"}}}) as dataset:
         assert dataset.read(dataset.sample(1), "bin") == b"22222"
 
 

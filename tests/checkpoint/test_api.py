@@ -42,7 +42,7 @@ from tests.checkpoint.making import Wrapped, flip
 
 
 def open_at(where: Path | Store, run: str = "exp", **options: Any) -> Checkpointer:
-    return Checkpointer(where if isinstance(where, Store) else str(where), run=run, sidecar=None, **options)
+    return Checkpointer(where, run=run, sidecar=None, **options)
 
 
 class Trainer:

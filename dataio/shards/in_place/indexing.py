@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
 from headrace.dataio.shards.contract import Sample
-from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.in_place import patterns as found_by
 from headrace.dataio.shards.in_place.tally import IndexProgress, ShardAt, Tally, UniqueKeys
 from headrace.dataio.shards.in_place.tar_pass import Pass
@@ -60,7 +60,7 @@ def index(
     progress: Callable[[IndexProgress], None] | None = None,
     workers: int | None = None,
     source_options: Mapping[str, Any] | None = None,
-    **storage_options: Any,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
     """Make version 1 of a dataset at `url` from the WebDataset tars that match `patterns`, and open it.
 
@@ -74,7 +74,7 @@ def index(
         workers: the number of probing processes. The default is one per core.
         source_options: options for the shards' stores, unless they are directories. The version records all options
             except secrets, so readers need their own credentials.
-        storage_options: options for the dataset's store (`open_store`).
+        storage_options: options for the dataset's store, as for `open_store`. Not with an open store.
 
     Returns:
         The dataset. Its `report` lists what was indexed and what was skipped.
@@ -92,14 +92,16 @@ def index(
         )
     listed = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     with contextlib.ExitStack() as undo:
-        store = url if isinstance(url, Store) else undo.enter_context(open_store(url, storage_options=storage_options))
+        store, owned = use_or_open(url, storage_options)
+        if owned:
+            undo.enter_context(store)
         versions.refuse_existing(store)
         found = found_by.find(listed, lambda root: _open_source(root, source_options or {}))
         undo.callback(found.close)
         shards, mounted = _places(found, store)
         indexer = _Indexer(store, shards, Tally(found, strict, progress, [s.size for s in shards]), keys == "shard")
         report = indexer.run(name, tuple(mount_of(s.location) for s in mounted.values()), workers)
-        whole = Mounts(store, mounted, owns_base=store is not url) if mounted else store
+        whole = Mounts(store, mounted, owns_base=owned) if mounted else store
         dataset = Dataset(whole, 1)
         dataset.report, dataset.owns_store = report, whole is not url
         undo.pop_all()

@@ -36,7 +36,7 @@ import msgspec
 from headrace.dataio.core import crashpoints, limits
 from headrace.dataio.core.errors import ConflictError, UsageError
 from headrace.dataio.core.files import scratch_folder
-from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest import engines, plan
 from headrace.dataio.shards.ingest.journal import Journal
 from headrace.dataio.shards.ingest.manifests import USUAL, Columns
@@ -52,7 +52,6 @@ from headrace.dataio.shards.report import PackReport, Progress, Skipped, WorkerR
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.mounting import with_mounts
 from headrace.dataio.store.base import Store
-from headrace.dataio.store.open import open_store
 
 __all__ = ["Columns", "PackReport", "Progress", "Recipe", "Skipped", "append", "pack"]
 
@@ -78,7 +77,7 @@ def pack(
     workers: int | None = None,
     name: str | None = None,
     source_options: Mapping[str, Any] | None = None,
-    **storage_options: Any,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
     """Write media files into tar shards with an index, as version 1 of a new dataset at `url`, and open it.
 
@@ -99,7 +98,7 @@ def pack(
         workers: the number of processes. The default is one for each core of this machine, or of the Ray cluster.
         name: the dataset's name. By default, it is derived from `url`.
         source_options: options for the stores of the sources.
-        storage_options: options for the dataset's store.
+        storage_options: options for the dataset's store, as for `open_store`. Not with an open store.
 
     Returns:
         The dataset. Its `report` lists what was packed and what was skipped.
@@ -129,7 +128,7 @@ def append(
     message: str = "",
     source_options: Mapping[str, Any] | None = None,
     trust_mounts: bool = False,
-    **storage_options: Any,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
     """Add media files to the dataset at `url` as its next version, and open that version.
 
@@ -153,20 +152,20 @@ def append(
 
 def _opened(
     url: str | os.PathLike[str] | Store,
-    storage_options: Mapping[str, Any],
+    storage_options: Mapping[str, Any] | None,
     work: Callable[[Store], tuple[PackReport, int]],
     trust_mounts: bool = False,
 ) -> Dataset:
-    store = url if isinstance(url, Store) else open_store(url, storage_options=storage_options)
+    store, owned = use_or_open(url, storage_options)
     try:
         report, version = work(store)
         dataset = Dataset(store, version, trust_mounts=trust_mounts)
     except BaseException:
-        if store is not url:
+        if owned:
             store.close()
         raise
     dataset.report = report
-    dataset.owns_store = dataset.owns_store or store is not url
+    dataset.owns_store = dataset.owns_store or owned
     return dataset
 
 

@@ -28,13 +28,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-from headrace.dataio.core.errors import CorruptionError, DeadlineError, UsageError
+from headrace.dataio.core.errors import CorruptionError, DeadlineError
 from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.dataset import use_or_open
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.verify import repair as repairs
 from headrace.dataio.shards.verify import sampling
@@ -48,7 +49,6 @@ from headrace.dataio.shards.workers import media_jobs
 from headrace.dataio.shards.workers.decoding import decode_sample
 from headrace.dataio.shards.workers.process import WorkerPool, run_module
 from headrace.dataio.store.base import Store
-from headrace.dataio.store.open import open_store
 
 __all__ = ["Finding", "ObjectReport", "VerifyProgress", "VerifyReport", "verify"]
 
@@ -65,7 +65,7 @@ def verify(
     workers: int | None = None,
     progress: Callable[[VerifyProgress], None] | None = None,
     trust_mounts: bool = False,
-    **storage_options: Any,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Check one version of the dataset at a URL or in an open store.
 
@@ -87,15 +87,12 @@ def verify(
         threads = workers or min(_MOST_THREADS, os.cpu_count() or 1)
         pool = stack.enter_context(WorkerPool(run_module(media_jobs.WORKER), media_jobs.HELLO, threads))
         run = _Run(store, copy, pool, threads, progress)
-        return run.run(version, str(decode), storage_options, trust_mounts, stack)
+        return run.run(version, str(decode), storage_options or {}, trust_mounts, stack)
 
 
-def _opened(url: str | os.PathLike[str] | Store, options: dict[str, Any], stack: ExitStack) -> Store:
-    if isinstance(url, Store):
-        if options:
-            raise UsageError("storage options go with a URL, not with a store that is open already")
-        return url
-    return stack.enter_context(open_store(url, storage_options=options))
+def _opened(url: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None, stack: ExitStack) -> Store:
+    store, owned = use_or_open(url, storage_options)
+    return stack.enter_context(store) if owned else store
 
 
 class _Run:
@@ -115,7 +112,7 @@ class _Run:
         self._stopped = False
 
     def run(
-        self, version: int | str | None, decode: str, options: dict[str, Any], trust_mounts: bool, stack: ExitStack
+        self, version: int | str | None, decode: str, options: Mapping[str, Any], trust_mounts: bool, stack: ExitStack
     ) -> VerifyReport:
         started = time.monotonic()
         chooser = sampling.chooser(decode, lambda: ())  # reject a wrong amount before any read

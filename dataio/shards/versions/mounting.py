@@ -18,7 +18,7 @@ With trust, a mount may also be any folder, web server or S3 endpoint.
   not affected.
 * Credentials that the caller gave for the dataset are used only for buckets at the same endpoint. Other buckets are
   read with the process's own credentials.
-* A store that the caller mounted (`Dataset(url, mounts=...)`) takes precedence over the document's mount of the same
+* A store that the caller mounted (the option `mounts` of `open_store`) takes precedence over the document's mount of the same
   name. The other mounts are checked and opened.
 * Locations that the caller named (by merging another dataset) need no trust.
 
@@ -109,7 +109,7 @@ class _Reader:
                 return {}
             raise UnsupportedError(
                 f"{place} is of a kind that a dataset may not name",
-                hint=f'open it yourself: Dataset(url, mounts={{"{mount.name}": {{"url": ...}}}})',
+                hint=f'open it yourself: Dataset(url, storage_options={{"mounts": {{"{mount.name}": {{"url": ...}}}}}})',
             )
         try:
             if OPTION in mount.options:

@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 def opened(saved: tuple[Path, dict[str, Any]]) -> SavedStep:
-    return read(str(saved[0]), run="exp")
+    return read(Path(saved[0]), run="exp")
 
 
 def test_entries_are_a_mapping_of_paths(saved: tuple[Path, dict[str, Any]]) -> None:

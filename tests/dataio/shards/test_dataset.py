@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.shards.contract import Files, Member, Sample
 from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.in_place.indexing import index
 from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.ingest.pack import append, pack
 from headrace.dataio.shards.query import parts as parts_module
 from headrace.dataio.shards.query.tables import Tables
+from headrace.dataio.shards.verify.run import verify
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.store.base import Store
 
@@ -239,9 +243,21 @@ def test_a_document_above_the_limit_is_not_written() -> None:
         versions.encode(document)
 
 
-def test_options_with_an_open_store_are_a_mistake(posix: Store) -> None:
-    with pytest.raises(UsageError, match="storage options"):
-        Dataset(posix, endpoint_url="http://127.0.0.1:1")
+@pytest.mark.parametrize(
+    "call",
+    [
+        Dataset,
+        verify,
+        lambda store, **options: pack([], store, **options),
+        lambda store, **options: append([], store, **options),
+        lambda store, **options: index([], store, **options),
+    ],
+    ids=["Dataset", "verify", "pack", "append", "index"],
+)
+def test_storage_options_with_an_open_store_are_a_mistake(posix: Store, call: Callable[..., object]) -> None:
+    write(posix)
+    with pytest.raises(UsageError, match="storage_options go with a URL"):
+        call(posix, storage_options={"endpoint_url": "http://127.0.0.1:1"})
 
 
 def test_members_are_read_with_their_checksum(posix: Store, tmp_path: Path) -> None:
