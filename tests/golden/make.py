@@ -31,7 +31,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.store.open import open_store
 from headrace.loaders import AudioLoader, Bucket, Buckets, Clip, FileLoader, Mixture, VideoLoader, Window
 from tests.golden import dialogue
-from tests.loaders import made as clips
+from tests.support import video_corpus as clips
 
 RUN, FORK, PRUNED = "pretrain", "finetune", "pruned"
 

@@ -17,7 +17,7 @@ from headrace.dataio import pack
 from headrace.dataio.shards.contract import VideoInfo
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.probe import probe
-from tests.loaders import long, made, plain
+from tests.support import long_media, reference_decoder, video_corpus
 
 Reencode = Callable[..., bytes]
 FAST_VPX = {"deadline": "realtime", "cpu-used": "8"}
@@ -99,7 +99,7 @@ def reference() -> Callable[..., tuple[list[np.ndarray], list[int]]]:
             video: Any = container.streams[stream]
             for frame in container.decode(video):
                 stamps.append(frame.pts)
-                images.append(plain.bt601(frame))
+                images.append(reference_decoder.bt601(frame))
                 if len(images) == most:
                     break
         return images, stamps
@@ -138,10 +138,10 @@ def made_dataset(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
     for number, (width, height) in enumerate(sizes):
         codec, container, sound = (("libx264", "mp4", "aac"), ("mjpeg", "matroska", ""))[number % 2]
         pixel_format = "yuvj420p" if codec == "mjpeg" else "yuv420p"
-        clip = made.Made(
+        clip = video_corpus.Made(
             "", codec, container, pixel_format, width, height, 30 + number, options={"g": "12"}, sound=sound
         )
-        (folder / f"clip{number}.{'mkv' if number % 2 else 'mp4'}").write_bytes(made.make(clip))
+        (folder / f"clip{number}.{'mkv' if number % 2 else 'mp4'}").write_bytes(video_corpus.make(clip))
     with pack([folder], tmp_path_factory.mktemp("made-dataset") / "ds", shard_bytes=1 << 16, workers=1) as packed:
         yield packed
 
@@ -151,9 +151,9 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a dataset of films, `ds`."""
     folder = tmp_path_factory.mktemp("films")
     (folder / "clips").mkdir()
-    data = long.film()
-    for name, options in long.FILMS.items():
-        long.copied(data, name, options, folder / "clips")
+    data = long_media.film()
+    for name, options in long_media.FILMS.items():
+        long_media.copied(data, name, options, folder / "clips")
         (folder / "clips" / name).rename(folder / "clips" / f"{name.replace('.', '-')}.{name.rpartition('.')[2]}")
     pack([folder / "clips"], folder / "ds", workers=1).close()
     return folder
@@ -164,7 +164,7 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a dataset of long recordings, `ds`."""
     folder = tmp_path_factory.mktemp("sounds")
     (folder / "clips").mkdir()
-    for name, codec in long.SOUNDS.items():
-        long.recorded(folder / "clips" / f"{codec}-{name}", codec)
+    for name, codec in long_media.SOUNDS.items():
+        long_media.recorded(folder / "clips" / f"{codec}-{name}", codec)
     pack([folder / "clips"], folder / "ds", workers=1).close()
     return folder

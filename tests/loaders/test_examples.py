@@ -9,7 +9,7 @@ import pytest
 
 from headrace import loaders
 from headrace.dataio import pack
-from tests.loaders.made import Made, make
+from tests.support.video_corpus import Made, make
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from headrace.loaders import AudioLoader, AudioSpec, Clip, LogMel, Mixture, Vide
 from headrace.loaders.decode.resize import fit
 from headrace.loaders.interfaces import SampleRef
 from headrace.loaders.processors.video import Cut
-from tests.loaders import made
+from tests.support import video_corpus
 
 NAMES = ("h264.mp4", "h264-late.mkv", "h264-vfr.mkv", "vp8.webm", "mpeg4.mp4", "mjpeg.mkv")
 
@@ -28,8 +28,8 @@ NAMES = ("h264.mp4", "h264-late.mkv", "h264-vfr.mkv", "vp8.webm", "mpeg4.mp4", "
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
     """Six made clips, half of them with JSON of their own."""
     folder = tmp_path_factory.mktemp("options")
-    for number, one in enumerate(one for one in made.ALL if one.name in NAMES):
-        (folder / one.name).write_bytes(made.make(one))
+    for number, one in enumerate(one for one in video_corpus.ALL if one.name in NAMES):
+        (folder / one.name).write_bytes(video_corpus.make(one))
         if number % 2 == 0:
             (folder / one.name).with_suffix(".json").write_text(
                 json.dumps({"label": number, "caption": f"clip {number}"})
@@ -149,7 +149,7 @@ def test_without_antialias_pixels_are_those_of_plain_bilinear_scaling(make: Any)
 def test_colours_are_converted_as_asked(color: str, space: str, matrix: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     options = {"g": "12", "colorspace": space, "x264-params": f"colormatrix={space}"}
-    data = made.make(made.Made("tagged.mkv", "libx264", "matroska", "yuv444p", options=options))
+    data = video_corpus.make(video_corpus.Made("tagged.mkv", "libx264", "matroska", "yuv444p", options=options))
     (tmp_path / "in" / "tagged.mkv").write_bytes(data)
     with pack([tmp_path / "in"], tmp_path / "ds", workers=1) as packed:
         with VideoLoader(packed, 1, clip=Clip(1, start="every"), color=color, shuffle=False, sidecar=None) as loader:  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from tests.support.ranks import launch
 
 
 def run_ranks(world_size: int, url: str, steps: int, state: str = "-") -> dict[str, Any]:
-    return launch(world_size, "tests.loaders.ranks_job", url, str(steps), state)[0][0]
+    return launch(world_size, "tests.support.training_ranks", url, str(steps), state)[0][0]
 
 
 def test_two_gloo_ranks_see_the_global_batches_of_one_and_go_on_from_its_state(dataset: Dataset) -> None:

@@ -12,16 +12,16 @@ from headrace.dataio import index, pack
 from headrace.dataio.core import log
 from headrace.loaders import Clip, VideoLoader
 from headrace.loaders.processors import video
-from tests.loaders import made
+from tests.support import video_corpus
 
 
 @pytest.fixture
 def tar(tmp_path: Path) -> Path:
     """Samples of two videos: a second one with a name of its own, or in another container, and two with names of their own."""
     small = tmp_path / "small.mp4"
-    small.write_bytes(made.make(made.Made("", "libx264", "mp4", frames=8)))
+    small.write_bytes(video_corpus.make(video_corpus.Made("", "libx264", "mp4", frames=8)))
     large = tmp_path / "large.mkv"
-    large.write_bytes(made.make(made.Made("", "libx264", "matroska", width=80, frames=8)))
+    large.write_bytes(video_corpus.make(video_corpus.Made("", "libx264", "matroska", width=80, frames=8)))
     (tmp_path / "tars").mkdir()
     with tarfile.open(tmp_path / "tars" / "shard.tar", "w") as file:
         for name in (
@@ -73,7 +73,7 @@ def test_the_loader_warns_once(tar: Path, tmp_path: Path, caplog: pytest.LogCapt
 def test_samples_with_the_same_side_files_are_looked_through_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    film = made.make(made.Made("", "libx264", "mp4", frames=8))
+    film = video_corpus.make(video_corpus.Made("", "libx264", "mp4", frames=8))
     (tmp_path / "files").mkdir()
     for number in range(4):
         (tmp_path / "files" / f"{number}.mp4").write_bytes(film)

@@ -24,8 +24,8 @@ from headrace.loaders import AudioLoader, AudioSpec, Clip, VideoLoader, Window
 from headrace.loaders import loader as loader_module
 from headrace.loaders.batch.prefetcher import Prefetcher
 from headrace.loaders.fetch.sample_reader import StoreReader
-from tests.loaders import made
-from tests.loaders.long import SOUNDS, recorded
+from tests.support import video_corpus
+from tests.support.long_media import SOUNDS, recorded
 from tests.support.waiting import wait_for
 
 SECOND = (
@@ -36,8 +36,8 @@ SECOND = (
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
     folder = tmp_path_factory.mktemp("shutdown")
-    for one in made.ALL[:5]:
-        (folder / one.name).write_bytes(made.make(one))
+    for one in video_corpus.ALL[:5]:
+        (folder / one.name).write_bytes(video_corpus.make(one))
     with pack([folder], folder / "ds", workers=1) as packed:
         yield packed
 

@@ -34,7 +34,7 @@ from headrace.loaders.decode.base import Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.resize import fit
 from headrace.loaders.fetch.sample_reader import StoreReader
-from tests.loaders.batches import same, take
+from tests.support.batches import same, take
 
 SIZE = (32, 40)
 

@@ -18,7 +18,7 @@ from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.registry import AutoDecoder
-from tests.loaders import made
+from tests.support import video_corpus
 
 CUTS = 24
 InfoOf = Callable[[bytes, str], VideoInfo]
@@ -121,7 +121,9 @@ def payloads(data: bytes) -> list[tuple[int, int, bool]]:
 
 @pytest.mark.parametrize("options", [{}, {"slices": "9"}, {"level": "4", "slicecrc": "2", "strict": "experimental"}])
 def test_checksums_of_ffv1_are_compared(options: dict[str, str], info_of: InfoOf) -> None:
-    data = made.make(made.Made("", "ffv1", "matroska", width=160, height=128, frames=6, options=options))
+    data = video_corpus.make(
+        video_corpus.Made("", "ffv1", "matroska", width=160, height=128, frames=6, options=options)
+    )
     info, (begin, end, _) = info_of(data, "mkv"), payloads(data)[3]
     assert isinstance(outcome(data, info, clip(info, [2, 3])), np.ndarray)
     for at in np.linspace(begin, end - 1, 12).astype(int):
@@ -134,15 +136,17 @@ def test_checksums_of_ffv1_are_compared(options: dict[str, str], info_of: InfoOf
 
 @pytest.mark.parametrize("options", [{"slicecrc": "0"}, {"level": "1"}])
 def test_ffv1_without_checksums_is_decoded(options: dict[str, str], info_of: InfoOf) -> None:
-    data = made.make(made.Made("", "ffv1", "matroska", width=160, height=128, frames=6, options=options))
+    data = video_corpus.make(
+        video_corpus.Made("", "ffv1", "matroska", width=160, height=128, frames=6, options=options)
+    )
     info = info_of(data, "mkv")
     assert isinstance(outcome(data, info, clip(info, [2, 3])), np.ndarray)
 
 
 def test_a_packet_of_hevc_that_was_lost_before_the_file_was_packed_is_noticed(info_of: InfoOf) -> None:
     options = {"x265-params": "log-level=none:pools=1:keyint=40:bframes=0"}
-    kind = made.Made("", "libx265", "mp4", width=160, height=128, options=options)
-    data, target = made.make(kind), io.BytesIO()
+    kind = video_corpus.Made("", "libx265", "mp4", width=160, height=128, options=options)
+    data, target = video_corpus.make(kind), io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(target, "w", format="mp4") as output:
         copy = output.add_stream_from_template(source.streams.video[0])
         for number, packet in enumerate(source.demux(video=0)):
@@ -157,7 +161,7 @@ def test_a_packet_of_hevc_that_was_lost_before_the_file_was_packed_is_noticed(in
 
 def test_damage_of_a_picture_that_is_shown_after_the_clip_and_needed_by_it_is_noticed(info_of: InfoOf) -> None:
     options = {"x264-params": "bframes=3:b-adapt=0:b-pyramid=none:keyint=40:scenecut=0"}
-    data = made.make(made.Made("", "libx264", "mp4", width=160, height=128, options=options))
+    data = video_corpus.make(video_corpus.Made("", "libx264", "mp4", width=160, height=128, options=options))
     info, places = info_of(data, "mp4"), payloads(data)
     spoilt = bytearray(data)
     begin, end, _ = places[5]  # I P B B B P: the sixth packet is the picture that is shown as number 8
@@ -170,7 +174,7 @@ def test_damage_of_a_picture_that_is_shown_after_the_clip_and_needed_by_it_is_no
 def test_messages_that_a_strict_decoder_refuses_say_nothing_of_the_pictures(info_of: InfoOf) -> None:
     for codec, unit in (("libx264", b"\x06\x05\xff\xff\x01"), ("libx265", b"\x4e\x01\x05\xff\xff\x01")):
         params = {"x264-params": "keyint=20", "x265-params": "log-level=none:pools=1:keyint=20"}
-        data, target = made.make(made.Made("", codec, "mp4", options=params)), io.BytesIO()
+        data, target = video_corpus.make(video_corpus.Made("", codec, "mp4", options=params)), io.BytesIO()
         with av.open(io.BytesIO(data)) as source, av.open(target, "w", format="mp4") as output:
             stream = source.streams.video[0]
             copy = output.add_stream_from_template(stream)

@@ -14,16 +14,16 @@ from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.registry import AutoDecoder
-from tests.loaders import made
+from tests.support import video_corpus
 
 CUTS = 24
-DIFFERENT = [one for one in made.ALL if "-" not in one.name]
+DIFFERENT = [one for one in video_corpus.ALL if "-" not in one.name]
 """One of each codec and container."""
 
 
 @pytest.mark.parametrize("one", DIFFERENT, ids=lambda one: one.name)
-def test_a_cut_file_gives_the_right_frames_or_an_error_beside_a_whole_one(one: made.Made) -> None:
-    data = made.make(one)
+def test_a_cut_file_gives_the_right_frames_or_an_error_beside_a_whole_one(one: video_corpus.Made) -> None:
+    data = video_corpus.make(one)
     info = probe(data, ext=one.name.rsplit(".")[-1]).video
     assert info is not None
     last = info.frames - 1
@@ -48,8 +48,8 @@ def test_a_cut_file_gives_the_right_frames_or_an_error_beside_a_whole_one(one: m
 
 
 def test_a_cut_file_of_sound_gives_the_right_samples_or_silence_that_is_told_or_an_error() -> None:
-    for one in (one for one in made.ALL if one.sound):
-        data = made.make(one)
+    for one in (one for one in video_corpus.ALL if one.sound):
+        data = video_corpus.make(one)
         info = probe(data, ext=one.name.rsplit(".")[-1]).audio
         assert info is not None
         window = (info, Fraction(1, 2), AudioSpec(48_000), 9600)
@@ -71,7 +71,7 @@ def test_a_cut_file_of_sound_gives_the_right_samples_or_silence_that_is_told_or_
     ("found", "instead"), [(b"Lavf", b"\xe4\xf6\xfc!"), (b"avc1", b"\0\0\0\0")], ids=["a title in Latin-1", "no codec"]
 )
 def test_what_libav_cannot_say_of_a_file_is_no_error_or_one_of_ours(found: bytes, instead: bytes) -> None:
-    data = made.make(next(one for one in made.ALL if one.name == "h264.mp4"))
+    data = video_corpus.make(next(one for one in video_corpus.ALL if one.name == "h264.mp4"))
     info = probe(data, ext="mp4").video
     assert info is not None
     request = Request(memoryview(data.replace(found, instead)), info, Wanted("index", (1, 2), info.key_frames[0]))

@@ -18,7 +18,7 @@ from headrace.dataio.cli import main
 from headrace.loaders import Clip, VideoLoader
 from headrace.loaders.quarantine import records
 from headrace.loaders.quarantine.records import SkippedSample
-from tests.loaders import made
+from tests.support import video_corpus
 
 
 def refusal(number: int = 1, dataset: str = "s3://bucket/clips", *, permanent: bool = False) -> SkippedSample:
@@ -30,8 +30,8 @@ def damaged(tmp_path: Path) -> Path:
     """A dataset of six made clips, one of them damaged after it was packed."""
     folder = tmp_path / "in"
     folder.mkdir()
-    for one in made.ALL[:6]:
-        (folder / one.name).write_bytes(made.make(one))
+    for one in video_corpus.ALL[:6]:
+        (folder / one.name).write_bytes(video_corpus.make(one))
     with pack([folder], tmp_path / "the sét", workers=1) as packed:
         sample = packed.find("h264-late")
     with (tmp_path / "the sét" / sample.shard).open("r+b") as shard:

@@ -20,7 +20,7 @@ from headrace.dataio.shards.media.describe import describe
 from headrace.dataio.shards.media.facts import Described, FileFact
 from headrace.dataio.shards.media.probe import Probe
 from headrace.dataio.shards.pieces import Hasher, size_for
-from tests.loaders.long import recorded
+from tests.support.long_media import recorded
 
 FRAMES = 200
 CONTAINERS: dict[str, tuple[str, dict[str, str]]] = {

@@ -26,40 +26,46 @@ from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.mp4 import excerpt
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.trim import open_window
-from tests.loaders import made, plain
+from tests.support import reference_decoder, video_corpus
 
 FRAMES = 120
 X264 = {"g": "12", "bf": "3", "x264-params": "b-pyramid=normal:scenecut=0"}
 X265 = {"x265-params": "log-level=none:pools=1:keyint=12:min-keyint=12:bframes=3:open-gop=1"}
 VFR = tuple(np.cumsum([4, 1, 9, 2, 2, 30, 4, 3, 1, 7] * (FRAMES // 10)).tolist())
 KINDS = {
-    "B-pyramid": made.Made("", "libx264", "mp4", options=X264),
-    "tables first": made.Made("", "libx264", "mp4", options=X264, sound="aac", muxed={"movflags": "faststart"}),
-    "MOV": made.Made("", "libx264", "mov", options=X264, sound="aac"),
-    "open groups": made.Made("", "libx264", "mp4", options=X264 | {"x264-params": "open-gop=1:b-pyramid=normal"}),
-    "HEVC with open groups": made.Made("", "libx265", "mp4", options=X265),
-    "varying rate": made.Made("", "libx264", "mp4", stamps=VFR, options=X264),
-    "late": made.Made("", "libx264", "mp4", stamps=[250 + 4 * n for n in range(FRAMES)], options=X264),
-    "cut at its beginning": made.Made("", "libx264", "mp4", stamps=[4 * n - 30 for n in range(FRAMES)], options=X264),
-    "negative delays": made.Made("", "libx264", "mp4", options=X264, muxed={"movflags": "negative_cts_offsets"}),
-    "turned": made.Made("", "libx264", "mov", rotation=90, options=X264),
-    "10 bits": made.Made("", "libx264", "mp4", "yuv420p10le", options=X264),
-    "two videos": made.Made("", "libx264", "mp4", options=X264, second_video=True, sound="aac"),
-    "only key frames": made.Made("", "mjpeg", "mov", "yuvj420p"),
-    "VP9": made.Made("", "libvpx-vp9", "mp4", options={"deadline": "realtime", "cpu-used": "8", "g": "12"}),
+    "B-pyramid": video_corpus.Made("", "libx264", "mp4", options=X264),
+    "tables first": video_corpus.Made("", "libx264", "mp4", options=X264, sound="aac", muxed={"movflags": "faststart"}),
+    "MOV": video_corpus.Made("", "libx264", "mov", options=X264, sound="aac"),
+    "open groups": video_corpus.Made(
+        "", "libx264", "mp4", options=X264 | {"x264-params": "open-gop=1:b-pyramid=normal"}
+    ),
+    "HEVC with open groups": video_corpus.Made("", "libx265", "mp4", options=X265),
+    "varying rate": video_corpus.Made("", "libx264", "mp4", stamps=VFR, options=X264),
+    "late": video_corpus.Made("", "libx264", "mp4", stamps=[250 + 4 * n for n in range(FRAMES)], options=X264),
+    "cut at its beginning": video_corpus.Made(
+        "", "libx264", "mp4", stamps=[4 * n - 30 for n in range(FRAMES)], options=X264
+    ),
+    "negative delays": video_corpus.Made(
+        "", "libx264", "mp4", options=X264, muxed={"movflags": "negative_cts_offsets"}
+    ),
+    "turned": video_corpus.Made("", "libx264", "mov", rotation=90, options=X264),
+    "10 bits": video_corpus.Made("", "libx264", "mp4", "yuv420p10le", options=X264),
+    "two videos": video_corpus.Made("", "libx264", "mp4", options=X264, second_video=True, sound="aac"),
+    "only key frames": video_corpus.Made("", "mjpeg", "mov", "yuvj420p"),
+    "VP9": video_corpus.Made("", "libvpx-vp9", "mp4", options={"deadline": "realtime", "cpu-used": "8", "g": "12"}),
 }
 NOT_PLAIN = {
-    "fragments": made.Made("", "libx264", "mp4", options=X264, muxed={"movflags": "frag_keyframe+empty_moov"}),
-    "Matroska": made.Made("", "libx264", "matroska", options=X264),
-    "MPEG-4, whose packets may hold two frames": made.Made("", "mpeg4", "mp4", options={"g": "12", "bf": "2"}),
+    "fragments": video_corpus.Made("", "libx264", "mp4", options=X264, muxed={"movflags": "frag_keyframe+empty_moov"}),
+    "Matroska": video_corpus.Made("", "libx264", "matroska", options=X264),
+    "MPEG-4, whose packets may hold two frames": video_corpus.Made("", "mpeg4", "mp4", options={"g": "12", "bf": "2"}),
 }
 
 
 class Film:
     """A file, and what the index says of it, also where key frames lie, as if it was long enough to be read in part."""
 
-    def __init__(self, what: made.Made) -> None:
-        self.data = made.make(dataclasses.replace(what, frames=FRAMES))
+    def __init__(self, what: video_corpus.Made) -> None:
+        self.data = video_corpus.make(dataclasses.replace(what, frames=FRAMES))
         self.ext = "mkv" if what.container == "matroska" else what.container
         info = probe(self.data, ext=self.ext).video
         assert info is not None
@@ -142,7 +148,7 @@ def test_pictures_are_those_of_plain_decoding(film: Film) -> None:
     found = decoded(film, wanted, cut=True)
     with av.open(io.BytesIO(film.data)) as file:
         stream = file.streams.video[film.info.stream]
-        frames = {frame.pts: plain.bt601(frame) for frame in file.decode(stream)}
+        frames = {frame.pts: reference_decoder.bt601(frame) for frame in file.decode(stream)}
     assert sorted(frames).index(found.pts[0]) == wanted.values[0]
     assert all(
         np.array_equal(picture, frames[pts]) for picture, pts in zip(found.frames.numpy(), found.pts, strict=True)
@@ -170,7 +176,7 @@ def test_whatever_the_film_is_like_the_pictures_are_the_same(
     options = {"g": str(group), "bf": str(between), "x264-params": params, "preset": "veryfast"}
     two, sound, container = more
     film = Film(
-        made.Made(
+        video_corpus.Made(
             "",
             "libx264",
             container,

@@ -18,7 +18,7 @@ from headrace.dataio import pack
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioLoader, Clip, VideoLoader, Window
-from tests.loaders import made, plain
+from tests.support import reference_decoder, video_corpus
 from tests.support.pictures import picture
 
 MOST = 72
@@ -55,8 +55,8 @@ def real(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Data
 def made_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
     """Every made clip, packed."""
     folder = tmp_path_factory.mktemp("made")
-    for one in made.ALL:
-        (folder / one.name).write_bytes(made.make(one))
+    for one in video_corpus.ALL:
+        (folder / one.name).write_bytes(video_corpus.make(one))
     with pack([folder], folder / "ds", workers=1) as packed:
         yield packed
 
@@ -72,7 +72,7 @@ def one_of(dataset: Dataset, key: str) -> tuple[Dataset, bytes]:
 def check_video(dataset: Dataset, key: str, most: int = MOST) -> None:
     """Clips end to end by number, and clips by time, against plain decoding."""
     alone, data = one_of(dataset, key)
-    images, times = plain.frames(data, most)
+    images, times = reference_decoder.frames(data, most)
     options: dict[str, Any] = {"shuffle": False, "size": None, "sidecar": None, "num_threads": 2}
     stride = 2 if len(images) >= 6 else 1
     span = 3 * stride
@@ -114,7 +114,7 @@ def check_sound(dataset: Dataset, key: str, tolerance: float) -> None:
     info = alone.sample(0).audio
     assert info is not None
     seconds = min(6.0, info.samples / info.sample_rate)
-    whole, rate = plain.sound(dataset.read(dataset.find(key), info.ext), info.stream, seconds)
+    whole, rate = reference_decoder.sound(dataset.read(dataset.find(key), info.ext), info.stream, seconds)
     assert (rate, len(whole)) == (info.sample_rate, info.channels)
     channels = min(2, info.channels)
     with AudioLoader(
@@ -157,8 +157,8 @@ def test_every_real_file_was_tried_and_the_corrupted_one_is_put_aside(real: Data
         assert refusal.dataset == real.url
 
 
-@pytest.mark.parametrize("one", made.ALL, ids=lambda one: one.name)
-def test_frames_of_every_made_file_are_those_of_plain_decoding(one: made.Made, made_here: Dataset) -> None:
+@pytest.mark.parametrize("one", video_corpus.ALL, ids=lambda one: one.name)
+def test_frames_of_every_made_file_are_those_of_plain_decoding(one: video_corpus.Made, made_here: Dataset) -> None:
     sample = made_here.find(one.name.rsplit(".")[0])
     assert sample.video is not None
     assert (sample.video.width, sample.video.height) == (one.width, one.height)  # of two streams, the larger
@@ -166,8 +166,8 @@ def test_frames_of_every_made_file_are_those_of_plain_decoding(one: made.Made, m
     check_video(made_here, sample.key)
 
 
-@pytest.mark.parametrize("one", [one for one in made.ALL if one.sound], ids=lambda one: one.name)
-def test_sound_of_every_made_file_is_that_of_plain_decoding(one: made.Made, made_here: Dataset) -> None:
+@pytest.mark.parametrize("one", [one for one in video_corpus.ALL if one.sound], ids=lambda one: one.name)
+def test_sound_of_every_made_file_is_that_of_plain_decoding(one: video_corpus.Made, made_here: Dataset) -> None:
     check_sound(made_here, one.name.rsplit(".")[0], 5e-3)
 
 
@@ -176,7 +176,7 @@ def test_pictures_are_clips_of_one_frame_beside_videos(kind: str, tmp_path: Path
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / f"a.{kind}").write_bytes(picture(kind))
-    (folder / "b.mp4").write_bytes(made.make(made.ALL[0]))
+    (folder / "b.mp4").write_bytes(video_corpus.make(video_corpus.ALL[0]))
     options: dict[str, Any] = {"shuffle": False, "sidecar": None}
     with pack([folder], tmp_path / "ds", workers=1) as packed:
         with VideoLoader(packed, 2, clip=Clip(1, start="center"), **options) as loader:
@@ -184,7 +184,7 @@ def test_pictures_are_clips_of_one_frame_beside_videos(kind: str, tmp_path: Path
             assert batch["key"] == ["a", "b"]
             assert batch["clip"][0] == 0
             with av.open(io.BytesIO(picture(kind))) as container:
-                expected = plain.bt601(next(container.decode(video=0)))
+                expected = reference_decoder.bt601(next(container.decode(video=0)))
             if kind == "jpg":
                 expected = np.array(Image.open(io.BytesIO(picture(kind))))
             assert torch.equal(batch["video"][0, 0], torch.from_numpy(expected.transpose(2, 0, 1)))

@@ -24,7 +24,7 @@ from headrace.loaders.decode import mp4, subprocess_decoder, trim
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.partial_file import HELD_BYTES, PartialFile
 from headrace.loaders.quarantine.records import SkippedSample
-from tests.loaders import long, made, plain
+from tests.support import long_media, reference_decoder, video_corpus
 
 CLIP, PARTS = Clip(4, 2, per_video=5), Clip(4, 2, per_video=12)
 
@@ -109,12 +109,12 @@ def test_a_clip_costs_a_small_part_of_its_file(films: Path, name: str) -> None:
 
 def test_clips_are_those_of_plain_decoding(films: Path) -> None:
     with Dataset(str(films / "ds")) as dataset:
-        images, times = plain.frames(dataset.read(dataset.find("front-mp4"), "mp4"))
+        images, times = reference_decoder.frames(dataset.read(dataset.find("front-mp4"), "mp4"))
         alone = dataset.where("key = 'front-mp4'")
         loader = VideoLoader(alone, 1, clip=CLIP, size=None, sidecar=None, num_threads=2)
         for batch in loader:
             for start, video in zip(batch["clip"].tolist(), batch["video"], strict=True):
-                first = min(range(long.FRAMES), key=lambda n: abs(float(times[n]) - start))
+                first = min(range(long_media.FRAMES), key=lambda n: abs(float(times[n]) - start))
                 wanted = np.stack(images[first : first + 8 : 2]).transpose(0, 3, 1, 2)
                 assert np.array_equal(video.numpy(), wanted)
         loader.close()
@@ -191,7 +191,7 @@ def windows(url: Any) -> list[tuple[str, float, torch.Tensor]]:
 def test_windows_of_long_recordings_are_those_of_whole_files(sounds: Path, whole: pytest.MonkeyPatch) -> None:
     expected = windows(sounds / "ds")
     whole.undo()
-    assert len(expected) == 4 * len(long.SOUNDS)
+    assert len(expected) == 4 * len(long_media.SOUNDS)
     assert alike(windows(sounds / "ds"), expected)
 
 
@@ -209,10 +209,12 @@ def test_of_a_long_recording_beside_a_video_a_clip_reads_its_part(
 ) -> None:
     (tmp_path / "in").mkdir()
     if pictures == "long":
-        long.copied((films / "clips" / "front-mp4.mp4").read_bytes(), "a.mp4", {}, tmp_path / "in", silent=True)
+        long_media.copied((films / "clips" / "front-mp4.mp4").read_bytes(), "a.mp4", {}, tmp_path / "in", silent=True)
     else:
-        (tmp_path / "in" / "a.mp4").write_bytes(made.make(made.Made("a.mp4", "libx264", "mp4", frames=60)))
-    shutil.copy(sounds / "clips" / "pcm_s16le-long.wav", tmp_path / "in" / "a.wav")
+        (tmp_path / "in" / "a.mp4").write_bytes(
+            video_corpus.make(video_corpus.Made("a.mp4", "libx264", "mp4", frames=60))
+        )
+    shutil.copy(sounds / "clips" / "pcm_s16le-long_media.wav", tmp_path / "in" / "a.wav")
     with pack([tmp_path / "in"], tmp_path / "ds", workers=1) as dataset:
         (sample,) = dataset
         assert sample.audio is not None

@@ -24,16 +24,15 @@ from headrace.loaders.config import LoaderConfig
 from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder
-from tests.loaders import made
-from tests.loaders.decode import doomed_worker
+from tests.support import crashing_decode_worker, video_corpus
 
-DOOMED = run_module("tests.loaders.decode.doomed_worker")
+DOOMED = run_module("tests.support.crashing_decode_worker")
 
 
 @pytest.fixture(scope="module")
 def clip() -> tuple[bytes, VideoInfo, AudioInfo]:
     """A clip with sound, made here."""
-    data = made.make(made.ALL[0])
+    data = video_corpus.make(video_corpus.ALL[0])
     found = probe(data, ext="mp4")
     assert found.video is not None
     assert found.audio is not None
@@ -79,7 +78,9 @@ def test_a_segmentation_fault_costs_one_clip_and_one_process(
     clip: tuple[bytes, VideoInfo, AudioInfo], doomed: SubprocessDecoder, tmp_path: Path
 ) -> None:
     data, info, _ = clip
-    before, crashed, after = doomed.decode([request(data, info, first) for first in (0, doomed_worker.CRASH, 20)])
+    before, crashed, after = doomed.decode(
+        [request(data, info, first) for first in (0, crashing_decode_worker.CRASH, 20)]
+    )
     assert isinstance(crashed, CorruptionError)
     assert signal.SIGSEGV.name in crashed.message
     assert isinstance(before, Decoded)
@@ -92,7 +93,7 @@ def test_a_hang_ends_at_the_limit_and_its_process_is_gone(
 ) -> None:
     data, info, _ = clip
     begun = time.monotonic()
-    hung, after = doomed.decode([request(data, info, first) for first in (doomed_worker.HANG, 3)])
+    hung, after = doomed.decode([request(data, info, first) for first in (crashing_decode_worker.HANG, 3)])
     assert isinstance(hung, CorruptionError)
     assert "longer than 1 s" in hung.message
     assert time.monotonic() - begun < 120
@@ -108,8 +109,8 @@ def test_a_loader_survives_both_and_puts_the_clips_aside(
 ) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
-    for one in (made.ALL[0], made.ALL[7], made.ALL[8]):
-        (folder / one.name).write_bytes(made.make(one))
+    for one in (video_corpus.ALL[0], video_corpus.ALL[7], video_corpus.ALL[8]):
+        (folder / one.name).write_bytes(video_corpus.make(one))
     monkeypatch.setattr(LoaderConfig, "subprocess_decoder", lambda *_: doomed)
     with (
         pack([folder], tmp_path / "ds", workers=1) as packed,

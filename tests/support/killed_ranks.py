@@ -1,4 +1,4 @@
-"""Ranks that are killed with SIGKILL in the middle of steps and started again: `python -m tests.loaders.killed JSON`.
+"""Ranks that are killed with SIGKILL in the middle of steps and started again: `python -m tests.support.killed_ranks JSON`.
 
 One process imports everything and forks the ranks, so that a restart costs a second and not ten. Rank 0 appends what all ranks
 got in a step to a log, then replaces the state file; a restart cuts the log to the state's step, as a trainer goes back to

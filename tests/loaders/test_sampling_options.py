@@ -23,8 +23,8 @@ from headrace.loaders import loader as loader_module
 from headrace.loaders.fetch.sample_reader import StoreReader
 from headrace.loaders.quarantine.quarantine import skips_allowed
 from headrace.loaders.sampling import state as state_module
-from tests.loaders import made
-from tests.loaders.batches import same, take
+from tests.support import video_corpus
+from tests.support.batches import same, take
 
 SIZE = (16, 24)
 SHAPES = Buckets((Bucket((16, 16)), Bucket((16, 28)), Bucket((28, 16), 4)), budget=16 * 28 * 4 * 6, multiple=2)
@@ -48,7 +48,7 @@ def make(dataset: Dataset) -> Iterator[Make]:
 
     def loader(source: Any = dataset, batch_size: int | None = 6, **options: Any) -> VideoLoader:
         options = {"clip": Clip(2, 2), "size": SIZE, "num_threads": 2, "seed": 3} | options
-        made.append(VideoLoader(source, batch_size, **options))
+        video_corpus.append(VideoLoader(source, batch_size, **options))
         return made[-1]
 
     yield loader
@@ -370,7 +370,7 @@ def test_a_dataset_is_opened_by_a_tag_and_what_was_opened_is_closed(
     make: Make, dataset: Dataset, tmp_path: Path
 ) -> None:
     for name in ("one", "two"):
-        (tmp_path / f"{name}.mp4").write_bytes(made.make(made.Made("", "libx264", "mp4")))
+        (tmp_path / f"{name}.mp4").write_bytes(video_corpus.make(video_corpus.Made("", "libx264", "mp4")))
     with pack([tmp_path / "one.mp4", tmp_path / "two.mp4"], tmp_path / "ds", workers=1) as packed:
         packed.tag("first")
         packed.remove(where="key = 'two'")

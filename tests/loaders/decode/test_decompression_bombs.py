@@ -20,10 +20,10 @@ from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from tests.attacks import media as bombs
 from tests.attacks import peak
-from tests.loaders import made
+from tests.support import video_corpus
 
-INNOCENT = "tests.loaders.decode.test_bombs:decode_nothing"
-DECODE = "tests.loaders.decode.test_bombs:decode"
+INNOCENT = "tests.loaders.decode.test_decompression_bombs:decode_nothing"
+DECODE = "tests.loaders.decode.test_decompression_bombs:decode"
 
 
 def decode_nothing(_path: str) -> None:
@@ -63,7 +63,7 @@ def test_a_frame_of_16000_pixels_a_side_is_refused_before_it_is_made(tmp_path: P
 
 def film(frames: int = 60, container: str = "mp4", **more: Any) -> tuple[bytes, VideoInfo]:
     options = {"x264-params": "keyint=200:bframes=2:scenecut=0"}
-    data = made.make(made.Made("", "libx264", container, frames=frames, options=options, **more))
+    data = video_corpus.make(video_corpus.Made("", "libx264", container, frames=frames, options=options, **more))
     info = probe(data, ext=container[:3]).video
     assert info is not None
     return data, info

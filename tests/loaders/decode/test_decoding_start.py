@@ -19,8 +19,8 @@ from headrace.dataio.shards.media import bitstream
 from headrace.loaders.clip import Clip, choose
 from headrace.loaders.decode import trim
 from headrace.loaders.decode.base import Decoded, Request
-from tests.loaders import made
-from tests.loaders.film import Film
+from tests.support import video_corpus
+from tests.support.reference_video import Film
 
 INTRA_REFRESH = {"x264-params": "intra-refresh=1:keyint=12:bframes=0:scenecut=0"}
 OPEN_GROUPS = {"x264-params": "open-gop=1:keyint=12:bframes=3:b-pyramid=normal:scenecut=0"}
@@ -56,7 +56,9 @@ def marked(data: bytes) -> list[int]:
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
 def test_intra_refresh_is_decoded_from_an_instantaneous_refresh_also_by_an_older_index(container: str) -> None:
-    film = Film(made.make(made.Made("", "libx264", container, frames=60, options=INTRA_REFRESH)), container[:3])
+    film = Film(
+        video_corpus.make(video_corpus.Made("", "libx264", container, frames=60, options=INTRA_REFRESH)), container[:3]
+    )
     points = marked(film.data)
     assert len(points) > 3
     assert [key.index for key in film.info.key_frames] == [0]
@@ -73,7 +75,7 @@ def test_intra_refresh_is_decoded_from_an_instantaneous_refresh_also_by_an_older
 
 
 def test_open_groups_begin_at_their_recovery_points() -> None:
-    film = Film(made.make(made.Made("", "libx264", "mp4", frames=60, options=OPEN_GROUPS)), "mp4")
+    film = Film(video_corpus.make(video_corpus.Made("", "libx264", "mp4", frames=60, options=OPEN_GROUPS)), "mp4")
     assert [key.index for key in film.info.key_frames] == [0, *sorted(key.index for key in film.info.key_frames[1:])]
     assert len(film.info.key_frames) >= 4
     assert not film.notes
@@ -82,7 +84,7 @@ def test_open_groups_begin_at_their_recovery_points() -> None:
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
 def test_a_stream_without_any_clean_start_is_decoded_from_its_first_packet(container: str) -> None:
-    whole = made.make(made.Made("", "libx264", "mp4", frames=60, options=INTRA_REFRESH))
+    whole = video_corpus.make(video_corpus.Made("", "libx264", "mp4", frames=60, options=INTRA_REFRESH))
     target = io.BytesIO()
     with av.open(io.BytesIO(whole)) as source, av.open(target, "w", format=container) as output:
         copy = output.add_stream_from_template(source.streams.video[0])
@@ -114,7 +116,7 @@ def test_a_stream_without_any_clean_start_is_decoded_from_its_first_packet(conta
 def test_what_a_packet_says_of_itself_does_not_depend_on_how_its_units_are_parted(
     codec: str, options: dict[str, str], clean: bool
 ) -> None:
-    data = made.make(made.Made("", codec, "mp4", frames=40, options=options))
+    data = video_corpus.make(video_corpus.Made("", codec, "mp4", frames=40, options=options))
     with av.open(io.BytesIO(data)) as container:
         stream = container.streams.video[0]
         name, units = stream.codec_context.codec.canonical_name, 4
@@ -131,7 +133,7 @@ def test_what_a_packet_says_of_itself_does_not_depend_on_how_its_units_are_parte
 
 
 def test_of_a_picture_in_two_fields_the_first_says_whether_decoding_may_begin() -> None:
-    data = made.make(made.Made("", "libx264", "mp4", frames=40, options=OPEN_GROUPS))
+    data = video_corpus.make(video_corpus.Made("", "libx264", "mp4", frames=40, options=OPEN_GROUPS))
     with av.open(io.BytesIO(data)) as container:
         packets = [packet for packet in container.demux(video=0) if packet.size]
     at = next(number for number, packet in enumerate(packets) if packet.is_keyframe and number)
@@ -172,16 +174,16 @@ def not_coded(number: int, packet: bytes) -> bytes:
 
 @pytest.mark.parametrize("container", ["avi", "mp4", "matroska"])
 def test_pictures_that_are_not_coded_take_no_frames_number_and_no_frames_time(container: str) -> None:
-    kind = made.Made("", "mpeg4", container, frames=60, options={"g": "24", "bf": "0"})
-    data = rewritten(made.make(kind), container, not_coded)
+    kind = video_corpus.Made("", "mpeg4", container, frames=60, options={"g": "24", "bf": "0"})
+    data = rewritten(video_corpus.make(kind), container, not_coded)
     film = Film(data, container[:3])
     assert len(film.images) < 60 - 3  # some are not coded
     film.check(CLIPS)
 
 
 def test_pictures_between_others_of_which_one_is_not_coded_are_refused() -> None:
-    kind = made.Made("", "mpeg4", "matroska", frames=60, options={"g": "24", "bf": "2"})
-    film = Film(rewritten(made.make(kind), "matroska", not_coded), "mkv")
+    kind = video_corpus.Made("", "mpeg4", "matroska", frames=60, options={"g": "24", "bf": "2"})
+    film = Film(rewritten(video_corpus.make(kind), "matroska", not_coded), "mkv")
     assert film.times != sorted(film.times)  # libav puts them out in another order
     assert isinstance(film.decode(choose(film.info, Clip(2, start="center"), 0, 0, 0, 0)), UnsupportedError)
 
@@ -201,7 +203,9 @@ def test_packed_pictures_keep_their_times(media: Any) -> None:
 
 def test_frames_of_matroska_from_before_time_zero_have_no_stamps_and_are_refused_alone() -> None:
     stamps = [4 * number - 130 for number in range(60)]
-    data = made.make(made.Made("", "libx264", "matroska", frames=60, stamps=stamps, options={"g": "12", "bf": "2"}))
+    data = video_corpus.make(
+        video_corpus.Made("", "libx264", "matroska", frames=60, stamps=stamps, options={"g": "12", "bf": "2"})
+    )
     film = Film(data, "mkv")
     unstamped = film.times.count(Fraction(0))  # as plain decoding takes those without
     assert unstamped > 12
@@ -232,7 +236,7 @@ def unreferred(number: int, packet: bytes) -> bytes:
 
 
 def test_pictures_of_hevc_that_only_a_higher_layer_needs_are_decoded() -> None:
-    data = made.make(made.Made("", "libx265", "mp4", frames=60, options={"x265-params": X265}))
+    data = video_corpus.make(video_corpus.Made("", "libx265", "mp4", frames=60, options={"x265-params": X265}))
     with av.open(io.BytesIO(data)) as container:
         layers = [bitstream.layer(memoryview(p), 4) for p in container.demux(video=0) if p.size]
     assert {layer for layer, _ in layers} == {0, 1}

@@ -16,7 +16,7 @@ from headrace.dataio.shards.media.probe import probe
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
-from tests.loaders import plain
+from tests.support import reference_decoder
 
 
 class Film:
@@ -24,7 +24,7 @@ class Film:
 
     def __init__(self, data: bytes, ext: str) -> None:
         self.data, probed = data, probe(data, ext=ext)
-        self.images, self.times = plain.frames(data)
+        self.images, self.times = reference_decoder.frames(data)
         assert probed.video is not None
         self.info, self.notes = probed.video, probed.notes
 

@@ -22,8 +22,8 @@ from headrace.dataio.core.errors import UnsupportedError
 from headrace.loaders.clip import Clip, choose
 from headrace.loaders.decode import mp4
 from headrace.loaders.decode.base import Decoded
-from tests.loaders import made
-from tests.loaders.film import Film
+from tests.support import video_corpus
+from tests.support.reference_video import Film
 
 FRAMES = 36
 _X265 = "log-level=none:pools=1:scenecut=0"
@@ -106,9 +106,9 @@ def film(codec: str, container: str, times: str, rotation: int) -> Film:
     """A skip where the encoder or the muxer does not make such a file."""
     name, pixels, options = CODECS[codec]
     real, muxed = ("mp4", CONTAINERS[container]) if container == "fragments" else (container, {})
-    kind = made.Made("", name, real, pixels, frames=FRAMES, options=options, rotation=rotation, muxed=muxed)
+    kind = video_corpus.Made("", name, real, pixels, frames=FRAMES, options=options, rotation=rotation, muxed=muxed)
     try:
-        data = made.make(dataclasses.replace(kind, stamps=TIMES[times]))
+        data = video_corpus.make(dataclasses.replace(kind, stamps=TIMES[times]))
     except (ValueError, OSError, LookupError, av.FFmpegError) as error:
         pytest.skip(f"cannot be made here: {error}")
     return Film(data, {"matroska": "mkv"}.get(real, real))

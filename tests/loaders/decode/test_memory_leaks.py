@@ -16,7 +16,7 @@ from headrace.loaders.clip import Clip, choose
 from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.decode.pyav import PyAVDecoder
-from tests.loaders import made
+from tests.support import video_corpus
 
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
@@ -56,7 +56,7 @@ def test_memory_that_is_left_is_seen() -> None:
 
 @pytest.mark.parametrize("name", ["h264.mp4", "h264-vfr.mkv"])
 def test_a_clip_that_ends_before_its_video_leaves_nothing(name: str) -> None:
-    data = made.make(next(one for one in made.ALL if one.name == name))
+    data = video_corpus.make(next(one for one in video_corpus.ALL if one.name == name))
     info = probe(data, ext=name.rsplit(".")[-1]).video
     assert info is not None
     decoder = PyAVDecoder()
@@ -66,7 +66,7 @@ def test_a_clip_that_ends_before_its_video_leaves_nothing(name: str) -> None:
 
 
 def test_sound_that_ends_before_its_recording_leaves_nothing() -> None:
-    data = made.make(next(one for one in made.ALL if one.name == "h264.mp4"))
+    data = video_corpus.make(next(one for one in video_corpus.ALL if one.name == "h264.mp4"))
     info = probe(data, ext="mp4").audio
     assert info is not None
     spec = AudioSpec(8000, seconds=0.1)

@@ -22,8 +22,8 @@ from headrace.loaders import AudioSpec
 from headrace.loaders.audio import decode
 from headrace.loaders.audio.decode import decode_audio
 from tests.dataio.shards.index.test_lookup import GOOD, rows
-from tests.loaders.audio.corpus import KINDS, Kind, made
-from tests.loaders.audio.whole import F32, Whole, whole
+from tests.support.audio_corpus import KINDS, Kind, made
+from tests.support.reference_audio import F32, Whole, whole
 
 SECONDS = 0.7
 QUICK = [pytest.param(kind, id=name) for name, kind in KINDS.items() if kind.quick]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.dataio.shards.dataset import Dataset
-from tests.loaders import killed
+from tests.support import killed_ranks
 
 
 def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int, kind: str = "plain") -> None:
@@ -21,12 +21,12 @@ def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int, kin
     runs: list[tuple[int, int | None]] = []
     at = 0
     for world_size in worlds[:-1]:
-        at += killed.FURTHER + draw.randint(1, 3)  # so that each run has a step to make
+        at += killed_ranks.FURTHER + draw.randint(1, 3)  # so that each run has a step to make
         runs.append((world_size, at))
-    steps = at + killed.FURTHER + 1
-    job = killed.Job(made_dataset.url, str(folder), steps, [*runs, (worlds[-1], None)], seed, kind)
+    steps = at + killed_ranks.FURTHER + 1
+    job = killed_ranks.Job(made_dataset.url, str(folder), steps, [*runs, (worlds[-1], None)], seed, kind)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.loaders.killed", job.text()],
+        [sys.executable, "-m", "tests.support.killed_ranks", job.text()],
         capture_output=True,
         text=True,
         timeout=600,
@@ -37,7 +37,7 @@ def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int, kin
     for end, (world_size, kill_at) in zip(ends, runs, strict=False):
         assert end["ends"] == [-9] * world_size, done.stderr  # every rank was killed, none ended by itself
         assert kill_at is not None
-        assert kill_at <= end["lines"] <= kill_at + killed.FURTHER < steps
+        assert kill_at <= end["lines"] <= kill_at + killed_ranks.FURTHER < steps
     assert ends[-1] == {"world_size": worlds[-1], "ends": [0] * worlds[-1], "lines": steps}
     found = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
     assert found == uninterrupted(made_dataset.url, steps, kind)
@@ -46,10 +46,10 @@ def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int, kin
 def uninterrupted(url: str, steps: int, kind: str) -> list[Any]:
     """What one process sees that nobody kills."""
     rows: list[Any] = []
-    with killed.make_loader(url, 0, 1, kind) as loader:
+    with killed_ranks.make_loader(url, 0, 1, kind) as loader:
         while len(rows) < steps:
             for batch in loader:
-                rows.append(killed.row(batch))
+                rows.append(killed_ranks.row(batch))
                 if len(rows) == steps:
                     break
     return rows

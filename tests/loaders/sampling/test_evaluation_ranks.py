@@ -10,7 +10,7 @@ from headrace.dataio.shards.dataset import Dataset
 
 
 def test_ranks_that_run_dry_hold_up_nobody(made_dataset: Dataset) -> None:
-    command = [sys.executable, "-m", "tests.loaders.evaluating", made_dataset.url, "1"]
+    command = [sys.executable, "-m", "tests.support.evaluation_ranks", made_dataset.url, "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -27,7 +27,7 @@ from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.resize import Fitted
 from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder
 from headrace.loaders.decode.trim import Window, open_window
-from tests.loaders import plain
+from tests.support import reference_decoder
 
 InfoOf = Callable[[bytes, str], VideoInfo]
 FORMATS = ["yuv420p", "yuvj420p", "yuv422p", "yuv444p", "yuvj444p", "yuv420p10le", "yuv444p10le"]
@@ -78,7 +78,7 @@ def whole(frame: av.VideoFrame, color: Color = "bt601") -> torch.Tensor:
 @given(st.sampled_from(FORMATS + OTHERS), sides, sides)
 def test_colours_are_those_of_the_straight_conversion(pixel_format: str, width: int, height: int) -> None:
     frame = noise(pixel_format, width, height)
-    assert np.array_equal(whole(frame)[0].numpy(), plain.bt601(noise(pixel_format, width, height)))
+    assert np.array_equal(whole(frame)[0].numpy(), reference_decoder.bt601(noise(pixel_format, width, height)))
 
 
 @settings(deadline=None, max_examples=60)

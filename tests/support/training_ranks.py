@@ -1,4 +1,7 @@
-"""One of several gloo ranks that train on one dataset: `ranks_job.py URL STEPS STATE`; rank 0 prints what all of them saw."""
+"""One of several gloo ranks that train on one dataset.
+
+`python -m tests.support.training_ranks URL STEPS STATE`; rank 0 prints what all ranks saw.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three gloo ranks that evaluate: `python -m tests.loaders.evaluating URL BATCH` prints what they counted together.
+"""Three gloo ranks that evaluate: `python -m tests.support.evaluation_ranks URL BATCH` prints what they counted together.
 
 Every step ends in a collective, as a metric or DDP's forward has it: if one rank took a step more or less than the others, all
 would hang and the time limit would tell.

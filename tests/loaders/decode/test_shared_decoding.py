@@ -23,7 +23,7 @@ from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.processors import video
-from tests.loaders import made
+from tests.support import video_corpus
 
 NAMES = ("h264.mp4", "h264-vfr.mkv", "h265.mp4", "vp9.webm", "mpeg4.avi")
 CLIPS = [Clip(4, stride=2), Clip(3, fps=17.0), Clip(90)]
@@ -44,9 +44,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count
 
 
-@pytest.mark.parametrize("one", [one for one in made.ALL if one.name in NAMES], ids=lambda one: one.name)
-def test_clips_decoded_together_are_those_decoded_apart(one: made.Made, opened: Counter[str]) -> None:
-    data = memoryview(made.make(one))
+@pytest.mark.parametrize("one", [one for one in video_corpus.ALL if one.name in NAMES], ids=lambda one: one.name)
+def test_clips_decoded_together_are_those_decoded_apart(one: video_corpus.Made, opened: Counter[str]) -> None:
+    data = memoryview(video_corpus.make(one))
     info = probe(bytes(data), ext=one.name.rsplit(".")[-1]).video
     assert info is not None
     for color, fit in (("bt601", None), ("bt601", Fit((24, 32))), ("fast", Fit((24, 32)))):
@@ -69,8 +69,8 @@ def test_clips_decoded_together_are_those_decoded_apart(one: made.Made, opened: 
 
 
 def test_damage_further_on_costs_only_the_clips_that_reach_it(opened: Counter[str]) -> None:
-    one = made.Made("long.mkv", "libx264", "matroska", frames=60, options={"g": "60"})
-    data = made.make(one)
+    one = video_corpus.Made("long.mkv", "libx264", "matroska", frames=60, options={"g": "60"})
+    data = video_corpus.make(one)
     info = probe(data, ext="mkv").video
     assert info is not None
     garbled = bytearray(data)
@@ -123,7 +123,9 @@ def test_light_clips_of_a_batch_are_decoded_in_a_go_up_to_a_bound_unless_more_is
     monkeypatch.setattr(video, "LIGHT", 1 << 17)
     assert 2 * 256**2 > video.LIGHT // 2 >= 2 * 160**2 > video.LIGHT // 3
     for name, side in sides.items():
-        data = made.make(made.Made(f"{name}.mkv", "libx264", "matroska", frames=4, width=side, height=side))
+        data = video_corpus.make(
+            video_corpus.Made(f"{name}.mkv", "libx264", "matroska", frames=4, width=side, height=side)
+        )
         for number in range(3):
             (tmp_path / "clips" / f"{name}{number}.mkv").write_bytes(data)
     pack([tmp_path / "clips"], tmp_path / "ds", workers=1).close()

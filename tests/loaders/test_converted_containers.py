@@ -12,8 +12,8 @@ import pytest
 from headrace.dataio import Recipe, pack
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioLoader, Clip, VideoLoader, Window
-from tests.loaders import made, plain
-from tests.loaders.made import Made
+from tests.support import reference_decoder, video_corpus
+from tests.support.video_corpus import Made
 
 WRAP = (1 << 33) / 90_000
 """Seconds after which the times of a transport stream begin again."""
@@ -36,7 +36,7 @@ def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("others")
     wrapping = Made("wrapping.ts", "libx264", "mpegts", options=B_FRAMES, stamps=ROUND)
     for one in [*ALL, wrapping]:
-        (folder / one.name.replace(".", "-")).with_suffix(Path(one.name).suffix).write_bytes(made.make(one))
+        (folder / one.name.replace(".", "-")).with_suffix(Path(one.name).suffix).write_bytes(video_corpus.make(one))
     with pack([folder], folder / "ds", recipe=Recipe(container=request.param), workers=1) as dataset:
         assert dataset.report is not None
         assert dataset.report.skipped == ()
@@ -52,7 +52,7 @@ def original(folder: Path, name: str) -> tuple[str, bytes]:
 def test_every_frame_is_that_of_the_original(packed: tuple[Dataset, Path], name: str) -> None:
     dataset, folder = packed
     key, data = original(folder, name)
-    images, times = plain.frames(data)
+    images, times = reference_decoder.frames(data)
     assert len(images) == 40
     info = dataset.find(key).video
     assert info is not None
@@ -79,7 +79,7 @@ def test_sound_is_that_of_the_original(packed: tuple[Dataset, Path], name: str) 
     key, data = original(folder, name)
     info = dataset.find(key).audio
     assert info is not None
-    whole, rate = plain.sound(data, 1, 1.0)
+    whole, rate = reference_decoder.sound(data, 1, 1.0)
     one = dataset.where(f"key = '{key}'")
     options = {"sample_rate": rate, "shuffle": False, "sidecar": None, "num_threads": 1}
     with AudioLoader(one, 1, window=Window(0.5, start="every"), **options) as loader:  # type: ignore[arg-type]
