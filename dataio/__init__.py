@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from headrace.dataio.shards.in_place.indexing import index
     from headrace.dataio.shards.ingest.manifests import Columns
     from headrace.dataio.shards.ingest.pack import PackReport, append, pack
-    from headrace.dataio.shards.look.preview import preview
     from headrace.dataio.shards.media.facts import Recipe
+    from headrace.dataio.shards.preview import preview
     from headrace.dataio.shards.verify.run import VerifyReport, verify
     from headrace.dataio.store.open import open_store
 
@@ -43,7 +43,7 @@ _HOME = {
     "index": "headrace.dataio.shards.in_place.indexing",
     "open_store": "headrace.dataio.store.open",
     "pack": "headrace.dataio.shards.ingest.pack",
-    "preview": "headrace.dataio.shards.look.preview",
+    "preview": "headrace.dataio.shards.preview",
     "verify": "headrace.dataio.shards.verify.run",
 }
 

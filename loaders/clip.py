@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.dataio.core.errors import CorruptionError, UsageError
-from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.sampling.permutation import key_of
 from headrace.loaders.validation import check_fields
 

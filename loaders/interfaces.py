@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
-from headrace.dataio.shards.contract import Files, Sample
+from headrace.dataio.shards.sample import Files, Sample
 from headrace.loaders.sampling.permutation import U64, key_of
 
 if TYPE_CHECKING:  # so that the order of samples needs no torch

@@ -21,9 +21,9 @@ import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
+from headrace.dataio.shards.sample import Sample
 from headrace.loaders.clip import Clip, counts
 from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.decode.base import Color

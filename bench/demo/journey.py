@@ -27,7 +27,7 @@ from headrace.bench.demo.media import find_clips
 from headrace.bench.demo.settings import Settings
 from headrace.dataio import pack
 from headrace.dataio.core.errors import DeadlineError, HeadraceError
-from headrace.dataio.shards.report import Progress
+from headrace.dataio.shards.ingest.report import Progress
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.testing.s3_server import start_seaweedfs
 

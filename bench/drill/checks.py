@@ -161,7 +161,7 @@ def batches(device: str, count: int) -> None:
 
 
 def _sample(number: int) -> Any:
-    from headrace.dataio.shards.contract import Sample
+    from headrace.dataio.shards.sample import Sample
 
     return Sample(number, f"key{number}", "shards/0.tar", (), 1.0)
 

@@ -164,7 +164,7 @@ class _Marked:
 
 def _bare_audio(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
     """The floor: Headrace's decoder without the loader."""
-    from headrace.dataio.shards.contract import Sample
+    from headrace.dataio.shards.sample import Sample
     from headrace.loaders.audio.decode import decode_audio
     from headrace.loaders.audio.mel import log_mel
     from headrace.loaders.audio.spec import AudioSpec, LogMel, Window, begin

@@ -37,7 +37,7 @@ def _ours(place: Place, kind: Stills) -> Iterator[torch.Tensor]:
 
 def _bare(place: Place, kind: Stills) -> Iterator[torch.Tensor]:
     """The floor: Headrace's decoder without the loader."""
-    from headrace.dataio.shards.contract import Sample
+    from headrace.dataio.shards.sample import Sample
     from headrace.loaders.clip import Clip, choose
     from headrace.loaders.decode.base import Decoded, Request
     from headrace.loaders.decode.geometry import Fit

@@ -43,7 +43,7 @@ def decoding(decode: Callable[..., torch.Tensor], run: Callable[..., Iterator[to
 def alone(decode: Callable[[Any, memoryview], torch.Tensor], place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
     """The floor: a plain loop over the files of our shards, in threads. `decode` gets the sample and its bytes."""
     from headrace.dataio import Dataset
-    from headrace.dataio.shards.contract import Sample
+    from headrace.dataio.shards.sample import Sample
 
     folder = place.folder / "dataset"
 

@@ -117,7 +117,7 @@ def _headrace_video(place: Place, kind: Kind, *, color: Any = "bt601") -> Iterat
 
 def _bare_video(place: Place, kind: Kind, *, color: Any = "bt601") -> Iterator[torch.Tensor]:
     """The floor: Headrace's decoder without the loader."""
-    from headrace.dataio.shards.contract import Sample
+    from headrace.dataio.shards.sample import Sample
     from headrace.loaders.clip import Clip, choose
     from headrace.loaders.decode.base import Decoded, Request
     from headrace.loaders.decode.geometry import Fit

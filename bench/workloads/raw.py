@@ -44,7 +44,7 @@ from headrace.bench.workloads.files import tar_shards
 from headrace.bench.workloads.sidecar_rank import AHEAD
 from headrace.dataio import Dataset
 from headrace.dataio.core.cli import positive_int
-from headrace.dataio.shards.contract import Files
+from headrace.dataio.shards.sample import Files
 from headrace.dataio.sidecar.client import open_reader
 from headrace.loaders.fetch import sample_reader
 from headrace.loaders.sampling.order import Order

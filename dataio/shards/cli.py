@@ -37,8 +37,8 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import counted
 
 if TYPE_CHECKING:
-    from headrace.dataio.shards.contract import Sample
     from headrace.dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.sample import Sample
 
 _TEXT = {"txt", "json", "vtt", "srt", "csv", "tsv", "xml", "cls"}
 _SPOOL_BYTES = 64 * limits.MIB
@@ -138,7 +138,7 @@ def cat(args: Namespace) -> int:
 )
 def export(args: Namespace) -> int:
     """`headrace export DATASET KEY... DIR`"""
-    from headrace.dataio.shards.look.export import export as export_members
+    from headrace.dataio.shards.export import export as export_members
 
     with open_dataset(args) as opened:
         for name, path in export_members(opened, args.keys, args.folder, ext=args.ext, force=args.force):
@@ -165,13 +165,13 @@ def export(args: Namespace) -> int:
 def preview(args: Namespace) -> int:
     """`headrace preview DATASET -o PAGE`"""
     from headrace.dataio.core.files import write_output
-    from headrace.dataio.shards.look.export import said
-    from headrace.dataio.shards.look.preview import preview as make
+    from headrace.dataio.shards.export import name_path_in_errors
+    from headrace.dataio.shards.preview import preview as make
 
     path = Path(args.output)
     with open_dataset(args) as opened, count_progress("decoding samples", quiet=args.json) as progress:
         chosen = _narrowed(opened, args.where)
-        with said(path), write_output(path) as file:  # opened before the decoding, which may take long
+        with name_path_in_errors(path), write_output(path) as file:  # opened before the decoding, which may take long
             page = make(chosen, limit=args.limit, frames=args.frames, workers=args.workers, progress=progress)
             file.write(page.encode())
         found = {

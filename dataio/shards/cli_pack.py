@@ -33,8 +33,8 @@ from headrace.dataio.core.limits import counted
 
 if TYPE_CHECKING:
     from headrace.dataio.shards.in_place.tally import IndexProgress
+    from headrace.dataio.shards.ingest.report import PackReport, Progress
     from headrace.dataio.shards.media.facts import Recipe
-    from headrace.dataio.shards.report import PackReport, Progress
 
 _PACK = """\
 SRC is a file, a folder, a quoted glob, a manifest (.csv .tsv .jsonl .parquet) or a WebDataset .tar, local or s3://bucket/….

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Self, overload
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.shards import members
-from headrace.dataio.shards.contract import Files, Sample
 from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.sample import Files, Sample
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import tags
 from headrace.dataio.shards.versions.mounting import with_mounts
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from headrace.dataio.shards.diff import Diff
-    from headrace.dataio.shards.report import PackReport
+    from headrace.dataio.shards.ingest.report import PackReport
     from headrace.dataio.shards.view import View
 
 CHECKED_AT_OPEN = 16 * limits.MIB

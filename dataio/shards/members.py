@@ -14,7 +14,7 @@ import xxhash
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError, RangeError
-from headrace.dataio.shards.contract import Member, Sample
+from headrace.dataio.shards.sample import Member, Sample
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import url_of
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 import xxhash
 
 from headrace.dataio.core import limits
-from headrace.dataio.shards.contract import Pieces
+from headrace.dataio.shards.sample import Pieces
 
 LEAST = 1 * limits.MIB
 SIZE = 256 * limits.KIB

@@ -25,8 +25,8 @@ from av.packet import Packet
 from av.video.stream import VideoStream
 
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import AudioInfo, SoundMark
 from headrace.dataio.shards.media.probe import DECODING_SOUND
+from headrace.dataio.shards.sample import AudioInfo, SoundMark
 from headrace.loaders.audio.excerpts import ogg
 from headrace.loaders.audio.excerpts.base import Excerpt, mark_before
 from headrace.loaders.audio.excerpts.decode import SETTLING, WARM_UP, decoded, excerpt_of

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.shards.contract import AudioInfo
+from headrace.dataio.shards.sample import AudioInfo
 from headrace.loaders.clip import Clip, Counts, Start, Values, check_start, first_of
 from headrace.loaders.interfaces import SampleRef
 from headrace.loaders.validation import check_fields

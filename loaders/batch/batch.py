@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.shards.contract import Files
+from headrace.dataio.shards.sample import Files
 from headrace.loaders.batch.memory import BufferPool
 from headrace.loaders.interfaces import FileTarget, PixelTarget, ProcessedSample, SampleLayout, SampleRef
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.core.tracing import span
-from headrace.dataio.shards.contract import Files
+from headrace.dataio.shards.sample import Files
 from headrace.loaders.batch.memory import MemoryBudget
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.fetch.byte_ranges import together

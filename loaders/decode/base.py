@@ -28,7 +28,7 @@ import msgspec
 
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.limits import GIB
-from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.fetch.partial_file import Media

@@ -34,8 +34,8 @@ import torch
 
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.shards.contract import VideoInfo
 from headrace.dataio.shards.media import bitstream
+from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.decode import resize
 from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.trim import Window, mux, open_window

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.dataio.core import limits
-from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.clip import Wanted
 from headrace.loaders.fetch.partial_file import Media
 

@@ -29,9 +29,9 @@ from av.video.stream import VideoStream
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
-from headrace.dataio.shards.contract import VideoInfo
 from headrace.dataio.shards.media import bitstream, images
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
+from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import Decoded, Request

@@ -15,8 +15,8 @@ from typing import Literal
 
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.shards.contract import Sample, VideoInfo
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
+from headrace.dataio.shards.sample import Sample, VideoInfo
 from headrace.loaders.decode import dali
 from headrace.loaders.decode.base import Color, Decoded, Decoder, Request
 from headrace.loaders.decode.dali import DaliDecoder, dali_installed, gpu_count

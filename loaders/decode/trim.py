@@ -34,10 +34,10 @@ from msgspec.structs import replace
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
-from headrace.dataio.shards.contract import KeyFrame, VideoInfo
 from headrace.dataio.shards.media import bitstream
 from headrace.dataio.shards.media.bitstream import is_shown
 from headrace.dataio.shards.media.container import check_complete
+from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import MAX_CLIP_BYTES, Request

@@ -15,7 +15,7 @@ from fractions import Fraction
 from operator import attrgetter, itemgetter
 
 from headrace.dataio.core import limits
-from headrace.dataio.shards.contract import AudioInfo, Member, Sample, VideoInfo
+from headrace.dataio.shards.sample import AudioInfo, Member, Sample, VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 
 MOST = 0.5

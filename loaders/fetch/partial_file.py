@@ -24,8 +24,8 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeError
-from headrace.dataio.shards.contract import Member, Pieces
 from headrace.dataio.shards.pieces import is_right
+from headrace.dataio.shards.sample import Member, Pieces
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.byte_ranges import Runs, merged
 

@@ -22,7 +22,7 @@ import xxhash
 from headrace.dataio.cache.readers.base import GAP_BYTES, Read, ShardReader, one_by_one
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, RangeError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.shards.contract import Files, Member, Sample
+from headrace.dataio.shards.sample import Files, Member, Sample
 from headrace.dataio.store.base import Store
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.fetch import byte_ranges

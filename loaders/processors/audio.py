@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
-from headrace.dataio.shards.contract import AudioInfo, Sample
+from headrace.dataio.shards.sample import AudioInfo, Sample
 from headrace.loaders.audio.decode import AudioDecoder, decode_audio
 from headrace.loaders.audio.spec import AudioSpec, LogMel, Window, begin
 from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder

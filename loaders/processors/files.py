@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from headrace.dataio.core.errors import HeadraceError
-from headrace.dataio.shards.contract import Files, Sample
+from headrace.dataio.shards.sample import Files, Sample
 from headrace.loaders.fetch.sample_reader import files
 from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, SampleLayout, SampleRef
 

@@ -18,8 +18,8 @@ import torch
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.shards.contract import Sample, VideoInfo
 from headrace.dataio.shards.media.container import other_videos
+from headrace.dataio.shards.sample import Sample, VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode import resize
 from headrace.loaders.decode.base import Color, Decoded, Decoder, Request

@@ -18,7 +18,7 @@ import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError, UsageError
-from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.sample import Sample
 from headrace.loaders.decode.dali import gpu_count
 from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, Processor, SampleLayout, SampleRef
 

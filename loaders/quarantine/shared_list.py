@@ -39,7 +39,7 @@ from msgspec.structs import replace
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, NotFoundError, UsageError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.sample import Sample
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.loaders.sampling.state import Difference, Position

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from headrace.dataio import pack
-from headrace.dataio.shards.contract import VideoInfo
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import VideoInfo
 from tests.support import long_media, reference_decoder, video_corpus
 
 Reencode = Callable[..., bytes]

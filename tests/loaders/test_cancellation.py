@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.batch.batch import Output
 from headrace.loaders.batch.executor import BatchExecutor
 from headrace.loaders.batch.sample_builder import PlannedBatch, PlannedRead

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.dataio.core.errors import CorruptionError, UsageError
-from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders import Clip
 from headrace.loaders.clip import choose, counts
 

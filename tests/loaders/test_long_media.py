@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from headrace.dataio import open_store, pack
 from headrace.dataio.core import metrics
-from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.sample import Sample
 from headrace.loaders import AudioLoader, AudioSpec, Clip, Mixture, VideoLoader, Window
 from headrace.loaders import loader as loader_module
 from headrace.loaders.decode import mp4, subprocess_decoder, trim

@@ -11,8 +11,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError
-from headrace.dataio.shards.contract import VideoInfo
 from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder

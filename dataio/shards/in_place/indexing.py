@@ -29,14 +29,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
-from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.in_place import patterns as found_by
 from headrace.dataio.shards.in_place.tally import IndexProgress, ShardAt, Tally, UniqueKeys
 from headrace.dataio.shards.in_place.tar_pass import Pass
 from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.ingest.report import PackReport, Skipped
 from headrace.dataio.shards.query.parts import PartWriter
-from headrace.dataio.shards.report import PackReport, Skipped
+from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.mounting import mount_of
 from headrace.dataio.store.base import Store

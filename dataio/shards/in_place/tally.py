@@ -17,7 +17,7 @@ import xxhash
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards.in_place import patterns as found_by
-from headrace.dataio.shards.report import PackReport, Skipped
+from headrace.dataio.shards.ingest.report import PackReport, Skipped
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import url_of

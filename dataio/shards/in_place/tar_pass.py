@@ -26,15 +26,15 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.contract import Member, Sample
 from headrace.dataio.shards.in_place.tally import ShardAt, Tally
 from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.ingest.report import Skipped
 from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.container import SAMPLE_EXTENSIONS, not_read, passed_over
 from headrace.dataio.shards.media.facts import Described, Failure
 from headrace.dataio.shards.pieces import Hasher, size_for
 from headrace.dataio.shards.readahead import ReadAhead
-from headrace.dataio.shards.report import Skipped
+from headrace.dataio.shards.sample import Member, Sample
 from headrace.dataio.store.mounts import PREFIX
 
 SPOOL_BYTES = 1 * limits.GIB

@@ -42,7 +42,8 @@ from msgspec.structs import replace
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards import pieces as cut
-from headrace.dataio.shards.contract import (
+from headrace.dataio.shards.index.digests import SHORT, digest, short
+from headrace.dataio.shards.sample import (
     AudioInfo,
     Color,
     Files,
@@ -53,7 +54,6 @@ from headrace.dataio.shards.contract import (
     SoundMark,
     VideoInfo,
 )
-from headrace.dataio.shards.index.digests import SHORT, digest, short
 
 PAGE_ROWS = 64
 PAGE_BYTES = 64 * limits.KIB

@@ -29,11 +29,11 @@ import pyarrow as pa
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import AudioInfo, Color, Files, KeyFrame, Member, Sample, VideoInfo
 from headrace.dataio.shards.index import checks as index_checks
 from headrace.dataio.shards.index import kernels as pc
 from headrace.dataio.shards.index import lookup, parquet
 from headrace.dataio.shards.index.digests import SHORT, digest, short
+from headrace.dataio.shards.sample import AudioInfo, Color, Files, KeyFrame, Member, Sample, VideoInfo
 
 GROUP_ROWS = 1024
 GROUP_BYTES = limits.MIB

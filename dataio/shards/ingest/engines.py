@@ -17,7 +17,7 @@ from headrace.dataio.shards.ingest.packing import pack_units
 from headrace.dataio.shards.ingest.plan import Settings, Step, Unit
 from headrace.dataio.shards.ingest.pool import ProbePool
 from headrace.dataio.shards.ingest.remote import Remote
-from headrace.dataio.shards.report import WorkerReport
+from headrace.dataio.shards.ingest.report import WorkerReport
 from headrace.dataio.store.base import Store
 
 Engine = Callable[[Store, Journal, Sequence[Unit], Settings, int | None, str, Step, Remote], Sequence[WorkerReport]]

@@ -28,9 +28,9 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError
-from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.ingest.report import Skipped
 from headrace.dataio.shards.media.facts import decode_other, encode_other
-from headrace.dataio.shards.report import Skipped
+from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions.documents import Shard
 from headrace.dataio.store.base import Store
 

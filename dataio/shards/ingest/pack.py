@@ -42,13 +42,13 @@ from headrace.dataio.shards.ingest.journal import Journal
 from headrace.dataio.shards.ingest.manifests import USUAL, Columns
 from headrace.dataio.shards.ingest.packing import error_of
 from headrace.dataio.shards.ingest.remote import Remote
+from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped, WorkerReport
 from headrace.dataio.shards.ingest.sources import Gathered, Group, gather
 from headrace.dataio.shards.media.facts import TEXT_BYTES, Recipe
 from headrace.dataio.shards.media.recipes import check_recipe
 from headrace.dataio.shards.query import conditions as query
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.query.parts import PartWriter
-from headrace.dataio.shards.report import PackReport, Progress, Skipped, WorkerReport
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.mounting import with_mounts
 from headrace.dataio.store.base import Store

@@ -36,13 +36,13 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.contract import Member, Sample
 from headrace.dataio.shards.ingest.journal import Journal, Packed
 from headrace.dataio.shards.ingest.plan import Settings, Unit
 from headrace.dataio.shards.ingest.pool import ProbePool, scratch_of
+from headrace.dataio.shards.ingest.report import Skipped
 from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.facts import Clip, Failure, FileFact, Outcome
-from headrace.dataio.shards.report import Skipped
+from headrace.dataio.shards.sample import Member, Sample
 from headrace.dataio.shards.versions.documents import Shard
 from headrace.dataio.store.base import Store
 

@@ -39,7 +39,7 @@ from headrace.dataio.shards.ingest.packing import pack_units
 from headrace.dataio.shards.ingest.plan import Settings, Step, Unit, decode_unit, encode_unit
 from headrace.dataio.shards.ingest.pool import ProbePool
 from headrace.dataio.shards.ingest.remote import Remote
-from headrace.dataio.shards.report import WorkerReport
+from headrace.dataio.shards.ingest.report import WorkerReport
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 

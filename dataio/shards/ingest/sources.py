@@ -47,9 +47,9 @@ from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest import archives
 from headrace.dataio.shards.ingest.manifests import EXTENSIONS, USUAL, Columns, Row, rows
 from headrace.dataio.shards.ingest.remote import WILDCARD, Info, Remote, is_url
+from headrace.dataio.shards.ingest.report import Skipped
 from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, passed_over
 from headrace.dataio.shards.media.facts import Span
-from headrace.dataio.shards.report import Skipped
 from headrace.dataio.store.base import check_key
 
 SIDECARS = ("json", "txt", "vtt")

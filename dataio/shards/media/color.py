@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.dataio.shards.contract import Color
+from headrace.dataio.shards.sample import Color
 
 UNKNOWN = "unknown"
 

@@ -23,13 +23,13 @@ from typing import Any
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
 from headrace.dataio.core.json import parse_json
-from headrace.dataio.shards.contract import AudioInfo, VideoInfo
 from headrace.dataio.shards.media import images, vtt
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS, MEDIA_EXTENSIONS, not_read, passed_over
 from headrace.dataio.shards.media.facts import TEXT_BYTES, Answer, Described, Failure, FileFact, Request
 from headrace.dataio.shards.media.heads import with_head
 from headrace.dataio.shards.media.probe import Probe, probe
 from headrace.dataio.shards.pieces import Hasher, size_for
+from headrace.dataio.shards.sample import AudioInfo, VideoInfo
 
 PROMOTED_STRING = 1024
 """A string in a sample's JSON becomes a field of the index if it has at most this many characters."""

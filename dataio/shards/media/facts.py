@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.dataio.core import limits
-from headrace.dataio.shards.contract import AudioInfo, Pieces, VideoInfo
+from headrace.dataio.shards.sample import AudioInfo, Pieces, VideoInfo
 
 TEXT_BYTES = 1 * limits.MIB
 """The most bytes of a sample's text."""

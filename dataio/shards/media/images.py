@@ -26,8 +26,8 @@ from av.video.frame import VideoFrame
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
-from headrace.dataio.shards.contract import KeyFrame, VideoInfo
 from headrace.dataio.shards.media.color import color_of
+from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 
 _DEMUXERS = "jpeg_pipe,png_pipe,webp_pipe"
 _STRICT = {"max_pixels": str(limits.FRAME_PIXELS), "err_detect": "explode"}

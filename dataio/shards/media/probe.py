@@ -55,11 +55,11 @@ from av.video.frame import VideoFrame
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
-from headrace.dataio.shards.contract import AudioInfo, KeyFrame, SoundMark, VideoInfo
 from headrace.dataio.shards.media.bitstream import is_shown, length_size, starts_clean
 from headrace.dataio.shards.media.color import color_of
 from headrace.dataio.shards.media.container import CONVERTED_DEMUXERS, DEMUXERS, check_complete, is_converted
 from headrace.dataio.shards.pieces import size_for
+from headrace.dataio.shards.sample import AudioInfo, KeyFrame, SoundMark, VideoInfo
 
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])

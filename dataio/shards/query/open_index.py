@@ -29,12 +29,12 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.dataio.core.errors import CorruptionError, NotFoundError
-from headrace.dataio.shards.contract import Files, Sample
 from headrace.dataio.shards.index.lookup import without_parts
 from headrace.dataio.shards.query import kept, row_pages
 from headrace.dataio.shards.query.kept import Rows
 from headrace.dataio.shards.query.part_bytes import name_of
 from headrace.dataio.shards.query.row_pages import RowPages
+from headrace.dataio.shards.sample import Files, Sample
 from headrace.dataio.shards.versions.documents import VersionDocument
 from headrace.dataio.store.base import Store
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from headrace.dataio.core import limits
-from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions.documents import IndexPart
 from headrace.dataio.store.base import Store
 

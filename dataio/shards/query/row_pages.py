@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.dataio.core import limits
-from headrace.dataio.shards.contract import Files, Sample
 from headrace.dataio.shards.index.lookup import Directory, Rows, Section
 from headrace.dataio.shards.query.part_bytes import fill, name_of
+from headrace.dataio.shards.sample import Files, Sample
 from headrace.dataio.shards.versions.documents import IndexPart
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX

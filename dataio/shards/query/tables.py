@@ -32,11 +32,11 @@ import pyarrow as pa
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import Files, Sample
 from headrace.dataio.shards.index import kernels as pc
 from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.query.kept import Rows
 from headrace.dataio.shards.query.part_reader import PartReader
+from headrace.dataio.shards.sample import Files, Sample
 from headrace.dataio.shards.versions.documents import VersionDocument
 from headrace.dataio.store.base import Store
 

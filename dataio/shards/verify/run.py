@@ -34,9 +34,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from headrace.dataio.core.errors import CorruptionError, DeadlineError
-from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.dataset import use_or_open
 from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.verify import repair as repairs
 from headrace.dataio.shards.verify import sampling
 from headrace.dataio.shards.verify import top as verify_top

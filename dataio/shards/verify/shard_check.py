@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.contract import Pieces
 from headrace.dataio.shards.pieces import Hasher, first_difference
 from headrace.dataio.shards.readahead import ReadAhead
+from headrace.dataio.shards.sample import Pieces
 from headrace.dataio.shards.verify.findings import Finding
 from headrace.dataio.shards.versions.documents import Shard
 from headrace.dataio.store.base import Store

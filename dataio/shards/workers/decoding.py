@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError
 from headrace.dataio.shards import members
-from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.workers import media_jobs
 from headrace.dataio.shards.workers.process import WorkerPool
 from headrace.dataio.store.base import Store

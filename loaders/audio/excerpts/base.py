@@ -22,7 +22,7 @@ from operator import attrgetter
 import msgspec
 
 from headrace.dataio.core import limits
-from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.dataio.shards.sample import AudioInfo, SoundMark
 
 
 class Excerpt(msgspec.Struct, frozen=True):

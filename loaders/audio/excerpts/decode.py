@@ -21,8 +21,8 @@ import av.error
 import numpy as np
 from av.filter import Graph
 
-from headrace.dataio.shards.contract import AudioInfo
 from headrace.dataio.shards.media.container import check_complete
+from headrace.dataio.shards.sample import AudioInfo
 from headrace.loaders.audio.excerpts import flac, mp3, mp4, ogg, wav
 from headrace.loaders.audio.excerpts.base import Excerpt, memfd
 from headrace.loaders.audio.frames import F32

@@ -22,7 +22,7 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.dataio.shards.sample import AudioInfo, SoundMark
 from headrace.loaders.audio.excerpts.base import NEAR, Bytes, Excerpt, Mark, around, before
 from headrace.loaders.fetch.partial_file import Media
 

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 
-from headrace.dataio.shards.contract import AudioInfo
+from headrace.dataio.shards.sample import AudioInfo
 from headrace.loaders.audio.excerpts.base import Excerpt, Mark
 from headrace.loaders.fetch.byte_ranges import mark_before, mark_behind
 from headrace.loaders.fetch.partial_file import Marked, Media

@@ -23,7 +23,7 @@ from fractions import Fraction
 import msgspec
 import numpy as np
 
-from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.dataio.shards.sample import AudioInfo, SoundMark
 from headrace.loaders.audio.excerpts.base import Excerpt, around
 from headrace.loaders.decode import mp4
 from headrace.loaders.decode.mp4 import Ints, Stored

@@ -12,7 +12,7 @@ import math
 import struct
 from fractions import Fraction
 
-from headrace.dataio.shards.contract import AudioInfo
+from headrace.dataio.shards.sample import AudioInfo
 from headrace.loaders.audio.excerpts.base import Excerpt
 from headrace.loaders.fetch.partial_file import Media
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from headrace.dataio.shards.contract import AudioInfo, KeyFrame, Member, Sample, VideoInfo
 from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.sample import AudioInfo, KeyFrame, Member, Sample, VideoInfo
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.store.base import Store
 

@@ -19,13 +19,13 @@ from headrace.dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from headrace.dataio.shards.contract import Files, Member, Sample
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.in_place.indexing import index
 from headrace.dataio.shards.index.digests import digest
 from headrace.dataio.shards.ingest.pack import append, pack
 from headrace.dataio.shards.query import parts as parts_module
 from headrace.dataio.shards.query.tables import Tables
+from headrace.dataio.shards.sample import Files, Member, Sample
 from headrace.dataio.shards.verify.run import verify
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.store.base import Store

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from headrace.dataio.core import limits
 from headrace.dataio.shards import pieces as cut
-from headrace.dataio.shards.contract import Pieces
 from headrace.dataio.shards.pieces import Hasher, fault, is_right, runs, size_for
+from headrace.dataio.shards.sample import Pieces
 
 
 def test_short_files_have_no_pieces() -> None:

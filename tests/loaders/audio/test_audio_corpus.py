@@ -15,9 +15,9 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
-from headrace.dataio.shards.contract import AudioInfo, Sample
 from headrace.dataio.shards.index import lookup
 from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import AudioInfo, Sample
 from headrace.loaders import AudioSpec
 from headrace.loaders.audio import decode
 from headrace.loaders.audio.decode import decode_audio

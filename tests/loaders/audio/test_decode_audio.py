@@ -12,8 +12,8 @@ import pytest
 from av.audio.frame import AudioFrame
 
 from headrace.dataio.core.errors import CorruptionError, UsageError
-from headrace.dataio.shards.contract import AudioInfo
 from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import AudioInfo
 from headrace.loaders import AudioSpec, Clip
 from headrace.loaders.audio.decode import decode_audio
 

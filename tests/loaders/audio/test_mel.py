@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
-from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.sample import Sample
 from headrace.loaders import AudioSpec, LogMel
 from headrace.loaders.audio.mel import MAX_CHANNELS, DaliMel, log_mel
 from headrace.loaders.interfaces import FetchedSample, ProcessedSample, Processor, SampleLayout, SampleRef

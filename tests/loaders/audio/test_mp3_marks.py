@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.dataio.shards.contract import AudioInfo, Member, Pieces
 from headrace.dataio.shards.media.facts import FileFact
 from headrace.dataio.shards.media.heads import with_head
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.pieces import Hasher
+from headrace.dataio.shards.sample import AudioInfo, Member, Pieces
 from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.fetch.partial_file import GivenFile, HeadCache, PartialFile

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, UsageError
-from headrace.dataio.shards.contract import Files, Member, Sample
+from headrace.dataio.shards.sample import Files, Member, Sample
 from headrace.loaders.batch import executor
 from headrace.loaders.batch.batch import Batch, JoinedBatch, Output, write_pixels
 from headrace.loaders.batch.executor import BatchExecutor

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import Member, Sample
+from headrace.dataio.shards.sample import Member, Sample
 from headrace.loaders.batch.batch import Output
 from headrace.loaders.batch.executor import BatchExecutor, Build
 from headrace.loaders.batch.memory import MemoryBudget

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
-from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder

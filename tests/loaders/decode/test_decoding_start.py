@@ -14,8 +14,8 @@ from av.packet import Packet
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UnsupportedError
-from headrace.dataio.shards.contract import KeyFrame
 from headrace.dataio.shards.media import bitstream
+from headrace.dataio.shards.sample import KeyFrame
 from headrace.loaders.clip import Clip, choose
 from headrace.loaders.decode import trim
 from headrace.loaders.decode.base import Decoded, Request

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
-from headrace.dataio.shards.contract import KeyFrame, VideoInfo
 from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode import pyav, trim
 from headrace.loaders.decode.base import Decoded, Request

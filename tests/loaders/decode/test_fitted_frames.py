@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode import convert, pyav, resize
 from headrace.loaders.decode.base import Color, Decoded, Request

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from headrace.dataio.core.errors import CapacityError, HeadraceError
-from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode import dali
 from headrace.loaders.decode.base import Decoded, Decoder, Request

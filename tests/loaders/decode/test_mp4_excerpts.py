@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
-from headrace.dataio.shards.contract import VideoInfo
 from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode import mp4 as excerpts
 from headrace.loaders.decode import trim

@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
-from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode import dali, registry, resize
 from headrace.loaders.decode.base import Decoded, Request

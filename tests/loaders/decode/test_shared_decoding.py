@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from headrace.dataio import pack
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import VideoInfo
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders import Clip, VideoLoader
 from headrace.loaders.clip import choose
 from headrace.loaders.decode import pyav

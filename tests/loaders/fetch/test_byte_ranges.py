@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.dataio.shards.contract import AudioInfo, KeyFrame, Member, Pieces, Sample, VideoInfo
+from headrace.dataio.shards.sample import AudioInfo, KeyFrame, Member, Pieces, Sample, VideoInfo
 from headrace.loaders.clip import Clip, choose
 from headrace.loaders.fetch import byte_ranges
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.dataio.core.errors import CorruptionError, RangeError, TransientError
-from headrace.dataio.shards.contract import Member, Pieces
+from headrace.dataio.shards.sample import Member, Pieces
 from headrace.loaders.fetch import partial_file as partial
 from headrace.loaders.fetch.byte_ranges import Runs
 from headrace.loaders.fetch.partial_file import GivenFile, HeadCache, MissingError, PartialFile

@@ -11,8 +11,8 @@ import xxhash
 from headrace.dataio.cache.readers.base import Read, open_local_reader
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError
 from headrace.dataio.shards import members
-from headrace.dataio.shards.contract import Files, Member, Sample
 from headrace.dataio.shards.pieces import Hasher
+from headrace.dataio.shards.sample import Files, Member, Sample
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrappers import Wrapper

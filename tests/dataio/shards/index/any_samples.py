@@ -9,8 +9,8 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Pieces, Sample, VideoInfo
 from headrace.dataio.shards.pieces import runs
+from headrace.dataio.shards.sample import AudioInfo, Color, KeyFrame, Member, Pieces, Sample, VideoInfo
 
 SHARD, SIZE = "shards/00000000-aa.tar", 1 << 40
 i31 = st.integers(1, 2**31 - 1)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Sample, VideoInfo
 from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.sample import AudioInfo, Files, KeyFrame, Member, Sample, VideoInfo
 from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, samples
 
 

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Pieces, Sample, SoundMark
 from headrace.dataio.shards.index import lookup
 from headrace.dataio.shards.index.digests import short
 from headrace.dataio.shards.pieces import size_for
+from headrace.dataio.shards.sample import AudioInfo, Files, KeyFrame, Member, Pieces, Sample, SoundMark
 from headrace.dataio.store.mounts import PREFIX
 from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, long, samples
 from tests.dataio.shards.making import sample, video

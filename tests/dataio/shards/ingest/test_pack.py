@@ -17,8 +17,8 @@ from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFound
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest import engines
 from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.ingest.report import Progress
 from headrace.dataio.shards.query import parts
-from headrace.dataio.shards.report import Progress
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 

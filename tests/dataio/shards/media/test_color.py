@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from av.filter import Graph
 
-from headrace.dataio.shards.contract import Color
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.index.rows import to_row
 from headrace.dataio.shards.ingest.pack import pack
 from headrace.dataio.shards.media import color
 from headrace.dataio.shards.media.facts import Clip, Described, Prepared, decode_outcome, encode_outcome
 from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import Color
 from headrace.dataio.shards.summary import summary
 
 OPTIONS = {

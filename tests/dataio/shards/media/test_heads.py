@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from headrace.dataio import Dataset, index, pack
 from headrace.dataio.core import limits
-from headrace.dataio.shards.contract import Pieces
 from headrace.dataio.shards.media import heads
 from headrace.dataio.shards.media.describe import describe
 from headrace.dataio.shards.media.facts import Described, FileFact
 from headrace.dataio.shards.media.probe import Probe
 from headrace.dataio.shards.pieces import Hasher, size_for
+from headrace.dataio.shards.sample import Pieces
 from tests.support.long_media import recorded
 
 FRAMES = 200

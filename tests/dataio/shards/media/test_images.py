@@ -11,9 +11,9 @@ import pytest
 
 from headrace.dataio import pack
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
-from headrace.dataio.shards.contract import KeyFrame
 from headrace.dataio.shards.in_place.indexing import index
 from headrace.dataio.shards.media import images
+from headrace.dataio.shards.sample import KeyFrame
 from tests.attacks import media as bombs
 from tests.support.pictures import pattern, picture
 

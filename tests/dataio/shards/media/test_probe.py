@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
-from headrace.dataio.shards.contract import VideoInfo
 from headrace.dataio.shards.media import probe as probing
 from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import VideoInfo
 from headrace.dataio.shards.workers.decode_all import open_media
 
 CLIPS = (

@@ -15,13 +15,13 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards import dataset as dataset_module
-from headrace.dataio.shards.contract import KeyFrame, Pieces, Sample
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.index.digests import digest
 from headrace.dataio.shards.query import kept, parts
 from headrace.dataio.shards.query.part_reader import PartReader
 from headrace.dataio.shards.query.row_pages import Kept, RowPages
+from headrace.dataio.shards.sample import KeyFrame, Pieces, Sample
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import NotFoundError, UsageError
-from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.index import rows as index_rows
 from headrace.dataio.shards.query import open_index, predicate, tables
+from headrace.dataio.shards.sample import Sample
 from headrace.dataio.store.open import open_store
 from tests.attacks import forge
 from tests.dataio.shards.making import make

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from headrace.dataio import verify
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.query import parts, row_pages
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.query.row_pages import Kept, RowPages
+from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from headrace.dataio import Dataset, cli, index, open_store, pack
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, NotFoundError, TransientError, UsageError
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.query import parts
 from headrace.dataio.shards.query.part_reader import PartReader
+from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.verify import run, sampling
 from headrace.dataio.shards.verify.findings import VerifyProgress, VerifyReport
 from headrace.dataio.shards.verify.run import verify

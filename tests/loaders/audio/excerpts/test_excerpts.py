@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import AudioInfo
 from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import AudioInfo
 from headrace.loaders.audio import decode
 from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.excerpts import flac, ogg

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.contract import AudioInfo, SoundMark
 from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import AudioInfo, SoundMark
 from headrace.loaders import AudioSpec
 from headrace.loaders.audio import decode
 from headrace.loaders.audio.excerpts import flac

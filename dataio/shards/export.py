@@ -24,8 +24,8 @@ import xxhash
 from headrace.dataio.core import files
 from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError, from_os_error
 from headrace.dataio.shards import members
-from headrace.dataio.shards.contract import Member, Sample
 from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.sample import Member, Sample
 
 _NAME_BYTES = 200
 _PLAIN = frozenset("-_.+=,@")
@@ -79,13 +79,13 @@ def _escaped(c: str) -> str:
 def _write(dataset: Dataset, sample: Sample, member: Member, path: Path, force: bool) -> None:
     if not force and os.path.lexists(path):
         raise _exists(path)
-    with said(path), files.write_atomically(path, replace=force) as file:
+    with name_path_in_errors(path), files.write_atomically(path, replace=force) as file:
         for piece in members.chunks(dataset.store, sample, member):
             file.write(piece)
 
 
 @contextlib.contextmanager
-def said(path: Path) -> Iterator[None]:
+def name_path_in_errors(path: Path) -> Iterator[None]:
     """Turn an `OSError` from writing `path` into a `HeadraceError`."""
     try:
         yield

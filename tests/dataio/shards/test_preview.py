@@ -1,4 +1,4 @@
-"""The preview: what is on the page, what cannot get onto it, and how a real browser draws it."""
+"""The preview: the contents of the page, its escaping, its histograms, and how a real browser draws it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from headrace.dataio import Dataset, pack
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.shards.look.preview import preview
+from headrace.dataio.shards.preview import MAX_BINS, Histogram, histogram, histogram_svg, preview
 from headrace.dataio.shards.workers.media_jobs import Pictures, PicturesJob
 from headrace.dataio.shards.workers.pictures import run
 from tests.support.browser import Browser, needs_browser
@@ -95,7 +97,7 @@ def test_a_damaged_member_says_so_and_the_others_are_shown(dataset: Dataset, tmp
 
 
 def test_pictures_above_the_limit_are_left_out(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.dataio.shards.look.preview.PICTURE_BYTES", 1000)
+    monkeypatch.setattr("headrace.dataio.shards.preview.PICTURE_BYTES", 1000)
     text = preview(dataset, workers=1)
     assert "the page would become too large" in text
     assert sum(map(len, images(text))) <= 1000
@@ -152,3 +154,38 @@ def test_a_real_browser_draws_bars_and_pictures_within_the_width(tmp_path: Path,
     assert (colourful & ~bars).sum() > 2000, "no pictures"
     ground = np.array((0xF6, 0xF8, 0xFA))
     assert np.all(picture[:, -6:] == ground), "something sticks out on the right"
+
+
+# --- histograms
+
+VALUES = st.lists(st.floats(0, 1e15, allow_subnormal=False), min_size=1, max_size=50)
+
+
+@given(VALUES)
+@example([0.0, 1.07e-217])
+@example([1e15, 1e15 + 0.125])
+@example([5.0, 5.0 + 1e-12])
+def test_every_value_lies_in_one_of_a_few_bins(values: list[float]) -> None:
+    found = histogram(values)
+    assert 1 <= len(found.counts) <= MAX_BINS
+    assert len(found.edges) == len(found.counts) + 1
+    assert list(found.edges) == sorted(set(found.edges))
+    assert sum(found.counts) == len(values)
+
+
+def test_edges_are_round() -> None:
+    assert histogram([2.1, 9.7]).edges[:3] == (2.0, 2.5, 3.0)
+    assert histogram([1, 30_000]).edges[:5] == (1, 2, 5, 10, 20)
+    assert histogram([5, 5, 5]).counts.count(3) == 1
+
+
+def test_negative_and_non_finite_values_are_ignored() -> None:
+    assert histogram([float("nan"), float("inf"), -1, 3]).counts.count(1) == 1
+    assert histogram([]) == Histogram((), ())
+    assert "none" in histogram_svg(histogram([]), str, "nothing")
+
+
+def test_the_tallest_bar_is_the_fullest_bin() -> None:
+    text = histogram_svg(histogram(np.array([1.0] * 9 + [2.0])), lambda v: f"{v:g}", "things")
+    assert text.count('class="bar"') >= 2
+    assert ">9</text>" in text

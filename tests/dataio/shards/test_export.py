@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.dataio import Dataset, pack
 from headrace.dataio.core.errors import AccessDeniedError, ConflictError, CorruptionError, NotFoundError
-from headrace.dataio.shards.look.export import export, safe_name
+from headrace.dataio.shards.export import export, safe_name
 
 
 @pytest.fixture
