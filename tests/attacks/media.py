@@ -11,6 +11,8 @@ from fractions import Fraction
 
 import av
 import numpy as np
+from av.video.codeccontext import VideoCodecContext
+from av.video.stream import VideoStream
 
 SIDE = 16_000
 """Pixels: a frame of 16000x16000 takes 384 MB."""
@@ -39,6 +41,7 @@ def in_container(form: str, codec: str, packets: list[bytes], side: int = 64) ->
     sink = io.BytesIO()
     with av.open(sink, "w", format=form) as container:
         stream = container.add_stream(codec, rate=30)
+        assert isinstance(stream, VideoStream)
         stream.width = stream.height = side
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
         container.start_encoding()
@@ -102,6 +105,7 @@ def _full(kind: bytes, *parts: bytes, flags: int = 0) -> bytes:
 def _encoded(codec: str, pixel_format: str, options: dict[str, str]) -> bytes:
     """One grey frame of 64x64."""
     context = av.CodecContext.create(codec, "w")
+    assert isinstance(context, VideoCodecContext)
     context.width = context.height = 64
     context.pix_fmt, context.time_base, context.options = pixel_format, Fraction(1, 30), options
     frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 128, np.uint8), format="rgb24").reformat(

@@ -37,9 +37,9 @@ def test_every_json_attack_is_a_named_error_in_bounded_memory(tmp_path: Path) ->
         paths[str(path)] = name
     outcome = peak.run("tests.attacks.calls:describe_member", list(paths))
     assert len(outcome.raised) == len(ATTACKS)
-    for path, raised in outcome.raised.items():
-        _, code, words = ATTACKS[paths[path]]
-        assert raised is not None, paths[path]
-        assert (raised[1], words in raised[2]) == (code, True), (paths[path], raised)
-        assert Path(path).name in raised[2]
+    for member, raised in outcome.raised.items():
+        _, code, words = ATTACKS[paths[member]]
+        assert raised is not None, paths[member]
+        assert (raised[1], words in raised[2]) == (code, True), (paths[member], raised)
+        assert Path(member).name in raised[2]
     assert outcome.mib < MIB

@@ -81,7 +81,7 @@ def test_the_bombs_are_bombs(tmp_path: Path) -> None:
     import av
 
     data = bombs.in_container("matroska", "mjpeg", [bombs.jpeg_bomb(8192 + 64, 8192)])
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         frame = next(container.decode(video=0))
     assert (frame.width, frame.height) == (8192 + 64, 8192)
     assert len(bombs.in_container("webm", "libvpx-vp9", [bombs.vp9_bomb()] * 3)) < 1000

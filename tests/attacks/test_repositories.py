@@ -23,7 +23,7 @@ RUN = "r"
 
 
 def saved(folder: Path, state: dict[str, Any]) -> Path:
-    with Checkpointer(folder, run=RUN, sidecar=None, compression="zstd") as checkpointer:
+    with Checkpointer(str(folder), run=RUN, sidecar=None, compression="zstd") as checkpointer:
         checkpointer.save(1, state).result(60)
     return folder
 
@@ -41,7 +41,7 @@ def forge(folder: Path, change: Callable[[manifests.Manifest], manifests.Manifes
 
 
 def restored(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    with Checkpointer(folder, run=RUN, sidecar=None) as checkpointer:
+    with Checkpointer(str(folder), run=RUN, sidecar=None) as checkpointer:
         checkpointer.restore(state)
     return state
 
@@ -104,7 +104,7 @@ def document_of(value: object) -> Callable[[manifests.Manifest], manifests.Manif
 )
 def test_a_tree_that_does_not_fit_its_tensors_is_damage(tmp_path: Path, value: object, words: str) -> None:
     forge(saved(tmp_path, {"extra": 1, "w": torch.ones(3)}), document_of(value))
-    state = {"extra": 0, "w": torch.zeros(3)}
+    state: dict[str, Any] = {"extra": 0, "w": torch.zeros(3)}
     with pytest.raises(CorruptionError, match=words):
         restored(tmp_path, state)
     assert state["w"].sum() == 0

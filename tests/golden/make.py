@@ -205,7 +205,7 @@ def loaders_of(folder: Path) -> dict[str, Any]:
     """One loader of each kind of order. What they deliver is told by key, so that a newer decoder changes nothing."""
     packed = str(folder / "packed")
     common: dict[str, Any] = {"sidecar": None, "num_threads": 1, "seed": 7}
-    small = {"clip": Clip(2, 2), "size": (16, 16)}
+    small: dict[str, Any] = {"clip": Clip(2, 2), "size": (16, 16)}
     shapes = Buckets((Bucket((16, 16)), Bucket((24, 16), 4)), budget=16 * 16 * 2 * 4)
     clips_, tones = Dataset(packed).where("key like 'clip%'"), Dataset(packed).where("key like 'tone%'")
     return {

@@ -181,7 +181,8 @@ def read_steps(task: Task, journal: Journal) -> None:
             steps = checkpointer.steps()
             if not steps:
                 continue
-            chosen, state = draw.choice([*steps, "latest"]), state_of(1, 0)
+            choices: list[int | str] = [*steps, "latest"]
+            chosen, state = draw.choice(choices), state_of(1, 0)
             try:
                 step = checkpointer.restore(state, step=chosen)
             except NotFoundError:  # a policy removed it meanwhile

@@ -131,8 +131,8 @@ class Browser:
         if "id" in message:
             self._answers[message["id"]] = message
             return
-        seen = _TROUBLE.get(message["method"], lambda _: None)(message["params"])
-        if seen:
+        trouble_of = _TROUBLE.get(message["method"])
+        if trouble_of is not None and (seen := trouble_of(message["params"])):
             self.errors.append(seen)
 
 

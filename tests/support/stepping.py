@@ -69,11 +69,11 @@ class MemoryStore(Store):
             return iter(found)
         return self._pages(found, prefix)
 
-    def _after(self, last: str, prefix: str) -> list[ObjectInfo]:
+    def _after(self, last: str, prefix: str) -> tuple[ObjectInfo, ...]:
         found = sorted((k, v) for k, v in self.objects.items() if k.startswith(prefix) and k > last)
-        return [ObjectInfo(key, len(data), modified) for key, (data, modified) in found]
+        return tuple(ObjectInfo(key, len(data), modified) for key, (data, modified) in found)
 
-    def _pages(self, found: list[ObjectInfo], prefix: str) -> Iterator[ObjectInfo]:
+    def _pages(self, found: tuple[ObjectInfo, ...], prefix: str) -> Iterator[ObjectInfo]:
         while found:
             page, more = found[: self.page], len(found) > self.page
             yield from page
@@ -124,7 +124,9 @@ class Actor:
         self.store = store
         self._go, self._came = threading.Semaphore(0), threading.Semaphore(0)
         self._dead = False
-        self.done, self.error, self.result = False, None, None  # type: ignore[var-annotated]
+        self.done = False
+        self.error: BaseException | None = None
+        self.result: Any = None  # what `work` returned
         self._threads: set[int] = set()
         self._work = work
         self._thread = threading.Thread(target=self._run, name="actor", daemon=True)
@@ -138,7 +140,7 @@ class Actor:
             self.pause()
             self.result = self._work()
         except BaseException as error:
-            self.error = error  # type: ignore[assignment]
+            self.error = error
         self.done = True
         _living.remove(self)
         self._came.release()
