@@ -95,7 +95,7 @@ def reference() -> Callable[..., tuple[list[np.ndarray], list[int]]]:
 
     def decode(data: bytes, stream: int, most: int = 10_000) -> tuple[list[np.ndarray], list[int]]:
         images, stamps = [], []
-        with av.open(io.BytesIO(data)) as container:
+        with av.open(io.BytesIO(data), "r") as container:
             video: Any = container.streams[stream]
             for frame in container.decode(video):
                 stamps.append(frame.pts)

@@ -183,7 +183,7 @@ def test_pictures_are_clips_of_one_frame_beside_videos(kind: str, tmp_path: Path
             (batch,) = loader
             assert batch["key"] == ["a", "b"]
             assert batch["clip"][0] == 0
-            with av.open(io.BytesIO(picture(kind))) as container:
+            with av.open(io.BytesIO(picture(kind)), "r") as container:
                 expected = reference_decoder.bt601(next(container.decode(video=0)))
             if kind == "jpg":
                 expected = np.array(Image.open(io.BytesIO(picture(kind))))

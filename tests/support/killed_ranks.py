@@ -52,7 +52,7 @@ def make_loader(url: str, rank: int, world_size: int, kind: str = "plain") -> Vi
     source: str | Mixture = url
     batch: dict[str, Any] = {"batch_size": GLOBAL_BATCH // world_size, "size": (16, 16)}
     if kind == "mixed":
-        views = {"wide": Dataset(url).where("width >= 64"), "all": url}
+        views: dict[str, str | Dataset] = {"wide": Dataset(url).where("width >= 64"), "all": url}
         source = Mixture(views, weights=[(0, {"wide": 1, "all": 1}), (9, {"wide": 1, "all": 4})])
         batch = {
             "buckets": Buckets((Bucket((16, 16)), Bucket((16, 28)), Bucket((28, 16), 4)), 28 * 16 * 4 * 6, multiple=2)

@@ -44,7 +44,7 @@ def film() -> bytes:
 
 def copied(data: bytes, name: str, options: dict[str, str], folder: Path, *, silent: bool = False) -> None:
     """The same packets in another container, or those of the pictures."""
-    with av.open(io.BytesIO(data)) as source, av.open(str(folder / name), "w", options=options) as output:
+    with av.open(io.BytesIO(data), "r") as source, av.open(str(folder / name), "w", options=options) as output:
         streams = {
             stream.index: output.add_stream_from_template(stream)
             for stream in list(source.streams)[: 1 if silent else 2]

@@ -56,7 +56,7 @@ def whole(data: bytes, stream: int) -> Whole | None:
     near = max(Fraction(3, 2) * base * rate, Fraction(3, 2000) * rate)
     places, end, gaps = list[int](), 0, 0
     for pts, samples, _, _ in frames:
-        stamped = end if pts is None else (pts * base - first) * rate
+        stamped = Fraction(end) if pts is None else (pts * base - first) * rate
         if abs(stamped - end) > near:
             end, gaps = round(stamped), gaps + 1
         places.append(end)
@@ -71,7 +71,7 @@ def whole(data: bytes, stream: int) -> Whole | None:
 
 def _frames(data: bytes, number: int) -> tuple[list[tuple[int | None, F32, int, Fraction]], int]:
     found, errors = list[tuple[int | None, F32, int, Fraction]](), 0
-    with av.open(io.BytesIO(data), metadata_errors="replace") as container:
+    with av.open(io.BytesIO(data), "r", metadata_errors="replace") as container:
         stream: Any = container.streams[number]
         for packet in container.demux(stream):
             try:

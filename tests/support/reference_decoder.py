@@ -15,7 +15,7 @@ from av.filter import Graph
 def frames(data: bytes, most: int = 100_000) -> tuple[list[np.ndarray], list[Fraction]]:
     """Of the largest video stream, RGB by BT.601 and seconds of each frame shown, in order of presentation."""
     images, times = [], []
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         stream: Any = max(container.streams.video, key=lambda s: s.codec_context.width * s.codec_context.height)
         for frame in container.decode(stream):
             images.append(bt601(frame))
@@ -41,7 +41,7 @@ def sound(data: bytes, stream: int, seconds: float) -> tuple[np.ndarray, int]:
     """float32 (channels, samples) of the first `seconds` and a little more, and the rate; silence where stamps leave a gap
     of more than the millisecond that some containers count in."""
     pieces: list[tuple[int, np.ndarray]] = []
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         audio: Any = container.streams[stream]
         planar, first = AudioResampler(format="fltp"), None
         for frame in container.decode(audio):

@@ -50,7 +50,7 @@ class Film:
 
     def placed(self) -> VideoInfo:
         """What the index would say if the file was long enough to be read in part."""
-        with av.open(io.BytesIO(self.data)) as file:
+        with av.open(io.BytesIO(self.data), "r") as file:
             packets = file.demux(file.streams[self.info.stream])
             places = {packet.pts: packet.pos for packet in packets if packet.is_keyframe}
         keys = tuple(replace(key, at=places.get(key.pts) or -1) for key in self.info.key_frames)

@@ -35,7 +35,7 @@ def noise(codec: str, rate: int, layout: str) -> bytes:
 @pytest.mark.parametrize("codec", ["pcm_u8", "pcm_s16le", "pcm_s24le", "pcm_s32le", "pcm_f32le", "pcm_f64le"])
 @pytest.mark.parametrize("layout", ["mono", "stereo", "5.1"])
 def test_samples_of_every_kind_become_what_libav_makes_of_them(codec: str, layout: str) -> None:
-    with av.open(io.BytesIO(noise(codec, 8000, layout))) as file:
+    with av.open(io.BytesIO(noise(codec, 8000, layout)), "r") as file:
         frames = list(file.decode(audio=0))
     planar = AudioResampler(format="fltp", layout=frames[0].layout)
     expected = np.concatenate([one.to_ndarray() for frame in frames for one in planar.resample(frame)], axis=1)
@@ -48,7 +48,7 @@ def test_samples_of_every_kind_become_what_libav_makes_of_them(codec: str, layou
 
 def test_far_more_sound_than_its_stamps_have_room_for_is_refused() -> None:
     """All of it at one instant: a few bytes might be hours."""
-    with av.open(io.BytesIO(noise("pcm_s16le", 48_000, "mono"))) as file:
+    with av.open(io.BytesIO(noise("pcm_s16le", 48_000, "mono")), "r") as file:
         frames = list(file.decode(audio=0))
     given = 0
 
@@ -67,7 +67,7 @@ def test_far_more_sound_than_its_stamps_have_room_for_is_refused() -> None:
 def test_sound_that_changes_in_the_middle_is_refused() -> None:
     frames = list[AudioFrame]()
     for rate in (8000, 16_000):
-        with av.open(io.BytesIO(noise("pcm_s16le", rate, "mono"))) as file:
+        with av.open(io.BytesIO(noise("pcm_s16le", rate, "mono")), "r") as file:
             frames += file.decode(audio=0)
     with pytest.raises(CorruptionError, match="in the middle"):
         heard(frames, Fraction(1))

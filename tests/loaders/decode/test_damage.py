@@ -69,7 +69,7 @@ def test_damage_that_hits_the_wanted_frames_is_an_error_and_frames_before_it_are
     data = (media / "corrupted.mp4").read_bytes()
     info = info_of(data, "mp4")
     images = []
-    with av.open(io.BytesIO(data)) as container, pytest.raises(av.FFmpegError):
+    with av.open(io.BytesIO(data), "r") as container, pytest.raises(av.FFmpegError):
         for frame in container.decode(video=0):
             images.append(frame)
     good = len(images) - 8  # what a decoder still holds back when the error comes is not judged here
@@ -110,7 +110,7 @@ def test_an_index_that_does_not_fit_the_file_is_found_out(media: Path, info_of: 
 
 def payloads(data: bytes) -> list[tuple[int, int, bool]]:
     """Where the packets of the first video lie: begin, end, and whether it is a key frame."""
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         packets = [packet for packet in container.demux(video=0) if packet.size]
     found = []
     for packet in packets:
@@ -147,7 +147,7 @@ def test_a_packet_of_hevc_that_was_lost_before_the_file_was_packed_is_noticed(in
     options = {"x265-params": "log-level=none:pools=1:keyint=40:bframes=0"}
     kind = video_corpus.Made("", "libx265", "mp4", width=160, height=128, options=options)
     data, target = video_corpus.make(kind), io.BytesIO()
-    with av.open(io.BytesIO(data)) as source, av.open(target, "w", format="mp4") as output:
+    with av.open(io.BytesIO(data), "r") as source, av.open(target, "w", format="mp4") as output:
         copy = output.add_stream_from_template(source.streams.video[0])
         for number, packet in enumerate(source.demux(video=0)):
             if packet.size and number != 10:
@@ -175,7 +175,7 @@ def test_messages_that_a_strict_decoder_refuses_say_nothing_of_the_pictures(info
     for codec, unit in (("libx264", b"\x06\x05\xff\xff\x01"), ("libx265", b"\x4e\x01\x05\xff\xff\x01")):
         params = {"x264-params": "keyint=20", "x265-params": "log-level=none:pools=1:keyint=20"}
         data, target = video_corpus.make(video_corpus.Made("", codec, "mp4", options=params)), io.BytesIO()
-        with av.open(io.BytesIO(data)) as source, av.open(target, "w", format="mp4") as output:
+        with av.open(io.BytesIO(data), "r") as source, av.open(target, "w", format="mp4") as output:
             stream = source.streams.video[0]
             copy = output.add_stream_from_template(stream)
             for packet in source.demux(stream):
@@ -185,7 +185,7 @@ def test_messages_that_a_strict_decoder_refuses_say_nothing_of_the_pictures(info
                     more.time_base, more.is_keyframe, more.stream = packet.time_base, packet.is_keyframe, copy
                     output.mux(more)
         odd = target.getvalue()
-        with av.open(io.BytesIO(odd)) as container, pytest.raises(av.FFmpegError):
+        with av.open(io.BytesIO(odd), "r") as container, pytest.raises(av.FFmpegError):
             container.streams.video[0].codec_context.options = {"err_detect": "explode"}
             list(container.decode(video=0))
         info = info_of(odd, "mp4")

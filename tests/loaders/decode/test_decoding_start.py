@@ -33,7 +33,7 @@ CLIPS = [Clip(3, 2), Clip(4, fps=13.0)]
 def rewritten(data: bytes, container: str, change: Callable[[int, bytes], bytes]) -> bytes:
     """The file with other payloads of its packets."""
     target = io.BytesIO()
-    with av.open(io.BytesIO(data)) as source, av.open(target, "w", format=container) as output:
+    with av.open(io.BytesIO(data), "r") as source, av.open(target, "w", format=container) as output:
         stream = source.streams.video[0]
         copy = output.add_stream_from_template(stream)
         for number, packet in enumerate(packet for packet in source.demux(stream) if packet.size):
@@ -46,7 +46,7 @@ def rewritten(data: bytes, container: str, change: Callable[[int, bytes], bytes]
 
 def marked(data: bytes) -> list[int]:
     """The numbers of the frames that the container marks as key frames; frames are stored as they are shown."""
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         packets = [packet for packet in container.demux(video=0) if packet.size]
     return [number for number, packet in enumerate(packets) if packet.is_keyframe]
 
@@ -86,7 +86,7 @@ def test_open_groups_begin_at_their_recovery_points() -> None:
 def test_a_stream_without_any_clean_start_is_decoded_from_its_first_packet(container: str) -> None:
     whole = video_corpus.make(video_corpus.Made("", "libx264", "mp4", frames=60, options=INTRA_REFRESH))
     target = io.BytesIO()
-    with av.open(io.BytesIO(whole)) as source, av.open(target, "w", format=container) as output:
+    with av.open(io.BytesIO(whole), "r") as source, av.open(target, "w", format=container) as output:
         copy = output.add_stream_from_template(source.streams.video[0])
         for packet in source.demux(video=0):
             if packet.size and packet.pts is not None and packet.pts * packet.time_base > 0.1:
@@ -117,7 +117,7 @@ def test_what_a_packet_says_of_itself_does_not_depend_on_how_its_units_are_parte
     codec: str, options: dict[str, str], clean: bool
 ) -> None:
     data = video_corpus.make(video_corpus.Made("", codec, "mp4", frames=40, options=options))
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         stream = container.streams.video[0]
         name, units = stream.codec_context.codec.canonical_name, 4
         assert bitstream.length_size(name, stream.codec_context.extradata) == units
@@ -134,7 +134,7 @@ def test_what_a_packet_says_of_itself_does_not_depend_on_how_its_units_are_parte
 
 def test_of_a_picture_in_two_fields_the_first_says_whether_decoding_may_begin() -> None:
     data = video_corpus.make(video_corpus.Made("", "libx264", "mp4", frames=40, options=OPEN_GROUPS))
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         packets = [packet for packet in container.demux(video=0) if packet.size]
     at = next(number for number, packet in enumerate(packets) if packet.is_keyframe and number)
     key, predicted = bytes(packets[at]), bytes(packets[at + 1])
@@ -190,7 +190,7 @@ def test_pictures_between_others_of_which_one_is_not_coded_are_refused() -> None
 
 def test_packed_pictures_keep_their_times(media: Any) -> None:
     data = (media / "action_xvid.avi").read_bytes()
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         stream = container.streams.video[0]
         packets = [memoryview(packet) for packet in container.demux(stream) if packet.size]
         shown = list(bitstream.mpeg4_shown(stream.codec_context.extradata, packets))
@@ -237,7 +237,7 @@ def unreferred(number: int, packet: bytes) -> bytes:
 
 def test_pictures_of_hevc_that_only_a_higher_layer_needs_are_decoded() -> None:
     data = video_corpus.make(video_corpus.Made("", "libx265", "mp4", frames=60, options={"x265-params": X265}))
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         layers = [bitstream.layer(memoryview(p), 4) for p in container.demux(video=0) if p.size]
     assert {layer for layer, _ in layers} == {0, 1}
     # a picture of the lowest layer, in decoding order between one of it and one of the higher: a B-frame that only those refer to
@@ -248,7 +248,7 @@ def test_pictures_of_hevc_that_only_a_higher_layer_needs_are_decoded() -> None:
     }
     assert len(unreferred.__dict__["numbers"]) > 4
     film = Film(rewritten(data, "mp4", unreferred), "mp4")
-    with av.open(io.BytesIO(film.data)) as container:
+    with av.open(io.BytesIO(film.data), "r") as container:
         changed = [bitstream.layer(memoryview(p), 4) for p in container.demux(video=0) if p.size]
     assert (0, False) in changed
     film.check([Clip(2, 3), Clip(1)], count=20)

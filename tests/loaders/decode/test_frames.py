@@ -147,7 +147,7 @@ def test_open_groups_and_gradual_refreshes_are_exact_at_every_frame(
 
 def _leading_pictures(data: bytes) -> int:
     leading, key = 0, 0
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         for packet in container.demux(video=0):
             if packet.pts is not None:
                 key = packet.pts if packet.is_keyframe else key
@@ -213,7 +213,7 @@ def test_dali_names_the_culprit_and_decodes_the_others(media: Path, info_of: Inf
 
 
 def _garbled(data: bytes) -> bytes:
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         packet = next(p for p in container.demux(video=0) if p.size)
         at = data.index(bytes(packet)[:64])
     return data[:at] + b"\xff" * 64 + data[at + 64 :]

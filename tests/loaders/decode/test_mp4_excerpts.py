@@ -69,7 +69,7 @@ class Film:
         self.ext = "mkv" if what.container == "matroska" else what.container
         info = probe(self.data, ext=self.ext).video
         assert info is not None
-        with av.open(io.BytesIO(self.data)) as file:
+        with av.open(io.BytesIO(self.data), "r") as file:
             places = {packet.pts: packet.pos for packet in file.demux(file.streams[info.stream]) if packet.is_keyframe}
         self.info = replace(info, key_frames=tuple(replace(key, at=places.get(key.pts, -1)) for key in info.key_frames))
 
@@ -146,7 +146,7 @@ def test_pictures_are_those_of_plain_decoding(film: Film) -> None:
     wanted = middle(film)
     assert film.excerpt(wanted) is not None
     found = decoded(film, wanted, cut=True)
-    with av.open(io.BytesIO(film.data)) as file:
+    with av.open(io.BytesIO(film.data), "r") as file:
         stream = file.streams.video[film.info.stream]
         frames = {frame.pts: reference_decoder.bt601(frame) for frame in file.decode(stream)}
     assert sorted(frames).index(found.pts[0]) == wanted.values[0]

@@ -46,7 +46,7 @@ def packets() -> bytes:
 
 
 def film(packets: bytes, path: Path, options: dict[str, str]) -> Path:
-    with av.open(io.BytesIO(packets)) as source, av.open(str(path), "w", options=options) as output:
+    with av.open(io.BytesIO(packets), "r") as source, av.open(str(path), "w", options=options) as output:
         copy = output.add_stream_from_template(source.streams.video[0])
         for packet in source.demux(video=0):
             if packet.size:

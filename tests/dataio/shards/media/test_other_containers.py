@@ -111,7 +111,7 @@ def test_a_stream_that_begins_in_the_middle_of_a_group_has_the_frames_that_a_pla
         shown = [frame.to_ndarray() for frame in container.decode(video=0)]
     with pack([stream], tmp_path / "ds", recipe=Recipe(container="mp4"), workers=1) as dataset:
         sample = dataset.sample(0)
-        with av.open(io.BytesIO(dataset.read(sample, "mp4"))) as container:
+        with av.open(io.BytesIO(dataset.read(sample, "mp4")), "r") as container:
             copied = [frame.to_ndarray() for frame in container.decode(video=0)]
         assert sample.video is not None
         assert sample.video.frames == len(shown) == len(copied) < 40
@@ -144,7 +144,7 @@ def test_an_animated_picture_becomes_a_video_with_its_times_on_white(tmp_path: P
     path.write_bytes(ANIMATED)
     with pack([path], tmp_path / "ds", recipe=Recipe(codec="h264"), workers=1) as dataset:
         sample = dataset.sample(0)
-        with av.open(io.BytesIO(dataset.read(sample, "mp4"))) as container:
+        with av.open(io.BytesIO(dataset.read(sample, "mp4")), "r") as container:
             frames = [(frame.time, frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
     assert [time for time, _ in frames] == pytest.approx([0.0, 0.1, 0.3, 0.6])  # once, though it says to repeat itself
     for number, (_, picture) in enumerate(frames):

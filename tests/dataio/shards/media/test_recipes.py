@@ -24,13 +24,13 @@ def picked(container: Any, kind: str) -> Any:
 
 
 def pictures(data: bytes) -> list[bytes]:
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         stream = picked(container, "video")
         return [frame.to_ndarray(format="gray").tobytes() for frame in container.decode(stream)]
 
 
 def packets(data: bytes, kind: str) -> list[bytes]:
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         stream = picked(container, kind)
         return [bytes(packet) for packet in container.demux(stream) if packet.size]
 

@@ -151,7 +151,7 @@ def test_all_windows_but_those_at_the_ends_are_decoded_so(ways: Ways, file: Reco
 
 def test_what_sounds_is_where_it_was(ways: Ways, file: Recording) -> None:
     """Beside all of the file, decoded from its beginning by PyAV alone."""
-    with av.open(io.BytesIO(file.data)) as container:
+    with av.open(io.BytesIO(file.data), "r") as container:
         stream = container.streams.audio[0]
         frames = [frame for frame in container.decode(stream) if frame.pts is not None]
         first = int((frames[0].pts or 0) * (stream.time_base or 0) * file.info.sample_rate)
@@ -296,7 +296,7 @@ def test_tables_that_name_the_same_bytes_often_make_no_large_excerpt() -> None:
 
 def test_sound_among_pictures_in_mp4_is_decoded_so(ways: Ways) -> None:
     target = io.BytesIO()
-    with av.open(io.BytesIO(recording("AAC"))) as source, av.open(target, "w", format="mp4") as output:
+    with av.open(io.BytesIO(recording("AAC")), "r") as source, av.open(target, "w", format="mp4") as output:
         video: Any = output.add_stream("libx264", rate=10)
         video.width, video.height = 64, 48
         sound = output.add_stream_from_template(source.streams.audio[0])
@@ -318,7 +318,7 @@ def test_sound_among_pictures_in_mp4_is_decoded_so(ways: Ways) -> None:
 
 
 def test_fragments_and_pcm_are_left_to_libav() -> None:
-    with av.open(io.BytesIO(recording("AAC"))) as source:
+    with av.open(io.BytesIO(recording("AAC")), "r") as source:
         for options, ext in (({"movflags": "frag_keyframe+empty_moov"}, "m4a"),):
             target = io.BytesIO()
             with av.open(target, "w", format="mp4", options=options) as output:
