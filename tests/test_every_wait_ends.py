@@ -75,7 +75,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LEAST_RATE", limits.GIB)
 
 
-@pytest.fixture(params=["s3fs", "obstore", "http"])
+@pytest.fixture(params=["s3fs", "obstore"])
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "s3fs":
         pytest.importorskip("obstore", reason="the extra s3 is not installed")

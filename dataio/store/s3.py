@@ -7,9 +7,8 @@ Invariants:
 * Nothing is cached: no listing, no size. Only the parts of an upload are retried here; `retry.Retry` does the rest.
 * Content below one part is a single PUT. Otherwise at most `IN_FLIGHT` parts are being sent while one more is being
   filled, so memory stays below (IN_FLIGHT + 2) parts. Nothing is visible before the upload is completed.
-* `HEADRACE_S3` or the option `client` chooses the library: `s3fs`, `obstore`, or `http` (obstore, with reads and
-  listings by `s3_http`). Without them `http` serves if obstore is installed and supports the options; otherwise s3fs
-  does. Callers see no difference.
+* `HEADRACE_S3` or the option `client` chooses the library: `s3fs` or `obstore`. Without them obstore serves if it is
+  installed and supports the options; otherwise s3fs does. Callers see no difference.
 
 Failure behaviour: see `s3_errors`. A PUT takes at most 5 GiB, and a conditional one `base.CONDITIONAL_BYTES`. Any
 exception during an upload, also one of the stream or an interrupt, cancels its requests and aborts it. A lost answer to
@@ -27,7 +26,7 @@ import io
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +54,6 @@ from headrace.dataio.store.base import (
     check_key,
     check_prefix,
     too_large,
-    writable_bytes,
 )
 from headrace.dataio.store.retry import Policy, call_async
 from headrace.dataio.store.s3_config import S3Config, parse
@@ -93,21 +91,14 @@ class S3Store(Store):
         return Location(self._config.url, self._config.public, self._config.shareable)
 
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
-        found = self._session.get_sync(f"reading {self._name(key)}", self._config.full_key(key), max_bytes)
-        return self._session.run(self._get(key, max_bytes)) if found is None else found
+        return self._session.run(self._get(key, max_bytes))
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.get_ranges_into(key, [(offset, buffer)])
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         full, name = self._config.full_key(key), self._name(key)
-        if not s3_session.fill_sync(self._session, full, name, ranges):
-            self._session.run(s3_session.fill(self._session, full, name, ranges))
-
-    def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
-        full, name = self._config.full_key(key), self._name(key)
-        if not s3_session.pass_on_sync(self._session, full, name, offset, writable_bytes(buffer), take):
-            super().get_pieces(key, offset, buffer, take)
+        self._session.run(s3_session.fill(self._session, full, name, ranges))
 
     def put(self, key: str, data: Buffer) -> None:
         self._session.run(self._put(key, data))
@@ -153,9 +144,7 @@ class S3Store(Store):
 
     def stat(self, key: str) -> ObjectInfo:
         full, doing = self._config.full_key(key), f"reading {self._name(key)}"
-        head = self._session.head_sync(doing, full)
-        if head is None:
-            head = self._session.run(self._session.call("head_object", doing, Key=full))
+        head = self._session.run(self._session.call("head_object", doing, Key=full))
         return ObjectInfo(key, length_of(head, f"{doing}: {self._config.endpoint}"), head["LastModified"].timestamp())
 
     def delete_many(self, keys: Iterable[str]) -> None:
@@ -210,9 +199,7 @@ class S3Store(Store):
         more: dict[str, object] = {}
         while True:
             doing, wanted = f"listing {self._config.url}", {"Prefix": base + prefix, **more}
-            page = self._session.list_sync(doing, wanted)
-            if page is None:
-                page = self._session.run(self._session.call("list_objects_v2", doing, **wanted))
+            page = self._session.run(self._session.call("list_objects_v2", doing, **wanted))
             yield page
             if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
                 return

@@ -38,7 +38,7 @@ _PUBLIC: Mapping[str, frozenset[str] | None] = {
 }
 """Options that may be shown, recorded and sent to the daemon; for a mapping, which of its entries."""
 _OURS = ("endpoint_url", "region", "path_style", "client")
-CLIENTS = ("s3fs", "obstore", "http")
+CLIENTS = ("s3fs", "obstore")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """The fast S3 client: obstore for GET, PUT, sizes and create-if-absent; s3fs for the rest.
 
 Purpose: obstore needs a fraction of s3fs's CPU. Deletes, listings and multipart uploads stay with s3fs's client:
-obstore lists by folders, reports the marker `folder/` as an object, and gives no access to a single part. Unless
-`HEADRACE_S3=obstore`, reads and listings go through `s3_http` in the caller's thread, which costs less still. Each
+obstore lists by folders, reports the marker `folder/` as an object, and gives no access to a single part. Each
 library is imported, and its client made, on first use, so a process that only reads needs neither.
 
 Invariants: as for `S3Session`: one request per call (obstore's retries are off), the same errors. Bodies stream in
@@ -20,9 +19,7 @@ import asyncio
 import importlib.util
 import os
 import threading
-import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,12 +28,9 @@ from headrace.dataio.core.errors import AccessDeniedError
 from headrace.dataio.store.credential_chain import Keys
 from headrace.dataio.store.s3_config import S3Config
 from headrace.dataio.store.s3_errors import CHECK_KEYS, translated_obstore, translated_s3
-from headrace.dataio.store.s3_http import SyncHttpClient, behind_a_proxy
 from headrace.dataio.store.s3_session import S3Session, flat
 
 _PUT_BYTES = 64 * limits.MIB
-_KEYS_SECONDS = 10.0
-"""How long a thread that reads by itself trusts the chain's keys before it asks for the current ones."""
 _CHUNK = 1 * limits.MIB
 _WHOLE_REQUEST = timedelta(hours=1)
 """obstore's own limit for a whole request, 30 s by default. `S3Config.request_seconds` ends each one earlier."""
@@ -72,56 +66,14 @@ def unavailable(config: S3Config) -> str | None:
 
 
 class ObstoreClient(S3Session):
-    """An `S3Session` that sends reads and PUTs through obstore or `SyncHttpClient`."""
+    """An `S3Session` that sends reads and PUTs through obstore."""
 
     def __init__(self, config: S3Config) -> None:
         super().__init__(config)
         self._obstore: tuple[Keys | None, Any] | None = None
-        self._http: SyncHttpClient | None = None
-        if config.client != "obstore" and not behind_a_proxy(os.environ):
-            self._http = SyncHttpClient(config)
-            weakref.finalize(self, self._http.close)
-        self._last_keys: tuple[float, Keys | None] | None = None  # when, and which: for reads in the caller's thread
-
-    def close(self) -> None:
-        if self._http is not None:
-            self._http.close()
-        super().close()
 
     def reconnect(self) -> None:
-        if self._http is not None:
-            self._http.reconnect()
         self._obstore = None
-
-    def get_sync(self, doing: str, key: str, max_bytes: int) -> bytes | None:
-        return self._sync(doing, lambda http, keys: http.get(doing, key, keys, max_bytes))
-
-    def read_sync(self, doing: str, key: str, start: int, stop: int, buffers: Iterable[memoryview]) -> bool:
-        return bool(self._sync(doing, lambda http, keys: http.read(doing, key, keys, start, stop, buffers)))
-
-    def head_sync(self, doing: str, key: str) -> dict[str, Any] | None:
-        return self._sync(doing, lambda http, keys: http.head(doing, key, keys))
-
-    def list_sync(self, doing: str, parameters: Mapping[str, object]) -> dict[str, Any] | None:
-        return self._sync(doing, lambda http, keys: http.list_objects(doing, keys, parameters))
-
-    def _sync(self, doing: str, request: Callable[[SyncHttpClient, Keys | None], T | None]) -> T | None:
-        """The result of a request in this thread; None if the session's ordinary client must send it."""
-        if self._http is None or not self.is_open:
-            return None
-        try:
-            found = request(self._http, self._current_keys(doing))
-        except AccessDeniedError:
-            found = None
-        if found is None:
-            self._last_keys = None  # the keys may be the reason
-        return found
-
-    def _current_keys(self, doing: str) -> Keys | None:
-        last = self._last_keys
-        if last is None or (self.config.uses_chain and time.monotonic() - last[0] >= _KEYS_SECONDS):
-            last = self._last_keys = time.monotonic(), self.run(self._keys(doing))
-        return last[1]
 
     async def _keys(self, doing: str) -> Keys | None:
         if not self.config.uses_chain:

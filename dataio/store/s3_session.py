@@ -60,8 +60,6 @@ PARALLEL = 8
 SHORT_BYTES = 1 << 20
 """A body up to this size may arrive in one piece, in its own memory."""
 _CHUNK = 256 << 10
-_PIECE = 256 << 10
-"""How much is passed on at a time, so that it stays in the processor's caches."""
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 Range = tuple[int, memoryview]
@@ -105,27 +103,6 @@ class S3Session:
 
     def reconnect(self) -> None:
         """Drop the idle connections, as far as the session knows them."""
-
-    # Requests in the caller's thread. They return None (False) if the client has none, or if the answer needs a closer look:
-    # then the caller sends the request again through `run`, and reads all bytes again.
-
-    def get_sync(self, doing: str, key: str, max_bytes: int) -> bytes | None:
-        """An object of at most `max_bytes`."""
-        return None
-
-    def read_sync(self, doing: str, key: str, start: int, stop: int, buffers: Iterable[memoryview]) -> bool:
-        """Fill `buffers` one after the other with the bytes [start, stop); each is requested when the last one is
-        full.
-        """
-        return False
-
-    def head_sync(self, doing: str, key: str) -> dict[str, Any] | None:
-        """botocore's answer to `head_object`."""
-        return None
-
-    def list_sync(self, doing: str, parameters: Mapping[str, object]) -> dict[str, Any] | None:
-        """botocore's answer to `list_objects_v2`."""
-        return None
 
     async def _with_current_credentials(self, request: Callable[[], Awaitable[T]], doing: str) -> T:
         """Send `request`; if the server refuses the credentials and the chain has new ones, send it once more."""
@@ -384,40 +361,6 @@ def _cut(ranges: Sequence[Range]) -> Iterator[Range]:
     for offset, buffer in ranges:
         for at in range(0, len(buffer), SPAN_BYTES):
             yield offset + at, buffer[at : at + SPAN_BYTES]
-
-
-def fill_sync(session: S3Session, key: str, name: str, ranges: Sequence[Range]) -> bool:
-    """Fill `ranges` in the caller's thread, if they fit one span; False if `fill` must do it."""
-    targets = [(offset, writable_bytes(buffer)) for offset, buffer in ranges]
-    for offset, buffer in targets:
-        check_range(name, offset, len(buffer))
-    spans = plan(targets)
-    if len(spans) != 1 or any(not len(buffer) for _, buffer in targets):
-        return False
-    start, stop, segments = spans[0].start, spans[0].stop, spans[0].segments
-    buffers = (memoryview(bytearray(length)) if target is None else target for length, target in segments)
-    return session.read_sync(f"reading {name}", key, start, stop, buffers)
-
-
-def pass_on_sync(
-    session: S3Session, key: str, name: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]
-) -> bool:
-    """Pass the bytes of one span to `take` as they arrive, through the start of `buffer`, in the caller's thread.
-
-    `buffer` is as long as the range. False if `fill` must do it.
-    """
-    size, room = len(buffer), buffer[:_PIECE]
-    if not 0 < size <= SPAN_BYTES:
-        return False
-    check_range(name, offset, size)
-
-    def pieces() -> Iterator[memoryview]:
-        for at in range(0, size, _PIECE):
-            piece = room[: size - at]
-            yield piece
-            take(offset + at, piece)
-
-    return session.read_sync(f"reading {name}", key, offset, offset + size, pieces())
 
 
 async def fill(session: S3Session, key: str, name: str, ranges: Sequence[Range]) -> None:

@@ -7,14 +7,12 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,6 @@ from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.s3_config import parse
-from headrace.dataio.store.s3_http import SyncHttpClient
 from tests.checkpoint.making import Wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
@@ -138,8 +134,6 @@ import gc, json, os, sys, threading, time
 import torch
 from headrace.checkpoint import Checkpointer, read
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.s3_config import parse
-from headrace.dataio.store.s3_http import SyncHttpClient
 
 url = sys.argv[1]
 state = {"m": torch.arange(4.0)}
@@ -225,17 +219,3 @@ def test_an_optimizer_of_a_child_does_not_wait_for_a_copy_of_its_parent(
         assert child(lambda: optimizer.step() is None)
         over.set()
         handle.result(60)
-
-
-def test_a_child_does_not_end_a_request_of_its_parent_on_s3() -> None:
-    near, far = socket.socketpair()
-    connection = HTTPConnection("nowhere")
-    connection.sock = near
-    here = SyncHttpClient(parse("s3://bucket", {}))
-    here._used.add(connection)
-    with near, far:
-        assert child(lambda: here.close() is None)
-        near.sendall(b"x")
-        assert far.recv(1) == b"x"
-        here.close()
-        assert far.recv(1) == b""

@@ -60,9 +60,9 @@ def test_a_directory_gives_pieces_that_are_the_objects_bytes(tmp_path: Path, dir
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("client", ["http", "s3fs"])
+@pytest.mark.parametrize("client", ["obstore", "s3fs"])
 def test_s3_gives_pieces_that_are_the_objects_bytes(s3_url: str, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if client == "http":
+    if client == "obstore":
         pytest.importorskip("obstore", reason="the extra s3 is not installed")
     monkeypatch.setenv("HEADRACE_S3", client)
     with open_store(s3_url) as store, concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -34,7 +34,7 @@ def server() -> Iterator[S3Server]:
         yield running
 
 
-@pytest.fixture(params=["s3fs", "obstore", "http"])
+@pytest.fixture(params=["s3fs", "obstore"])
 def url(request: pytest.FixtureRequest, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty place, for each client in turn; the keys of the variables are in force."""
     if request.param != "s3fs":

@@ -47,7 +47,7 @@ from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.s3
 MIB = 1 << 20
-CLIENTS = ["s3fs", "obstore", "http"]
+CLIENTS = ["s3fs", "obstore"]
 
 
 @pytest.fixture(params=CLIENTS)
@@ -79,10 +79,6 @@ class TestS3ThroughObstore(TestS3ThroughS3fs):
         pytest.importorskip("obstore", reason="the extra s3 is not installed")
         monkeypatch.setenv("HEADRACE_S3", self.client)
         return s3_url
-
-
-class TestS3ThroughHttp(TestS3ThroughObstore):
-    client = "http"
 
 
 def test_the_store_agrees_with_a_model(s3_url: str, client: str) -> None:
