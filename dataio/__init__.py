@@ -11,10 +11,10 @@ from headrace.dataio.core.imports import exports
 
 if TYPE_CHECKING:
     from headrace.dataio.shards.dataset import Dataset
-    from headrace.dataio.shards.in_place.indexing import index
+    from headrace.dataio.shards.ingest.index_tars import index
     from headrace.dataio.shards.ingest.manifests import Columns
     from headrace.dataio.shards.ingest.pack import PackReport, append, pack
-    from headrace.dataio.shards.media.facts import Recipe
+    from headrace.dataio.shards.media.messages import Recipe
     from headrace.dataio.shards.preview import preview
     from headrace.dataio.shards.verify.run import VerifyReport, verify
     from headrace.dataio.store.open import open_store
@@ -38,9 +38,9 @@ _HOME = {
     "Dataset": "headrace.dataio.shards.dataset",
     "PackReport": "headrace.dataio.shards.ingest.pack",
     "VerifyReport": "headrace.dataio.shards.verify.findings",
-    "Recipe": "headrace.dataio.shards.media.facts",
+    "Recipe": "headrace.dataio.shards.media.messages",
     "append": "headrace.dataio.shards.ingest.pack",
-    "index": "headrace.dataio.shards.in_place.indexing",
+    "index": "headrace.dataio.shards.ingest.index_tars",
     "open_store": "headrace.dataio.store.open",
     "pack": "headrace.dataio.shards.ingest.pack",
     "preview": "headrace.dataio.shards.preview",

@@ -32,9 +32,9 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import counted
 
 if TYPE_CHECKING:
-    from headrace.dataio.shards.in_place.tally import IndexProgress
     from headrace.dataio.shards.ingest.report import PackReport, Progress
-    from headrace.dataio.shards.media.facts import Recipe
+    from headrace.dataio.shards.ingest.tar_scanner import IndexProgress
+    from headrace.dataio.shards.media.messages import Recipe
 
 _PACK = """\
 SRC is a file, a folder, a quoted glob, a manifest (.csv .tsv .jsonl .parquet) or a WebDataset .tar, local or s3://bucket/….
@@ -151,7 +151,7 @@ def pack(args: argparse.Namespace) -> int:
 )
 def index(args: argparse.Namespace) -> int:
     """`headrace index URL-PATTERN... DST`"""
-    from headrace.dataio.shards.in_place.indexing import index as index_tars
+    from headrace.dataio.shards.ingest.index_tars import index as index_tars
 
     with byte_progress("indexing", _index_progress, quiet=args.json) as progress:
         dataset = index_tars(
@@ -177,7 +177,7 @@ def index(args: argparse.Namespace) -> int:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
-    from headrace.dataio.shards.media.facts import Recipe
+    from headrace.dataio.shards.media.messages import Recipe
 
     return Recipe(
         codec=args.transcode,

@@ -36,10 +36,9 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, DeadlineError, UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.sample import Sample
-from headrace.dataio.shards.workers import media_jobs
-from headrace.dataio.shards.workers.decoding import ask, seconds_for, set_aside
-from headrace.dataio.shards.workers.media_jobs import Pictures, PicturesJob
-from headrace.dataio.shards.workers.process import WorkerPool, run_module
+from headrace.dataio.shards.workers import jobs
+from headrace.dataio.shards.workers.jobs import Pictures, PicturesJob, ask, local_copy, seconds_for
+from headrace.dataio.shards.workers.pool import WorkerPool
 
 MAX_SAMPLES, MAX_FRAMES = 1000, 16
 PICTURE_BYTES = 32 * limits.MIB
@@ -102,7 +101,7 @@ def _decode_pictures(
 ) -> list[PreviewSample]:
     found, total = list[PreviewSample](), 0
     with (
-        WorkerPool(run_module(media_jobs.WORKER), media_jobs.HELLO, workers) as pool,
+        WorkerPool(jobs.COMMAND, jobs.HELLO, workers) as pool,
         ThreadPoolExecutor(pool.workers) as threads,
     ):
         for pictures in threads.map(lambda sample: _pictures_of(dataset, sample, frames, pool), samples):
@@ -133,7 +132,7 @@ def _pictures_of(dataset: Dataset, sample: Sample, frames: int, pool: WorkerPool
     else:
         return Pictures(fault="it has neither pictures nor sound")
     try:
-        with set_aside(dataset.store, sample, ext) as path:
+        with local_copy(dataset.store, sample, ext) as path:
             answer = ask(pool, msgspec.structs.replace(job, path=path), seconds_for(sample))
     except (CorruptionError, DeadlineError, CapacityError) as error:
         return Pictures(fault=error.message)

@@ -23,17 +23,30 @@ import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.errors import CorruptionError, TransientError, UnsupportedError
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError
+
+if TYPE_CHECKING:
+    from headrace.dataio.shards.dataset import Dataset
 
 BLOCK = 512
 END = bytes(2 * BLOCK)
 _WINDOW = 64 * limits.KIB
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^/.]+)\.(?P<ext>[^/]+)", re.DOTALL)
 _SIZE_LIMIT = 1 << 62
+_COMPRESSION = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+"""The first bytes of compressed files."""
 MAX_SAMPLE_MEMBERS = 10_000
 """The most members that a sample may have, in a tar or in a folder."""
+_DALI_VERSION = "v1.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,11 @@ def stream(placed: Sequence[Placed], payloads: Iterable[Iterable[bytes]]) -> Ite
 
 ReadAt = Callable[[int, int], bytes]
 """(offset, length) → exactly these bytes. It is never called for bytes beyond the archive's size."""
+
+
+def compressed_by(head: bytes) -> str | None:
+    """Return the program that compressed the file with these first bytes (8 or more), or None."""
+    return next((program for magic, program in _COMPRESSION.items() if head.startswith(magic)), None)
 
 
 def scan(read_at: ReadAt, size: int, shard: str) -> Iterator[Entry]:
@@ -286,3 +304,42 @@ def _check_inside(start: int, length: int, size: int, shard: str, position: int)
         raise CorruptionError(
             f"{shard}: truncated: the member at offset {position} ends at {start + length}, the archive at {size}"
         )
+
+
+# --- index files of DALI
+
+
+def dali_index(dataset: Dataset, shard: str) -> str:
+    """Return the index file of a shard for DALI's `readers.webdataset`, which can then read it without scanning.
+
+    The file has one line for each sample, in the order of the shard, with the extension, payload offset and length of
+    each member. The offsets come from the sample index, so they are also correct for members with pax and GNU headers.
+
+    Args:
+        dataset: an open version of the dataset.
+        shard: the key of the shard, one of `dataset.document.shards`.
+
+    Returns:
+        The text of the file. Write it to a file, and give that to DALI as `index_paths`.
+
+    Raises:
+        NotFoundError: the version does not have this shard.
+        UnsupportedError: an extension has white space or unprintable characters, which the format cannot express.
+    """
+    import pyarrow.compute as pc
+
+    table = dataset.columns(["shard", "members"])
+    rows = table.filter(pc.equal(table["shard"], shard))["members"]
+    if shard not in {known.key for known in dataset.document.shards}:
+        raise NotFoundError(f"{dataset.url} version {dataset.version} has no shard {shard!r}", hint="`headrace info`")
+    return "\n".join([f"{_DALI_VERSION} {len(rows)}", *(_dali_line(members.as_py(), shard) for members in rows)]) + "\n"
+
+
+def _dali_line(members: list[dict[str, Any]], shard: str) -> str:
+    return " ".join(_dali_member(member, shard) for member in members)
+
+
+def _dali_member(member: dict[str, Any], shard: str) -> str:
+    if len(member["ext"].split()) != 1 or not member["ext"].isprintable():
+        raise UnsupportedError(f"{shard}: DALI's index cannot name the extension {member['ext']!r}")
+    return f"{member['ext']} {member['offset']} {member['length']}"

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
-from headrace.dataio.shards.media.facts import decode_other, encode_other
+from headrace.dataio.shards.media.messages import decode_other, encode_other
 from headrace.dataio.shards.sample import AudioInfo, VideoInfo
-from headrace.dataio.shards.workers.probe_worker import die_with_parent, read_frame, write_frame
+from headrace.dataio.shards.workers.worker import die_with_parent, read_frame, write_frame
 from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.clip import Wanted

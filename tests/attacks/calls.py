@@ -10,8 +10,8 @@ from pathlib import Path
 from headrace.dataio import Dataset, index, pack
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.media.describe import describe
-from headrace.dataio.shards.media.facts import Failure
-from headrace.dataio.shards.workers.probe_worker import limit_memory
+from headrace.dataio.shards.media.messages import Failure
+from headrace.dataio.shards.workers.worker import limit_memory
 
 
 def scan_tar(path: str) -> None:

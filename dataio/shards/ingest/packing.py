@@ -1,5 +1,8 @@
 """Packs units of a plan: prepares their groups, stores their shards and records them.
 
+Purpose: `pack_units` packs units in this process, whose worker processes read the media. An engine (`find_engine`) runs
+it for all units of a plan, either on this machine or on a Ray cluster.
+
 Invariants:
 
 * A shard is named by its unit and a digest of its contents. The packer closes it before the sample that would exceed
@@ -7,15 +10,19 @@ Invariants:
 * The packer does not send a shard that is already stored under its name.
 * The index rows describe the bytes that were stored. A file that changes between being described and being sent stops
   the packing.
+* An engine packs and records every unit that it is given, in any order. The dataset does not depend on the engine.
 
 Failure behaviour: a group that cannot be prepared goes into the unit's `skipped`. With `strict`, its error is raised. A
-full scratch folder raises `CapacityError`, and no sample is skipped for it. Recorded units stay recorded.
+full scratch folder raises `CapacityError`, and no sample is skipped for it. Recorded units stay recorded. An unknown
+engine raises `UsageError`. An engine that is not installed raises `UnsupportedError`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,15 +40,16 @@ from headrace.dataio.core.errors import (
     NotFoundError,
     TransientError,
     UnsupportedError,
+    UsageError,
 )
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest.journal import Journal, Packed
-from headrace.dataio.shards.ingest.plan import Settings, Unit
+from headrace.dataio.shards.ingest.plan import Journal, Packed, Settings, Step, Unit
 from headrace.dataio.shards.ingest.pool import ProbePool, scratch_of
-from headrace.dataio.shards.ingest.report import Skipped
+from headrace.dataio.shards.ingest.remote import Remote
+from headrace.dataio.shards.ingest.report import Skipped, WorkerReport
 from headrace.dataio.shards.ingest.sources import Group
-from headrace.dataio.shards.media.facts import Clip, Failure, FileFact, Outcome
+from headrace.dataio.shards.media.messages import Clip, Failure, FileFact, Outcome
 from headrace.dataio.shards.sample import Member, Sample
 from headrace.dataio.shards.versions.documents import Shard
 from headrace.dataio.store.base import Store
@@ -236,3 +244,44 @@ def _read_unchanged(fact: FileFact) -> Iterator[bytes]:
 
 def _changed(fact: FileFact, what: str) -> TransientError:
     return TransientError(f"{fact.path} {what}", hint="pack again when nothing writes to the input")
+
+
+# --- engines
+
+Engine = Callable[[Store, Journal, Sequence[Unit], Settings, int | None, str, Step, Remote], Sequence[WorkerReport]]
+
+
+def local(
+    store: Store,
+    journal: Journal,
+    todo: Sequence[Unit],
+    settings: Settings,
+    workers: int | None,
+    scratch: str,
+    step: Step,
+    remote: Remote,
+) -> Sequence[WorkerReport]:
+    """Pack on this machine; `workers` processes read the media."""
+    started = time.monotonic()
+    with ProbePool(workers, remote=remote) as pool:
+        for _ in pack_units(store, journal, todo, settings, pool, scratch, step):
+            pass
+    groups = [group for unit in todo for group in unit.groups]
+    size = sum(group.bytes for group in groups)
+    return (WorkerReport(socket.gethostname(), len(groups), size, time.monotonic() - started),)
+
+
+def named(name: str) -> Engine:
+    """Return the engine with this name, "local" or "ray"."""
+    if name == "local":
+        return local
+    if name == "ray":
+        try:
+            from headrace.dataio.shards.ingest import ray_engine
+        except ImportError as error:
+            raise UnsupportedError(
+                f"the engine ray cannot be used: {error}", hint="pip install 'headrace[ray]'"
+            ) from error
+        engine: Engine = ray_engine.run
+        return engine
+    raise UsageError(f"there is no engine {name!r}", hint="engines are local and ray")

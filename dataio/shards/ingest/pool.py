@@ -4,7 +4,7 @@ The pool first copies the files that lie in stores into the scratch folder of th
 once as are in flight.
 
 Invariants: at most `_AHEAD` samples per worker are in flight. Results come in the order of the groups.
-`headrace.dataio.shards.workers.process` enforces the time limits and restarts workers.
+`headrace.dataio.shards.workers.pool` enforces the time limits and restarts workers.
 Failure behaviour: a hang is a `Failure` with code "deadline". A crash is a `Failure` with code "corruption". If a
 worker cannot start at all, no file is at fault, and the pool raises `UnsupportedError`.
 """
@@ -24,15 +24,24 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, DeadlineError
 from headrace.dataio.shards.ingest.remote import Remote, is_url
 from headrace.dataio.shards.ingest.sources import Group
-from headrace.dataio.shards.media.facts import Answer, Failure, Outcome, Recipe, Span, Task, decode_outcome, encode_task
-from headrace.dataio.shards.workers.probe_worker import HELLO
-from headrace.dataio.shards.workers.process import WorkerPool, run_module
+from headrace.dataio.shards.media.messages import (
+    Answer,
+    Failure,
+    Outcome,
+    Recipe,
+    Span,
+    Task,
+    decode_outcome,
+    encode_task,
+)
+from headrace.dataio.shards.workers.pool import WorkerPool, run_module
+from headrace.dataio.shards.workers.worker import PROBE_HELLO
 
 _AHEAD = 4
 _ANSWER_BYTES = 256 * limits.MIB
 _AS_IT_IS = Recipe()
 _Flying = tuple[Group, Task, Future[Outcome]]
-_COMMAND = run_module("headrace.dataio.shards.workers.probe_worker")
+_COMMAND = run_module("headrace.dataio.shards.workers.worker", "probe")
 
 
 def seconds_for(group: Group, recipe: Recipe = _AS_IT_IS) -> float:
@@ -56,7 +65,7 @@ class ProbePool:
         remote: Remote | None = None,
     ) -> None:
         self._seconds, self._remote = seconds, remote
-        self._pool = WorkerPool(command, HELLO, workers, answer_bytes=_ANSWER_BYTES)
+        self._pool = WorkerPool(command, PROBE_HELLO, workers, answer_bytes=_ANSWER_BYTES)
         self._copying = ThreadPoolExecutor(_AHEAD * self._pool.workers, thread_name_prefix="copy")
 
     def describe(self, groups: Iterable[Group]) -> Iterator[tuple[Group, Answer]]:

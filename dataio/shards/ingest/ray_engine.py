@@ -34,9 +34,8 @@ import ray.exceptions
 from headrace.dataio.core import errors
 from headrace.dataio.core.errors import HeadraceError, TransientError, UnsupportedError
 from headrace.dataio.core.files import scratch_folder
-from headrace.dataio.shards.ingest.journal import Journal
 from headrace.dataio.shards.ingest.packing import pack_units
-from headrace.dataio.shards.ingest.plan import Settings, Step, Unit, decode_unit, encode_unit
+from headrace.dataio.shards.ingest.plan import Journal, Settings, Step, Unit, decode_unit, encode_unit
 from headrace.dataio.shards.ingest.pool import ProbePool
 from headrace.dataio.shards.ingest.remote import Remote
 from headrace.dataio.shards.ingest.report import WorkerReport

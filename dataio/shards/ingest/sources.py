@@ -16,7 +16,8 @@ Invariants:
 * A manifest (a `.csv`, `.tsv`, `.jsonl`, `.ndjson` or `.parquet` that the user names or that a glob matches) gives one
   sample per row. The sample is the media file and the `.json`, `.txt` and `.vtt` files with its stem. Its key is the
   row's key, or else the path relative to the manifest.
-* A `.tar` gives the samples that it holds, under their keys in the tar.
+* A `.tar` gives the samples that it holds, under their keys in the tar. Only its headers are read here. The worker
+  processes read the members, one sample at a time.
 * `apart` is the URL of the dataset that `pack` writes. `gather` leaves out its files, unless the user names a file
   itself.
 * A sample needs at least one media file. In a folder, other files with its stem become its members. Files that belong
@@ -30,6 +31,7 @@ file is missing, a damaged tar, an unreadable folder.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -44,18 +46,17 @@ from pathlib import Path
 
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest import archives
 from headrace.dataio.shards.ingest.manifests import EXTENSIONS, USUAL, Columns, Row, rows
 from headrace.dataio.shards.ingest.remote import WILDCARD, Info, Remote, is_url
 from headrace.dataio.shards.ingest.report import Skipped
 from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, passed_over
-from headrace.dataio.shards.media.facts import Span
+from headrace.dataio.shards.media.messages import Span
 from headrace.dataio.store.base import check_key
 
 SIDECARS = ("json", "txt", "vtt")
 """The extensions of the files that join a manifest's media file, if they have the same stem."""
 _EXTENSION = re.compile(r"[\w+-]+")
-_COMPRESSED = re.compile(r"(?i).*\.(?:tgz|tbz2?|txz|tzst|tar\.\w+)")
+_COMPRESSED_TAR = re.compile(r"(?i).*\.(?:tgz|tbz2?|txz|tzst|tar\.\w+)")
 _NOT_IN_KEYS = re.compile(r"[.\\\x00-\x1f\x7f]")
 
 
@@ -177,7 +178,7 @@ class _Collected:
                 self._add_tar(item.path, info)
             elif item.named:
                 reason = f"neither a media file nor of the same stem as one (media are {_media()})"
-                if _COMPRESSED.fullmatch(item.path):
+                if _COMPRESSED_TAR.fullmatch(item.path):
                     reason = "a compressed tar: decompress it first, media is compressed already"
                 self.skipped.append(Skipped(item.path, UnsupportedError.code, reason))
             else:
@@ -186,8 +187,8 @@ class _Collected:
     def _add_tar(self, path: str, info: Info) -> None:
         groups = []
         try:
-            with archives.opened(path, self._remote) as read_at:
-                for key, spans in archives.samples(path, info.size, read_at):
+            with _open_tar(path, self._remote) as read_at:
+                for key, spans in _tar_samples(path, info.size, read_at):
                     group = _archived(key, sorted(spans, key=lambda span: span.ext), info.stamp)
                     if len({span.ext for span in spans}) < len(spans):
                         self._skip_in(path, key, "two of its members have the same name")
@@ -233,6 +234,32 @@ class _Collected:
         if not key or set(key.split("/")) & {"", ".", ".."}:
             raise UsageError(f"{row.where}: {row.key or key!r} cannot be a key", hint="keys are relative, without '..'")
         self.groups.append(dataclasses.replace(group, key=key, caption=row.caption, fields=row.fields))
+
+
+@contextlib.contextmanager
+def _open_tar(path: str, remote: Remote) -> Iterator[tar.ReadAt]:
+    """Open the archive at a path or a URL, and yield a function that reads a range of it."""
+    if is_url(path):
+        yield remote.reader(path)
+        return
+    with open(path, "rb", buffering=0) as file:
+
+        def read_at(offset: int, length: int) -> bytes:
+            data = os.pread(file.fileno(), length, offset)
+            if len(data) != length:
+                raise CorruptionError(f"{path}: ends before offset {offset + length}")
+            return data
+
+        yield read_at
+
+
+def _tar_samples(path: str, size: int, read_at: tar.ReadAt) -> Iterator[tuple[str, tuple[Span, ...]]]:
+    """Yield the key and the members of each sample in the tar."""
+    program = tar.compressed_by(read_at(0, min(8, size)))
+    if program:
+        raise UnsupportedError(f"{path} is compressed by {program}", hint="decompress it first; media already is")
+    for key, run in tar.samples(read_at, size, path):
+        yield key.removeprefix("./"), tuple(Span(e.ext, path, e.offset, e.length) for e in run)
 
 
 def _archived(key: str, spans: list[Span], stamp: int) -> Group:

@@ -27,7 +27,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.shards.media import probe
 from headrace.dataio.shards.media.container import is_converted
-from headrace.dataio.shards.media.facts import Recipe
+from headrace.dataio.shards.media.messages import Recipe
 
 FORMATS = {"mp4": "mp4", "m4v": "mp4", "mov": "mov", "mkv": "matroska", "webm": "webm"}
 """The muxer for each extension that can be written."""

@@ -56,8 +56,8 @@ from av.video.frame import VideoFrame
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.shards.media.bitstream import is_shown, length_size, starts_clean
-from headrace.dataio.shards.media.color import color_of
 from headrace.dataio.shards.media.container import CONVERTED_DEMUXERS, DEMUXERS, check_complete, is_converted
+from headrace.dataio.shards.media.images import color_of
 from headrace.dataio.shards.pieces import size_for
 from headrace.dataio.shards.sample import AudioInfo, KeyFrame, SoundMark, VideoInfo
 

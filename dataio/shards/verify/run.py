@@ -45,9 +45,9 @@ from headrace.dataio.shards.verify.shard_check import ShardCheck, Wanted, check_
 from headrace.dataio.shards.versions import tags
 from headrace.dataio.shards.versions.documents import Shard, VersionDocument
 from headrace.dataio.shards.versions.mounting import with_mounts
-from headrace.dataio.shards.workers import media_jobs
-from headrace.dataio.shards.workers.decoding import decode_sample
-from headrace.dataio.shards.workers.process import WorkerPool, run_module
+from headrace.dataio.shards.workers import jobs
+from headrace.dataio.shards.workers.jobs import decode_sample
+from headrace.dataio.shards.workers.pool import WorkerPool
 from headrace.dataio.store.base import Store
 
 __all__ = ["Finding", "ObjectReport", "VerifyProgress", "VerifyReport", "verify"]
@@ -85,7 +85,7 @@ def verify(
         store = _opened(url, storage_options, stack)
         copy = None if repair is None else _opened(repair, storage_options, stack)
         threads = workers or min(_MOST_THREADS, os.cpu_count() or 1)
-        pool = stack.enter_context(WorkerPool(run_module(media_jobs.WORKER), media_jobs.HELLO, threads))
+        pool = stack.enter_context(WorkerPool(jobs.COMMAND, jobs.HELLO, threads))
         run = _Run(store, copy, pool, threads, progress)
         return run.run(version, str(decode), storage_options or {}, trust_mounts, stack)
 

@@ -20,8 +20,8 @@ from headrace.dataio.core.errors import (
     UsageError,
 )
 from headrace.dataio.shards.dataset import Dataset
-from headrace.dataio.shards.in_place.indexing import index
 from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.ingest.index_tars import index
 from headrace.dataio.shards.ingest.pack import append, pack
 from headrace.dataio.shards.query import parts as parts_module
 from headrace.dataio.shards.query.tables import Tables

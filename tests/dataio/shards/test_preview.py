@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from headrace.dataio import Dataset, pack
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.preview import MAX_BINS, Histogram, histogram, histogram_svg, preview
-from headrace.dataio.shards.workers.media_jobs import Pictures, PicturesJob
-from headrace.dataio.shards.workers.pictures import run
+from headrace.dataio.shards.workers.decode import run
+from headrace.dataio.shards.workers.jobs import Pictures, PicturesJob
 from tests.support.browser import Browser, needs_browser
 
 

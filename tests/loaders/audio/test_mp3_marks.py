@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.dataio.shards.media.facts import FileFact
-from headrace.dataio.shards.media.heads import with_head
+from headrace.dataio.shards.media.describe import with_head
+from headrace.dataio.shards.media.messages import FileFact
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.pieces import Hasher
 from headrace.dataio.shards.sample import AudioInfo, Member, Pieces

@@ -15,7 +15,7 @@ import pytest
 from headrace.dataio import Dataset, pack
 from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, TransientError, UsageError
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest import engines
+from headrace.dataio.shards.ingest import packing
 from headrace.dataio.shards.ingest.pool import ProbePool
 from headrace.dataio.shards.ingest.report import Progress
 from headrace.dataio.shards.query import parts
@@ -166,7 +166,7 @@ def test_a_file_that_hangs_its_prober_is_skipped(clips: Path, tmp_path: Path, mo
     stub = f"""
 import time
 from headrace.dataio.shards.media import describe
-from headrace.dataio.shards.workers import probe_worker
+from headrace.dataio.shards.workers import worker
 real = describe.describe
 def spoilt(files):
     if any("2.mp4" in path for _, path in files):
@@ -174,10 +174,10 @@ def spoilt(files):
         time.sleep(600)
     return real(files)
 describe.describe = spoilt
-probe_worker.main()
+worker.serve_probes()
 """
     monkeypatch.setattr(
-        engines,
+        packing,
         "ProbePool",
         lambda workers, **_: ProbePool(
             workers, lambda g: 0.5 if g.key == "video/2" else 60.0, [sys.executable, "-c", stub]

@@ -14,13 +14,13 @@ import pytest
 from headrace.dataio.core.errors import UnsupportedError
 from headrace.dataio.shards.ingest.pool import ProbePool, seconds_for
 from headrace.dataio.shards.ingest.sources import Group
-from headrace.dataio.shards.media.facts import Described, Failure
+from headrace.dataio.shards.media.messages import Described, Failure
 
 # a worker that misbehaves for some names and else answers like the real one
 STUB = """
 import os, signal, sys, time
 from headrace.dataio.shards.media import describe
-from headrace.dataio.shards.workers import probe_worker
+from headrace.dataio.shards.workers import worker
 real = describe.describe
 def spoilt(files):
     name = os.path.basename(files[0][1])
@@ -36,7 +36,7 @@ def spoilt(files):
         os.write(1, b"noise on standard output")
     return real(files)
 describe.describe = spoilt
-probe_worker.main()
+worker.serve_probes()
 """
 
 

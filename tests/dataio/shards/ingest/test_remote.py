@@ -139,7 +139,7 @@ def test_a_full_scratch_folder_stops_the_packing_and_skips_nothing(
 ) -> None:
     from headrace.dataio.core.errors import CapacityError
     from headrace.dataio.shards.ingest import packing
-    from headrace.dataio.shards.media.facts import Failure
+    from headrace.dataio.shards.media.messages import Failure
 
     inside, failed = packing.ProbePool.prepare, list[str]()
 

@@ -19,7 +19,7 @@ import pytest
 from headrace.dataio import Dataset, Recipe, append, pack
 from headrace.dataio.core.errors import ConflictError
 from headrace.dataio.shards.ingest import plan
-from headrace.dataio.shards.ingest.journal import Journal, Packed
+from headrace.dataio.shards.ingest.plan import Journal, Packed
 from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.sample import Member
 from headrace.dataio.store.open import open_store

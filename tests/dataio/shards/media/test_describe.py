@@ -1,24 +1,38 @@
-"""What a sample's files say about it."""
+"""A description holds all facts of a sample, among them the pieces that opening a long file reads."""
 
 from __future__ import annotations
 
+import io
 import json
+import struct
 from pathlib import Path
+from typing import Any
 
+import av
 import msgspec
+import numpy as np
 import pytest
 import xxhash
+from msgspec.structs import replace
 
+from headrace.dataio import Dataset, index, pack
+from headrace.dataio.core import limits
+from headrace.dataio.shards.media import describe as describe_module
 from headrace.dataio.shards.media.describe import PROMOTED_STRING, describe
-from headrace.dataio.shards.media.facts import (
+from headrace.dataio.shards.media.messages import (
     TEXT_BYTES,
     Clip,
     Described,
     Failure,
+    FileFact,
     Prepared,
     decode_outcome,
     encode_outcome,
 )
+from headrace.dataio.shards.media.probe import Probe
+from headrace.dataio.shards.pieces import Hasher, size_for
+from headrace.dataio.shards.sample import Pieces
+from tests.support.long_media import recorded
 
 
 def request(*paths: Path) -> list[tuple[str, str]]:
@@ -123,3 +137,180 @@ def test_answers_survive_the_way_between_processes(clip: Path, make_wav) -> None
 def test_a_malformed_answer_is_refused(data: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         decode_outcome(data)
+
+
+# --- header pieces
+
+FRAMES = 200
+CONTAINERS: dict[str, tuple[str, dict[str, str]]] = {
+    "index in front": ("mp4", {"movflags": "faststart"}),
+    "index behind": ("mp4", {}),
+    "cues": ("mkv", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def packets() -> bytes:
+    """A film of noise, of which each frame is a key frame of 20 KiB or so."""
+    target, noise = io.BytesIO(), np.random.default_rng(1)
+    with av.open(target, "w", format="matroska") as output:
+        stream: Any = output.add_stream("mjpeg", rate=25, options={"q": "2"})
+        stream.width, stream.height, stream.pix_fmt = 320, 240, "yuvj420p"
+        for number in range(FRAMES):
+            frame = av.VideoFrame.from_ndarray(noise.integers(0, 256, (240, 320, 3), np.uint8), format="rgb24")
+            frame.pts = number
+            output.mux(stream.encode(frame.reformat(format="yuvj420p")))
+        output.mux(stream.encode(None))
+    return target.getvalue()
+
+
+def film(packets: bytes, path: Path, options: dict[str, str]) -> Path:
+    with av.open(io.BytesIO(packets), "r") as source, av.open(str(path), "w", options=options) as output:
+        copy = output.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.size:
+                packet.stream = copy
+                output.mux(packet)
+    return path
+
+
+def described_file(path: Path) -> tuple[FileFact, Described]:
+    found = describe([(path.suffix[1:], str(path))])
+    assert isinstance(found, Described)
+    return found.files[0], found
+
+
+def head_of(fact: FileFact) -> set[int]:
+    assert fact.pieces is not None
+    return {number for first, many in fact.pieces.head for number in range(first, first + many)}
+
+
+def count(fact: FileFact) -> int:
+    assert fact.pieces is not None
+    return len(fact.pieces.digests) // 8
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_wherever_decoding_begins_no_more_is_read_than_the_head_and_what_lies_there(
+    kind: str, packets: bytes, tmp_path: Path
+) -> None:
+    ext, options = CONTAINERS[kind]
+    fact, found = described_file(film(packets, tmp_path / f"film.{ext}", options))
+    assert fact.pieces is not None
+    assert found.video is not None
+    last = count(fact) - 1
+    assert last > 8
+    at_the_end = set[int]() if kind == "index in front" else {last}
+    assert {0} | at_the_end <= head_of(fact) <= {0, 1, 2} | at_the_end  # of Matroska, some frames are looked at
+    for key in found.video.key_frames[:: FRAMES // 7]:
+        read = describe_module._touched(fact, (0, key.pts))
+        here = key.at // fact.pieces.size
+        assert read - head_of(fact) <= {here - 1, here, here + 1}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_key_frames_place_is_where_its_bytes_are(kind: str, packets: bytes, tmp_path: Path) -> None:
+    ext, options = CONTAINERS[kind]
+    path = film(packets, tmp_path / f"film.{ext}", options)
+    _, found = described_file(path)
+    assert found.video is not None
+    data = path.read_bytes()
+    with av.open(str(path)) as container:
+        payloads = {packet.pts: bytes(packet) for packet in container.demux(video=0) if packet.size}
+    assert len(found.video.key_frames) == len(payloads) == FRAMES
+    for key in found.video.key_frames:
+        assert 0 <= data.index(payloads[key.pts], key.at) - key.at < 64  # Matroska has a block's header before it
+
+
+def test_a_file_that_has_to_be_read_through_to_find_a_place_says_so(packets: bytes, tmp_path: Path) -> None:
+    fact, _ = described_file(film(packets, tmp_path / "film.mkv", {"live": "1"}))  # has no cues
+    assert len(head_of(fact)) >= count(fact) // 2 - 1
+
+
+def test_of_sound_alone_the_head_is_what_two_instants_have_in_common(tmp_path: Path, make_wav, monkeypatch) -> None:
+    make_wav(tmp_path / "sound:long.wav", seconds=300)
+    monkeypatch.chdir(tmp_path)
+    path = Path("sound:long.wav")  # a name that could be an address
+    fact, found = described_file(path)
+    assert found.audio is not None
+    assert found.video is None
+    assert 0 in head_of(fact)
+    assert len(head_of(fact)) < count(fact) / 2
+
+
+def test_short_files_have_neither_head_nor_places(tmp_path: Path, make_clip) -> None:
+    fact, found = described_file(make_clip(tmp_path / "a.mp4"))
+    assert fact.pieces is None
+    assert found.video is not None
+    assert {key.at for key in found.video.key_frames} == {-1}
+
+
+def test_a_file_that_cannot_be_opened_as_loaders_do_has_no_head(packets: bytes, tmp_path: Path) -> None:
+    path = film(packets, tmp_path / "film.mp4", {})
+    fact, found = described_file(path)
+    assert fact.pieces is not None
+    assert found.video is not None
+    plain = replace(fact, pieces=replace(fact.pieces, head=()))
+    other = replace(found.video, stream=1)
+    assert describe_module.with_head(plain, Probe("mov", found.duration, other, None)) == plain
+    data = path.read_bytes()
+    for changed in (bytes(fact.size), data[: fact.size // 2], b"\0\0\0\5" + data[4:]):  # in between
+        path.write_bytes(changed)
+        assert describe_module.with_head(plain, Probe("mov", found.duration, found.video, None)) == plain
+
+
+def test_long_files_that_are_no_media_have_pieces_too_and_short_ones_beside_them_none(tmp_path: Path, make_wav) -> None:
+    make_wav(tmp_path / "in" / "a.wav")
+    data = struct.pack("<300000I", *range(300_000))
+    (tmp_path / "in" / "a.bin").write_bytes(data)
+    with pack(tmp_path / "in", tmp_path / "ds", workers=1) as dataset:
+        found = {member.ext: member.pieces for member in dataset.sample(0).members}
+    hasher = Hasher(size_for(len(data)))
+    hasher.update(data)
+    assert found == {"bin": hasher.pieces(), "wav": None}
+    assert found["bin"] == Pieces(256 * limits.KIB, found["bin"].digests if found["bin"] else b"")
+
+
+def test_indexing_in_place_finds_what_packing_found(packets: bytes, tmp_path: Path, make_wav) -> None:
+    film(packets, tmp_path / "in.mkv", {})
+    make_wav(tmp_path / "sound.wav", seconds=100)
+    (tmp_path / "sound.bin").write_bytes(bytes(2 * limits.MIB))
+    names = [tmp_path / name for name in ("in.mkv", "sound.wav", "sound.bin")]
+    with pack(names, tmp_path / "ds", workers=1) as packed:
+        samples = packed.samples(range(2))
+    assert [(m.ext, m.pieces is not None and m.pieces.head != ()) for one in samples for m in one.members] == [
+        ("mkv", True),
+        ("bin", False),
+        ("wav", True),
+    ]
+    with index(str(tmp_path / "ds" / "shards" / "*.tar"), tmp_path / "other", workers=1) as indexed:
+        again = indexed.samples(range(2))
+    assert [replace(one, shard="") for one in again] == [replace(one, shard="") for one in samples]
+
+
+def test_frames_of_mp3_are_marked_also_when_indexed_in_place(tmp_path: Path) -> None:
+    recorded(tmp_path / "a.mp3", "libmp3lame")
+    with pack([tmp_path / "a.mp3"], tmp_path / "ds", workers=1) as packed:
+        (sample,) = packed
+    with index(str(tmp_path / "ds" / "shards" / "*.tar"), tmp_path / "other", workers=1) as indexed:
+        (again,) = indexed
+    (member,) = sample.members
+    assert member.pieces is not None
+    assert member.pieces.head == ((0, 1),)
+    assert [at // member.pieces.size for at, _ in member.pieces.marks] == list(range(len(member.pieces.marks)))
+    assert again.members == sample.members
+
+
+def test_views_and_versions_made_of_versions_keep_pieces_and_places(packets: bytes, tmp_path: Path, make_wav) -> None:
+    film(packets, tmp_path / "in.mkv", {})
+    make_wav(tmp_path / "sound.wav", seconds=100)
+    with pack([tmp_path / "in.mkv"], tmp_path / "one", workers=1) as one:
+        (whole,) = one.samples([0])
+        with pack([tmp_path / "sound.wav"], tmp_path / "two", workers=1) as two:
+            (sound,) = two.samples([0])
+            merged = two.merge(one)
+        with Dataset(tmp_path / "two", trust_mounts=True) as both, merged:
+            for found in (both.where("duration < 9").sample(0), merged.remove(["sound"]).sample(0)):
+                assert found.members == whole.members
+                assert found.video == whole.video
+            assert both.where("key = 'sound'").save().sample(0).members == sound.members

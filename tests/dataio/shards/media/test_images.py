@@ -1,19 +1,27 @@
-"""Pictures as samples: decoded whole or refused, described like a video of one frame."""
+"""An image is a video of one frame, and colors have libav's names. A damaged image raises an error."""
 
 from __future__ import annotations
 
 import io
 import tarfile
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
+from av.filter import Graph
 
 from headrace.dataio import pack
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
-from headrace.dataio.shards.in_place.indexing import index
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.index.rows import to_row
+from headrace.dataio.shards.ingest.index_tars import index
 from headrace.dataio.shards.media import images
-from headrace.dataio.shards.sample import KeyFrame
+from headrace.dataio.shards.media.messages import Clip, Described, Prepared, decode_outcome, encode_outcome
+from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.sample import Color, KeyFrame
+from headrace.dataio.shards.summary import summary
 from tests.attacks import media as bombs
 from tests.support.pictures import pattern, picture
 
@@ -85,3 +93,96 @@ def test_a_tar_of_pictures_is_indexed_in_place(tmp_path: Path) -> None:
                 tar.addfile(member, io.BytesIO(data))
     with index(tmp_path / "a.tar", tmp_path / "set") as dataset:
         assert [sample.video.width for sample in dataset if sample.video] == [20, 21, 22]
+
+
+# --- color
+
+OPTIONS = {
+    "range": (images.RANGES, "color_range"),
+    "colorspace": (images.SPACES, "colorspace"),
+    "color_primaries": (images.PRIMARIES, "color_primaries"),
+    "color_trc": (images.TRANSFERS, "color_trc"),
+}
+NAMES = [(option, point, name) for option, (names, _) in OPTIONS.items() for point, name in names.items()]
+
+
+@pytest.mark.parametrize(("option", "point", "name"), NAMES)
+def test_libav_itself_knows_the_name_as_this_code_point(option: str, point: int, name: str) -> None:
+    graph = Graph()
+    source = graph.add("buffer", "video_size=16x16:pix_fmt=yuv420p:time_base=1/1")
+    graph.link_nodes(source, graph.add("setparams", f"{option}={name}"), graph.add("buffersink")).configure()
+    frame = av.VideoFrame(16, 16, "yuv420p")
+    frame.pts, frame.time_base = 0, Fraction(1)
+    graph.push(frame)
+    assert getattr(graph.pull(), OPTIONS[option][1]) == point
+
+
+def make(path: Path, **points: int) -> Path:
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for name, point in points.items():
+            setattr(stream.codec_context, name, point)
+        for _ in range(3):
+            frame = av.VideoFrame.from_ndarray(np.zeros((72, 64), np.uint8), format="yuv420p")
+            for name, point in points.items():
+                setattr(frame, name, point)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    return path
+
+
+def test_a_clip_says_the_colour_that_it_was_written_with(tmp_path: Path) -> None:
+    video = probe(make(tmp_path / "a.mp4", colorspace=9, color_range=2, color_primaries=9, color_trc=16)).video
+    assert video is not None
+    assert video.color == Color("bt2020nc", "pc", "bt2020", "smpte2084")
+
+
+def test_a_clip_that_says_nothing_is_unknown(tmp_path: Path) -> None:
+    video = probe(make(tmp_path / "a.mp4")).video
+    assert video is not None
+    assert video.color is not None
+    assert (video.color.space, video.color.primaries, video.color.transfer) == ("unknown",) * 3
+
+
+CLIPS = ("arm_wrestling.mp4", "h265.mp4", "testsrc2_vp9.webm", "youtube_clip.mp4", "av1.mkv", "pancake_h264.mkv")
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_real_clips_have_the_colour_of_their_headers(media: Path, name: str) -> None:
+    video = probe(media / name).video
+    assert video is not None
+    with av.open(str(media / name)) as container:
+        context = container.streams[video.stream].codec_context
+        expected = Color(
+            images.SPACES.get(context.colorspace, "unknown"),
+            images.RANGES.get(context.color_range, "unknown"),
+            images.PRIMARIES.get(context.color_primaries, "unknown"),
+            images.TRANSFERS.get(context.color_trc, "unknown"),
+        )
+    assert video.color == expected
+
+
+def test_a_worker_answers_with_the_colour(tmp_path: Path) -> None:
+    video = probe(make(tmp_path / "a.mp4", colorspace=1, color_range=1, color_primaries=1, color_trc=1)).video
+    described = Described(files=(), duration=0.3, video=video, audio=None, text=None, fields="{}", notes=())
+    answer = decode_outcome(encode_outcome(Prepared((Clip(suffix="", described=described),))))
+    assert isinstance(answer, Prepared)
+    assert answer.clips[0].described.video == video
+    assert video is not None
+    assert video.color == Color("bt709", "tv", "bt709", "bt709")
+
+
+def test_colour_can_be_asked_for_and_is_summed_up(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    make(tmp_path / "from" / "hdr.mp4", colorspace=9, color_range=1, color_primaries=9, color_trc=16)
+    make(tmp_path / "from" / "plain.mp4", colorspace=1, color_range=2, color_primaries=1, color_trc=1)
+    pack(tmp_path / "from", tmp_path / "set")
+    with Dataset(tmp_path / "set") as dataset:
+        assert summary(dataset)["colors"] == {"bt2020nc/tv/bt2020/smpte2084": 1, "bt709/pc/bt709/bt709": 1}
+        for condition in (
+            *("color_space = 'bt2020nc'", "color_range = 'tv'", "color_primaries = 'bt2020'"),
+            "color_transfer in ('smpte2084', 'arib-std-b67')",
+        ):
+            assert [sample.key for sample in dataset.where(condition)] == ["hdr"]
+        assert to_row(dataset.find("hdr"))["color_transfer"] == "smpte2084"

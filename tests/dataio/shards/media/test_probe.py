@@ -14,7 +14,7 @@ from headrace.dataio.core.errors import CorruptionError, NotFoundError, Unsuppor
 from headrace.dataio.shards.media import probe as probing
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import VideoInfo
-from headrace.dataio.shards.workers.decode_all import open_media
+from headrace.dataio.shards.workers.decode import open_media
 
 CLIPS = (
     *("action_xvid.avi", "arm_wrestling.mp4", "av1.mkv", "h265.mp4", "nasa_h264_aac.mp4", "pancake_h264.mkv"),

@@ -27,9 +27,9 @@ from headrace.dataio.shards.verify import run, sampling
 from headrace.dataio.shards.verify.findings import VerifyProgress, VerifyReport
 from headrace.dataio.shards.verify.run import verify
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.shards.workers import media_jobs
-from headrace.dataio.shards.workers.decoding import decode_sample
-from headrace.dataio.shards.workers.process import WorkerPool
+from headrace.dataio.shards.workers import jobs
+from headrace.dataio.shards.workers.jobs import decode_sample
+from headrace.dataio.shards.workers.pool import WorkerPool
 from headrace.dataio.store.base import Store
 
 
@@ -394,7 +394,7 @@ def test_a_video_that_breaks_off_inside_is_found_by_decoding_only(
 
 def test_what_ends_the_run_waits_for_no_decoder(ds: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hangs = tmp_path / "hangs.py"
-    hello = f"import struct; os.write(1, struct.pack('>I', {len(media_jobs.HELLO)}) + {media_jobs.HELLO!r})"
+    hello = f"import struct; os.write(1, struct.pack('>I', {len(jobs.HELLO)}) + {jobs.HELLO!r})"
     hangs.write_text(f"import os, time; {hello}; time.sleep(600)")
     first, asked, ended = f"shards/{shards(ds)[0].name}", threading.Event(), list[type[Exception]]()
 
@@ -410,7 +410,7 @@ def test_what_ends_the_run_waits_for_no_decoder(ds: Path, monkeypatch: pytest.Mo
             raise
 
     monkeypatch.setattr(run, "decode_sample", decode)
-    monkeypatch.setattr(run, "run_module", lambda _: (sys.executable, str(hangs)))
+    monkeypatch.setattr(jobs, "COMMAND", (sys.executable, str(hangs)))
     with pytest.raises(TransientError, match="away"):
         verify(ds, decode="100%", workers=2)
     assert ended

@@ -13,9 +13,9 @@ import pytest
 
 from headrace.dataio import Dataset, Recipe, pack
 from headrace.dataio.core.errors import CorruptionError, UsageError
-from headrace.dataio.shards.media import vtt
+from headrace.dataio.shards.media import text_members
+from headrace.dataio.shards.media.messages import check_recipe
 from headrace.dataio.shards.media.probe import Probe, _pick_audio, _pick_video, probe
-from headrace.dataio.shards.media.recipes import check_recipe
 
 
 def picked(container: Any, kind: str) -> Any:
@@ -173,6 +173,6 @@ def test_a_recipe_that_makes_no_sense_is_refused(recipe: Recipe) -> None:
 
 def test_text_that_is_no_subtitles_is_refused() -> None:
     with pytest.raises(CorruptionError, match="first line"):
-        vtt.parse("1\n00:00.000 --> 00:01.000\nx")
+        text_members.parse("1\n00:00.000 --> 00:01.000\nx")
     with pytest.raises(CorruptionError, match="no timing"):
-        vtt.parse("WEBVTT\n\n00:0x.000 --> 00:01.000\nx")
+        text_members.parse("WEBVTT\n\n00:0x.000 --> 00:01.000\nx")

@@ -108,9 +108,9 @@ class WorkerPool:
         self.close()
 
 
-def run_module(module: str) -> tuple[str, ...]:
-    """Return the command that runs this module."""
-    return (sys.executable, "-P", "-m", module)
+def run_module(module: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs this module with these arguments."""
+    return (sys.executable, "-P", "-m", module, *arguments)
 
 
 class _Worker:

@@ -15,13 +15,12 @@ import msgspec
 import pytest
 
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError
-from headrace.dataio.shards.workers import process
-from headrace.dataio.shards.workers.process import WorkerPool, run_module
+from headrace.dataio.shards.workers.pool import WorkerPool, run_module
 from tests.support.waiting import wait_for
 
 _WORKER = """
 import os, signal, sys, time
-from headrace.dataio.shards.workers.probe_worker import die_with_parent, read_frame, write_frame
+from headrace.dataio.shards.workers.worker import die_with_parent, read_frame, write_frame
 die_with_parent()
 out = os.fdopen(os.dup(1), "wb")
 write_frame(out, b"hello")
@@ -140,7 +139,7 @@ def test_closing_leaves_pipes_to_the_thread_that_reads_them(pool: WorkerPool, mo
         waited.set()
         shutdown(pool, *arguments, **options)
 
-    monkeypatch.setattr(process.os, "read", late)
+    monkeypatch.setattr(pool.os, "read", late)
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", told)
     asked = pool.submit(b"hang", 600, bytes)
     wait_for(pool._idle.empty)
@@ -161,7 +160,7 @@ def test_a_worker_that_cannot_start_blames_no_file() -> None:
 def test_workers_die_with_the_process_that_started_them(tmp_path: Path, pool: WorkerPool) -> None:
     pool.close()
     program = (
-        "from headrace.dataio.shards.workers.process import WorkerPool, run_module\nimport os, signal\n"
+        "from headrace.dataio.shards.workers.pool import WorkerPool, run_module\nimport os, signal\n"
         "pool = WorkerPool(run_module('echoing'), b'hello', 1)\n"
         "print(pool.ask(b'a', 60, bytes).split()[0].decode(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -6,8 +6,8 @@ keep their keys.
 
 Invariants:
 
-* `index` makes one pass over each shard (`tar_pass`). Memory is bounded by four read-ahead windows, the rows of one
-  shard and the rows of one index part. Disk space is bounded by the members that are set aside for probing. Neither
+* `index` makes one pass over each shard (`tar_pass`). Memory is bounded by four read-ahead windows, the samples of one
+  shard and the samples of one index part. Disk space is bounded by the members that are set aside for probing. Neither
   depends on the size of a shard.
 * Keys are WebDataset's keys. With `keys="shard"`, the shard's own path comes first. Use it for collections whose sample
   numbers start again in every shard.
@@ -15,7 +15,7 @@ Invariants:
 * Nothing is visible before the version document, which is written last.
 
 Failure behaviour: a sample that cannot be used is skipped. A shard that is damaged, compressed or missing, or that
-holds something that a shard must not hold, is skipped as a whole. Both are reported with the shard, the reason and the
+holds something that a shard must not hold, is skipped as a dataset_store. Both are reported with the shard, the reason and the
 offset. With `strict`, they are errors. Equal keys in two shards raise `UsageError`. An existing dataset raises
 `ConflictError`. A store that stays unreachable ends the indexing, since a dataset that silently lacks shards would be
 worse.
@@ -23,18 +23,26 @@ worse.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+import xxhash
+
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
 from headrace.dataio.shards.dataset import Dataset, use_or_open
-from headrace.dataio.shards.in_place import patterns as found_by
-from headrace.dataio.shards.in_place.tally import IndexProgress, ShardAt, Tally, UniqueKeys
-from headrace.dataio.shards.in_place.tar_pass import Pass
+from headrace.dataio.shards.ingest.patterns import FoundShards, find, prefix_in
 from headrace.dataio.shards.ingest.pool import ProbePool
 from headrace.dataio.shards.ingest.report import PackReport, Skipped
+from headrace.dataio.shards.ingest.tar_scanner import (
+    IndexProgress,
+    IndexReporter,
+    SourceShard,
+    TarScanner,
+)
 from headrace.dataio.shards.query.parts import PartWriter
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions import documents as versions
@@ -65,7 +73,7 @@ def index(
     """Make version 1 of a dataset at `url` from the WebDataset tars that match `patterns`, and open it.
 
     Args:
-        patterns: one or more patterns (`headrace.dataio.shards.in_place.patterns`).
+        patterns: one or more patterns (`headrace.dataio.shards.ingest.patterns`).
         url: where to write the dataset, or an open store.
         name: the dataset's name. By default, it is derived from `url`.
         strict: raise the error of the first sample or shard that cannot be used, rather than skip it.
@@ -96,14 +104,16 @@ def index(
         if owned:
             undo.enter_context(store)
         versions.refuse_existing(store)
-        found = found_by.find(listed, lambda root: _open_source(root, source_options or {}))
+        found = find(listed, lambda root: _open_source(root, source_options or {}))
         undo.callback(found.close)
-        shards, mounted = _places(found, store)
-        indexer = _Indexer(store, shards, Tally(found, strict, progress, [s.size for s in shards]), keys == "shard")
+        shards, mounted = _source_shards(found, store)
+        indexer = _Indexer(
+            store, shards, IndexReporter(found, strict, progress, [s.size for s in shards]), keys == "shard"
+        )
         report = indexer.run(name, tuple(mount_of(s.location) for s in mounted.values()), workers)
-        whole = Mounts(store, mounted, owns_base=owned) if mounted else store
-        dataset = Dataset(whole, 1)
-        dataset.report, dataset.owns_store = report, whole is not url
+        dataset_store = Mounts(store, mounted, owns_base=owned) if mounted else store
+        dataset = Dataset(dataset_store, 1)
+        dataset.report, dataset.owns_store = report, dataset_store is not url
         undo.pop_all()
     _close_unmounted(found, mounted)
     return dataset
@@ -113,87 +123,119 @@ def _open_source(root: str, options: Mapping[str, Any]) -> Store:
     return open_store(root, storage_options=options if "://" in root else {})
 
 
-def _close_unmounted(found: found_by.Found, mounted: Mapping[str, Store]) -> None:
+def _close_unmounted(found: FoundShards, mounted: Mapping[str, Store]) -> None:
     for source in found.sources:
         if source.store not in mounted.values():
             source.store.close()
 
 
-def _places(found: found_by.Found, store: Store) -> tuple[list[ShardAt], dict[str, Store]]:
+def _source_shards(found: FoundShards, store: Store) -> tuple[list[SourceShard], dict[str, Store]]:
     """Return all shards, sorted by their keys in the dataset, and the stores to mount for them."""
-    shards, mounted = list[ShardAt](), dict[str, Store]()
+    shards, mounted = list[SourceShard](), dict[str, Store]()
     for source in found.sources:
-        prefix = found_by.below(source.store.location, store.location)
+        prefix = prefix_in(source.store.location, store.location)
         if prefix is None:
             mount = mount_of(source.store.location)
             mounted[mount.name], prefix = source.store, f"{PREFIX}{mount.name}/"
-        shards += [ShardAt(prefix + s.key, source.store, s.key, s.size, s.modified) for s in source.shards]
+        shards += [SourceShard(prefix + s.key, source.store, s.key, s.size, s.modified) for s in source.shards]
     return sorted({s.key: s for s in shards}.values(), key=lambda s: s.key), mounted
 
 
 class _Indexer:
     """Reads the shards one after the other, writes index parts, and finally writes the version."""
 
-    def __init__(self, store: Store, shards: Sequence[ShardAt], tally: Tally, prefixed: bool) -> None:
-        self._store, self._shards, self._tally, self._prefixed = store, shards, tally, prefixed
+    def __init__(self, store: Store, shards: Sequence[SourceShard], reporter: IndexReporter, prefix_keys: bool) -> None:
+        self._store, self._shards, self._reporter, self._prefix_keys = store, shards, reporter, prefix_keys
         self._parts = PartWriter(store, 0)
-        self._used: list[versions.Shard] = []
-        self._unique = UniqueKeys(shards)
+        self._indexed: list[versions.Shard] = []
+        self._unique_keys = UniqueKeys(shards)
 
     def run(self, name: str | None, mounts: tuple[versions.Mount, ...], workers: int | None) -> PackReport:
         name = name or versions.name_of(self._store)
         versions.claim(self._store, name)
         with ProbePool(workers) as pool:
             for number, shard in enumerate(self._shards):
-                self._tally.shards += 1
-                self._add(shard, number, self._rows_of(shard, pool))
-                self._tally.done += shard.size
-                self._tally.step(0)
-        self._unique.check()
-        if not self._used:
-            raise self._nothing()
+                self._reporter.shards += 1
+                self._add(shard, number, self._scan(shard, pool))
+                self._reporter.done += shard.size
+                self._reporter.step(0)
+        self._unique_keys.check()
+        if not self._indexed:
+            raise self._nothing_to_index()
         parts = tuple(self._parts.close())
-        used = {shard.key.split("/")[1] for shard in self._used if shard.key.startswith(PREFIX)}
+        used = {shard.key.split("/")[1] for shard in self._indexed if shard.key.startswith(PREFIX)}
         document = versions.new_document(
             name,
-            tuple(self._used),
+            tuple(self._indexed),
             parts,
             version=1,
             parent=None,
-            message="indexed in place",
+            message="indexed in position",
             mounts=tuple(sorted((m for m in mounts if m.name in used), key=lambda m: m.name)),
         )
         versions.publish(self._store, document)
-        return self._tally.report(document)
+        return self._reporter.report(document)
 
-    def _nothing(self) -> UsageError:
-        first = next(iter(self._tally.skipped), None)
+    def _nothing_to_index(self) -> UsageError:
+        first = next(iter(self._reporter.skipped), None)
         why = f"{first.path}: {first.reason.removeprefix(f'{first.path}: ')}" if first else "the shards hold no samples"
         return UsageError(f"there is nothing to index: {why}", hint="give tar shards with members called <key>.<ext>")
 
-    def _rows_of(self, shard: ShardAt, pool: ProbePool) -> list[Sample]:
+    def _scan(self, shard: SourceShard, pool: ProbePool) -> list[Sample]:
         """Return the samples of one shard by offset. A faulty shard has none."""
-        skipped, members, notes = len(self._tally.skipped), self._tally.members, len(self._tally.notes)
-        samples = self._tally.samples
+        before = self._reporter.counts()
         try:
-            rows = Pass(shard, self._tally, self._prefixed).rows(pool)
-            after = shard.store.stat(shard.inner)
+            samples = TarScanner(shard, self._reporter, self._prefix_keys).scan(pool)
+            after = shard.store.stat(shard.store_key)
             if (after.size, after.modified) != (shard.size, shard.modified):
                 raise TransientError(
                     f"{shard.url} changed while it was indexed", hint="index again when nothing writes to it"
                 )
-            return rows
+            return samples
         except _SHARD_FAULTS as error:
-            if self._tally.strict:
+            if self._reporter.strict:
                 raise
-            del self._tally.skipped[skipped:], self._tally.notes[notes:]  # only the shard's fault counts
-            self._tally.members, self._tally.samples = members, samples
-            self._tally.skip(Skipped(shard.url, error.code, str(error)))
+            self._reporter.reset_to(before)  # the report names the shard, not its samples
+            self._reporter.skip(Skipped(shard.url, error.code, str(error)))
             return []
 
-    def _add(self, shard: ShardAt, number: int, rows: list[Sample]) -> None:
-        if not rows:
+    def _add(self, shard: SourceShard, number: int, samples: list[Sample]) -> None:
+        if not samples:
             return
-        self._unique.add(number, [row.key for row in rows])
-        self._used.append(versions.Shard(key=shard.key, size=shard.size, samples=len(rows)))
-        self._parts.add(rows)
+        self._unique_keys.add(number, [row.key for row in samples])
+        self._indexed.append(versions.Shard(key=shard.key, size=shard.size, samples=len(samples)))
+        self._parts.add(samples)
+
+
+class UniqueKeys:
+    """Finds equal keys in two shards.
+
+    It holds 8 bytes per sample, and checks whenever the number of samples has doubled.
+    """
+
+    def __init__(self, shards: Sequence[SourceShard]) -> None:
+        self._shards = shards
+        self._hashes, self._ends = array.array("Q"), list[tuple[int, int]]()
+        self._next_check = 2
+
+    def add(self, shard: int, keys: Sequence[str]) -> None:
+        self._hashes.extend(xxhash.xxh3_64_intdigest(key.encode()) for key in keys)
+        self._ends.append((len(self._hashes), shard))
+        if len(self._ends) > 1 and len(self._hashes) >= self._next_check:
+            self.check()
+            self._next_check = 2 * len(self._hashes)
+
+    def check(self) -> None:
+        """Raise `UsageError` if two keys are equal."""
+        hashes = np.frombuffer(self._hashes, np.uint64) if self._hashes else np.empty(0, np.uint64)
+        order = np.argsort(hashes, kind="stable")
+        same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
+        if len(same):
+            first, second = (self._shard_of(int(order[same[0] + i])) for i in (0, 1))
+            raise UsageError(
+                f"{first.url} and {second.url} hold samples of the same key",
+                hint="keys='shard' (--keys shard) puts the shard's path in front of every key",
+            )
+
+    def _shard_of(self, position: int) -> SourceShard:
+        return self._shards[next(shard for end, shard in self._ends if position < end)]

@@ -35,17 +35,17 @@ from headrace.dataio.store.base import Location, ObjectInfo, Store
 from headrace.dataio.store.mounts import MAX_MOUNTS, url_of
 
 MAX_SHARDS = 1_000_000
-_FEW = 16
+_MAX_STATS = 16
 """Up to this many objects are looked up one by one. More objects are looked up in a listing."""
 _WILDCARD = re.compile(r"[*?\[]")
-_ANY = re.compile(".*", re.DOTALL)
+_ANY_KEY = re.compile(".*", re.DOTALL)
 _RANGE = re.compile(r"(-?\d{1,12})\.\.(-?\d{1,12})(?:\.\.(-?\d{1,12}))?")
 _COMMAND = re.compile(r"(?i)\s*(?:pipe|cmd|exec|shell)\s*:|-$|.*\|")
 _TAR_NAME = re.compile(r"(?i).*\.(?:tar|tgz|tbz2?|txz|tzst|tar\.\w+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ShardSource:
     """One store and its shards, sorted by key."""
 
     store: Store
@@ -53,10 +53,10 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundShards:
     """The result of `find`. The caller closes the stores."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[ShardSource, ...]
     missing: tuple[Skipped, ...]
     ignored: tuple[str, ...]
 
@@ -68,7 +68,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class _ParsedPattern:
     """What to look for in the store `root`. `name` is a key, a glob, or `""` for every object."""
 
     root: str
@@ -79,21 +79,21 @@ class Wanted:
         return _WILDCARD.search(self.name) is not None
 
 
-def find(patterns: Iterable[str | os.PathLike[str]], opener: Callable[[str], Store]) -> Found:
+def find(patterns: Iterable[str | os.PathLike[str]], opener: Callable[[str], Store]) -> FoundShards:
     """Find the shards that match `patterns`. `opener` opens the store at a URL or a path."""
     texts = [text for pattern in patterns for text in os.fspath(pattern).split("::")]
-    wanted = [(text, [_located(url) for url in _expanded(text)]) for text in texts]
+    wanted = [(text, [_parsed(url) for url in _expanded(text)]) for text in texts]
     if not texts:
         raise UsageError("there is no pattern to index", hint="give the URLs of tar shards")
-    home = _homes({item.root for _, items in wanted for item in items})
-    looks = {root: _Look(opener, root) for root in sorted(set(home.values()))}
+    store_roots = _store_roots({item.root for _, items in wanted for item in items})
+    searches = {root: _StoreSearch(opener, root) for root in sorted(set(store_roots.values()))}
     try:
         for text, items in wanted:
-            _take(text, [_moved(item, home[item.root]) for item in items], looks)
-        return _found(looks)
+            _search_all(text, [_relative_to(item, store_roots[item.root]) for item in items], searches)
+        return _result(searches)
     except BaseException:
-        for look in looks.values():
-            look.store.close()
+        for search in searches.values():
+            search.store.close()
         raise
 
 
@@ -156,18 +156,18 @@ def _refuse_commands(text: str) -> None:
     )
 
 
-def _located(url: str) -> Wanted:
+def _parsed(url: str) -> _ParsedPattern:
     """Split `url` into the folder before its last part or its first wildcard, and the rest."""
     scheme, separator, rest = url.partition("://")
     if not separator or scheme.lower() == "file":
         path = _local_path(url, rest if separator else None)
         if not _WILDCARD.search(path) and os.path.isdir(path):
-            return Wanted(path, "")
+            return _ParsedPattern(path, "")
         head, name = _split(path)
-        return Wanted(head or "/", name)
+        return _ParsedPattern(head or "/", name)
     bucket, _, key = rest.partition("/")
     head, name = _split(key)
-    return Wanted(f"{scheme.lower()}://{bucket}" + (f"/{head}" if head else ""), name)
+    return _ParsedPattern(f"{scheme.lower()}://{bucket}" + (f"/{head}" if head else ""), name)
 
 
 def _local_path(url: str, rest: str | None) -> str:
@@ -187,16 +187,16 @@ def _split(path: str) -> tuple[str, str]:
     return head, path[len(head) + 1 :] if head or path.startswith("/") else path
 
 
-def _homes(roots: set[str]) -> dict[str, str]:
+def _store_roots(roots: set[str]) -> dict[str, str]:
     """Map each root to the root of its store: the root itself, or an ancestor if there are too many roots."""
-    home = {root: root for root in roots}
-    while len(now := set(home.values())) > MAX_MOUNTS:
+    store_roots = {root: root for root in roots}
+    while len(now := set(store_roots.values())) > MAX_MOUNTS:
         depth = max(root.count("/") for root in now)
         parents = {root: _parent(root) if root.count("/") == depth else root for root in now}
         if parents == {root: root for root in now}:
             raise CapacityError(f"the shards lie in more than {MAX_MOUNTS} buckets", hint="index them in parts")
-        home = {root: parents[at] for root, at in home.items()}
-    return home
+        store_roots = {root: parents[at] for root, at in store_roots.items()}
+    return store_roots
 
 
 def _parent(root: str) -> str:
@@ -205,12 +205,12 @@ def _parent(root: str) -> str:
     return (f"{scheme}://{head}" if head else root) if separator else head
 
 
-def _moved(item: Wanted, home: str) -> Wanted:
-    below = item.root[len(home) :].strip("/")
-    return Wanted(home, "/".join(filter(None, [below, item.name])) if below else item.name)
+def _relative_to(item: _ParsedPattern, store_root: str) -> _ParsedPattern:
+    inside = item.root[len(store_root) :].strip("/")
+    return _ParsedPattern(store_root, "/".join(filter(None, [inside, item.name])) if inside else item.name)
 
 
-class _Look:
+class _StoreSearch:
     """The shards found so far in one store."""
 
     def __init__(self, opener: Callable[[str], Store], root: str) -> None:
@@ -219,7 +219,7 @@ class _Look:
         self.ignored: set[str] = set()
         self.missing: dict[str, Skipped] = {}
 
-    def matching(self, prefix: str, pattern: re.Pattern[str]) -> int:
+    def add_matching(self, prefix: str, pattern: re.Pattern[str]) -> int:
         """Add every tar below `prefix` that matches. Return their number."""
         count = 0
         for info in self.store.list(prefix):
@@ -232,33 +232,33 @@ class _Look:
                 self.ignored.add(url_of(self.store, info.key))
         return count
 
-    def named(self, names: Sequence[str]) -> int:
+    def add_named(self, names: Sequence[str]) -> int:
         """Add the objects with these keys, and the tars in folders with these names.
 
         Return the number of tars found.
         """
-        if len(names) <= _FEW:
-            return sum(self._one(name) for name in names)
+        if len(names) <= _MAX_STATS:
+            return sum(self._add_one(name) for name in names)
         wanted = set(names)
-        there = {i.key: i for i in self.store.list(_common(min(names), max(names))) if i.key in wanted}
-        for info in there.values():
+        found = {i.key: i for i in self.store.list(_common(min(names), max(names))) if i.key in wanted}
+        for info in found.values():
             self.add(info)
-        for name in wanted - there.keys():
-            self._miss(name)
-        return len(there)
+        for name in wanted - found.keys():
+            self._add_missing(name)
+        return len(found)
 
-    def _one(self, name: str) -> int:
+    def _add_one(self, name: str) -> int:
         try:
             info = self.store.stat(name)
         except NotFoundError:
-            if count := self.matching(f"{name.rstrip('/')}/", _ANY):
+            if count := self.add_matching(f"{name.rstrip('/')}/", _ANY_KEY):
                 return count
-            self._miss(name)
+            self._add_missing(name)
             return 0
         self.add(info)
         return 1
 
-    def _miss(self, name: str) -> None:
+    def _add_missing(self, name: str) -> None:
         self.missing[name] = Skipped(url_of(self.store, name), NotFoundError.code, "there is no such object")
 
     def add(self, info: ObjectInfo) -> None:
@@ -267,16 +267,16 @@ class _Look:
             raise CapacityError(f"more than {MAX_SHARDS} shards were found", hint="index them in parts")
 
 
-def _take(text: str, items: Sequence[Wanted], looks: Mapping[str, _Look]) -> None:
+def _search_all(text: str, items: Sequence[_ParsedPattern], searches: Mapping[str, _StoreSearch]) -> None:
     count, names = 0, dict[str, list[str]]()
     for item in items:
         if item.is_glob or not item.name:
-            pattern = re.compile(as_regex(item.name), re.DOTALL) if item.name else _ANY
+            pattern = re.compile(as_regex(item.name), re.DOTALL) if item.name else _ANY_KEY
             literal = _WILDCARD.split(item.name, maxsplit=1)[0]
-            count += looks[item.root].matching(literal, pattern)
+            count += searches[item.root].add_matching(literal, pattern)
         else:
             names.setdefault(item.root, []).append(item.name)
-    count += sum(looks[root].named(keys) for root, keys in names.items())
+    count += sum(searches[root].add_named(keys) for root, keys in names.items())
     if not count:
         raise NotFoundError(f"{text!r} finds no tar", hint="check the address; quote patterns in a shell")
 
@@ -285,20 +285,20 @@ def _common(a: str, b: str) -> str:
     return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
 
 
-def _found(looks: Mapping[str, _Look]) -> Found:
+def _result(searches: Mapping[str, _StoreSearch]) -> FoundShards:
     sources = []
-    for look in looks.values():
-        shards = tuple(look.shards[key] for key in sorted(look.shards))
+    for search in searches.values():
+        shards = tuple(search.shards[key] for key in sorted(search.shards))
         if shards:
-            sources.append(Source(look.store, shards))
+            sources.append(ShardSource(search.store, shards))
         else:
-            look.store.close()
-    missing = [look.missing[name] for look in looks.values() for name in sorted(look.missing)]
-    ignored = {name for look in looks.values() for name in look.ignored}
-    return Found(tuple(sources), tuple(missing), tuple(sorted(ignored)))
+            search.store.close()
+    missing = [search.missing[name] for search in searches.values() for name in sorted(search.missing)]
+    ignored = {name for search in searches.values() for name in search.ignored}
+    return FoundShards(tuple(sources), tuple(missing), tuple(sorted(ignored)))
 
 
-def below(inner: Location, outer: Location) -> str | None:
+def prefix_in(inner: Location, outer: Location) -> str | None:
     """Return the key prefix of store `inner` within store `outer`, or None if `inner` lies elsewhere.
 
     The prefix is `""` or ends with a slash.

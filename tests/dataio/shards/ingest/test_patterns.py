@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
-from headrace.dataio.shards.in_place import patterns
+from headrace.dataio.shards.ingest import patterns
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.mounts import MAX_MOUNTS
 from headrace.dataio.store.open import open_store
@@ -162,5 +162,5 @@ def test_no_pattern_at_all_is_a_usage_error() -> None:
     ],
 )
 def test_a_store_below_another_is_recognised(inner: str, outer: str, prefix: str | None) -> None:
-    assert patterns.below(Location(inner, {}, True), Location(outer, {}, True)) == prefix
-    assert patterns.below(Location(inner, {"region": "x"}, True), Location(outer, {}, True)) is None
+    assert patterns.prefix_in(Location(inner, {}, True), Location(outer, {}, True)) == prefix
+    assert patterns.prefix_in(Location(inner, {"region": "x"}, True), Location(outer, {}, True)) is None

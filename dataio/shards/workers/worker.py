@@ -1,8 +1,16 @@
 """The process that reads untrusted media. It answers requests on standard input until that ends.
 
-Invariants: it answers each frame with one frame (a 4-byte length, then msgpack). It dies with the process that started
-it. It may use `limits.PROBE_MEMORY_BYTES` for data.
-Failure behaviour: a crash or a hang ends only this process. `ProbePool` detects it and continues with a new process.
+Purpose: `python -m headrace.dataio.shards.workers.worker probe` prepares files for `pack` and `index`. With `decode`,
+it decodes members for `verify` and `preview`.
+
+Invariants:
+
+* The worker answers each frame with one frame (a 4-byte length, then msgpack).
+* It dies with the process that started it.
+* It may use `limits.PROBE_MEMORY_BYTES` for data, and it holds one decoded picture at a time.
+
+Failure behaviour: errors of libav become part of the answer. A crash or a hang ends only this process. Its `WorkerPool`
+detects that and continues with a new process.
 """
 
 from __future__ import annotations
@@ -18,7 +26,8 @@ from typing import IO
 
 from headrace.dataio.core import limits
 
-HELLO = b"headrace probe 1"
+PROBE_HELLO, DECODE_HELLO = b"headrace probe 1", b"headrace media 1"
+"""The first frame of each kind of worker."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -65,14 +74,22 @@ def confine() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
 
 
-def main() -> None:
-    """Serve tasks for `prepare` until standard input ends."""
+def serve_probes() -> None:
+    """Serve the packer's tasks until standard input ends."""
     confine()
-    from headrace.dataio.shards.media.facts import decode_task, encode_outcome
+    from headrace.dataio.shards.media.messages import decode_task, encode_outcome
     from headrace.dataio.shards.media.prepare import prepare
 
-    serve(HELLO, lambda frame: encode_outcome(prepare(decode_task(frame))))
+    serve(PROBE_HELLO, lambda frame: encode_outcome(prepare(decode_task(frame))))
+
+
+def serve_decoding() -> None:
+    """Serve the jobs of `verify` and `preview` until standard input ends."""
+    confine()
+    from headrace.dataio.shards.workers import decode, jobs
+
+    serve(DECODE_HELLO, lambda frame: jobs.encode(decode.run(jobs.decode_job(frame))))
 
 
 if __name__ == "__main__":
-    main()
+    {"probe": serve_probes, "decode": serve_decoding}[sys.argv[1]]()

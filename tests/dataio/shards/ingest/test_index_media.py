@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio import Dataset, index, pack
-from headrace.dataio.shards.dali import dali_index
+from headrace.dataio.shards.tar import dali_index
 
 Files = dict[str, bytes]
 

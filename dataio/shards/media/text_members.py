@@ -8,12 +8,17 @@ larger file raises `UnsupportedError`.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
-from headrace.dataio.shards.media.facts import TEXT_BYTES
+from headrace.dataio.core.json import parse_json
+from headrace.dataio.shards.media.messages import TEXT_BYTES, Request
 
 _TIME = r"(?:(\d{2,6}):)?([0-5]\d):([0-5]\d)\.(\d{3})"
 _TIMING = re.compile(rf"{_TIME}[ \t]+-->[ \t]+{_TIME}(?:[ \t].*)?")
@@ -91,3 +96,33 @@ def _milliseconds(parts: tuple[str | None, ...]) -> int:
 def _clock(milliseconds: int) -> str:
     seconds, thousandths = divmod(milliseconds, 1000)
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}.{thousandths:03}"
+
+
+# --- JSON
+
+
+class Sample(NamedTuple):
+    """A sample made from a group: the suffix of its key, and its files. It is the whole group or one clip."""
+
+    suffix: str
+    files: Request
+
+
+def with_fields(path: str | None, fields: Mapping[str, object], folder: str, name: str = "manifest") -> str:
+    """Write a new JSON file in `folder` and return its path. It holds the object at `path`, if any, with `fields`."""
+    target = Path(folder) / f"{name}.json"
+    found = {} if path is None else _object(Path(path))
+    target.write_text(json.dumps({**found, **fields}, ensure_ascii=False), "utf-8")
+    return str(target)
+
+
+def _object(path: Path) -> dict[str, object]:
+    with path.open("rb") as file:
+        data = file.read(limits.SAMPLE_JSON_BYTES + 1)
+    try:
+        found = parse_json(data, max_bytes=limits.SAMPLE_JSON_BYTES)
+    except ValueError as error:
+        raise CorruptionError(f"its .json is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UnsupportedError("the JSON of a sample must be an object")
+    return found

@@ -26,12 +26,12 @@ from headrace.dataio.core.errors import (
     UsageError,
 )
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.dali import dali_index
-from headrace.dataio.shards.in_place import tar_pass as in_place_pass
-from headrace.dataio.shards.in_place.tally import IndexProgress
+from headrace.dataio.shards.ingest import tar_scanner
 from headrace.dataio.shards.ingest.sources import gather
+from headrace.dataio.shards.ingest.tar_scanner import IndexProgress
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.tar import dali_index
 from headrace.dataio.store.open import open_location, open_store
 from tests.support.pictures import picture
 
@@ -301,7 +301,7 @@ def test_what_is_set_aside_for_probing_is_bounded_and_removed(
 ) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(in_place_pass, "SPOOL_BYTES", 3 * len(clip))
+    monkeypatch.setattr(tar_scanner, "SPOOL_BYTES", 3 * len(clip))
     path = put("a.tar", [(f"{i:03}.mp4", clip) for i in range(20)])
     most = 0
 
@@ -334,7 +334,7 @@ def test_a_full_temporary_folder_is_said_so(put, tmp_path: Path, clip: bytes) ->
 
 
 def test_samples_and_members_without_end_are_refused(put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place_pass, "MAX_SHARD_SAMPLES", 5)
+    monkeypatch.setattr(tar_scanner, "MAX_SHARD_SAMPLES", 5)
     monkeypatch.setattr(tar, "MAX_SAMPLE_MEMBERS", 5)
     put("0.tar", [("ok.bin", b"")])
     put("1.tar", [(f"{i}.bin", b"") for i in range(6)])

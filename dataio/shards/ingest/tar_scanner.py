@@ -1,0 +1,344 @@
+"""One pass over one tar: it hashes the members as it reads them, and describes the samples.
+
+Invariants:
+
+* Members to be probed (media, `.txt`, `.json`) are set aside in a temporary folder, where the worker processes read
+  them. The folder holds at most `SPOOL_BYTES` and one sample.
+* A sample is a run of neighbouring members with the same key, as in WebDataset.
+* The samples of a shard are held in memory. There are at most `MAX_SHARD_SAMPLES`.
+
+Failure behaviour: a sample that cannot be used is skipped in the reporter, with its offset. A shard that is damaged or
+compressed, or that holds something that a shard must not hold, raises `CorruptionError` or `UnsupportedError`. A full
+temporary folder raises `CapacityError`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.core.files import scratch_folder
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.ingest.patterns import FoundShards
+from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.ingest.report import PackReport, Skipped
+from headrace.dataio.shards.ingest.sources import Group
+from headrace.dataio.shards.media.container import SAMPLE_EXTENSIONS, not_read, passed_over
+from headrace.dataio.shards.media.messages import Described, Failure
+from headrace.dataio.shards.pieces import Hasher, size_for
+from headrace.dataio.shards.readahead import ReadAhead
+from headrace.dataio.shards.sample import Member, Sample
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.mounts import PREFIX, url_of
+
+SPOOL_BYTES = 1 * limits.GIB
+MAX_SHARD_SAMPLES = 1_000_000
+_PROBED = SAMPLE_EXTENSIONS | {"txt", "json"}
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexProgress:
+    """The progress of indexing.
+
+    `shards` counts the shards begun and `bytes` the bytes read. `samples` counts the samples found. `skipped` counts
+    skipped samples and shards.
+    """
+
+    shards: int
+    shards_total: int
+    bytes: int
+    bytes_total: int
+    samples: int
+    skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceShard:
+    """One tar: its key in the dataset, and its store and its key there."""
+
+    key: str
+    store: Store
+    store_key: str
+    size: int
+    modified: float
+
+    @property
+    def url(self) -> str:
+        return url_of(self.store, self.store_key)
+
+
+class _Counts(NamedTuple):
+    samples: int
+    members: int
+    skipped: int
+    notes: int
+
+
+class IndexReporter:
+    """Counts samples, members, shards and bytes, and applies `strict`."""
+
+    def __init__(
+        self,
+        found: FoundShards,
+        strict: bool,
+        progress: Callable[[IndexProgress], None] | None,
+        sizes: Sequence[int],
+    ) -> None:
+        self.strict, self._progress = strict, progress
+        self.ignored, self.skipped, self.notes = found.ignored, list[Skipped](), list[str]()
+        self.samples = self.members = self.shards = self.done = 0
+        self._shards_total, self._bytes_total = len(sizes), sum(sizes)
+        self._began = time.monotonic()
+        for item in found.missing:
+            self.skip(item)
+
+    def counts(self) -> _Counts:
+        """Return the counts so far, for `reset_to`."""
+        return _Counts(self.samples, self.members, len(self.skipped), len(self.notes))
+
+    def reset_to(self, counts: _Counts) -> None:
+        """Forget everything that was reported after `counts` were taken, except the progress."""
+        self.samples, self.members = counts.samples, counts.members
+        del self.skipped[counts.skipped :], self.notes[counts.notes :]
+
+    def skip(self, item: Skipped) -> None:
+        """Record a skipped sample or shard. With `strict`, raise its error."""
+        if self.strict:
+            error = {UnsupportedError.code: UnsupportedError, NotFoundError.code: NotFoundError}.get(
+                item.code, CorruptionError
+            )
+            raise error(f"{item.path}: {item.reason}", hint="without strict it would be skipped")
+        _log.info("skipped %s: %s", item.path, item.reason)
+        self.skipped.append(item)
+
+    def step(self, bytes_of_shard: int) -> None:
+        """Report progress: `bytes_of_shard` bytes of the current shard are read."""
+        if self._progress is not None:
+            at = self.done + bytes_of_shard
+            self._progress(
+                IndexProgress(self.shards, self._shards_total, at, self._bytes_total, self.samples, len(self.skipped))
+            )
+
+    def report(self, document: versions.VersionDocument) -> PackReport:
+        """Return the report of the finished indexing."""
+        return PackReport(
+            files=self.members,
+            samples=document.samples,
+            shards=len(document.shards),
+            bytes=sum(shard.size for shard in document.shards),
+            seconds=time.monotonic() - self._began,
+            skipped=tuple(self.skipped),
+            ignored=self.ignored,
+            notes=tuple(self.notes),
+        )
+
+
+@dataclass(slots=True)
+class _RawSample:
+    """One sample as read from the tar.
+
+    `files` maps the path of each member set aside to its extension and its name in the shard.
+    """
+
+    key: str
+    offset: int
+    members: list[Member] = field(default_factory=list)
+    files: dict[Path, tuple[str, str]] = field(default_factory=dict)
+    bytes: int = 0
+    fault: str = ""
+
+    def group(self) -> Group:
+        return Group(self.key, tuple((ext, str(path)) for path, (ext, _) in self.files.items()), self.bytes)
+
+
+class TarScanner:
+    """One pass over one shard."""
+
+    def __init__(self, shard: SourceShard, reporter: IndexReporter, prefix_keys: bool) -> None:
+        self._shard, self._reporter = shard, reporter
+        path = shard.key.partition("/")[2].partition("/")[2] if shard.key.startswith(PREFIX) else shard.key
+        self._prefix = path.removesuffix(".tar") + "/" if prefix_keys else ""
+        self._numbers = itertools.count()
+        self._offsets_by_key: dict[str, int] = {}
+        self._rows: list[tuple[int, Sample]] = []
+
+    def scan(self, pool: ProbePool) -> list[Sample]:
+        shard = self._shard
+        with (
+            ReadAhead(shard.store, shard.store_key, shard.size) as ahead,
+            scratch_folder("headrace-index-") as folder,
+        ):
+            _check_uncompressed(ahead.read_at(0, min(8, shard.size)), shard.url)
+            samples = self._read_samples(ahead, Path(folder))
+            for batch in _batches(samples):
+                self._describe(batch, pool)
+        if not self._rows:
+            self._reporter.notes.append(f"{shard.url}: no samples were taken from it")
+        return [sample for _, sample in sorted(self._rows, key=lambda row: row[0])]
+
+    def _read_samples(self, ahead: ReadAhead, folder: Path) -> Iterator[_RawSample]:
+        """Yield the shard's samples in order. A faulty sample is reported and left out."""
+        for key, run in tar.samples(ahead.read_at, ahead.size, self._shard.url):
+            raw = _RawSample(key, -1)
+            for entry in run:
+                self._read_member(raw, entry, ahead, folder)
+            self._check_key(raw)
+            if raw.fault:
+                _discard(raw)
+                self._skip(f"{raw.key} at offset {raw.offset}", CorruptionError.code, raw.fault)
+            else:
+                yield raw
+
+    def _read_member(self, raw: _RawSample, entry: tar.Entry, ahead: ReadAhead, folder: Path) -> None:
+        if raw.offset < 0:
+            raw.offset = entry.header
+        if any(member.ext == entry.ext for member in raw.members):
+            raw.fault = raw.fault or f"a second member is called {entry.name!r}, at offset {entry.header}"
+        parts = ahead.parts(entry.offset, entry.length)
+        if entry.ext in _PROBED and not raw.fault:
+            path = folder / f"{next(self._numbers)}.{entry.ext}"
+            raw.files[path] = (entry.ext, entry.name)
+            raw.bytes += entry.length
+            parts = _copied_to(parts, path)
+        hasher = Hasher(size_for(entry.length))
+        for part in parts:
+            hasher.update(part)
+        raw.members.append(Member(entry.ext, entry.offset, entry.length, hasher.whole(), hasher.pieces()))
+        self._reporter.step(entry.offset + entry.length)
+
+    def _check_key(self, raw: _RawSample) -> None:
+        first = self._offsets_by_key.setdefault(raw.key, raw.offset)
+        if first != raw.offset:
+            raw.fault = raw.fault or f"the key {raw.key!r} occurred before, at offset {first}"
+        if len(self._offsets_by_key) > MAX_SHARD_SAMPLES:
+            raise UnsupportedError(f"{self._shard.url}: more than {MAX_SHARD_SAMPLES} samples in one shard")
+
+    def _describe(self, batch: Iterator[_RawSample], pool: ProbePool) -> None:
+        """Probe the samples that have members set aside. The answers come in the order of the requests."""
+        by_group: dict[int, _RawSample] = {}
+
+        def groups() -> Iterator[Group]:
+            for raw in batch:
+                if raw.files:
+                    group = raw.group()
+                    by_group[id(group)] = raw
+                    yield group
+                else:
+                    self._accept(raw, _NO_MEDIA)
+
+        for group, answer in pool.describe(groups()):
+            raw = by_group.pop(id(group))
+            _discard(raw)
+            if isinstance(answer, Failure):
+                name = next((n for path, (_, n) in raw.files.items() if str(path) == answer.path), raw.key)
+                self._skip(f"{name} at offset {raw.offset}", answer.code, answer.reason)
+            else:
+                self._accept(raw, answer)
+
+    def _skip(self, what: str, code: str, reason: str) -> None:
+        self._reporter.skip(Skipped(f"{self._shard.url}: {what}", code, reason))
+
+    def _accept(self, raw: _RawSample, facts: Described) -> None:
+        key = self._prefix + raw.key.removeprefix("./") if self._prefix else raw.key
+        sample = Sample(
+            id=0,
+            key=key,
+            shard=self._shard.key,
+            members=tuple(_with_heads(raw.members, facts)),
+            duration=facts.duration,
+            video=facts.video,
+            audio=facts.audio,
+            text=facts.text,
+            fields=json.loads(facts.fields),
+        )
+        self._rows.append((raw.offset, sample))
+        self._reporter.samples += 1
+        self._reporter.members += len(raw.members)
+        extensions = [member.ext for member in raw.members]
+        unread = not_read(extensions)
+        own_names = [ext for ext in passed_over(extensions) if ext not in _PROBED and "." in ext]
+        notes = (
+            *facts.notes,
+            *(
+                f"its .{ext} file is kept, and not read as media: the name of a sample's video is its key"
+                for ext in own_names
+            ),
+            *(() if unread is None else (f"{unread[1]} (`headrace pack` with the tar as its source)",)),
+        )
+        self._reporter.notes += [f"{key}: {note}" for note in notes]
+
+
+_NO_MEDIA = Described(files=(), duration=0.0, video=None, audio=None, text=None, fields="{}", notes=())
+"""The description of a sample without media, text or JSON."""
+
+
+def _with_heads(members: list[Member], facts: Described) -> Iterator[Member]:
+    """Yield the members with the heads and marks that the workers found.
+
+    The digests stay those of the bytes that this pass read.
+    """
+    found = {file.ext: file.pieces for file in facts.files if file.pieces is not None}
+    for member in members:
+        pieces, file_pieces = member.pieces, found.get(member.ext)
+        if pieces is not None and file_pieces is not None:
+            member = replace(member, pieces=replace(pieces, head=file_pieces.head, marks=file_pieces.marks))
+        yield member
+
+
+def _batches(samples: Iterator[_RawSample]) -> Iterator[Iterator[_RawSample]]:
+    """Divide the samples into batches. Each sets aside at most `SPOOL_BYTES` and one sample.
+
+    The caller must exhaust a batch before it takes the next.
+    """
+    for first in samples:
+        yield _one_batch(itertools.chain([first], samples))
+
+
+def _one_batch(samples: Iterable[_RawSample]) -> Iterator[_RawSample]:
+    total = 0
+    for raw in samples:
+        total += raw.bytes
+        yield raw
+        if total >= SPOOL_BYTES:
+            return
+
+
+def _copied_to(parts: Iterator[memoryview], path: Path) -> Iterator[memoryview]:
+    try:
+        with path.open("wb", buffering=0) as file:
+            for part in parts:
+                done = 0
+                while done < len(part):
+                    done += file.write(part[done:])
+                yield part
+    except OSError as error:
+        raise CapacityError(
+            f"a member could not be set aside in {path.parent}: {error.strerror or error}",
+            hint="TMPDIR names another folder with more space",
+        ) from error
+
+
+def _discard(raw: _RawSample) -> None:
+    for path in raw.files:
+        path.unlink(missing_ok=True)
+
+
+def _check_uncompressed(head: bytes, url: str) -> None:
+    program = tar.compressed_by(head)
+    if program is not None:
+        raise UnsupportedError(
+            f"{url} is compressed by {program} at offset 0, so no sample in it can be read by itself",
+            hint="decompress it and index the plain tar, or unpack it and use `headrace pack`; media is compressed already",
+        )
