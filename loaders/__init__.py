@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headrace.loaders.audio.spec import AudioSpec, LogMel, Window
     from headrace.loaders.audio_loader import AudioLoader
     from headrace.loaders.clip import Clip
+    from headrace.loaders.decode.registry import register_decoder
     from headrace.loaders.file_loader import FileLoader
     from headrace.loaders.quarantine.shared_list import QuarantineList
     from headrace.loaders.sampling.buckets import Bucket, Buckets, Durations
@@ -43,6 +44,7 @@ __all__ = [
     "QuarantineList",
     "VideoLoader",
     "Window",
+    "register_decoder",
 ]
 
 _HOME = {
@@ -60,6 +62,7 @@ _HOME = {
     "QuarantineList": "headrace.loaders.quarantine.shared_list",
     "VideoLoader": "headrace.loaders.video_loader",
     "Window": "headrace.loaders.audio.spec",
+    "register_decoder": "headrace.loaders.decode.registry",
 }
 
 

@@ -18,7 +18,7 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.audio.spec import AudioSpec, Features, Window, counts
 from headrace.loaders.config import LoaderConfig, configured_by
-from headrace.loaders.decode.dali import GPU_BATCH
+from headrace.loaders.decode.base import GPU_BATCH
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
 from headrace.loaders.processors.audio import PieceProcessor, WindowProcessor, lengths

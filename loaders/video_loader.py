@@ -26,9 +26,8 @@ from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.dataio.shards.sample import Sample
 from headrace.loaders.clip import Clip, counts
 from headrace.loaders.config import LoaderConfig, configured_by
-from headrace.loaders.decode.base import Color
-from headrace.loaders.decode.dali import GPU_BATCH
-from headrace.loaders.decode.registry import AutoDecoder, Backend, explain
+from headrace.loaders.decode import registry
+from headrace.loaders.decode.base import GPU_BATCH, Color
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
@@ -72,7 +71,7 @@ class VideoConfig(LoaderConfig):
             Default: "uint8", with `normalize` "float32".
         layout (str): the axes of a clip: "TCHW", "CTHW" or "THWC". Default: "TCHW".
         decoder (str): "auto" (NVDEC by DALI on a GPU, else PyAV), "dali" (DALI also on the CPU, for formats that it
-            decodes there) or "pyav". Default: "auto".
+            decodes there), "pyav", or one that `register_decoder` added. Default: "auto".
     """
 
     url_or_dataset: str | os.PathLike[str] | Dataset | Mixture
@@ -90,7 +89,7 @@ class VideoConfig(LoaderConfig):
     normalize: tuple[Sequence[float], Sequence[float]] | None = None
     dtype: str | torch.dtype | None = None
     layout: str = "TCHW"
-    decoder: Backend = "auto"
+    decoder: str = "auto"
 
     def look(self) -> ClipSpec:
         """How a finished clip looks, checked."""
@@ -100,7 +99,7 @@ class VideoConfig(LoaderConfig):
 
             check_type("buckets", self.buckets, Buckets, "Buckets((Bucket((height, width)), ...), budget=...)")
         check_choice("color", self.color, ("bt601", "tagged", "fast"))
-        check_choice("decoder", self.decoder, ("auto", "dali", "pyav"))
+        registry.check_option(self.decoder)
         clip, sound = self.clip or Clip(), _audio_spec(self.audio)
         if sound is not None:
             sound.samples(clip)
@@ -166,17 +165,15 @@ class VideoLoader(Loader):
 
         def start_processor() -> Processor:
             isolated = config.subprocess_decoder(delivery.num_threads)
-            decode = isolated or AutoDecoder(output.device.type, output.device.index or 0, decoder)
+            decode = isolated or registry.open_decoder(decoder, output.device.type, output.device.index or 0)
             hear = isolated.hear if isolated else None
-            one_by_one = isolated is None and output.device.type == "cpu" and decoder != "dali"
-            each = [
-                ClipProcessor(one, decode, hear, one_by_one=one_by_one) for one in _looks(look, buckets, plan.buckets)
-            ]
+            each = [ClipProcessor(one, decode, hear) for one in _looks(look, buckets, plan.buckets)]
             return config.finish(by_stream(each), look.audio, output.device, plan.names)
 
         sampling = config.sampling(config.batch_size)
         plan, owned = config.open_plan(config.url_or_dataset, find, look.clip, sampling, _bucketing(buckets, look))
-        if decoder != "dali" and not config.decode_in_subprocess:  # other decoders take every clip by itself
+        shares_decoding = registry.candidates(decoder, output.device.type)[0].shares_decoding
+        if shares_decoding and not config.decode_in_subprocess:
             looks = _looks(look, buckets, plan.buckets)
             delivery = replace(delivery, group_slots=together(looks, transformed=config.transform is not None))
         super().__init__(plan, start_processor, delivery, config.bad_samples, owned)
@@ -190,11 +187,12 @@ class VideoLoader(Loader):
         """
         check_type("sample", sample, (int, Sample), "its number, or a Sample")
         one = self.dataset.sample(sample) if isinstance(sample, int) else sample
-        told = explain(one, self._look.color, self._delivery.output.device.type, self._decoder)
+        device = self._delivery.output.device.type
+        lines = registry.explain(one, color=self._look.color, option=self._decoder, device=device)
         if one.video is None:
-            return told
+            return lines
         inside = self._look.audio is not None and one.audio is not None and one.audio.ext == one.video.ext
-        return f"{told}\n{byte_ranges.explain(one, self._look.clip, sound=inside)}"
+        return f"{lines}\n{byte_ranges.explain(one, self._look.clip, sound=inside)}"
 
 
 def _audio_spec(audio: bool | AudioSpec) -> AudioSpec | None:

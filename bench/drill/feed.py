@@ -56,9 +56,9 @@ def run(gpu: bool) -> PartResult:
 def _decoders(gpu: bool) -> tuple[str, ...]:
     """Return the decoders to measure. With a GPU these are NVDEC and PyAV, which shows how much CPU time NVDEC
     saves."""
-    from headrace.loaders.decode.registry import decodes_on
+    from headrace.loaders.decode import registry
 
-    return ("auto", "pyav") if gpu and decodes_on(0) else ("pyav",)
+    return ("auto", "pyav") if gpu and registry.missing("dali_gpu") is None else ("pyav",)
 
 
 def _dataset(scratch: Path, clips: int) -> str:

@@ -39,8 +39,7 @@ def _bare(place: Place, kind: Stills) -> Iterator[torch.Tensor]:
     """The floor: Headrace's decoder without the loader."""
     from headrace.dataio.shards.sample import Sample
     from headrace.loaders.clip import Clip, choose
-    from headrace.loaders.decode.base import Decoded, Request
-    from headrace.loaders.decode.geometry import Fit
+    from headrace.loaders.decode.base import Decoded, Fit, Request
     from headrace.loaders.decode.pyav import PyAVDecoder
 
     decoder, clip, cut = PyAVDecoder(), Clip(1), Fit((kind.size, kind.size))

@@ -119,8 +119,7 @@ def _bare_video(place: Place, kind: Kind, *, color: Any = "bt601") -> Iterator[t
     """The floor: Headrace's decoder without the loader."""
     from headrace.dataio.shards.sample import Sample
     from headrace.loaders.clip import Clip, choose
-    from headrace.loaders.decode.base import Decoded, Request
-    from headrace.loaders.decode.geometry import Fit
+    from headrace.loaders.decode.base import Decoded, Fit, Request
     from headrace.loaders.decode.pyav import PyAVDecoder
 
     decoder, clip = PyAVDecoder(), Clip(frames=FRAMES, stride=STRIDE, per_video=kind.per_file)

@@ -86,8 +86,7 @@ def _decoding(folder: Path, name: str, clip: Any, size: int, color: Any = "bt601
 
     from headrace.dataio.shards.media.probe import probe
     from headrace.loaders.clip import choose, counts
-    from headrace.loaders.decode.base import Request
-    from headrace.loaders.decode.geometry import Fit
+    from headrace.loaders.decode.base import Fit, Request
     from headrace.loaders.decode.pyav import PyAVDecoder
 
     torch.set_num_threads(1)

@@ -30,7 +30,6 @@ from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.limits import GIB
 from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.clip import Wanted
-from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.fetch.partial_file import Media
 
 if TYPE_CHECKING:  # the decoding subprocess does not import torch
@@ -41,6 +40,22 @@ if TYPE_CHECKING:  # the decoding subprocess does not import torch
 Color = Literal["bt601", "tagged", "fast"]
 MAX_CLIP_BYTES = 4 * GIB
 """The limit on the size of one decoded clip before it is resized."""
+GPU_BATCH = 16
+"""Clips that are decoded together on a GPU."""
+_FRAMES_IN_WORK = 8
+"""Frames that a decoder and a converter hold at a time for a clip that is cropped frame by frame."""
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """Pictures are scaled to cover `size` (height, width), cropped, and optionally mirrored left to right.
+
+    `at` is the position of the crop between top and bottom, and between left and right: 0 to 1 each.
+    """
+
+    size: tuple[int, int]
+    antialias: bool = True
+    at: tuple[float, float] = (0.5, 0.5)
+    mirror: bool = False
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -75,6 +90,27 @@ class Decoder(Protocol):
         """The decoded clip or the error of each request, in the same order."""
         ...
 
+    def clip_bytes(self, info: VideoInfo, frames: int, size: tuple[int, int] | None, color: Color) -> int:
+        """Bytes that a clip takes at most while it is decoded, besides its file: `whole_clip_bytes`, or less.
+
+        Args:
+            info: the index entry of the stream.
+            frames: of the clip.
+            size: height and width of the clip if the decoder scales and crops it (`Request.fit`), else None.
+            color: how colours are converted.
+        """
+        ...
+
     def close(self) -> None:
         """Release the decoder's resources. It must not be used afterwards."""
         ...
+
+
+def whole_clip_bytes(info: VideoInfo, frames: int) -> int:
+    """Bytes of a clip whose frames all exist in full size."""
+    return info.width * info.height * 3 * frames
+
+
+def cropped_clip_bytes(info: VideoInfo, frames: int, size: tuple[int, int]) -> int:
+    """Bytes of a clip whose frames are scaled and cropped one by one, so that few exist in full size."""
+    return whole_clip_bytes(info, _FRAMES_IN_WORK) + size[0] * size[1] * 3 * frames

@@ -1,19 +1,21 @@
 """Convert frames to RGB with FFmpeg's filter graphs, and collect the frames of a clip on canvases.
 
 Purpose: this module defines how colours are converted, in the cheapest way that gives the defined bits. Each frame is
-converted, scaled and cropped while it is in the CPU's cache. A clip of full-size frames exists only on request.
+converted, scaled and cropped while it is in the CPU's cache. A clip of full-size frames exists only on request. `Axis`
+computes which source pixels a crop needs, so that the others are neither converted nor scaled.
 Invariants: "bt601" and "tagged" give the bits of swscale's `bilinear+full_chroma_int+accurate_rnd` to rgb24, which is
 DALI's conversion. For the usual planar formats with even sides the conversion goes through planes (gbrp), which swscale
 computes with vector instructions. This could change only the rounding of chroma between rows, and at chroma weights of
 1 and 3 there is nothing to round. Other frames are converted directly. A part of a usual frame has the bits of the
 whole frame, except within `MARGIN` pixels of the part's edges. "fast" uses the quickest conversion, or scales in the
 same pass. A canvas gets `draw` calls for frames 0, 1, … in order (or `paint` with pixels); `again` repeats the previous
-frame. `clip` is complete after the last call.
-Failure behaviour: libav's errors pass through. A graph that failed is rebuilt.
+frame. `clip` is complete after the last call. Nothing here imports torch, so that the decoding subprocess starts quickly.
+Failure behaviour: libav's errors pass through. A graph that failed is rebuilt. The loader has checked all sizes.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import Any, Protocol
 
@@ -24,8 +26,7 @@ from av.filter import Graph
 from av.filter.context import FilterContext
 from av.video.frame import VideoFrame
 
-from headrace.loaders.decode.base import Color, Request
-from headrace.loaders.decode.geometry import Fit, axes
+from headrace.loaders.decode.base import Color, Fit, Request
 
 U8 = npt.NDArray[np.uint8]
 Chain = tuple[tuple[str, str], ...]
@@ -203,3 +204,84 @@ class Quick:
 
     def again(self, number: int) -> None:
         self.clip[number] = self.clip[number - 1]
+
+
+# --- scaling and cropping, as arithmetic on the two sides of a picture
+
+_SHIFT = 1 / 16
+"""Pixels by which the "fast" conversion may move a side of the picture, so that a part begins at a whole pixel."""
+
+
+class Axis(msgspec.Struct, frozen=True):
+    """One side of a picture. `source` pixels are scaled to `scaled` pixels, and `kept` of these are kept from `first`
+    on."""
+
+    source: int
+    scaled: int
+    first: int
+    kept: int
+
+    @property
+    def step(self) -> float:
+        """Source pixels per pixel of the result."""
+        return self.source / self.scaled
+
+    def needed(self, antialias: bool = True) -> tuple[int, int]:
+        """Begin and end of the source pixels that bilinear filtering reads for the kept pixels."""
+        reach = max(1.0, self.step) if antialias else 1.0
+        begin = math.floor(self.step * (self.first + 0.5) - reach) - 1
+        end = math.ceil(self.step * (self.first + self.kept - 0.5) + reach) + 1
+        return max(0, begin), min(self.source, end)
+
+    def factor(self, end: int) -> float | None:
+        """A scale factor whose inverse equals `step` to the last bit, and which scales the first `end` pixels to enough
+        pixels.
+
+        None if there is no such factor, or if the number of pixels would stay the same, because torch then skips
+        scaling.
+        """
+        guess = self.scaled / self.source
+        for factor in (guess, math.nextafter(guess, 0), math.nextafter(guess, 2 * guess)):
+            made = math.floor(end * factor)
+            if 1 / factor == self.step and made >= self.first + self.kept and (made != end or factor == 1):
+                return factor
+        return None
+
+    def window(self) -> tuple[int, int, int, int]:
+        """A part of the source that can be scaled alone: its begin and length, and the begin and length of the scaled
+        part.
+
+        It begins and ends at even pixels (or at the picture's end), to within `_SHIFT`. It extends far enough around
+        the kept pixels that its edges do not affect them.
+        """
+        margin = math.ceil((max(1.0, self.step) + 4) / self.step)
+        first = next(j for j in range(max(0, self.first - margin), -1, -1) if self._is_even(j))
+        last = next(
+            j for j in range(self.first + self.kept + margin, self.scaled + 1) if self._is_even(j) or j == self.scaled
+        ) if self.first + self.kept + margin < self.scaled else self.scaled  # fmt: skip
+        begin = 2 * round(self.step * first / 2)
+        end = self.source if last == self.scaled else 2 * round(self.step * last / 2)
+        return begin, end - begin, first, last - first
+
+    def _is_even(self, place: int) -> bool:
+        at = self.step * place
+        return abs(at - 2 * round(at / 2)) <= _SHIFT
+
+
+def axes(height: int, width: int, fit: Fit) -> tuple[Axis, Axis]:
+    """The vertical and the horizontal axis for pictures of this size."""
+    high, wide = covering(height, width, fit.size)
+    down = Axis(height, high, offset(high - fit.size[0], fit.at[0]), fit.size[0])
+    return down, Axis(width, wide, offset(wide - fit.size[1], fit.at[1]), fit.size[1])
+
+
+def covering(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
+    """The smallest size of the same aspect ratio, rounded, that covers `size`."""
+    if size[0] * width >= size[1] * height:  # the height determines the scale
+        return size[0], max(size[1], round(width * size[0] / height))
+    return max(size[0], round(height * size[1] / width)), size[1]
+
+
+def offset(room: int, at: float) -> int:
+    """The crop's offset. The centre's offset is rounded down; other positions are spread over 0 … room."""
+    return room // 2 if at == 0.5 else min(room, int(at * (room + 1)))

@@ -35,13 +35,13 @@ import torch
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.media import bitstream
+from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.decode import resize
-from headrace.loaders.decode.base import Decoded, Request
+from headrace.loaders.decode.base import GPU_BATCH, Color, Decoded, Request, whole_clip_bytes
+from headrace.loaders.decode.registry import register_decoder
 from headrace.loaders.decode.trim import Window, mux, open_window
 
-GPU_BATCH = 16
-"""Clips that one run of the GPU pipeline decodes together."""
 GPU_THREADS = 4
 """Clips of a run that are decoded in parallel. Each DALI thread keeps one of the card's decoders (up to seven) busy,
 and waits for it."""
@@ -86,12 +86,9 @@ class DaliDecoder:
     """
 
     def __init__(self, device_id: int | None = None, threads: int = GPU_THREADS) -> None:
-        if not dali_installed():
-            raise UnsupportedError("DALI is not installed", hint="pip install nvidia-dali-cuda130 (Linux only)")
-        if device_id is not None and device_id >= gpu_count():
-            raise UnsupportedError(f"DALI sees no GPU number {device_id}", hint="use device='cpu'")
-        if device_id is not None and (why := nvdec_missing()) is not None:
-            raise UnsupportedError(f"the GPU cannot decode video: {why}", hint="use decoder='pyav'")
+        reason = cpu_missing() if device_id is None else gpu_missing(device_id)
+        if reason is not None:
+            raise UnsupportedError(f"DALI cannot decode here: {reason}", hint="use decoder='pyav'")
         self.name = "dali_cpu" if device_id is None else "dali_gpu"
         self._device_id, self._threads = device_id, 1 if device_id is None else threads
         self._batch = 1 if device_id is None else GPU_BATCH
@@ -103,6 +100,9 @@ class DaliDecoder:
         for start in range(0, len(requests), self._batch):
             results += self._decode_some(requests[start : start + self._batch])
         return results
+
+    def clip_bytes(self, info: VideoInfo, frames: int, size: tuple[int, int] | None, color: Color) -> int:
+        return whole_clip_bytes(info, frames)
 
     def close(self) -> None:
         with self._lock:
@@ -346,3 +346,54 @@ def _leb128(data: bytes, at: int) -> tuple[int, int]:
 
 
 _REPEATS = {"vp9": _vp9_repeats, "av1": _av1_repeats}
+
+
+# --- the entries of the registry
+
+CPU_CODECS = frozenset(["vp8", "vp9", "mjpeg"])
+CPU_FORMATS = frozenset(["yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p", "yuvj444p"])
+
+
+def cpu_missing(device_id: int = 0) -> str | None:
+    """Why DALI cannot decode on the CPU, or None."""
+    return None if dali_installed() else "DALI is not installed (pip install 'headrace[dali]', on Linux)"
+
+
+def gpu_missing(device_id: int) -> str | None:
+    """Why DALI cannot decode on this GPU, or None."""
+    if (reason := cpu_missing()) is not None:
+        return reason
+    if device_id >= gpu_count():
+        return f"DALI sees no GPU number {device_id}"
+    return nvdec_missing()
+
+
+def cpu_supports(info: VideoInfo) -> bool:
+    """Whether DALI on the CPU decodes streams of this format to the pixels of PyAV."""
+    return info.codec in CPU_CODECS and info.pixel_format in CPU_FORMATS
+
+
+def _is_video(info: VideoInfo, color: Color) -> bool:
+    return color == "bt601" and info.ext not in IMAGE_EXTENSIONS
+
+
+register_decoder(
+    "dali_gpu",
+    DaliDecoder,
+    reads=lambda info, color: _is_video(info, color) and nvdec_supports(info),
+    missing=gpu_missing,
+    device="cuda",
+    option="dali",
+    automatic=True,
+    priority=20,
+    rule="8-bit 4:2:0 " + "/".join(sorted(NVDEC_CODECS)) + " in bt601, by NVDEC",
+)
+register_decoder(  # not automatic: it gives PyAV's bits but uses more CPU time
+    "dali_cpu",
+    lambda device_id: DaliDecoder(),
+    reads=lambda info, color: _is_video(info, color) and cpu_supports(info),
+    missing=cpu_missing,
+    option="dali",
+    priority=10,
+    rule="8-bit " + "/".join(sorted(CPU_CODECS)) + " in bt601",
+)

@@ -34,8 +34,9 @@ from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
-from headrace.loaders.decode.base import Decoded, Request
+from headrace.loaders.decode.base import Color, Decoded, Request, cropped_clip_bytes, whole_clip_bytes
 from headrace.loaders.decode.convert import U8, Canvas, Converter, Paintable, Quick, Whole
+from headrace.loaders.decode.registry import register_decoder
 from headrace.loaders.decode.trim import NoStartError, Window, open_window, tells_all
 
 _WITH_MESSAGES = frozenset(["h264", "hevc"])
@@ -64,6 +65,9 @@ class PyAVDecoder:
         for numbers in grouped(requests):
             done.update(zip(numbers, self._together([requests[n] for n in numbers]), strict=True))
         return [done[number] for number in range(len(requests))]
+
+    def clip_bytes(self, info: VideoInfo, frames: int, size: tuple[int, int] | None, color: Color) -> int:
+        return whole_clip_bytes(info, frames) if size is None else cropped_clip_bytes(info, frames, size)
 
     def close(self) -> None:
         self._mine = threading.local()
@@ -382,3 +386,14 @@ def decode_jpeg(request: Request) -> Any:
         return simplejpeg.decode_jpeg(data)
     except ValueError:
         return None
+
+
+register_decoder(
+    "pyav",
+    lambda device_id: PyAVDecoder(),
+    automatic=True,
+    priority=0,
+    shares_decoding=True,
+    rule="every stream, with JPEG pictures by libjpeg-turbo",
+    label=lambda info: "libjpeg-turbo" if is_jpeg(info) else "pyav",
+)

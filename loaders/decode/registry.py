@@ -1,139 +1,252 @@
-"""Which decoder a clip gets: one rule, logged once, the same on every rank.
+"""The decoders of video that loaders may use, and the rule by which each clip gets one.
 
-Purpose: hide the back ends behind one `Decoder`.
-Invariants: DALI only gets streams that it decodes to PyAV's pixels: 8-bit streams without transparency whose packets
-are frames. On the CPU it gives PyAV's bits but uses more CPU time, so it decodes there only on request. PyAV decodes
-every clip that DALI refuses, so whether a sample counts as damaged does not depend on what is installed.
-Failure behaviour: that of the contract. Without DALI or without a GPU the rule selects PyAV, and `explain` says so.
+Purpose: a decoder is one module that calls `register_decoder`. Loaders, `VideoLoader.explain` and the benchmarks read
+the registry and name no decoder. A new decoder needs its module and its tests; if it comes with this package, also its
+module's name in `_BUILT_IN`.
+
+Invariants:
+- The rule: of the decoders that the option allows, the one with the highest priority that reads the stream and is
+  available gets the clip. `FALLBACK` reads every stream and is always available.
+- `FALLBACK` also decodes every clip that another decoder refuses. So whether a sample counts as damaged does not depend
+  on what is installed.
+- The rule depends on the index entry and the options only, so it is the same on every rank that has the same packages.
+- A decoder is asked whether it is available, and is built, when the first clip needs it.
+
+Failure behaviour: that of `headrace.loaders.decode.base`. An unavailable decoder is passed over, and one warning gives
+the reason. `UsageError` for an option that no decoder has.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal
 
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.dataio.shards.sample import Sample, VideoInfo
-from headrace.loaders.decode import dali
 from headrace.loaders.decode.base import Color, Decoded, Decoder, Request
-from headrace.loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
-from headrace.loaders.decode.pyav import PyAVDecoder, is_jpeg
+from headrace.loaders.validation import check_choice
 
-Kind = Literal["pyav", "dali_cpu", "dali_gpu"]
-Backend = Literal["auto", "dali", "pyav"]
-"""The caller's choice: the rule; the rule, with DALI also on the CPU; PyAV alone."""
-
-CPU_CODECS = frozenset(["vp8", "vp9", "mjpeg"])
-CPU_FORMATS = frozenset(["yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p", "yuvj444p"])
-RULE = (
-    "video decoders: on device='cuda' with a GPU, DALI (NVDEC) for 8-bit 4:2:0 "
-    + "/".join(sorted(dali.NVDEC_CODECS))
-    + "; with decoder='dali' DALI on the CPU for 8-bit "
-    + "/".join(sorted(CPU_CODECS))
-    + "; JPEG pictures libjpeg-turbo; else, with decoder='pyav', for color other than bt601, for other pictures, and for "
-    + "whatever DALI refuses, PyAV"
-)
+FALLBACK = "pyav"
+"""The decoder that reads every stream."""
+_BUILT_IN = ("headrace.loaders.decode.pyav", "headrace.loaders.decode.dali")
+"""The modules whose import registers the decoders of this package."""
 
 _log = get_logger(__name__)
 
 
-def choose(info: VideoInfo, *, gpu: bool, color: Color = "bt601", asked: Backend = "auto") -> Kind:
-    """The decoder for a stream, if it is installed. A pure function of the index entry and the arguments."""
-    if asked == "pyav" or color != "bt601" or info.ext in IMAGE_EXTENSIONS:
-        return "pyav"
-    if gpu and dali.nvdec_supports(info):
-        return "dali_gpu"
-    if asked == "dali" and info.codec in CPU_CODECS and info.pixel_format in CPU_FORMATS:
-        return "dali_cpu"
-    return "pyav"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderType:
+    """What the registry knows of a decoder; the fields are the arguments of `register_decoder`."""
+
+    name: str
+    build: Callable[[int], Decoder]
+    reads: Callable[[VideoInfo, Color], bool]
+    missing: Callable[[int], str | None]
+    device: Literal["cpu", "cuda"]
+    option: str
+    automatic: bool
+    priority: int
+    shares_decoding: bool
+    rule: str
+    label: Callable[[VideoInfo], str] | None
 
 
-def decodes_on(device_id: int) -> bool:
-    """Whether DALI sees this GPU, and the driver's video library is present. For a GPU without that library, one log
-    line gives the reason."""
-    if gpu_count() <= device_id:
-        return False
-    if (why := dali.nvdec_missing()) is not None:
-        warn_once(_log, f"no video is decoded on the GPU, but by PyAV: {why}")
-    return why is None
+_registered: dict[str, DecoderType] = {}
 
 
-def explain(sample: Sample, color: Color, device: str, asked: Backend = "auto") -> str:
+def register_decoder(
+    name: str,
+    build: Callable[[int], Decoder],
+    *,
+    reads: Callable[[VideoInfo, Color], bool] = lambda info, color: True,
+    missing: Callable[[int], str | None] = lambda device_id: None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    option: str | None = None,
+    automatic: bool = False,
+    priority: int = 100,
+    shares_decoding: bool = False,
+    rule: str = "the streams that it reads",
+    label: Callable[[VideoInfo], str] | None = None,
+) -> None:
+    """Let `VideoLoader` decode with a decoder of your own. A decoder of the same name is replaced.
+
+    Call this before the loader is made, in every process that makes one. The contract of a decoder is in
+    `headrace.loaders.decode.base`. A decoder also says how much memory a clip takes (`Decoder.clip_bytes`).
+
+    Args:
+        name (str): the decoder's name, which `VideoLoader.explain` shows.
+        build (Callable[[int], Decoder]): returns the decoder, for the number of a GPU (0 on a CPU). It is called once
+            for each loader.
+        reads (Callable[[VideoInfo, Color], bool]): whether it decodes a stream, from the index entry and the loader's
+            `color`. A pure function. Default: every stream.
+        missing (Callable[[int], str | None]): why the decoder is not available on this machine, or on this GPU; None if
+            it is. Default: always available.
+        device (str): "cpu", or "cuda" if it is used for loaders with `device="cuda"` only. Default: "cpu".
+        option (str | None): the value of the loaders' `decoder` that allows it. Default: its name.
+        automatic (bool): whether `decoder="auto"` allows it, too. Default: False.
+        priority (int): of several decoders that read a stream, the one with the highest priority gets it. Those of this
+            package have 0 to 20. Default: 100.
+        shares_decoding (bool): whether `decode` is faster for clips of one video that begin at one key frame if it gets
+            them in one call. Default: False.
+        rule (str): what it reads, in words, for `VideoLoader.explain`. Default: "the streams that it reads".
+        label (Callable[[VideoInfo], str] | None): what `VideoLoader.explain` calls it for a stream. Default: its name.
+
+    Example:
+        >>> from headrace.loaders.decode.pyav import PyAVDecoder
+        >>> register_decoder("mine", lambda device_id: PyAVDecoder(), reads=lambda info, color: info.codec == "h264")
+        >>> loader = VideoLoader(clips, batch_size=2, clip=Clip(frames=4), size=(32, 32), decoder="mine")
+        >>> "decoder: mine" in loader.explain()
+        True
+        >>> loader.close()
+    """
+    _registered[name] = DecoderType(
+        name=name,
+        build=build,
+        reads=reads,
+        missing=missing,
+        device=device,
+        option=option or name,
+        automatic=automatic,
+        priority=priority,
+        shares_decoding=shares_decoding,
+        rule=rule,
+        label=label,
+    )
+
+
+def all_decoders() -> dict[str, DecoderType]:
+    """Every registered decoder, by its name."""
+    for module in _BUILT_IN:
+        import_module(module)
+    return dict(_registered)
+
+
+def check_option(option: str) -> None:
+    """Raise `UsageError` unless a decoder has this option."""
+    check_choice("decoder", option, ("auto", *sorted({one.option for one in all_decoders().values()})))
+
+
+def candidates(option: str = "auto", device: str = "cpu") -> tuple[DecoderType, ...]:
+    """The decoders that an option allows on a device, the preferred one first, and the fallback last."""
+    known = all_decoders()
+    fallback = known.pop(FALLBACK)
+    allowed = [
+        one
+        for one in known.values()
+        if one.device in ("cpu", device) and (one.automatic if option == "auto" else one.option == option)
+    ]
+    return *sorted(allowed, key=lambda one: -one.priority), fallback
+
+
+def choose(info: VideoInfo, color: Color, among: Sequence[DecoderType]) -> DecoderType:
+    """The decoder for a stream, if all of `among` are available. Pure."""
+    return next(one for one in among if one.reads(info, color))
+
+
+def missing(name: str, device_id: int = 0) -> str | None:
+    """Why a decoder is not available on this machine, or on this GPU; None if it is."""
+    return all_decoders()[name].missing(device_id)
+
+
+def open_decoder(option: str = "auto", device: str = "cpu", device_id: int = 0) -> Decoder:
+    """The decoder for a loader.
+
+    Args:
+        option: the loader's `decoder`.
+        device: "cpu" or "cuda", where the batches are.
+        device_id: number of the GPU.
+    """
+    among = candidates(option, device)
+    _log.info("%s", _rule(among))
+    return among[0].build(device_id) if len(among) == 1 else ChoosingDecoder(among, device_id)
+
+
+class ChoosingDecoder:
+    """Decodes each clip by the rule, with the first of `among` that reads it. The last one is the fallback."""
+
+    name = "auto"
+
+    def __init__(self, among: Sequence[DecoderType], device_id: int = 0) -> None:
+        self._among, self._device_id = tuple(among), device_id
+        self._fallback = self._among[-1].build(device_id)
+        self._built: dict[str, Decoder | None] = {}
+        self._warned_of = set[str]()
+        self._lock = threading.Lock()
+
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
+        groups = dict[int, tuple[Decoder, list[int]]]()
+        for number, request in enumerate(requests):
+            decoder = self._decoder_of(request.info, request.color)
+            groups.setdefault(id(decoder), (decoder, []))[1].append(number)
+        results = dict[int, Decoded | HeadraceError]()
+        for decoder, numbers in groups.values():
+            results.update(zip(numbers, decoder.decode([requests[n] for n in numbers]), strict=True))
+        _, own = groups.get(id(self._fallback), (None, []))
+        refused = {n: one for n, one in results.items() if isinstance(one, HeadraceError) and n not in own}
+        again = self._fallback.decode([requests[n] for n in refused]) if refused else []
+        for (number, error), result in zip(refused.items(), again, strict=True):
+            results[number] = result
+            if isinstance(result, Decoded):
+                self._warn_once_a_codec(requests[number].info.codec, error)
+        return [results[number] for number in range(len(requests))]
+
+    def clip_bytes(self, info: VideoInfo, frames: int, size: tuple[int, int] | None, color: Color) -> int:
+        return self._decoder_of(info, color).clip_bytes(info, frames, size, color)
+
+    def close(self) -> None:
+        for decoder in (*self._built.values(), self._fallback):
+            if decoder is not None:
+                decoder.close()
+
+    def _decoder_of(self, info: VideoInfo, color: Color) -> Decoder:
+        for kind in self._among[:-1]:
+            if kind.reads(info, color) and (decoder := self._available(kind)) is not None:
+                return decoder
+        return self._fallback
+
+    def _available(self, kind: DecoderType) -> Decoder | None:
+        """The decoder of this type, built when it is needed first; None if it is not available."""
+        with self._lock:
+            if kind.name not in self._built:
+                reason = kind.missing(self._device_id)
+                if reason is not None:
+                    warn_once(_log, f"the decoder {kind.name} is not available, and others are used: {reason}")
+                self._built[kind.name] = kind.build(self._device_id) if reason is None else None
+            return self._built[kind.name]
+
+    def _warn_once_a_codec(self, codec: str, error: HeadraceError) -> None:
+        """The fallback takes CPU time that the user wanted to save."""
+        if codec not in self._warned_of:
+            self._warned_of.add(codec)
+            _log.warning("%s decodes some %s that the chosen decoder refuses: %s", FALLBACK, codec, error)
+
+
+def explain(sample: Sample, *, color: Color = "bt601", option: str = "auto", device: str = "cpu") -> str:
     """Which stream of a sample is decoded, by which decoder and why, in a few lines of plain text."""
     info = sample.video
     if info is None:
         return f"sample {sample.key!r} holds no video"
-    gpu = device == "cuda" and decodes_on(0)
-    kind = choose(info, gpu=gpu, color=color, asked=asked)
-    if kind != "pyav" and not dali_installed():
-        kind = "pyav"
-    ends = " (a picture: one frame)" if info.ext in IMAGE_EXTENSIONS else ""
+    among = candidates(option, device)
+    passed = {one.name: reason for one in among[:-1] if one.reads(info, color) and (reason := one.missing(0))}
+    kind = choose(info, color, [one for one in among if one.name not in passed])
+    picture = " (a picture: one frame)" if info.ext in IMAGE_EXTENSIONS else ""
     return "\n".join(
         [
             f"sample {sample.key!r}: stream {info.stream} of its .{info.ext}, {info.codec} {info.width}x{info.height} "
-            f"{info.pixel_format}{ends}",
+            f"{info.pixel_format}{picture}",
             "stream: the largest; of equal ones the one flagged as default, then the first",
-            f"decoder: {'libjpeg-turbo' if is_jpeg(info) else kind}",
-            f"by the rule: {RULE}",
+            f"decoder: {kind.name if kind.label is None else kind.label(info)}",
+            *[f"not available: {name}: {reason}" for name, reason in passed.items()],
+            f"by the rule: {_rule(among)}",
             f"colour: {color}; rotation in the file: {info.rotation} degrees",
         ]
     )
 
 
-class AutoDecoder:
-    """Decodes each request by the rule. DALI is imported when the first clip needs it."""
-
-    name = "auto"
-
-    def __init__(self, device: str = "cpu", device_id: int = 0, asked: Backend = "auto") -> None:
-        self._asked: Backend = asked
-        self._gpu = device == "cuda" and decodes_on(device_id)
-        self._device_id = device_id
-        self._pyav = PyAVDecoder()
-        _log.info(RULE)
-        self._dali: dict[Kind, Decoder] = {}
-        self._told = set[str]()
-        self._lock = threading.Lock()
-
-    def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
-        results: list[Decoded | None] = [None] * len(requests)
-        refused = dict[int, HeadraceError]()
-        kinds = [self._kind(request) for request in requests]
-        for kind in sorted(set(kinds) - {"pyav"}):
-            numbers = [number for number, other in enumerate(kinds) if other == kind]
-            for number, result in zip(numbers, self._of(kind).decode([requests[n] for n in numbers]), strict=True):
-                if isinstance(result, HeadraceError):
-                    refused[number] = result
-                else:
-                    results[number] = result
-        left = [number for number, result in enumerate(results) if result is None]
-        judged = iter(self._pyav.decode([requests[n] for n in left]))
-        found = [next(judged) if result is None else result for result in results]
-        for number, error in refused.items():
-            if isinstance(found[number], Decoded):
-                self._tell(requests[number].info.codec, error)
-        return found
-
-    def close(self) -> None:
-        for decoder in self._dali.values():
-            decoder.close()
-
-    def _tell(self, codec: str, error: HeadraceError) -> None:
-        """Warn once per codec that PyAV decodes clips that DALI refuses, which takes CPU time that the user wanted to
-        save."""
-        if codec not in self._told:
-            self._told.add(codec)
-            _log.warning("PyAV decodes some %s that DALI refuses: %s", codec, error)
-
-    def _kind(self, request: Request) -> Kind:
-        kind = choose(request.info, gpu=self._gpu, color=request.color, asked=self._asked)
-        return kind if kind == "pyav" or dali_installed() else "pyav"
-
-    def _of(self, kind: Kind) -> Decoder:
-        with self._lock:
-            if kind not in self._dali:
-                self._dali[kind] = DaliDecoder(self._device_id if kind == "dali_gpu" else None)
-            return self._dali[kind]
+def _rule(among: Sequence[DecoderType]) -> str:
+    return "video decoders, the first that reads the stream: " + "; ".join(f"{one.name}: {one.rule}" for one in among)

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from av.video.frame import VideoFrame
 
 from headrace.loaders.decode import convert
-from headrace.loaders.decode.base import Request
-from headrace.loaders.decode.convert import U8, Chain, Converter, Part, sheet
-from headrace.loaders.decode.geometry import Axis, Fit, axes, covering, offset
+from headrace.loaders.decode.base import Fit, Request
+from headrace.loaders.decode.convert import U8, Axis, Chain, Converter, Part, axes, covering, offset, sheet
 
 
 def fit(

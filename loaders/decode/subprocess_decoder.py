@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, HeadraceError, UsageError
-from headrace.dataio.shards.sample import AudioInfo
+from headrace.dataio.shards.sample import AudioInfo, VideoInfo
 from headrace.dataio.shards.workers.pool import WorkerPool, run_module
 from headrace.loaders.audio.decode import F32
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.decode import resize, subprocess_worker
-from headrace.loaders.decode.base import MAX_CLIP_BYTES, Decoded, Request
+from headrace.loaders.decode.base import MAX_CLIP_BYTES, Color, Decoded, Request, whole_clip_bytes
 from headrace.loaders.decode.pyav import is_quick
 from headrace.loaders.fetch.partial_file import Given, Media, PartialFile
 
@@ -42,7 +42,9 @@ class SubprocessDecoder:
 
     def __init__(self, workers: int, seconds: float = SECONDS, command: Sequence[str] = COMMAND) -> None:
         if not 0 < seconds <= 3600:
-            raise UsageError(f"isolate={seconds!r} is no time limit", hint="seconds, above 0 and up to 3600")
+            raise UsageError(
+                f"decode_in_subprocess={seconds!r} is not a time limit", hint="seconds, above 0 and up to 3600"
+            )
         self._seconds = seconds
         most = min(MAX_CLIP_BYTES + _HEADER, (1 << 32) - 1)
         self._pool = WorkerPool(command, subprocess_worker.HELLO, workers, answer_bytes=most)
@@ -59,6 +61,9 @@ class SubprocessDecoder:
         if sound.shape != (spec.channels, samples) or len(done.numbers) != 1:
             raise CorruptionError("reading it made the decoder answer nonsense")
         return sound, done.numbers[0]
+
+    def clip_bytes(self, info: VideoInfo, frames: int, size: tuple[int, int] | None, color: Color) -> int:
+        return whole_clip_bytes(info, frames)
 
     def close(self) -> None:
         self._pool.close()

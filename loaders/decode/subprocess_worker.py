@@ -25,8 +25,7 @@ from headrace.dataio.shards.workers.worker import die_with_parent, read_frame, w
 from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.clip import Wanted
-from headrace.loaders.decode.base import Color, Request
-from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.base import Color, Fit, Request
 from headrace.loaders.decode.pyav import clip_of
 from headrace.loaders.fetch.partial_file import Given, GivenFile, Media, MissingError
 

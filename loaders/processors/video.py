@@ -22,8 +22,7 @@ from headrace.dataio.shards.media.container import other_videos
 from headrace.dataio.shards.sample import Sample, VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode import resize
-from headrace.loaders.decode.base import Color, Decoded, Decoder, Request
-from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.base import Color, Decoded, Decoder, Fit, Request
 from headrace.loaders.decode.pyav import beginning
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.byte_ranges import Runs
@@ -76,8 +75,6 @@ _WHOLE = Cut()
 LIGHT = 1 << 20
 """Pixels that one thread decodes in a group of small clips: a few milliseconds of work. Smaller groups spend much of
 their time in Python. Threads that share such work slow each other down, since every library call releases the GIL."""
-_DECODING = 8
-"""Frames that a decoder and a converter hold at a time for a clip that is cropped frame by frame."""
 _MOST_SEEN = 64
 """Sets of extensions that are remembered as already checked for more videos. Samples with further sets are checked
 every time."""
@@ -154,15 +151,13 @@ class ClipProcessor:
     float32 (C, S), and "audio_samples", the number of samples that are real audio.
     """
 
-    def __init__(
-        self, look: ClipSpec, decoder: Decoder, hear: AudioDecoder | None = None, *, one_by_one: bool = False
-    ) -> None:
+    def __init__(self, look: ClipSpec, decoder: Decoder, hear: AudioDecoder | None = None) -> None:
         """Args:
+        look: the format of the clips.
+        decoder: decodes the pictures.
         hear: decodes the audio. Default: `decode_audio`.
-        one_by_one: whether the decoder crops and scales each frame at once, so that a clip of full-size frames
-            never exists.
         """
-        self._look, self._decoder, self._one_by_one = look, decoder, one_by_one
+        self._look, self._decoder = look, decoder
         if hear is None and look.audio is not None:
             from headrace.loaders.audio.decode import decode_audio
 
@@ -210,11 +205,9 @@ class ClipProcessor:
         video = sample.video
         if video is None:
             return 0
-        look, picture = self._look, video.width * video.height * 3
-        if look.size is None or self._turned(video) or not self._one_by_one:
-            return picture * look.clip.frames
-        height, width = look.size
-        return picture * _DECODING + height * width * 3 * look.clip.frames
+        look = self._look
+        size = None if self._turned(video) else look.size
+        return self._decoder.clip_bytes(video, look.clip.frames, size, look.color)
 
     def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
         requests = [self._request(one) for one in loaded]

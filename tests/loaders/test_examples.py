@@ -9,6 +9,7 @@ import pytest
 
 from headrace import loaders
 from headrace.dataio import pack
+from headrace.loaders.decode import registry
 from tests.support.video_corpus import Made, make
 
 
@@ -24,7 +25,10 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("name", sorted({*loaders.__all__} - {"AudioSpec", "LogMel", "Window"}))
-def test_the_example_of_a_docstring_runs(name: str, clips: str, tmp_path: Path) -> None:
+def test_the_example_of_a_docstring_runs(
+    name: str, clips: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_registered", registry.all_decoders())  # what an example adds is forgotten
     known = {one: getattr(loaders, one) for one in loaders.__all__} | {"clips": clips, "folder": str(tmp_path)}
     (found,) = doctest.DocTestFinder(recurse=False).find(known[name], name, globs=known)
     assert found.examples

@@ -30,6 +30,7 @@ def test_the_public_names_are_these() -> None:
         "QuarantineList",
         "VideoLoader",
         "Window",
+        "register_decoder",
     ]
     assert dir(loaders) == loaders.__all__
     for name in loaders.__all__:

@@ -175,7 +175,7 @@ def test_what_cannot_begin_leaves_nothing_begun(clips: Dataset, monkeypatch: pyt
     with VideoLoader(clips, 2, clip=Clip(2), size=(24, 32), num_threads=2, sidecar=None) as loader:
         for _ in range(2):  # and may be tried again
             with monkeypatch.context() as patch:
-                patch.setattr("headrace.loaders.video_loader.AutoDecoder", lambda *_: 1 / 0)
+                patch.setattr("headrace.loaders.decode.registry.open_decoder", lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     begun(loader)
             assert closed == opened

@@ -17,7 +17,7 @@ from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
-from headrace.loaders.decode.registry import AutoDecoder
+from headrace.loaders.decode.registry import open_decoder
 from tests.support import video_corpus
 
 CUTS = 24
@@ -30,7 +30,7 @@ def clip(info: VideoInfo, values: Sequence[int]) -> Wanted:
 
 
 def outcome(data: bytes | memoryview, info: VideoInfo, wanted: Wanted) -> np.ndarray | HeadraceError:
-    result = AutoDecoder().decode([Request(memoryview(data), info, wanted)])[0]
+    result = open_decoder().decode([Request(memoryview(data), info, wanted)])[0]
     return result.frames.numpy() if isinstance(result, Decoded) else result
 
 
@@ -80,7 +80,7 @@ def test_damage_that_hits_the_wanted_frames_is_an_error_and_frames_before_it_are
         assert isinstance(outcome(data, info, clip(info, values)), CorruptionError)
 
 
-@pytest.mark.parametrize("decoder", [AutoDecoder, PyAVDecoder])
+@pytest.mark.parametrize("decoder", [open_decoder, PyAVDecoder])
 def test_what_is_no_video_at_all_is_an_error(decoder: type, media: Path, info_of: InfoOf) -> None:
     data = (media / "arm_wrestling.mp4").read_bytes()
     info = info_of(data, "mp4")

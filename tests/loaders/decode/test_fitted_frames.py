@@ -20,9 +20,8 @@ from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode import convert, pyav, resize
-from headrace.loaders.decode.base import Color, Decoded, Request
-from headrace.loaders.decode.convert import Converter, Part, Quick, Whole
-from headrace.loaders.decode.geometry import Axis, Fit, axes
+from headrace.loaders.decode.base import Color, Decoded, Fit, Request
+from headrace.loaders.decode.convert import Axis, Converter, Part, Quick, Whole, axes
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.resize import Fitted
 from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder

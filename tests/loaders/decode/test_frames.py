@@ -19,7 +19,7 @@ from headrace.loaders.decode import dali
 from headrace.loaders.decode.base import Decoded, Decoder, Request
 from headrace.loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
 from headrace.loaders.decode.pyav import PyAVDecoder
-from headrace.loaders.decode.registry import AutoDecoder, Backend
+from headrace.loaders.decode.registry import candidates, open_decoder
 from headrace.loaders.decode.registry import choose as choose_decoder
 
 VIDEOS = [
@@ -110,11 +110,13 @@ def test_frames_cut_off_by_an_edit_list_are_never_shown(
     assert info.frames == len(images) < 40  # the list is there and is obeyed
     for epoch in range(6):
         by_count = choose(info, Clip(3, 2), 0, epoch, 0, 0)
-        decoded = decode(AutoDecoder(), data, info, by_count)
+        decoded = decode(open_decoder(), data, info, by_count)
         assert (decoded.frames.numpy() == np.stack([images[n] for n in by_count.values])).all()
         by_time = choose(info, Clip(3, fps=9), 0, epoch, 0, 0)
         shown = [max((n for n, time in enumerate(times) if time <= value), default=0) for value in by_time.values]
-        assert (decode(AutoDecoder(), data, info, by_time).frames.numpy() == np.stack([images[n] for n in shown])).all()
+        assert (
+            decode(open_decoder(), data, info, by_time).frames.numpy() == np.stack([images[n] for n in shown])
+        ).all()
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
@@ -182,7 +184,7 @@ def test_dali_and_pyav_give_the_same_pixels_of_a_real_vp9_clip(media: Path, info
 
 def _compare_with_dali(data: bytes, info: VideoInfo) -> None:
     wanted = frames_at(info, *range(info.frames // 2, info.frames, 3), info.frames - 1, info.frames - 1)
-    assert choose_decoder(info, gpu=False) == "pyav"  # the same bits for less
+    assert choose_decoder(info, "bt601", candidates()).name == "pyav"  # the same bits for less
     dali, pyav = DaliDecoder(), PyAVDecoder()
     ours = decode(pyav, data, info, wanted)
     trimmed = decode(dali, data, info, wanted)
@@ -220,9 +222,7 @@ def _garbled(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("asked", ["auto", "dali", "pyav"])
-def test_the_chosen_decoder_does_not_change_the_frames(
-    asked: Backend, media: Path, reencode: Any, info_of: InfoOf
-) -> None:
+def test_the_chosen_decoder_does_not_change_the_frames(asked: str, media: Path, reencode: Any, info_of: InfoOf) -> None:
     data = reencode(media / "arm_wrestling.mp4", "libvpx", "webm")
     info = info_of(data, "webm")
     other = (media / "h265.mp4").read_bytes()
@@ -231,9 +231,9 @@ def test_the_chosen_decoder_does_not_change_the_frames(
         Request(memoryview(other), info_of(other, "mp4"), frames_at(info_of(other, "mp4"), 2, 3)),
         Request(memoryview(_garbled(data)), info, frames_at(info, 0, 1)),
     ]
-    assert choose_decoder(info, gpu=False, asked=asked) == ("dali_cpu" if asked == "dali" else "pyav")
-    assert choose_decoder(requests[1].info, gpu=False, asked=asked) == "pyav"
-    auto, plain = AutoDecoder(asked=asked).decode(requests), PyAVDecoder().decode(requests)
+    assert choose_decoder(info, "bt601", candidates(asked)).name == ("dali_cpu" if asked == "dali" else "pyav")
+    assert choose_decoder(requests[1].info, "bt601", candidates(asked)).name == "pyav"
+    auto, plain = open_decoder(asked).decode(requests), PyAVDecoder().decode(requests)
     assert [type(result) for result in auto] == [type(result) for result in plain]
     assert isinstance(auto[2], HeadraceError)
     for one, other_ in zip(auto[:2], plain[:2], strict=True):
@@ -300,4 +300,4 @@ def test_by_the_rule_every_clip_is_right_where_a_gpu_is(name: str, media: Path, 
     data = (media / name).read_bytes()
     info = info_of(data, name[-3:])
     wanted = frames_at(info, 0, 1, min(6, info.frames - 1))
-    _within_two(decode(AutoDecoder("cuda"), data, info, wanted), decode(PyAVDecoder(), data, info, wanted))
+    _within_two(decode(open_decoder(device="cuda"), data, info, wanted), decode(PyAVDecoder(), data, info, wanted))

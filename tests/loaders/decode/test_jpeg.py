@@ -16,8 +16,7 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.shards.media import images
 from headrace.loaders.clip import Clip, choose
 from headrace.loaders.decode import pyav
-from headrace.loaders.decode.base import Color, Decoded, Request
-from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.base import Color, Decoded, Fit, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.resize import fit
 from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder

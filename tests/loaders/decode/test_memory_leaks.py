@@ -13,8 +13,7 @@ from headrace.dataio.shards.media.probe import probe
 from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.clip import Clip, choose
-from headrace.loaders.decode.base import Decoded, Request
-from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.base import Decoded, Fit, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from tests.support import video_corpus
 

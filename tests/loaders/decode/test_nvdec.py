@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace as replace_field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from headrace.loaders.decode import dali, registry, resize
 from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.dali import DaliDecoder, dali_installed
 from headrace.loaders.decode.pyav import PyAVDecoder
-from headrace.loaders.decode.registry import AutoDecoder
+from headrace.loaders.decode.registry import open_decoder
 from headrace.loaders.decode.trim import open_window
 
 InfoOf = Callable[[bytes, str], VideoInfo]
@@ -116,10 +117,15 @@ def test_what_begins_at_a_point_of_recovery_is_not_decoded_on_the_gpu(
     assert "instantaneous refresh" in why_not(later)
 
 
+def chosen(info: VideoInfo) -> str:
+    """The decoder for a stream on a GPU."""
+    return registry.choose(info, "bt601", registry.candidates(device="cuda")).name
+
+
 def test_pictures_that_the_cards_decoders_are_not_made_for_are_decoded_on_the_cpu(media: Path, info_of: InfoOf) -> None:
     data = (media / "arm_wrestling.mp4").read_bytes()
     plain = info_of(data, "mp4")
-    assert registry.choose(plain, gpu=True) == "dali_gpu"
+    assert chosen(plain) == "dali_gpu"
     for codec, width, height in (
         ("hevc", 128, 128),
         ("h264", 641, 480),
@@ -127,11 +133,11 @@ def test_pictures_that_the_cards_decoders_are_not_made_for_are_decoded_on_the_cp
         ("h264", 4098, 2160),
         ("av1", 144, 8194),
     ):
-        assert registry.choose(replace(plain, codec=codec, width=width, height=height), gpu=True) == "pyav"
+        assert chosen(replace(plain, codec=codec, width=width, height=height)) == "pyav"
     for codec, width, height in (("hevc", 144, 8192), ("h264", 4096, 4096), ("vp9", 4098, 2160)):
-        assert registry.choose(replace(plain, codec=codec, width=width, height=height), gpu=True) == "dali_gpu"
-    assert registry.choose(replace(plain, pixel_format="yuv420p10le"), gpu=True) == "pyav"
-    assert registry.choose(replace(plain, ext="avi"), gpu=True) == "pyav"
+        assert chosen(replace(plain, codec=codec, width=width, height=height)) == "dali_gpu"
+    assert chosen(replace(plain, pixel_format="yuv420p10le")) == "pyav"
+    assert chosen(replace(plain, ext="avi")) == "pyav"
 
 
 def test_pictures_of_full_range_are_decoded_on_the_gpu_only_where_their_format_says_so(
@@ -140,13 +146,11 @@ def test_pictures_of_full_range_are_decoded_on_the_gpu_only_where_their_format_s
     data = (media / "testsrc2_vp9.webm").read_bytes()
     plain = info_of(data, "webm")
     assert plain.color is not None
-    assert registry.choose(plain, gpu=True) == "dali_gpu"
+    assert chosen(plain) == "dali_gpu"
     for color in (None, replace(plain.color, range="unknown")):
-        assert registry.choose(replace(plain, color=color), gpu=True) == "dali_gpu"
+        assert chosen(replace(plain, color=color)) == "dali_gpu"
     full = replace(plain, color=replace(plain.color, range="pc"))
-    assert registry.choose(full, gpu=True) == "pyav", (
-        "whether the driver's parser tells of VP9's range is not documented"
-    )
+    assert chosen(full) == "pyav", "whether the driver's parser tells of VP9's range is not documented"
 
 
 @pytest.mark.parametrize(("bframes", "picks", "refused"), [
@@ -222,8 +226,7 @@ def test_a_clip_that_the_gpu_has_no_memory_to_scale_is_refused_by_itself(
 def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU that DALI sees, in a container that was not given the driver's library for video."""
     monkeypatch.setattr(dali, "_LIBRARY", "libnvcuvid.so.of-nobody")
-    for module in ("registry", "dali"):
-        monkeypatch.setattr(f"headrace.loaders.decode.{module}.gpu_count", lambda: 1)
+    monkeypatch.setattr(dali, "gpu_count", lambda: 1)
     dali.nvdec_missing.cache_clear()
     yield
     dali.nvdec_missing.cache_clear()
@@ -240,7 +243,7 @@ def test_without_the_drivers_library_for_video_pyav_decodes_and_the_log_says_wha
     data = (media / "arm_wrestling.mp4").read_bytes()
     asked = request(data, info_of(data, "mp4"))
     with caplog.at_level(logging.WARNING, "headrace"):
-        decoder = AutoDecoder("cuda")
+        decoder = open_decoder(device="cuda")
         (found,) = decoder.decode([asked])
     (expected,) = PyAVDecoder().decode([asked])
     assert isinstance(found, Decoded)
@@ -257,6 +260,9 @@ class Refusing:
     def decode(self, requests: list[Request]) -> list[Any]:
         return [UnsupportedError("the stream is of a kind")] * len(requests)
 
+    def clip_bytes(self, *_: Any) -> int:
+        return 0
+
     def close(self) -> None:
         pass
 
@@ -264,8 +270,9 @@ class Refusing:
 def test_what_dali_leaves_to_the_cpu_is_said_once_a_codec_and_damage_is_not(
     media: Path, info_of: InfoOf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decoder = AutoDecoder()
-    decoder._gpu, decoder._dali = True, {"dali_gpu": Refusing()}
+    gpu, fallback = registry.candidates(device="cuda")
+    refusing = replace_field(gpu, build=lambda device_id: Refusing(), missing=lambda device_id: None)
+    decoder = registry.ChoosingDecoder([refusing, fallback])
     data = (media / "arm_wrestling.mp4").read_bytes()
     good, bad = request(data, info_of(data, "mp4")), request(b"no video at all", info_of(data, "mp4"))
     with caplog.at_level(logging.WARNING, "headrace"):
@@ -274,7 +281,7 @@ def test_what_dali_leaves_to_the_cpu_is_said_once_a_codec_and_damage_is_not(
         assert caplog.text == ""
         found = decoder.decode([good, bad, good])
     assert [type(one) for one in found] == [Decoded, CorruptionError, Decoded]
-    assert caplog.text.count("PyAV decodes some h264 that DALI refuses: the stream is of a kind") == 1
+    assert caplog.text.count("pyav decodes some h264 that the chosen decoder refuses: the stream is of a kind") == 1
 
 
 @needs_dali

@@ -19,8 +19,7 @@ from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders import Clip, VideoLoader
 from headrace.loaders.clip import choose
 from headrace.loaders.decode import pyav
-from headrace.loaders.decode.base import Decoded, Request
-from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.base import Decoded, Fit, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.processors import video
 from tests.support import video_corpus

@@ -13,7 +13,7 @@ from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import Decoded, Request
-from headrace.loaders.decode.registry import AutoDecoder
+from headrace.loaders.decode.registry import open_decoder
 from tests.support import video_corpus
 
 CUTS = 24
@@ -30,7 +30,7 @@ def test_a_cut_file_gives_the_right_frames_or_an_error_beside_a_whole_one(one: v
     late = Wanted(
         "index", (last - 2, last - 1, last), max(info.key_frames, key=lambda key: (key.index <= last - 2, key.index))
     )
-    decoder = AutoDecoder()
+    decoder = open_decoder()
     (right,) = decoder.decode([Request(memoryview(data), info, late)])
     assert isinstance(right, Decoded)
     refused = 0
@@ -76,5 +76,5 @@ def test_what_libav_cannot_say_of_a_file_is_no_error_or_one_of_ours(found: bytes
     assert info is not None
     request = Request(memoryview(data.replace(found, instead)), info, Wanted("index", (1, 2), info.key_frames[0]))
     assert found in data
-    (outcome,) = AutoDecoder().decode([request])
+    (outcome,) = open_decoder().decode([request])
     assert isinstance(outcome, CorruptionError if found == b"avc1" else Decoded)
