@@ -112,13 +112,13 @@ def samples_with_files(dataset: Dataset, files: Sequence[str]) -> I64:
     """The numbers of the samples that have files of all these extensions."""
     if len(dataset) and dataset.index.files_of_all.issuperset(files):
         return np.arange(len(dataset), dtype=np.int64)
-    from headrace.dataio.shards.index import kernels as pc  # with Arrow, which is not needed if all samples have them
+    from headrace.dataio.shards.index import arrow as pc
     from headrace.dataio.shards.index import rows
 
     found, start, there = list[I64](), 0, set[str]()
     for table in dataset.index.tables(["members"]):
         for members in table["members"].chunks:
-            has = np.stack([rows.holding(members, ext) for ext in files])
+            has = np.stack([rows.has_file(members, ext) for ext in files])
             there |= set(pc.unique(pc.struct_field(pc.list_flatten(members), ["ext"])).to_pylist())
             found.append(np.flatnonzero(has.all(axis=0)) + start)
             start += len(members)

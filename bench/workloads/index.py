@@ -28,7 +28,7 @@ from headrace.bench.core.results import Metric, Part
 from headrace.dataio import Dataset, open_store
 from headrace.dataio.core.cli import positive_int
 from headrace.dataio.shards.index import rows as index
-from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.versions import documents as versions
 
 CANDIDATES = ("headrace", "pyarrow.read_table", "pyarrow.dataset", "duckdb")
@@ -139,8 +139,8 @@ def make_index(where: Path, samples: int) -> None:
         stored, shards = list[versions.IndexPart](), list[versions.Shard]()
         for first in range(0, samples, _PER_PART):
             table = _rows(first, min(_PER_PART, samples - first))
-            part, size = index.write_table(table), pc.sum(table["bytes"]).as_py()
-            stored.append(parts.store_part(store, len(stored), part, table.num_rows, size, {"score": "number"}))
+            part, size = part_writer.write_table(table), pc.sum(table["bytes"]).as_py()
+            stored.append(part_writer.store_part(store, len(stored), part, table.num_rows, size, {"score": "number"}))
             print(f"\r{first + table.num_rows:,} of {samples:,} rows", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
         for number in range(-(-samples // _PER_SHARD)):

@@ -29,10 +29,8 @@ import pyarrow.compute as pc
 from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
 from headrace.dataio.core.limits import counted
 from headrace.dataio.shards.query import conditions as query
-from headrace.dataio.shards.query import kept
-from headrace.dataio.shards.query.kept import Rows
-from headrace.dataio.shards.query.open_index import OpenIndex
-from headrace.dataio.shards.query.repeats import repeated_keys
+from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers, load_bitmap, store_bitmaps
+from headrace.dataio.shards.query.tables import repeated_keys
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
 from headrace.dataio.shards.versions.mounting import mount_of, named_by, with_mounts
@@ -103,7 +101,7 @@ def _listed(dataset: Opened, keys: Iterable[str] | None, where: str | None) -> s
 
 def _removed_rows(
     dataset: Opened, opened: OpenIndex, base: VersionDocument, listed: set[str] | None, where: str | None
-) -> list[tuple[Rows, int]]:
+) -> list[tuple[RowNumbers, int]]:
     """For each index part, the rows to remove and the bytes of their members."""
     if listed is not None:
         gone, missing = query.rows_with_keys(opened, listed)
@@ -164,19 +162,19 @@ def merge(dataset: Opened, others: Sequence[Opened], message: str) -> tuple[Vers
 # --- what is left of a part
 
 
-def _without(opened: OpenIndex, part: int, gone: Rows) -> Rows:
+def _without(opened: OpenIndex, part: int, gone: RowNumbers) -> RowNumbers:
     left = opened.kept(part)
     before = np.arange(opened.part_rows(part), dtype=np.uint32) if left is None else left
     return np.setdiff1d(before, gone, assume_unique=True)
 
 
 def _narrowed(
-    store: Store, document: VersionDocument, rows: Sequence[Rows], sizes: Sequence[int]
+    store: Store, document: VersionDocument, rows: Sequence[RowNumbers], sizes: Sequence[int]
 ) -> tuple[IndexPart, ...]:
     """The parts of `document` with only these rows, whose members have `sizes` bytes. Parts without rows are
     dropped."""
     there = [(p, r, s) for p, r, s in zip(document.index, rows, sizes, strict=True) if len(r)]
-    changed = iter(kept.store_all(store, [item for item in there if len(item[1]) != item[0].left]))
+    changed = iter(store_bitmaps(store, [item for item in there if len(item[1]) != item[0].left]))
     return tuple(part if len(r) == part.left else next(changed) for part, r, _ in there)
 
 
@@ -282,7 +280,7 @@ def _union(store: Store, document: VersionDocument, same: Sequence[IndexPart]) -
     whole = msgspec.structs.replace(same[0], kept=None)
     if any(part.kept is None for part in same):
         return whole
-    loaded = [rows for part in same if (rows := kept.load(store, part, part.key)) is not None]
+    loaded = [rows for part in same if (rows := load_bitmap(store, part, part.key)) is not None]
     rows = np.unique(np.concatenate(loaded)).astype(np.uint32)
     if len(rows) == whole.rows:
         return whole
@@ -291,7 +289,7 @@ def _union(store: Store, document: VersionDocument, same: Sequence[IndexPart]) -
             return part
     table = OpenIndex(store, msgspec.structs.replace(document, index=(whole,))).part_table(0, ["bytes"])
     size: int = pc.sum(table["bytes"].take(pa.array(rows)), min_count=0).as_py()
-    return kept.store_all(store, [(whole, rows, size)])[0]
+    return store_bitmaps(store, [(whole, rows, size)])[0]
 
 
 def _first(opened: OpenIndex, part: int, places: Any) -> tuple[int, int]:

@@ -206,7 +206,7 @@ class Dataset:
     def find(self, key: str) -> Sample:
         """Find the sample with this key, or raise `NotFoundError`. This reads the key column part by part until it is
         found."""
-        from headrace.dataio.shards.index import kernels as pc
+        from headrace.dataio.shards.index import arrow as pc
 
         start = 0
         for table in self.index.tables(["key"]):
@@ -229,7 +229,7 @@ class Dataset:
     def where(self, condition: str) -> Dataset:
         """Return a view of the samples that meet `condition`, renumbered from 0.
 
-        `condition` is one boolean SQL expression over `headrace.dataio.shards.query.predicate.COLUMNS` and the promoted
+        `condition` is one boolean SQL expression over `headrace.dataio.shards.query.conditions.COLUMNS` and the promoted
         fields of the samples' JSON: `"duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"`. The view
         leaves out samples for which the condition is null. It does not change when later versions are made. Raises
         `UsageError` if `condition` is anything else.

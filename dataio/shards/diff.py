@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from headrace.dataio.shards.query.predicate import connect
+from headrace.dataio.shards.query.conditions import connect
 from headrace.dataio.shards.view import Opened
 
 _COLUMNS = ("key", "members", "text", "fields")

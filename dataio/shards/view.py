@@ -17,8 +17,7 @@ import blake3
 import msgspec
 
 from headrace.dataio.shards.query import conditions as query
-from headrace.dataio.shards.query.kept import Rows
-from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers
 from headrace.dataio.shards.versions.documents import Lineage, Source, VersionDocument
 from headrace.dataio.store.base import Store
 
@@ -28,7 +27,7 @@ class View:
     """The selected rows of each part (`rows`), and the total bytes of their members (`bytes`)."""
 
     index: OpenIndex
-    rows: Sequence[Rows]
+    rows: Sequence[RowNumbers]
     bytes: Sequence[int]
     lineage: Lineage
     ids: str

@@ -215,7 +215,7 @@ def samples_with(dataset: Dataset, column: str, what: str, *, without: Collectio
         return np.arange(len(dataset), dtype=np.int64)
     import pyarrow as pa  # imported late: not all loaders need it
 
-    from headrace.dataio.shards.index import kernels as pc
+    from headrace.dataio.shards.index import arrow as pc
 
     values = dataset.columns([column])[column]
     chosen = pc.is_valid(values)

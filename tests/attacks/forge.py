@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 
 from headrace.dataio import index
 from headrace.dataio.core.json import seal
-from headrace.dataio.shards.index.digests import digest
-from headrace.dataio.shards.index.rows import BLOCKS, block_digests, footer_bytes
+from headrace.dataio.shards.index.pages import digest
+from headrace.dataio.shards.index.rows import BLOCKS, block_digests
+from headrace.dataio.shards.query.part_writer import footer_bytes
 
 VERSION = "versions/00000001.json"
 

@@ -14,8 +14,8 @@ import pytest
 from headrace import loaders
 from headrace.dataio import Dataset, pack
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.query.part_reader import PartReader
-from headrace.dataio.shards.query.row_pages import RowPages
+from headrace.dataio.shards.query.page_reader import PageReader
+from headrace.dataio.shards.query.tables import PartReader
 from headrace.loaders import Clip, VideoLoader
 
 
@@ -34,13 +34,13 @@ def alike(made_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> st
 
 def test_a_loader_reads_of_the_index_what_its_first_batches_need(alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[object] = []
-    made = RowPages.__init__
+    made = PageReader.__init__
 
-    def counted(self: RowPages, *arguments: object) -> None:
+    def counted(self: PageReader, *arguments: object) -> None:
         opened.append(self)
         made(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(RowPages, "__init__", counted)
+    monkeypatch.setattr(PageReader, "__init__", counted)
     monkeypatch.setattr(PartReader, "__init__", lambda *_: pytest.fail("a table was read"))
     with VideoLoader(alike, 2, clip=Clip(2), size=(16, 16)) as loader:
         assert opened == []

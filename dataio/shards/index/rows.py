@@ -1,27 +1,27 @@
-"""The sample index: one Parquet row per sample, and the conversion of rows back to `Sample`.
+"""The rows of the sample index: their schema, the conversion of samples to rows and back, and the checks of stored rows.
 
-Purpose: readers learn from the index where each sample lies and what it holds, without opening a shard.
+Purpose: readers learn from the index where each sample lies and what it holds, without opening a shard. An index part
+is a Parquet file with one row for each sample.
 Invariants:
 
 * `SCHEMA` defines all columns. The columns of a stream are null together if a sample does not have that stream.
-* A part is written in row groups of `group_rows` rows, so reading one sample costs one small read.
-* The footer holds the digest of each block of `BLOCK_BYTES` before it, under `BLOCKS`. So any range of a part can be
-  checked without the rest.
-* A second copy of the rows, in pages (`lookup`), lies between the row groups and the footer.
-* The same samples give the same bytes.
+* The footer of a part holds the digest of each block of `BLOCK_BYTES` before it, under `BLOCKS`. So any range of a part
+  can be checked without the rest.
+* Readers use rows only after `check`: members lie inside their shards, sizes are positive, and streams are complete.
+  `check` works on whole columns, because reading one sample checks its whole row group. Most checks cost nothing when
+  the rows are valid. A check is skipped if its columns were not read.
 
-Failure behaviour: `CorruptionError` names the index part, the row and the column; nothing of a bad part is returned.
+Failure behaviour: `CorruptionError` names the index part, the first bad row and the column. Nothing of a bad part is
+returned.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,23 +29,17 @@ import pyarrow as pa
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.index import checks as index_checks
-from headrace.dataio.shards.index import kernels as pc
-from headrace.dataio.shards.index import lookup, parquet
-from headrace.dataio.shards.index.digests import SHORT, digest, short
+from headrace.dataio.shards.index import arrow as pc
+from headrace.dataio.shards.index import pages
+from headrace.dataio.shards.index.pages import SHORT_DIGEST, digest, short_digest
 from headrace.dataio.shards.sample import AudioInfo, Color, Files, KeyFrame, Member, Sample, VideoInfo
 
-GROUP_ROWS = 1024
-GROUP_BYTES = limits.MIB
-MIN_GROUP_ROWS = 64
-"""A row group has `GROUP_ROWS` rows. It has fewer if rows are long (a film has thousands of key frames), so that it
-takes about `GROUP_BYTES`. It has at least `MIN_GROUP_ROWS`."""
 BLOCK_BYTES = 64 * limits.KIB
 BLOCKS_SUFFIX = b".blocks"
 BLOCKS = b"headrace" + BLOCKS_SUFFIX
 """The key of the footer entry with the blocks' BLAKE3 digests: `BLOCK_DIGEST` bytes of each, in base64. Readers accept
 any name before the suffix, because the software had another name when it wrote the oldest indexes."""
-BLOCK_DIGEST = SHORT
+BLOCK_DIGEST = SHORT_DIGEST
 
 _MEMBER = pa.struct(
     [
@@ -99,21 +93,18 @@ SCHEMA = pa.schema(
 )
 _EMPTY = dict[str, Any].fromkeys(SCHEMA.names)
 _PLAIN = frozenset(["key", "shard", "bytes", "duration", "members"])
-ALIKE = ("video_ext", "audio_codec")
-"""The columns with statistics (minimum, maximum, null count) in the footer, in addition to the key. All rows of a part
-often have the same value in these columns."""
-_LONG = ("key", "text", "fields", "members", "key_frames")
-"""The columns with long pages, which are compressed with zstd. Unpacking zstd costs each page a fixed time, which does
-not pay off for short pages."""
-_RULES = index_checks.Rules(
-    required=tuple(field.name for field in SCHEMA if not field.nullable),
-    together={"video_codec": (*_VIDEO, "key_frames"), "audio_codec": tuple(_AUDIO), "color_space": tuple(_COLOR)},
-    positive=(
-        *("width", "height", "fps_numerator", "fps_denominator", "frames", "time_base_numerator"),
-        *("time_base_denominator", "sample_rate", "channels", "samples"),
-    ),
-    not_negative=("bytes", "duration", "video_stream", "duration_pts", "audio_stream"),
+_REQUIRED = tuple(field.name for field in SCHEMA if not field.nullable)
+_STREAMS = {"video_codec": (*_VIDEO, "key_frames"), "audio_codec": tuple(_AUDIO), "color_space": tuple(_COLOR)}
+"""A column of each stream, and the columns that must be null in exactly the same rows."""
+_POSITIVE = (
+    *("width", "height", "fps_numerator", "fps_denominator", "frames", "time_base_numerator"),
+    *("time_base_denominator", "sample_rate", "channels", "samples"),
 )
+_NOT_NEGATIVE = ("bytes", "duration", "video_stream", "duration_pts", "audio_stream")
+
+I64 = npt.NDArray[np.int64]
+RowNumbers = I64 | range | None
+"""The row numbers that errors name. None: the positions in the table."""
 
 
 # --- Sample -> row -> Sample
@@ -167,7 +158,7 @@ def from_row(row: Mapping[str, Any], number: int) -> Sample:
         video=None if row["video_codec"] is None else _video(row),
         audio=None if row["audio_codec"] is None else AudioInfo(*(row[name] for name in _AUDIO)),
         text=row["text"],
-        fields=lookup.parsed(row["fields"], row["key"]),
+        fields=pages.parse_fields(row["fields"], row["key"]),
     )
 
 
@@ -186,7 +177,9 @@ def samples_of(table: Any, numbers: Sequence[int]) -> Iterator[Sample]:
         video = None if row["video_codec"] is None else _video(row)
         audio = None if row["audio_codec"] is None else AudioInfo(*(row[name] for name in _AUDIO))
         own = tuple(members[first:end])
-        yield Sample(number, key, shard, own, duration, video, audio, row["text"], lookup.parsed(row["fields"], key))
+        yield Sample(
+            number, key, shard, own, duration, video, audio, row["text"], pages.parse_fields(row["fields"], key)
+        )
 
 
 def files_of(table: Any) -> Iterator[Files]:
@@ -225,54 +218,7 @@ def _video(row: Mapping[str, Any]) -> VideoInfo:
     )
 
 
-# --- Parquet
-
-
-class Part(NamedTuple):
-    """The bytes of an index part. The last `footer` bytes are its footer, and `section` is the position of its pages.
-
-    `files` are the extensions for which each sample has a file.
-    """
-
-    data: bytes
-    footer: int
-    section: lookup.Section
-    files: tuple[str, ...]
-
-
-def write_part(samples: Sequence[Sample]) -> Part:
-    """Encode samples as an index part. The same samples give the same bytes."""
-    return write_table(pa.Table.from_pylist([to_row(s) for s in samples], schema=SCHEMA), samples)
-
-
-def write_table(table: Any, samples: Iterable[Sample] | None = None) -> Part:
-    """Encode rows with `SCHEMA` as an index part. `samples` are the same rows as samples, if the caller has them."""
-    import pyarrow.parquet as pq  # imports Arrow's file systems, which readers do not need
-
-    codecs = {path: "zstd" if path.partition(".")[0] in _LONG else "lz4" for path in parquet.paths(SCHEMA)}
-    sink = io.BytesIO()
-    with pq.ParquetWriter(
-        sink,
-        SCHEMA,
-        compression=codecs,
-        compression_level={path: 6 for path, codec in codecs.items() if codec == "zstd"},
-        use_dictionary=False,  # a dictionary adds one page to unpack for each column, and saves no bytes
-        # no other statistics are used, and those of long texts would make every footer long
-        write_statistics=["key", *ALIKE],
-        store_schema=True,
-    ) as writer:
-        writer.write_table(table, row_group_size=group_rows(table))
-        pages, directory = lookup.write(_samples_of(table) if samples is None else samples)
-        section = lookup.section_at(sink.tell(), pages, directory)
-        sink.write(pages)
-        sink.write(directory)
-        digests = block_digests(sink.getbuffer())
-        writer.add_key_value_metadata({BLOCKS: base64.b64encode(b"".join(digests))})
-    data = sink.getvalue()
-    return Part(data, footer_bytes(data), section, _files_of_all(table))
-
-
-def holding(lists: Any, ext: str) -> npt.NDArray[np.bool_]:
+def has_file(lists: Any, ext: str) -> npt.NDArray[np.bool_]:
     """A mask of the rows in a column of members that have a file with this extension."""
     has = np.zeros(len(lists), np.bool_)
     extensions = pc.struct_field(pc.list_flatten(lists), ["ext"])
@@ -280,53 +226,14 @@ def holding(lists: Any, ext: str) -> npt.NDArray[np.bool_]:
     return has
 
 
-def _files_of_all(table: Any) -> tuple[str, ...]:
-    lists = table["members"].combine_chunks()
-    first = sorted({member["ext"] for member in lists[0].as_py()}) if len(lists) else []
-    return tuple(ext for ext in first if holding(lists, ext).all())
-
-
-def _samples_of(table: Any) -> Iterator[Sample]:
-    for start in range(0, table.num_rows, GROUP_ROWS):
-        rows = table.slice(start, GROUP_ROWS).combine_chunks()
-        yield from samples_of(rows, range(rows.num_rows))
-
-
-def only(data: bytes) -> dict[str, str]:
-    """The columns of `ALIKE` in which all rows of a part have the same value, and that value, from the footer's
-    statistics."""
-    metadata, found = parquet.Reader(data).metadata, dict[str, str]()
-    for name in ALIKE:
-        # also the number of the leaf column, because columns with lists come last
-        number = SCHEMA.get_field_index(name)
-        said = [metadata.row_group(group).column(number).statistics for group in range(metadata.num_row_groups)]
-        if said and all(one is not None and one.has_min_max and not one.null_count for one in said):
-            values = {value for one in said for value in (one.min, one.max)}
-            if len(values) == 1:
-                found[name] = str(values.pop())
-    return found
-
-
-def group_rows(table: Any) -> int:
-    """The number of rows in a row group. Short columns count as 512 bytes a row, long columns by their lengths."""
-    long = [pc.list_value_length(table["key_frames"]), pc.list_value_length(table["members"])]
-    long += [pc.binary_length(table[name]) for name in ("text", "fields")]
-    sums = [int(pc.sum_(lengths).as_py() or 0) for lengths in long]
-    rows = int(table.num_rows)
-    total = 512 * rows + sum(size * n for size, n in zip((12, 32, 1, 1), sums, strict=True))
-    return max(MIN_GROUP_ROWS, min(GROUP_ROWS, GROUP_BYTES * rows // max(1, total)))
-
-
 def block_digests(data: bytes | bytearray | memoryview) -> list[bytes]:
     """The digests of every `BLOCK_BYTES` of `data`; the last block may be short."""
     view = memoryview(data)
     blocks = (view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES))
-    return [short(block) for block in blocks]
+    return [short_digest(block) for block in blocks]
 
 
-def footer_bytes(data: bytes) -> int:
-    """The size of the footer at the end of a Parquet file, in bytes."""
-    return int.from_bytes(data[-8:-4], "little") + 8
+# --- checks
 
 
 def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards: Mapping[str, int]) -> Any:
@@ -336,7 +243,7 @@ def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards
     if found != expected_digest:
         raise CorruptionError(f"{name}: BLAKE3 is {found}, the dataset version says {expected_digest}")
     try:
-        table = parquet.Reader(data).read()
+        table = pc.ParquetReader(data).read()
         table.validate(full=True)
         fits = table.schema.equals(SCHEMA)
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -352,7 +259,122 @@ def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards
     return table
 
 
-def check(table: Any, name: str, shards: Mapping[str, int], numbers: index_checks.Numbers = None) -> None:
-    """Raise `CorruptionError` for the first invalid value. Only the columns of `SCHEMA` that `table` has are
-    checked."""
-    index_checks.check(table, _RULES, name, shards, numbers)
+def check(table: Any, name: str, shards: Mapping[str, int], numbers: RowNumbers = None) -> None:
+    """Raise `CorruptionError` for the first invalid value. Only the columns of `SCHEMA` that `table` has are checked.
+
+    `shards` maps each shard to its size.
+    """
+    columns = _Columns(table, name, range(table.num_rows) if numbers is None else numbers)
+    for column in columns.present(_REQUIRED):
+        if columns[column].null_count:
+            columns.fail_where(pc.is_null(columns[column]), column, "is missing")
+    for codec, others in _STREAMS.items():
+        for column in columns.present(others) if codec in columns else ():
+            nulls = {columns[codec].null_count, columns[column].null_count}
+            if nulls != {0} and nulls != {len(columns[codec])}:
+                differ = pc.xor(pc.is_null(columns[column]), pc.is_null(columns[codec]))
+                columns.fail_where(differ, column, "is there without its stream, or missing")
+    for column in columns.present(_POSITIVE):
+        if (least := _minimum(columns[column])) is not None and least <= 0:
+            columns.fail_where(pc.less_equal(columns[column], 0), column, "is not positive")
+    for column in columns.present(_NOT_NEGATIVE):
+        if (least := _minimum(columns[column])) is not None and least < 0:
+            columns.fail_where(pc.less(columns[column], 0), column, "is negative")
+    if "duration" in columns:
+        columns.fail_where(~np.isfinite(columns["duration"].to_numpy()), "duration", "is not finite")
+    if "key" in columns:
+        columns.fail_where(pc.binary_length(columns["key"]).to_numpy() == 0, "key", "is empty")
+    if "shard" in columns:
+        which, sizes = _shard_sizes(columns, shards)
+        if "members" in columns:
+            _check_members(columns, which, sizes)
+    if "key_frames" in columns and "frames" in columns:
+        _check_key_frames(columns)
+
+
+class _Columns:
+    """The columns of a table as arrays. Errors name the part `name` and the rows `numbers`."""
+
+    def __init__(self, table: Any, name: str, numbers: I64 | range) -> None:
+        self._columns = {
+            column: chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()  # combine_chunks copies
+            for column, chunked in zip(table.column_names, table.columns, strict=True)
+        }
+        self._name, self._numbers = name, numbers
+
+    def __contains__(self, column: str) -> bool:
+        return column in self._columns
+
+    def __getitem__(self, column: str) -> Any:
+        return self._columns[column]
+
+    def present(self, columns: Sequence[str]) -> list[str]:
+        return [column for column in columns if column in self._columns]
+
+    def fail_where(self, bad: Any, column: str, why: str, rows: Any = None) -> None:
+        """Raise for the first true value of `bad`. `rows` maps positions in `bad` to rows if they differ."""
+        first = pc.index(bad, True).as_py() if not isinstance(bad, np.ndarray) else _first_true(bad)
+        if first >= 0:
+            row = first if rows is None else int(rows[first])
+            raise CorruptionError(f"{self._name}: row {self._numbers[row]}: {column} {why}")
+
+
+def _minimum(column: Any) -> Any:
+    """The smallest value. None if all values are null."""
+    if column.null_count == len(column):
+        return None
+    return pc.min_max(column)["min"].as_py() if column.null_count else column.to_numpy().min()
+
+
+def _first_true(bad: npt.NDArray[np.bool_]) -> int:
+    """The position of the first true value, or -1."""
+    first = int(bad.argmax()) if len(bad) else 0
+    return first if len(bad) and bad[first] else -1
+
+
+def _shard_sizes(columns: _Columns, shards: Mapping[str, int]) -> tuple[I64, I64]:
+    """For each row, the number of its shard (from 0) and the size of that shard."""
+    used = pc.unique(columns["shard"])
+    which = pc.index_in(columns["shard"], used)
+    sizes = pa.array([shards.get(key) for key in used.to_pylist()], pa.int64())
+    if sizes.null_count:
+        columns.fail_where(pc.is_null(pc.take(sizes, which)), "shard", "is not a shard of this dataset version")
+    numbers = np.asarray(which.to_numpy(), np.int64)
+    return numbers, sizes.to_numpy()[numbers] if len(numbers) else numbers
+
+
+def _check_members(columns: _Columns, which: I64, sizes: I64) -> None:
+    lists = columns["members"]
+    counts = pc.list_value_length(lists).to_numpy()
+    columns.fail_where(counts < 1, "members", "is empty")
+    if not len(counts):
+        return
+    owners, flat = np.repeat(np.arange(len(counts)), counts), pc.list_flatten(lists)
+    offset, length = flat.field("offset").to_numpy(), flat.field("length").to_numpy()
+    size = sizes[owners]
+    # compared by subtraction, since offset + length may overflow
+    outside = (offset < 0) | (length < 0) | (offset > size) | (length > size - np.maximum(offset, 0))
+    columns.fail_where(outside, "members", "lies outside its shard", owners)
+    end, shard = offset + length, which[owners]  # at most the shard's size, so the sum does not overflow
+    overlap = (shard[1:] == shard[:-1]) & (offset[1:] < end[:-1]) & (offset[:-1] < end[1:])
+    columns.fail_where(overlap, "members", "overlaps the next member", owners)
+    if "bytes" in columns:
+        sums = np.add.reduceat(length, np.cumsum(counts) - counts)
+        columns.fail_where(sums != columns["bytes"].to_numpy(), "bytes", "is not the sum of the members")
+
+
+def _check_key_frames(columns: _Columns) -> None:
+    lists = columns["key_frames"]
+    counts = pc.list_value_length(lists)
+    if counts.null_count:
+        columns.fail_where(pc.less(counts, 1), "key_frames", "is empty")
+        owners = pc.list_parent_indices(lists)
+        frames = pc.take(columns["frames"], owners).to_numpy()
+        owners = owners.to_numpy()
+    else:
+        each = counts.to_numpy()
+        columns.fail_where(each < 1, "key_frames", "is empty")
+        owners = np.repeat(np.arange(len(each)), each)
+        frames = columns["frames"].to_numpy()[owners]
+    number = pc.list_flatten(lists).field("index").to_numpy()
+    columns.fail_where((number < 0) | (number > frames), "key_frames", "lies outside the video", owners)

@@ -43,7 +43,7 @@ from headrace.dataio.shards.ingest.tar_scanner import (
     SourceShard,
     TarScanner,
 )
-from headrace.dataio.shards.query.parts import PartWriter
+from headrace.dataio.shards.query.part_writer import PartWriter
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.mounting import mount_of

@@ -47,7 +47,7 @@ from headrace.dataio.shards.ingest.sources import Gathered, Group, gather
 from headrace.dataio.shards.media.messages import TEXT_BYTES, Recipe, check_recipe
 from headrace.dataio.shards.query import conditions as query
 from headrace.dataio.shards.query.open_index import OpenIndex
-from headrace.dataio.shards.query.parts import PartWriter
+from headrace.dataio.shards.query.part_writer import PartWriter
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.mounting import with_mounts
 from headrace.dataio.store.base import Store

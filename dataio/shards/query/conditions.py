@@ -1,16 +1,28 @@
-"""Running conditions over an index.
+"""Conditions: one boolean SQL expression over the index, validated before it runs.
 
-Purpose: DuckDB evaluates a condition over Arrow columns. This package reads these columns through the store and checks
-them. DuckDB itself reads no files.
-Invariants: only the columns that the condition needs are read, a few parts at a time. So memory does not grow with the
-dataset. The resulting rows are in the order of the samples' numbers.
-Failure behaviour: `UsageError` if the text is not a condition, or if it fails on a value (a cast). Read errors pass
-through.
+Purpose: users write the condition of `Dataset.where` in SQL. `parse` rejects everything that is not a condition.
+`matching` lets DuckDB evaluate the condition over Arrow columns. This package reads these columns through the store and
+checks them. DuckDB itself reads no files.
+Invariants:
+
+* DuckDB's parser parses the text, and `parse` walks the tree. Only the kinds of expressions and the functions listed
+  here are allowed. So a condition cannot contain a sub-query, a file, a setting or another statement.
+* Every column is one of `COLUMNS` or a promoted field.
+* DuckDB runs `Predicate.sql` over a table with exactly the columns that the text needs. A few parts are read at a time,
+  so memory does not grow with the dataset. The resulting rows are in the order of the samples' numbers.
+* A value is at most `GROWTH` times as long as the values that it is made of, because DuckDB's memory limit does not
+  count texts.
+
+Failure behaviour: `UsageError` quoting the text, if it is not a condition or fails on a value (a cast). For an unknown
+column, it suggests similar names. Read errors are passed on.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,12 +30,65 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.imports import naming_extras
 from headrace.dataio.shards.index import rows as index
-from headrace.dataio.shards.query.kept import Rows
-from headrace.dataio.shards.query.open_index import OpenIndex
-from headrace.dataio.shards.query.parts import join_types
-from headrace.dataio.shards.query.predicate import Predicate, connect, import_duckdb, parse, quote
+from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers
+from headrace.dataio.shards.query.part_writer import join_types
 from headrace.dataio.shards.versions.documents import VersionDocument
+
+TEXT_BYTES = 16 << 10
+GROWTH = 64
+ROW = "__row"
+"""The column with the row numbers. A promoted field with this name is available as `fields."__row"` only."""
+_EXAMPLE = "write one SQL expression, such as: duration > 2 and height >= 720 (see headrace filter --help)"
+
+COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
+    name: ((name,), name)
+    for name in (
+        *("key", "shard", "bytes", "duration", "width", "height", "frames", "rotation", "pixel_format", "video_codec"),
+        *("color_space", "color_range", "color_primaries", "color_transfer"),
+        *("video_ext", "audio_codec", "audio_ext", "sample_rate", "channels", "samples", "text"),
+    )
+} | {
+    "codec": (("video_codec",), "video_codec"),
+    "caption": (("text",), "text"),
+    "fps": (("fps_numerator", "fps_denominator"), "fps_numerator::DOUBLE / fps_denominator"),
+    "has_video": (("video_codec",), "video_codec IS NOT NULL"),
+    "has_audio": (("audio_codec",), "audio_codec IS NOT NULL"),
+    "has_text": (("text",), "text IS NOT NULL"),
+}
+"""Name → the index columns that it needs, and the SQL expression over them."""
+
+_TYPES = {"integer": "BIGINT", "number": "DOUBLE", "boolean": "BOOLEAN", "text": "VARCHAR", "mixed": "VARCHAR"}
+_CLASSES = {"COMPARISON", "CONJUNCTION", "CONSTANT", "COLUMN_REF", "FUNCTION", "OPERATOR", "BETWEEN", "CAST", "CASE"}
+_OPERATORS = {
+    *("COMPARE_IN", "COMPARE_NOT_IN", "OPERATOR_NOT", "OPERATOR_IS_NULL", "OPERATOR_IS_NOT_NULL"),
+    "OPERATOR_COALESCE",
+}
+_CASTS = {
+    *("BOOLEAN", "BOOL", "INTEGER", "INT", "BIGINT", "DOUBLE", "FLOAT", "REAL", "VARCHAR", "TEXT", "STRING", "DATE"),
+    "TIMESTAMP",
+}
+_FUNCTIONS = {
+    *("+", "-", "*", "/", "//", "%", "||", "~~", "!~~", "~~*", "!~~*", "~", "!~", "^@", "abs", "ceil", "ceiling"),
+    *("like_escape", "not_like_escape", "ilike_escape", "not_ilike_escape", "regexp_matches", "regexp_full_match"),
+    *("lower", "upper", "length", "len", "contains", "starts_with", "ends_with", "prefix", "suffix", "trim", "ltrim"),
+    *("rtrim", "replace", "substring", "substr", "left", "right", "concat", "round", "floor", "greatest", "least"),
+    *("ifnull", "nullif", "strpos", "instr", "split_part", "sqrt", "ln", "log", "mod"),
+}
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A validated condition. `sql` selects `__row` from the table `part`, which has the columns `columns` and
+    `__row`."""
+
+    text: str
+    columns: tuple[str, ...]
+    sql: str
+
+
+# --- running conditions
 
 
 def field_types(document: VersionDocument) -> dict[str, str]:
@@ -35,7 +100,7 @@ def field_types(document: VersionDocument) -> dict[str, str]:
     return types
 
 
-def matching(opened: OpenIndex, document: VersionDocument, text: str) -> Iterator[tuple[Rows, int]]:
+def matching(opened: OpenIndex, document: VersionDocument, text: str) -> Iterator[tuple[RowNumbers, int]]:
     """For each part, the rows that are samples and meet the condition `text`, and the total bytes of their members."""
     connection = connect()
     try:
@@ -50,10 +115,10 @@ def matching(opened: OpenIndex, document: VersionDocument, text: str) -> Iterato
         connection.close()
 
 
-def rows_with_keys(opened: OpenIndex, keys: Iterable[str]) -> tuple[list[tuple[Rows, int]], set[str]]:
+def rows_with_keys(opened: OpenIndex, keys: Iterable[str]) -> tuple[list[tuple[RowNumbers, int]], set[str]]:
     """For each part, the rows of samples with one of these keys, and their bytes. Also the keys that no sample has."""
     missing = set(keys)
-    wanted, found = pa.array(sorted(missing), pa.string()), list[tuple[Rows, int]]()
+    wanted, found = pa.array(sorted(missing), pa.string()), list[tuple[RowNumbers, int]]()
     for number, table in enumerate(opened.tables(["key", "bytes"])):
         hits = table.filter(pc.is_in(table["key"], wanted))
         missing.difference_update(hits["key"].to_pylist())
@@ -62,7 +127,7 @@ def rows_with_keys(opened: OpenIndex, keys: Iterable[str]) -> tuple[list[tuple[R
     return found, missing
 
 
-def _physical(opened: OpenIndex, part: int, rows: Rows) -> Rows:
+def _physical(opened: OpenIndex, part: int, rows: RowNumbers) -> RowNumbers:
     left = opened.kept(part)
     return rows if left is None else left[rows]
 
@@ -82,7 +147,7 @@ def _check_type(connection: Any, predicate: Predicate) -> None:
         )
 
 
-def _run(connection: Any, predicate: Predicate, table: Any) -> Rows:
+def _run(connection: Any, predicate: Predicate, table: Any) -> RowNumbers:
     connection.register("part", _numbered(table))
     try:
         found: Mapping[str, Any] = connection.execute(predicate.sql).fetchnumpy()
@@ -97,3 +162,194 @@ def _numbered(table: Any) -> Any:
 
 def _failed(predicate: Predicate, error: Exception) -> UsageError:
     return UsageError(f"the condition {quote(predicate.text)} fails: {str(error).strip().splitlines()[0]}")
+
+
+# --- validating conditions
+
+
+def import_duckdb() -> Any:
+    """Import DuckDB, which the extra `sql` installs."""
+    with naming_extras():
+        import duckdb
+    return duckdb
+
+
+def connect() -> Any:
+    """Open an in-memory DuckDB connection without access to files, the network, extensions and Python variables."""
+    connection = import_duckdb().connect(
+        ":memory:",
+        config={
+            "enable_external_access": False,
+            "autoinstall_known_extensions": False,
+            "autoload_known_extensions": False,
+            "python_enable_replacements": False,
+            "memory_limit": "1GiB",
+        },
+    )
+    connection.execute("SET lock_configuration = true").fetchall()
+    return connection
+
+
+def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
+    """Validate the condition `text` over `COLUMNS` and the promoted `fields` (name → type).
+
+    Raises `UsageError` for any other text.
+    """
+    if len(text.encode(errors="replace")) > TEXT_BYTES:
+        raise UsageError(
+            f"the condition is longer than {TEXT_BYTES} bytes", hint="shorten it, or narrow in several steps"
+        )
+    if not text.strip():
+        raise UsageError("the condition is empty", hint="for example: duration > 2 and height >= 720")
+    tree = _tree(connection, text)
+    references = list(_references(tree, text))
+    if _growth(tree) > GROWTH:
+        raise UsageError(
+            f"the condition {quote(text)} could make its values more than {GROWTH} times as long",
+            hint="let replace put in texts that are no longer than those they replace, and join fewer texts",
+        )
+    known = {name.lower(): name for name in fields if name.lower() != ROW} | {name: name for name in COLUMNS}
+    used, own = dict[str, str](), set[str]()
+    for path in references:
+        if len(path) == 2 and path[0].lower() == "fields":
+            own.add(_field(path[1], fields, text))
+        elif len(path) == 1 and path[0].lower() in known:
+            used[path[0].lower()] = known[path[0].lower()]
+        else:
+            raise _unknown(".".join(path), fields, text)
+    made, needed = list[str](), set[str]()
+    for name in used.values():
+        columns, expression = COLUMNS[name] if name in COLUMNS else (("fields",), _extract(name, fields[name]))
+        made.append(f"{expression} AS {_quoted(name)}")
+        needed.update(columns)
+    if own:
+        entries = ", ".join(f"{_quoted(name)} := {_extract(name, fields[name])}" for name in sorted(own))
+        made.append(f"struct_pack({entries}) AS fields")
+        needed.add("fields")
+    inner = ", ".join([ROW, *made])
+    return Predicate(text, tuple(sorted(needed)), f"SELECT __row FROM (SELECT {inner} FROM part) WHERE (\n{text}\n)")
+
+
+def quote(text: str) -> str:
+    """The condition as errors quote it, at most 200 characters of it."""
+    return repr(text if len(text) <= 200 else text[:200] + "…")
+
+
+def _unreadable(text: str, why: str) -> UsageError:
+    return UsageError(f"the condition {quote(text)} cannot be read: {why}", hint=_EXAMPLE)
+
+
+def _tree(connection: Any, text: str) -> Mapping[str, Any]:
+    """Parse the condition inside a fixed statement. `UsageError` if the text adds anything else to that statement."""
+    wrapped = f"SELECT 1 FROM part WHERE (\n{text}\n)"
+    try:
+        found = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [wrapped]).fetchall()[0][0])
+    except (import_duckdb().Error, ValueError, RecursionError, UnicodeError) as error:
+        raise _unreadable(text, _first_line(error)) from error
+    if found.get("error"):
+        raise _unreadable(text, str(found.get("error_message")))
+    node = found["statements"][0]["node"]
+    plain = (
+        len(found["statements"]) == 1
+        and node["type"] == "SELECT_NODE"
+        and not any(node.get(part) for part in ("modifiers", "group_expressions", "having", "qualify", "sample"))
+        and not node["cte_map"]["map"]
+        and node["from_table"].get("table_name") == "part"
+    )
+    if not plain or not node["where_clause"]:
+        raise UsageError(f"the condition {quote(text)} is more than one boolean expression", hint=_EXAMPLE)
+    where: Mapping[str, Any] = node["where_clause"]
+    return where
+
+
+def _references(tree: Mapping[str, Any], text: str) -> Iterator[list[str]]:
+    """Yield the columns that the tree names, as paths. `UsageError` for anything in the tree that is not allowed."""
+    waiting: list[Any] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, dict):
+            if "class" in node:
+                _allow(node, text)
+            if node.get("class") == "COLUMN_REF":
+                yield node["column_names"]
+            waiting += [value for name, value in node.items() if name != "type_expr"]
+
+
+def _allow(node: Mapping[str, Any], text: str) -> None:
+    kind, what = node["class"], ""
+    if kind not in _CLASSES:
+        what = {"SUBQUERY": "a sub-query", "STAR": "a star", "WINDOW": "a window function"}.get(kind, kind.lower())
+    elif kind == "FUNCTION":
+        name = node["function_name"].lower()
+        more = node["schema"] or node["catalog"] or node["filter"] or node["distinct"] or node["order_bys"]["orders"]
+        what = "" if name in _FUNCTIONS and not more else f"the function {name}"
+    elif kind == "OPERATOR" and node["type"] not in _OPERATORS:
+        what = node["type"].lower()
+    elif kind == "CAST":
+        target = node["type_expr"]
+        simple = target.get("class") == "TYPE" and not target["children"] and not target["schema"]
+        what = "" if simple and target["type_name"].upper() in _CASTS else "such a cast"
+    if what:
+        raise UsageError(
+            f"the condition {quote(text)} holds {what}, which is not allowed in one",
+            hint="compare columns with values, and join comparisons with and, or, not",
+        )
+
+
+def _growth(tree: Mapping[str, Any]) -> float:
+    """An upper bound for the length of a value, divided by the length of the values that it is made of."""
+    longer, joined, waiting = 1.0, 0, [tree]
+    while waiting:
+        node: Any = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, dict):
+            waiting += node.values()
+            name = node["function_name"].lower() if node.get("class") == "FUNCTION" else ""
+            if name in ("concat", "||"):
+                joined += len(node["arguments"])
+            elif name == "replace":
+                longer *= _longer(*(one["expression"] for one in node["arguments"][1:]))
+    return longer * max(joined, 1)
+
+
+def _longer(*found: Mapping[str, Any]) -> float:
+    """The growth factor of `replace` in the worst case, a text that consists only of the replaced string."""
+    old, new = (
+        [str(one["literal"]["text"]) if "literal" in one else None for one in found] if len(found) == 2 else ("", "")
+    )
+    if old is None or new is None:
+        return 1 if new == "" else GROWTH + 1
+    return max(1.0, len(new) / len(old)) if old else 1.0
+
+
+def _field(name: str, fields: Mapping[str, str], text: str) -> str:
+    for field in fields:
+        if field.lower() == name.lower():
+            return field
+    raise _unknown(f"fields.{name}", fields, text)
+
+
+def _unknown(name: str, fields: Mapping[str, str], text: str) -> UsageError:
+    names = [*COLUMNS, *(field if field.lower() != ROW else f'fields."{field}"' for field in fields)]
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(COLUMNS))}"
+    if not near and fields:
+        hint += f"; and of the samples' JSON {', '.join(sorted(fields)[:30])}"
+    return UsageError(f"the condition {quote(text)} names {name!r}, and there is no such column", hint=hint)
+
+
+def _extract(name: str, kind: str) -> str:
+    pointer = "/" + name.replace("~", "~0").replace("/", "~1")
+    literal = "'" + pointer.replace("'", "''") + "'"
+    return f"TRY_CAST(json_extract_string(fields, {literal}) AS {_TYPES.get(kind, 'VARCHAR')})"
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

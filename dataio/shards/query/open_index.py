@@ -1,67 +1,77 @@
 """The index of an open version: it maps sample numbers to rows and keeps little in memory.
 
 Purpose: opening reads only the version document. Rows and columns are read on demand, so opening costs the same for
-10^7 samples as for 10.
+10^7 samples as for 10. A version may use only some rows of an index part, because removals and saved views rewrite no
+part: a bitmap names the remaining rows.
 Invariants:
 
 * Number i is the i-th remaining row, in the order of the document's parts.
-* Samples are looked up in the pages of their parts (`row_pages`), without Arrow. Parts without pages are looked up in
+* Samples are looked up in the pages of their parts (`page_reader`), without Arrow. Parts without pages are looked up in
   their row groups (`tables`). Queries for columns always read row groups.
-* Up to `READERS` part readers stay open.
+* Up to `READERS` part readers stay open. The least recently used one is closed first.
 * All data is checked when it is read.
-* In a remote store, up to `_SIDE_BY_SIDE` parts are read concurrently.
+* If some of the parts are in a remote store, up to `_CONCURRENT_PARTS` parts are read concurrently.
+* Bit i of a bitmap (least significant first) stands for row i of its part. Bitmaps are compressed with zlib. One object
+  holds the bitmaps of all parts that a version changed. The version document names the range, the digest and the count
+  of each.
 
-Failure behaviour: any method that reads may raise `CorruptionError` naming the part, or one of the store's errors.
-An `OpenIndex` is safe to share between threads.
+Failure behaviour: any method that reads may raise `CorruptionError` naming the part, or one of the store's errors. A
+bitmap of the wrong size is not unpacked further than its size. An `OpenIndex` is safe to share between threads.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.dataio.core.errors import CorruptionError, NotFoundError
-from headrace.dataio.shards.index.lookup import without_parts
-from headrace.dataio.shards.query import kept, row_pages
-from headrace.dataio.shards.query.kept import Rows
-from headrace.dataio.shards.query.part_bytes import name_of
-from headrace.dataio.shards.query.row_pages import RowPages
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeError
+from headrace.dataio.shards.index.pages import digest, without_page_fields
+from headrace.dataio.shards.query.page_reader import PAGE_CACHE_BYTES, PageCache, PageReader, name_of
 from headrace.dataio.shards.sample import Files, Sample
-from headrace.dataio.shards.versions.documents import VersionDocument
+from headrace.dataio.shards.versions.documents import IndexPart, Kept, VersionDocument
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.mounts import PREFIX
 
 if TYPE_CHECKING:
     from headrace.dataio.shards.query.tables import Tables
 
 READERS = 256
-_SIDE_BY_SIDE = 16
+_CONCURRENT_PARTS = 16
 
 I64 = npt.NDArray[np.int64]
+RowNumbers = npt.NDArray[np.uint32]
+"""Row numbers of one part, in ascending order."""
 T = TypeVar("T")
 
 
 class OpenIndex:
     """The samples of `document`. `chosen` restricts them to these rows of each part (None: all rows of that part)."""
 
-    def __init__(self, store: Store, document: VersionDocument, chosen: Sequence[Rows | None] | None = None) -> None:
+    def __init__(
+        self, store: Store, document: VersionDocument, chosen: Sequence[RowNumbers | None] | None = None
+    ) -> None:
         self._store, self._document = store, document
-        self._shards = document.shard_sizes()
-        self._kept: dict[int, Rows | None] = dict(enumerate(chosen)) if chosen is not None else {}
+        self._kept: dict[int, RowNumbers | None] = dict(enumerate(chosen)) if chosen is not None else {}
         left = [p.left for p in document.index]
         if chosen is not None:
             left = [p.rows if c is None else len(c) for p, c in zip(document.index, chosen, strict=True)]
         self.ends: I64 = np.cumsum(left, dtype=np.int64)
         """For each part, the number after its last sample."""
-        self._readers: OrderedDict[int, RowPages] = OrderedDict()
-        self._pages = row_pages.Kept(row_pages.KEPT_BYTES)
+        cache, shards = PageCache(PAGE_CACHE_BYTES), document.shard_sizes()
+        self._page_reader = lru_cache(READERS)(
+            lambda part: PageReader(store, document.index[part], part, shards, cache)
+        )
+        self._remote: dict[str, bool] = {}
+        """For each mount whose parts were read, whether its store is remote. "" is the dataset's own store."""
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -115,7 +125,7 @@ class OpenIndex:
         """Check the tables as `check` does, and compare each part's pages with its tables.
 
         Returns a description of the first problem for each part whose pages are unreadable or differ from its tables.
-        Values that tables do not hold (`without_parts`) are not compared.
+        Values that tables do not hold (`without_page_fields`) are not compared.
         """
         from headrace.dataio.shards.index.rows import samples_of  # imports Arrow
 
@@ -131,7 +141,7 @@ class OpenIndex:
                 wrong[part] = error.message
                 continue
             for one, other in zip(found, samples_of(table, rows.tolist()), strict=True):
-                if without_parts(one) != other:
+                if without_page_fields(one) != other:
                     wrong[part] = f"row {one.id}: its page holds another sample than its table"
                     break
         return wrong
@@ -150,11 +160,11 @@ class OpenIndex:
         each = [frozenset(part.files) for part in self._document.index]
         return frozenset.intersection(*each) if each else frozenset()
 
-    def kept(self, part: int) -> Rows | None:
+    def kept(self, part: int) -> RowNumbers | None:
         """The rows of a part that are samples. None means all rows."""
         if part not in self._kept:
             described = self._document.index[part]
-            self._kept[part] = kept.load(self._store, described, name_of(self._store, described))
+            self._kept[part] = load_bitmap(self._store, described, name_of(self._store, described))
         return self._kept[part]
 
     def part_rows(self, part: int) -> int:
@@ -180,44 +190,95 @@ class OpenIndex:
         return [found[place] for place in range(len(numbers))]
 
     def _each(self, read: Callable[[int], list[T]], parts: Sequence[int]) -> Iterator[list[T]]:
-        """Call `read` for each part. Calls run concurrently if the store is remote."""
-        if len(parts) < 2 or not self._is_far:
+        """Call `read` for each part. Calls run concurrently if one of the parts is remote."""
+        if len(parts) < 2 or not any(map(self._is_remote, parts)):
             yield from map(read, parts)
             return
-        pool = ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(parts)), "headrace-index")
+        pool = ThreadPoolExecutor(min(_CONCURRENT_PARTS, len(parts)), "headrace-index")
         try:
             yield from [future.result() for future in [pool.submit(read, part) for part in parts]]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    @cached_property
-    def _is_far(self) -> bool:
-        """Whether the index is not a local file."""
-        try:
-            file = self._store.open_file(self._document.index[0].key)
-        except NotFoundError:  # the read that follows reports it
-            return False
-        if file is not None:
-            os.close(file)
-        return file is None
+    def _is_remote(self, part: int) -> bool:
+        """Whether a part is not a local file. All parts in one mount are alike, so only one of them is opened."""
+        key = self._document.index[part].key
+        mount = key.removeprefix(PREFIX).partition("/")[0] if key.startswith(PREFIX) else ""
+        if mount not in self._remote:
+            try:
+                file = self._store.open_file(key)
+            except NotFoundError:  # the read that follows reports it
+                return False
+            if file is not None:
+                os.close(file)
+            self._remote[mount] = file is None
+        return self._remote[mount]
 
-    def _reader(self, part: int) -> RowPages | None:
+    def _reader(self, part: int) -> PageReader | None:
         """The reader of a part's pages. None if the part has no pages."""
-        described = self._document.index[part]
-        if described.pages is None:
-            return None
-        with self._lock:
-            reader = self._readers.get(part)
-        if reader is None:
-            reader = RowPages(self._store, described, part, self._shards, self._pages)
-            with self._lock:
-                self._readers[part] = reader
-                if len(self._readers) > READERS:
-                    self._readers.popitem(last=False)
-        return reader
+        return None if self._document.index[part].pages is None else self._page_reader(part)
 
     @cached_property
     def _tables(self) -> Tables:
         from headrace.dataio.shards.query.tables import Tables  # imports Arrow, which sample lookup does not need
 
         return Tables(self._store, self._document, self.kept, len(self))
+
+
+# --- bitmaps of remaining rows
+
+
+def encode_bitmap(rows: RowNumbers, of: int) -> bytes:
+    """The compressed bitmap of `rows` in a part with `of` rows."""
+    bits = np.zeros(of, np.bool_)
+    bits[rows] = True
+    return zlib.compress(np.packbits(bits, bitorder="little").tobytes(), 6)
+
+
+def decode_bitmap(data: bytes, of: int, count: int, name: str) -> RowNumbers:
+    """The rows of a bitmap that `encode_bitmap` made. Errors name it `name`. There must be `count` rows."""
+    size = (of + 7) // 8
+    try:
+        unpacked = zlib.decompressobj().decompress(data, size + 1)
+    except zlib.error as error:
+        raise CorruptionError(f"{name}: the bitmap of its rows cannot be unpacked: {error}") from error
+    bits = np.unpackbits(np.frombuffer(unpacked, np.uint8), bitorder="little")
+    rows = np.flatnonzero(bits).astype(np.uint32)
+    if len(unpacked) != size or len(rows) != count or (count and rows[-1] >= of):
+        raise CorruptionError(
+            f"{name}: the bitmap of its rows does not hold the {count} of {of} rows that the version names"
+        )
+    return rows
+
+
+def load_bitmap(store: Store, part: IndexPart, name: str) -> RowNumbers | None:
+    """Read the rows of `part` that remain. None means all rows."""
+    kept = part.kept
+    if kept is None:
+        return None
+    data = bytearray(kept.size)
+    try:
+        store.get_into(kept.key, kept.offset, memoryview(data))
+    except (NotFoundError, RangeError) as error:
+        raise CorruptionError(f"{name}: {kept.key} is missing or short: {error.message}") from error
+    if digest(bytes(data)) != kept.digest:
+        raise CorruptionError(f"{name}: the digest of the bitmap of its rows, in {kept.key}, does not match")
+    return decode_bitmap(bytes(data), part.rows, kept.rows, name)
+
+
+def store_bitmaps(store: Store, changed: Sequence[tuple[IndexPart, RowNumbers, int]]) -> list[IndexPart]:
+    """Store the bitmaps of changed parts in one new object, and return the parts that refer to it.
+
+    Each item of `changed` is a part, the rows that remain, and the total bytes of their members.
+    """
+    if not changed:
+        return []
+    pieces = [encode_bitmap(rows, part.rows) for part, rows, _ in changed]
+    data = b"".join(pieces)
+    key, offset, made = f"index/{digest(data)[:32]}.kept", 0, list[IndexPart]()
+    store.put(key, data)
+    for piece, (part, rows, size) in zip(pieces, changed, strict=True):
+        kept = Kept(key=key, offset=offset, size=len(piece), digest=digest(piece), rows=len(rows), bytes=size)
+        made.append(msgspec.structs.replace(part, kept=kept))
+        offset += len(piece)
+    return made

@@ -1,30 +1,39 @@
 """The index of an open version as Arrow tables, with little in memory.
 
-Purpose: operations on many samples (conditions, plans by length or shape, checks) read columns of the Parquet files.
-Samples of parts without pages (`row_pages`) are looked up in row groups.
+Purpose: operations on many samples (conditions, plans by length or shape, checks) read columns of the index parts.
+Samples of parts without pages (`page_reader`) are looked up in row groups. `PartReader` reads as little of a part as
+possible: the footer once, and then the column chunks that a caller needs. If there is only one block before the footer,
+every read needs it, so the reader reads both together.
 Invariants:
 
 * Row numbers are those of the parts. `kept` returns the rows of a part that are samples.
-* Row groups that a caller needs at the same time are read together, up to `TOGETHER`. This takes less time and only one
-  round trip.
+* Row groups that a caller needs at the same time are read together, up to `GROUPS_PER_READ`. This takes less time and
+  only one round trip.
 * Row groups that were read together are also cached together, decoded. The cache is an LRU cache of `CACHE_BYTES`.
-* Up to `READERS` part readers stay open.
+* Up to `READERS` part readers stay open. The least recently used one is closed first.
 * Results do not depend on the cache.
-* All data is checked when it is read (`part_reader`). `checked` reads and checks everything, including the order of the
+* Every byte is checked against a digest before the Parquet reader gets it. The version document holds the digest of the
+  footer, and the footer holds the digests of the blocks before it. Ranges lie inside the file. `rows.check` checks the
+  rows as far as the columns that were read allow. `checked` reads and checks everything, including the order of the
   samples across parts and unique keys.
+* Only the ranges that were read take memory. Keys of large indexes are streamed to DuckDB, so finding repeated keys
+  takes the memory of a hash table of the keys.
 
-Failure behaviour: any method that reads may raise `CorruptionError` naming the part, or one of the store's errors.
-`Tables` is safe to share between threads.
+Failure behaviour: any method that reads may raise `CorruptionError` naming the part, or one of the store's errors. A
+missing part is also corruption, because the version document names it. `Tables` is safe to share between threads.
 """
 
 from __future__ import annotations
 
+import base64
+import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,22 +41,32 @@ import pyarrow as pa
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.index import kernels as pc
+from headrace.dataio.shards.index import arrow as pc
 from headrace.dataio.shards.index import rows as index
-from headrace.dataio.shards.query.kept import Rows
-from headrace.dataio.shards.query.part_reader import PartReader
+from headrace.dataio.shards.index.pages import digest
+from headrace.dataio.shards.query.page_reader import name_of, read_ranges
 from headrace.dataio.shards.sample import Files, Sample
-from headrace.dataio.shards.versions.documents import VersionDocument
+from headrace.dataio.shards.versions.documents import IndexPart, VersionDocument
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.mounts import PREFIX
+
+if TYPE_CHECKING:
+    from headrace.dataio.shards.query.open_index import RowNumbers
+
 
 CACHE_BYTES = 256 * limits.MIB
 READERS = 256
-TOGETHER = 8
-_FEW = 1_000_000
+GROUPS_PER_READ = 8
+GROUP_BYTES = 1 << 30
+"""The largest unpacked size that a row group may declare."""
+_MAX_KEYS_IN_ARROW = 1_000_000
+"""With more samples, DuckDB looks for repeated keys, because Arrow would hold all keys in memory."""
+_GAP_BLOCKS = 4
+"""The largest gap between two needed blocks, in blocks, that is read with them in one request."""
 _THREADS = min(8, 2 * (os.cpu_count() or 1))
 
 I64 = npt.NDArray[np.int64]
-Together = tuple[int, tuple[int, ...]]
+GroupRun = tuple[int, tuple[int, ...]]
 """A part, and the row groups of it that were read together."""
 
 
@@ -58,13 +77,13 @@ class Tables:
     """
 
     def __init__(
-        self, store: Store, document: VersionDocument, kept: Callable[[int], Rows | None], samples: int
+        self, store: Store, document: VersionDocument, kept: Callable[[int], RowNumbers | None], samples: int
     ) -> None:
         self._store, self._document, self._rows_kept, self._samples = store, document, kept, samples
-        self._shards = document.shard_sizes()
-        self._readers: OrderedDict[int, PartReader] = OrderedDict()
-        self._tables: OrderedDict[Together, Any] = OrderedDict()
-        self._holding: dict[tuple[int, int], Together] = {}
+        shards = document.shard_sizes()
+        self._reader = lru_cache(READERS)(lambda part: PartReader(store, document.index[part], shards))
+        self._tables: OrderedDict[GroupRun, Any] = OrderedDict()
+        self._holding: dict[tuple[int, int], GroupRun] = {}
         self._held = 0
         self._lock = threading.RLock()
 
@@ -122,8 +141,8 @@ class Tables:
             self._rows_kept(part)
             groups = len(self._reader(part).ends)
             for group in range(groups):
-                if group % TOGETHER == 0:
-                    self._read(part, range(group, min(group + TOGETHER, groups)))
+                if group % GROUPS_PER_READ == 0:
+                    self._read(part, range(group, min(group + GROUPS_PER_READ, groups)))
                 table = self.group(part, group)
                 last = self._check_order(table, places, last)
                 yield part, int(self._reader(part).ends[group]) - table.num_rows, table
@@ -131,9 +150,7 @@ class Tables:
             raise self._bad("two samples have the same key")
 
     def _repeats_a_key(self) -> bool:
-        if self._samples > _FEW:
-            from headrace.dataio.shards.query.repeats import repeated_keys
-
+        if self._samples > _MAX_KEYS_IN_ARROW:
             return bool(repeated_keys(self.tables(["key"])))
         keys = [self.part_table(part, ["key"])["key"] for part in range(len(self._document.index))]
         chunks = [chunk for column in keys for chunk in column.iterchunks()]
@@ -195,7 +212,7 @@ class Tables:
         with self._lock:
             which = self._holding.get((part, groups[0]))
             if which is None:
-                which = part, tuple(one for one in groups if (part, one) not in self._holding)[:TOGETHER]
+                which = part, tuple(one for one in groups if (part, one) not in self._holding)[:GROUPS_PER_READ]
                 table = self._reader(part).read(None, which[1])
                 self._keep(
                     which,
@@ -206,7 +223,7 @@ class Tables:
             self._tables.move_to_end(which)
             return self._tables[which], which[1]
 
-    def _keep(self, which: Together, table: Any) -> None:
+    def _keep(self, which: GroupRun, table: Any) -> None:
         part, groups = which
         self._tables[which] = table
         self._holding.update(dict.fromkeys([(part, group) for group in groups], which))
@@ -217,16 +234,159 @@ class Tables:
             for group in those:
                 del self._holding[gone, group]
 
-    def _reader(self, part: int) -> PartReader:
-        with self._lock:
-            reader = self._readers.get(part)
-        if reader is None:
-            reader = PartReader(self._store, self._document.index[part], self._shards)
-            with self._lock:
-                self._readers[part] = reader
-                if len(self._readers) > READERS:
-                    self._readers.popitem(last=False)
-        return reader
-
     def _bad(self, why: str) -> CorruptionError:
         return CorruptionError(f"{self._store.location.url}: version {self._document.version}: {why}")
+
+
+def repeated_keys(tables: Iterable[Any]) -> list[str]:
+    """Up to three keys that occur more than once in the column `key` of `tables`."""
+    from headrace.dataio.shards.query.conditions import connect  # imports DuckDB
+
+    connection = connect()
+    try:
+        schema = pa.schema([index.SCHEMA.field("key")])
+        batches = (batch for table in tables for batch in table.select(["key"]).to_batches())
+        connection.register("part", pa.RecordBatchReader.from_batches(schema, batches))
+        found = connection.execute("SELECT key FROM part GROUP BY key HAVING count(*) > 1 ORDER BY key LIMIT 3")
+        return [row[0] for row in found.fetchall()]
+    finally:
+        connection.close()
+
+
+# --- reading one part
+
+
+class PartReader:
+    """Reads one index part. The constructor reads and checks the footer. `shards` gives the size of every shard of the
+    version."""
+
+    def __init__(self, store: Store, part: IndexPart, shards: Mapping[str, int]) -> None:
+        self._store, self._part, self._shards = store, part, shards
+        self._name = name_of(store, part)
+        footer = self._footer()
+        try:
+            self._metadata = pc.ParquetReader(footer).metadata
+            schema = self._metadata.schema.to_arrow_schema()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._bad(f"not a readable Parquet file: {error}") from error
+        if not schema.equals(index.SCHEMA):
+            raise self._bad("its columns are not those of a sample index", hint="was it written by Headrace?")
+        if self._metadata.num_rows != part.rows:
+            raise self._bad(f"holds {self._metadata.num_rows} rows, the dataset version says {part.rows}")
+        self._digests = self._block_digests()
+        groups = [self._metadata.row_group(g) for g in range(self._metadata.num_row_groups)]
+        if any(g.num_rows < 0 or g.total_byte_size > GROUP_BYTES for g in groups):
+            raise self._bad("a row group is larger than any that Headrace writes")
+        self.ends = np.cumsum([g.num_rows for g in groups], dtype=np.int64)
+        """For each row group, the number of the row after its last row."""
+
+    def read(self, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None) -> Any:
+        """A checked table of these columns (None: all) of these row groups (None: all), in the given order of
+        columns."""
+        chosen = range(self._metadata.num_row_groups) if groups is None else groups
+        names = index.SCHEMA.names if columns is None else list(columns)
+        if not len(chosen):
+            return index.SCHEMA.empty_table().select(names)
+        data = self._fetch(self._ranges(chosen, set(names)))
+        try:
+            file = pc.ParquetReader(data, self._metadata)
+            table = file.read(chosen, columns and names).select(names)
+            table.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._bad(f"not a readable Parquet file: {error}") from error
+        if table.num_rows != sum(self._metadata.row_group(g).num_rows for g in chosen):
+            raise self._bad("holds another number of rows than its footer says")
+        table = _prefixed(table, self._part.prefix)
+        index.check(table, self._name, self._shards, self._numbers(chosen))
+        return table
+
+    def _numbers(self, groups: Sequence[int]) -> I64:
+        """The row numbers, within the part, of the rows in these row groups."""
+        starts = [int(self.ends[group - 1]) if group else 0 for group in groups]
+        return np.concatenate([np.arange(start, self.ends[group]) for start, group in zip(starts, groups, strict=True)])
+
+    def _footer(self) -> bytes:
+        one_block = self._part.size - self._part.footer <= index.BLOCK_BYTES
+        wanted = self._part.size if one_block else self._part.footer
+        data = bytearray(wanted)
+        read_ranges(self._store, self._part, [(self._part.size - wanted, memoryview(data))])
+        footer = bytes(data[wanted - self._part.footer :])
+        if digest(footer) != self._part.footer_digest:
+            raise self._bad("BLAKE3 of its footer is not what the dataset version says")
+        self._block = memoryview(data)[: wanted - self._part.footer] if one_block else None
+        return footer
+
+    def _block_digests(self) -> list[bytes]:
+        size, each = self._part.size - self._part.footer, index.BLOCK_DIGEST
+        try:
+            entries = self._metadata.metadata or {}
+            (joined,) = (
+                base64.b64decode(v, validate=True) for k, v in entries.items() if k.endswith(index.BLOCKS_SUFFIX)
+            )
+        except ValueError as error:  # none, several, or not base64
+            raise self._bad("its footer does not hold the digests of its blocks") from error
+        if len(joined) != each * -(-size // index.BLOCK_BYTES):
+            raise self._bad("its footer does not hold as many digests as it has blocks")
+        return [joined[start : start + each] for start in range(0, len(joined), each)]
+
+    def _ranges(self, groups: Sequence[int], columns: set[str]) -> list[tuple[int, int]]:
+        """The (start, end) of each column chunk in the file."""
+        ranges, limit = list[tuple[int, int]](), self._part.size - self._part.footer
+        wanted = pc.leaf_columns(self._metadata, columns)
+        for group in (self._metadata.row_group(g) for g in groups):
+            for chunk in map(group.column, wanted):
+                start = chunk.data_page_offset
+                if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
+                    start = chunk.dictionary_page_offset
+                end = start + chunk.total_compressed_size
+                if not 0 <= start <= end <= limit:
+                    raise self._bad(f"column {chunk.path_in_schema} lies outside the file")
+                ranges.append((start, end))
+        return ranges
+
+    def _fetch(self, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
+        """Map a buffer of the file's size, and fill and check these ranges. The other bytes are zero and take no
+        memory."""
+        data = mmap.mmap(-1, self._part.size)
+        limit, view = self._part.size - self._part.footer, memoryview(data)
+        runs = _runs({b for start, end in ranges for b in _blocks_of(start, end)})
+        at = [(first * index.BLOCK_BYTES, min(last * index.BLOCK_BYTES, limit)) for first, last in runs]
+        if self._block is None:
+            read_ranges(self._store, self._part, [(start, view[start:end]) for start, end in at])
+        elif runs:
+            view[:limit] = self._block
+        for (first, last), (start, end) in zip(runs, at, strict=True):
+            if index.block_digests(view[start:end]) != self._digests[first:last]:
+                raise self._bad(f"BLAKE3 of a block between {start} and {end} does not match")
+        return data
+
+    def _bad(self, why: str, hint: str = "") -> CorruptionError:
+        return CorruptionError(f"{self._name}: {why}", hint=hint)
+
+
+def _blocks_of(start: int, end: int) -> range:
+    return range(start // index.BLOCK_BYTES, -(-end // index.BLOCK_BYTES))
+
+
+def _runs(blocks: set[int]) -> list[tuple[int, int]]:
+    """Merge blocks into runs of (first, after the last). A run may span gaps of up to `_GAP_BLOCKS` blocks."""
+    runs = list[tuple[int, int]]()
+    for block in sorted(blocks):
+        if runs and block - runs[-1][1] <= _GAP_BLOCKS:
+            runs[-1] = (runs[-1][0], block + 1)
+        else:
+            runs.append((block, block + 1))
+    return runs
+
+
+def _prefixed(table: Any, prefix: str) -> Any:
+    """Put `prefix` before the names of shards, except of shards that lie in a mount of the part's own dataset."""
+    if not prefix or "shard" not in table.column_names:
+        return table
+    import pyarrow.compute as full_pc  # slow to import, and only merged datasets need it
+
+    shard = table["shard"]
+    whole = full_pc.if_else(
+        full_pc.starts_with(shard, PREFIX), shard, full_pc.binary_join_element_wise(prefix, shard, "")
+    )
+    return table.set_column(table.column_names.index("shard"), index.SCHEMA.field("shard"), whole)

@@ -26,7 +26,7 @@ from headrace.dataio.core.errors import (
     TransientError,
     UsageError,
 )
-from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.index.pages import digest
 from headrace.dataio.shards.verify.shard_check import ShardCheck, Wanted, check_members, check_shard
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.documents import IndexPart, Kept, Shard

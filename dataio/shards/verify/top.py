@@ -16,8 +16,7 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, NotFoundError, UnsupportedError
-from headrace.dataio.shards.query import kept
-from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.query.open_index import OpenIndex, load_bitmap
 from headrace.dataio.shards.readahead import ReadAhead
 from headrace.dataio.shards.verify import repair
 from headrace.dataio.shards.verify.findings import Finding, ObjectReport, report
@@ -171,7 +170,7 @@ def _read_kept(store: Store, key: str, document: VersionDocument) -> list[Findin
     for part in document.index:
         if part.kept is not None and part.kept.key == key:
             try:
-                kept.load(store, part, part.key)
+                load_bitmap(store, part, part.key)
             except HeadraceError as error:
                 if not isinstance(error, CorruptionError):
                     raise

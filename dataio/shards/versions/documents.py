@@ -38,8 +38,7 @@ from headrace.dataio.core.errors import (
     UsageError,
 )
 from headrace.dataio.core.json import is_sealed, parse_json, seal, unseal
-from headrace.dataio.shards.index.digests import digest
-from headrace.dataio.shards.index.lookup import Section
+from headrace.dataio.shards.index.pages import Section, digest
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import MAX_MOUNTS, PREFIX
 
@@ -49,7 +48,7 @@ COMMIT_TRIES = 64
 """Number of races that `commit` may lose before it fails."""
 PART_BYTES = 256 * limits.MIB
 """The largest index part that readers accept. Writers always make smaller ones
-(`headrace.dataio.shards.query.parts`)."""
+(`headrace.dataio.shards.query.part_writer`)."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
 
@@ -71,7 +70,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of an index part that remain, as a bitmap (`headrace.dataio.shards.query.kept`).
+    """The rows of an index part that remain, as a bitmap (`headrace.dataio.shards.query.open_index`).
 
     The bitmap is stored in object `key`, as `size` bytes from `offset`. `digest` is the BLAKE3 of these bytes. `rows`
     rows remain, and their members have `bytes` bytes in total.
@@ -392,7 +391,7 @@ def _part_agrees(part: IndexPart) -> bool:
         part.rows >= 0
         and part.bytes >= 0
         and 0 <= part.footer <= part.size <= PART_BYTES
-        and (part.pages is None or (part.pages.sound and part.pages.end <= part.size - part.footer))
+        and (part.pages is None or (part.pages.is_consistent and part.pages.end <= part.size - part.footer))
         and (kept is None or (0 <= kept.rows <= part.rows and 0 <= kept.bytes <= part.bytes))
         and (kept is None or (kept.offset >= 0 and 0 <= kept.size <= part.rows + 1024))
     )

@@ -15,14 +15,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
 from headrace.dataio.shards import changes
 from headrace.dataio.shards.dataset import Dataset
-from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import tags
 from headrace.dataio.shards.versions.history import history
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.dataio.shards.making import SHARD_BYTES, make, sample
+from tests.support.indexed_datasets import SHARD_BYTES, make, sample
 
 
 def opened(path: Path, numbers: range, **how: object) -> Dataset:
@@ -44,7 +44,7 @@ def append(store: Store, numbers: list[int], name: str) -> versions.VersionDocum
         return versions.new_document(
             base.name,
             (*base.shards, versions.Shard(key=shard, size=SHARD_BYTES, samples=len(rows))),
-            (*base.index, *parts.store_parts(store, rows, len(base.index))),
+            (*base.index, *part_writer.store_parts(store, rows, len(base.index))),
             version=0,
             parent=base.version,
             message=f"appended {name}",
@@ -163,7 +163,7 @@ def test_damage_to_the_list_of_what_is_left_is_found(tmp_path: Path) -> None:
     data = bytearray(made.store.get(kept.key))
     data[kept.offset + 5] ^= 4
     made.store.put(kept.key, data)
-    with pytest.raises(CorruptionError, match="rows that are left"):
+    with pytest.raises(CorruptionError, match="bitmap of its rows"):
         Dataset(tmp_path)
     made.store.delete_many([kept.key])
     with pytest.raises(CorruptionError, match="missing or short"):
@@ -317,7 +317,7 @@ def test_a_diff_names_what_was_added_removed_and_changed(tmp_path: Path) -> None
         Sample(**{f: getattr(s, f) for f in s.__slots__} | {"members": _at(s, n)}) for n, s in enumerate(changed)
     ]
     shards = (versions.Shard(key="shards/x.tar", size=SHARD_BYTES, samples=5),)
-    stored = tuple(parts.store_parts(store, changed, 0))
+    stored = tuple(part_writer.store_parts(store, changed, 0))
     versions.commit(
         store, lambda b: versions.new_document("set", shards, stored, version=0, parent=b.version, message="")
     )

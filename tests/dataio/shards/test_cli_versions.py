@@ -10,7 +10,7 @@ import pytest
 
 from headrace.dataio.cli import main
 from headrace.dataio.store.open import open_store
-from tests.dataio.shards.making import make
+from tests.support.indexed_datasets import make
 
 
 @pytest.fixture

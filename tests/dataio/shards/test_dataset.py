@@ -20,10 +20,10 @@ from headrace.dataio.core.errors import (
     UsageError,
 )
 from headrace.dataio.shards.dataset import Dataset
-from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.index.pages import digest
 from headrace.dataio.shards.ingest.index_tars import index
 from headrace.dataio.shards.ingest.pack import append, pack
-from headrace.dataio.shards.query import parts as parts_module
+from headrace.dataio.shards.query import part_writer as parts_module
 from headrace.dataio.shards.query.tables import Tables
 from headrace.dataio.shards.sample import Files, Member, Sample
 from headrace.dataio.shards.verify.run import verify

@@ -15,13 +15,13 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
-from headrace.dataio.shards.index import lookup
+from headrace.dataio.shards.index import pages
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import AudioInfo, Sample
 from headrace.loaders import AudioSpec
 from headrace.loaders.audio import decode
 from headrace.loaders.audio.decode import decode_audio
-from tests.dataio.shards.index.test_lookup import GOOD, rows
+from tests.dataio.shards.index.test_pages import GOOD, rows
 from tests.support.audio_corpus import KINDS, Kind, made
 from tests.support.reference_audio import F32, Whole, whole
 
@@ -34,7 +34,7 @@ def indexed(data: bytes, ext: str) -> AudioInfo:
     """What an index says of the file, after it was written and read."""
     found = probe(data, ext=ext).audio
     assert found is not None
-    sample: Sample = rows().sample(msgspec.Raw(lookup.row(replace(GOOD, audio=found))), 0, 0)
+    sample: Sample = rows().sample(msgspec.Raw(pages.encode_row(replace(GOOD, audio=found))), 0, 0)
     assert sample.audio == found
     return found
 

@@ -30,7 +30,7 @@ from headrace.dataio.shards.ingest import tar_scanner
 from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.ingest.tar_scanner import IndexProgress
 from headrace.dataio.shards.media.probe import probe
-from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.tar import dali_index
 from headrace.dataio.store.open import open_location, open_store
 from tests.support.pictures import picture
@@ -352,7 +352,7 @@ def test_samples_and_members_without_end_are_refused(put, tmp_path: Path, monkey
 
 
 def test_index_parts_are_cut(put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_ROWS", 3)
+    monkeypatch.setattr(part_writer, "PART_ROWS", 3)
     for shard in range(4):
         put(f"{shard}.tar", [(f"{shard}-{i}.bin", b"x") for i in range(2)])
     with index(tmp_path / "from", tmp_path / "set") as dataset:

@@ -18,7 +18,7 @@ from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest import packing
 from headrace.dataio.shards.ingest.pool import ProbePool
 from headrace.dataio.shards.ingest.report import Progress
-from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.query import part_writer
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
@@ -277,7 +277,7 @@ def test_progress_counts_every_sample_and_byte(clips: Path, tmp_path: Path) -> N
 
 
 def test_many_index_parts_are_one_dataset(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_ROWS", 2)
+    monkeypatch.setattr(part_writer, "PART_ROWS", 2)
     with pack(clips, tmp_path / "ds", shard_bytes=1) as dataset:
         assert [part.rows for part in dataset.document.index] == [2, 2, 1]
         assert len(dataset.document.shards) == 5

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from headrace.dataio import Dataset, cli, index, open_store, pack
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, NotFoundError, TransientError, UsageError
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.query import parts
-from headrace.dataio.shards.query.part_reader import PartReader
+from headrace.dataio.shards.query import part_writer
+from headrace.dataio.shards.query.tables import PartReader
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.verify import run, sampling
 from headrace.dataio.shards.verify.findings import VerifyProgress, VerifyReport
@@ -213,7 +213,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rewritten(root: Path, change: Callable[[Sample], Sample]) -> str:
     """As a writer would have made the index that gets its rows wrong, and all digests of the index right; the new part."""
     with Dataset(root) as dataset:
-        (part,) = parts.store_parts(dataset.store, [change(one) for one in dataset], 0)
+        (part,) = part_writer.store_parts(dataset.store, [change(one) for one in dataset], 0)
         document = msgspec.structs.replace(dataset.document, index=(part,))
         dataset.store.put(versions.version_key(1), versions.encode(document))
     return part.key

@@ -1,12 +1,12 @@
 """Looking up rows of an index part in its pages.
 
 Purpose: the rows of a batch lie all over the index. Each row costs reading one page of a few dozen rows. The directory
-of a part is read once. If the pages are small in total (`WHOLE`), all of them are read with the directory.
+of a part is read once. If the pages are small in total (`READ_WHOLE_BYTES`), all of them are read with the directory.
 Invariants: every byte is checked against a digest before it is used. The version document holds the digest of the
-directory, and the directory holds the digests of the pages. `Kept` is an LRU cache for the pages of all parts, and its
+directory, and the directory holds the digests of the pages. `PageCache` is an LRU cache for the pages of all parts, and its
 size is bounded. Results do not depend on the cache.
 Failure behaviour: `CorruptionError` naming the part. A missing part is also corruption, because the version document
-names it. `RowPages` is safe to share between threads. Two threads may read the same page twice.
+names it. `PageReader` is safe to share between threads. Two threads may read the same page twice.
 """
 
 from __future__ import annotations
@@ -20,24 +20,40 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.dataio.core import limits
-from headrace.dataio.shards.index.lookup import Directory, Rows, Section
-from headrace.dataio.shards.query.part_bytes import fill, name_of
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeError
+from headrace.dataio.shards.index.pages import Directory, RowDecoder, Section
 from headrace.dataio.shards.sample import Files, Sample
 from headrace.dataio.shards.versions.documents import IndexPart
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
 
-KEPT_BYTES = 64 * limits.MIB
-WHOLE = 256 * limits.KIB
+PAGE_CACHE_BYTES = 64 * limits.MIB
+READ_WHOLE_BYTES = 256 * limits.KIB
 """If the pages of a part have at most this many bytes in total, they are read together with the directory, in one
 request."""
-_TOGETHER = 128
+_CHECKED_PAGES = 128
 """Number of pages that `check` reads at a time."""
 I64 = npt.NDArray[np.int64]
 Page = list[msgspec.Raw]
 
 
-class Kept:
+def name_of(store: Store, part: IndexPart) -> str:
+    """The name of a part in errors."""
+    return f"{store.location.url}: {part.key}"
+
+
+def read_ranges(store: Store, part: IndexPart, ranges: Sequence[tuple[int, memoryview]]) -> None:
+    """Read from the part into each (offset, buffer)."""
+    try:
+        store.get_ranges_into(part.key, ranges)
+    except NotFoundError as error:
+        raise CorruptionError(f"{name_of(store, part)} is missing, though the dataset version names it") from error
+    except RangeError as error:
+        why = f"shorter than the dataset version says: {error.message}"
+        raise CorruptionError(f"{name_of(store, part)}: {why}") from error
+
+
+class PageCache:
     """An LRU cache of pages of all parts. It holds up to `most` unpacked bytes, and always at least the newest page."""
 
     def __init__(self, most: int) -> None:
@@ -63,14 +79,14 @@ class Kept:
                 self._held -= self._pages.popitem(last=False)[1][1]
 
 
-class RowPages:
+class PageReader:
     """Reads the rows of part `number`, which must have pages. `shards` gives the size of every shard of the version."""
 
-    def __init__(self, store: Store, part: IndexPart, number: int, shards: Mapping[str, int], kept: Kept) -> None:
+    def __init__(self, store: Store, part: IndexPart, number: int, shards: Mapping[str, int], cache: PageCache) -> None:
         assert part.pages is not None
-        self._store, self._part, self._number, self._kept = store, part, number, kept
+        self._store, self._part, self._number, self._cache = store, part, number, cache
         self._name = name_of(store, part)
-        self._rows = Rows(self._name, shards, part.prefix, PREFIX)
+        self._rows = RowDecoder(self._name, shards, part.prefix, PREFIX)
         self._data, self._first = memoryview(b""), 0
         self._directory = self._open(part.pages)
 
@@ -84,17 +100,17 @@ class RowPages:
         return [self._rows.files(raw, row) for raw, row in zip(self._raw(rows), rows.tolist(), strict=True)]
 
     def check(self) -> None:
-        """Read and unpack all pages, `_TOGETHER` at a time. None of them enters the cache."""
-        for start in range(0, len(self._directory), _TOGETHER):
-            pages = range(start, min(start + _TOGETHER, len(self._directory)))
+        """Read and unpack all pages, `_CHECKED_PAGES` at a time. None of them enters the cache."""
+        for start in range(0, len(self._directory), _CHECKED_PAGES):
+            pages = range(start, min(start + _CHECKED_PAGES, len(self._directory)))
             for page, stored in zip(pages, self._stored(pages), strict=True):
                 self._directory.unpack(page, stored)
 
     def _open(self, section: Section) -> Directory:
-        whole = section.pages <= WHOLE
+        whole = section.pages <= READ_WHOLE_BYTES
         start = section.offset if whole else section.offset + section.pages
         data = memoryview(bytearray(section.end - start))
-        fill(self._store, self._part, [(start, data)])
+        read_ranges(self._store, self._part, [(start, data)])
         if whole:
             self._data, self._first = data[: section.pages], section.offset
         return Directory(section, data[len(data) - section.directory :], self._part.rows, self._name)
@@ -106,11 +122,11 @@ class RowPages:
         return [got[page][at] for page, at in zip(wanted, inside.tolist(), strict=True)]
 
     def _pages(self, wanted: Sequence[int]) -> dict[int, Page]:
-        got = {page: rows for page in wanted if (rows := self._kept.get(self._number, page)) is not None}
+        got = {page: rows for page in wanted if (rows := self._cache.get(self._number, page)) is not None}
         missing = [page for page in wanted if page not in got]
         for page, stored in zip(missing, self._stored(missing), strict=True):
             got[page] = self._directory.unpack(page, stored)
-            self._kept.put(self._number, page, got[page], self._directory.unpacked(page))
+            self._cache.put(self._number, page, got[page], self._directory.unpacked(page))
         return got
 
     def _stored(self, pages: Sequence[int]) -> list[memoryview]:
@@ -130,7 +146,7 @@ class RowPages:
             asked.append((start, data[at : at + end - start]))
             at += end - start
         if asked:
-            fill(self._store, self._part, asked)
+            read_ranges(self._store, self._part, asked)
         at = 0
         for start, end in ranges:
             views.append(data[at : at + end - start])

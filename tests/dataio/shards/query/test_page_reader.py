@@ -17,15 +17,15 @@ from headrace.dataio import verify
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.index import rows as index
-from headrace.dataio.shards.query import parts, row_pages
+from headrace.dataio.shards.query import page_reader, part_writer
 from headrace.dataio.shards.query.open_index import OpenIndex
-from headrace.dataio.shards.query.row_pages import Kept, RowPages
+from headrace.dataio.shards.query.page_reader import PageCache, PageReader
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrappers import Wrapper
-from tests.dataio.shards.making import SHARD_BYTES, make, sample
+from tests.support.indexed_datasets import SHARD_BYTES, make, sample
 
 ROWS = 700
 SHARDS = {"shards/a.tar": SHARD_BYTES}
@@ -36,7 +36,7 @@ Asked = list[tuple[int, int]]
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, versions.IndexPart, list[Sample]]:
     store = open_store(tmp_path_factory.mktemp("part"))
     rows = [sample(n, "shards/a.tar", n) for n in range(ROWS)]
-    (part,) = parts.store_parts(store, rows, 0)
+    (part,) = part_writer.store_parts(store, rows, 0)
     return store, part, rows
 
 
@@ -57,12 +57,12 @@ def test_a_small_part_is_read_once_and_a_large_one_page_by_page(
     store, part, rows = stored
     assert part.pages is not None
     asking = Asking(store)
-    small = RowPages(asking, part, 0, SHARDS, Kept(1))  # type: ignore[arg-type]
+    small = PageReader(asking, part, 0, SHARDS, PageCache(1))  # type: ignore[arg-type]
     assert small.samples(np.array([699, 0, 300]), [699, 0, 300]) == [rows[699], rows[0], rows[300]]
     assert asking.asked == [[(part.pages.offset, part.pages.end - part.pages.offset)]]
-    monkeypatch.setattr(row_pages, "WHOLE", part.pages.pages - 1)
+    monkeypatch.setattr(page_reader, "READ_WHOLE_BYTES", part.pages.pages - 1)
     asking = Asking(store)
-    large = RowPages(asking, part, 0, SHARDS, Kept(1 << 20))  # type: ignore[arg-type]
+    large = PageReader(asking, part, 0, SHARDS, PageCache(1 << 20))  # type: ignore[arg-type]
     assert asking.asked.pop() == [(part.pages.offset + part.pages.pages, part.pages.directory)]
     wanted = [5, 130, 64, 5, 699]  # pages 0 and 1 and 2, which are neighbours, and the last one
     assert large.samples(np.array(wanted), wanted) == [rows[n] for n in wanted]
@@ -106,24 +106,24 @@ def test_answers_do_not_depend_on_what_is_kept(
     stored: tuple[Store, versions.IndexPart, list[Sample]], wanted: list[int], most: int
 ) -> None:
     store, part, rows = stored
-    kept = Kept(most)
-    reader = RowPages(store, part, 0, SHARDS, kept)
+    cache = PageCache(most)
+    reader = PageReader(store, part, 0, SHARDS, cache)
     for _ in range(2):
         assert reader.samples(np.array(wanted, np.int64), wanted) == [rows[n] for n in wanted]
-        assert kept._held == sum(size for _, size in kept._pages.values())
-        assert kept._held <= most or len(kept._pages) == 1
+        assert cache._held == sum(size for _, size in cache._pages.values())
+        assert cache._held <= most or len(cache._pages) == 1
 
 
 def test_the_least_recently_used_page_goes_first() -> None:
-    kept, page = Kept(30), list[msgspec.Raw]()
+    cache, page = PageCache(30), list[msgspec.Raw]()
     for number in (1, 2, 3):
-        kept.put(0, number, page, 10)
-    assert kept.get(0, 1) is page
-    kept.put(0, 4, page, 10)
-    kept.put(0, 4, page, 10)  # by two threads at once
-    assert [kept.get(0, number) for number in (1, 2, 3, 4)] == [page, None, page, page]
-    kept.put(1, 1, page, 100)
-    assert list(kept._pages) == [(1, 1)]
+        cache.put(0, number, page, 10)
+    assert cache.get(0, 1) is page
+    cache.put(0, 4, page, 10)
+    cache.put(0, 4, page, 10)  # by two threads at once
+    assert [cache.get(0, number) for number in (1, 2, 3, 4)] == [page, None, page, page]
+    cache.put(1, 1, page, 100)
+    assert list(cache._pages) == [(1, 1)]
 
 
 @pytest.mark.parametrize(("change", "words"), [({"key": "index/none"}, "is missing"), ({"size": 0}, "shorter")])
@@ -135,7 +135,7 @@ def test_a_part_that_is_gone_or_short_is_damage(
         store = open_store(tmp_path)
         store.put(part.key, b"short")
     with pytest.raises(CorruptionError, match=words):
-        RowPages(store, replace(part, **change), 0, SHARDS, Kept(1))
+        PageReader(store, replace(part, **change), 0, SHARDS, PageCache(1))
 
 
 def test_views_and_parts_without_pages_answer_alike(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_page_that_says_something_else_than_its_table_is_found_by_verify(tmp_p
     other = [*rows[:20], replace(rows[20], text="another"), *rows[21:]]
     table = index.pa.Table.from_pylist([index.to_row(one) for one in rows], schema=index.SCHEMA)
     document = versions.load(store)[0]
-    part = parts.store_part(store, 0, index.write_table(table, other), 30, document.index[0].bytes, {})
+    part = part_writer.store_part(store, 0, part_writer.write_table(table, other), 30, document.index[0].bytes, {})
     store.put(versions.version_key(1), versions.encode(replace(document, index=(part,))))
     opened = Dataset(store)
     assert opened.sample(20).text == "another"
@@ -200,6 +200,6 @@ def test_what_files_all_samples_have_is_known_without_reading_anything(tmp_path:
     store = open_store(tmp_path / "b")
     both = sample(0, "shards/a.tar", 0)
     both = replace(both, members=(*both.members, replace(both.members[0], ext="txt", offset=2048)))
-    (first,) = parts.store_parts(store, [both], 0)
-    (second,) = parts.store_parts(store, [both, sample(1, "shards/a.tar", 3)], 1)
+    (first,) = part_writer.store_parts(store, [both], 0)
+    (second,) = part_writer.store_parts(store, [both, sample(1, "shards/a.tar", 3)], 1)
     assert (first.files, second.files) == (("mp4", "txt"), ("mp4",))

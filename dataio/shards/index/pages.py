@@ -15,9 +15,9 @@ document gives the position of the section and the digest of the directory.
 Invariants:
 
 * A page holds the same values as the row groups do for its rows (`headrace verify` compares them). Pages also hold
-  pieces, key-frame positions and audio starts, which row groups do not have (`without_parts`).
+  pieces, key-frame positions and audio starts, which row groups do not have (`without_page_fields`).
 * The same samples give the same bytes.
-* A page is never unpacked beyond the size in the directory, or beyond `UNPACKED`.
+* A page is never unpacked beyond the size in the directory, or beyond `MAX_UNPACKED_BYTES`.
 * A row is checked like the rows of tables (`checks`) before the caller gets it.
 
 Failure behaviour: `CorruptionError` naming the part, the page or the row, and what is wrong with it.
@@ -33,6 +33,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Any
 
+import blake3
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,6 @@ from msgspec.structs import replace
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards import pieces as cut
-from headrace.dataio.shards.index.digests import SHORT, digest, short
 from headrace.dataio.shards.sample import (
     AudioInfo,
     Color,
@@ -55,19 +55,21 @@ from headrace.dataio.shards.sample import (
     VideoInfo,
 )
 
+SHORT_DIGEST = 16
+"""Length in bytes of the digest of one piece of an object. It is short because an object has many pieces."""
 PAGE_ROWS = 64
 PAGE_BYTES = 64 * limits.KIB
 """A page is full when it has `PAGE_ROWS` rows, or at least `PAGE_BYTES` bytes before compression."""
-UNPACKED = 128 * limits.MIB
+MAX_UNPACKED_BYTES = 128 * limits.MIB
 """The largest unpacked size that a page may declare. It allows for a full page and the longest row, one with 2,000,000
 key frames. The pieces of a file take at most 16 KiB."""
-ENTRY = np.dtype([("rows", "<u4"), ("stored", "<u4"), ("unpacked", "<u4"), ("digest", f"V{SHORT}")])
+_DIRECTORY_ENTRY = np.dtype([("rows", "<u4"), ("stored", "<u4"), ("unpacked", "<u4"), ("digest", f"V{SHORT_DIGEST}")])
 I64 = npt.NDArray[np.int64]
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Place = Annotated[int, msgspec.Meta(ge=-1)]
-_Word = Annotated[str, msgspec.Meta(min_length=1)]
+_Position = Annotated[int, msgspec.Meta(ge=-1)]
+_NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,9 +88,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
         return self.offset + self.pages + self.directory
 
     @property
-    def sound(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether the numbers agree with each other."""
-        return min(self.offset, self.pages, self.directory) >= 0 and self.directory % ENTRY.itemsize == 0
+        return min(self.offset, self.pages, self.directory) >= 0 and self.directory % _DIRECTORY_ENTRY.itemsize == 0
 
 
 class _Video(msgspec.Struct, array_like=True, gc=False):
@@ -111,8 +113,8 @@ class _Video(msgspec.Struct, array_like=True, gc=False):
     key_index: list[_Natural]
 
 
-class _PlacedVideo(_Video, array_like=True, gc=False):
-    key_at: list[_Place] | None = None  # missing in older pages, and for files without pieces
+class _VideoWithPositions(_Video, array_like=True, gc=False):
+    key_at: list[_Position] | None = None  # missing in older pages, and for files without pieces
 
 
 class _Audio(msgspec.Struct, array_like=True, gc=False):
@@ -124,7 +126,7 @@ class _Audio(msgspec.Struct, array_like=True, gc=False):
     samples: _Positive
 
 
-class _MarkedAudio(_Audio, array_like=True, gc=False):
+class _AudioWithMarks(_Audio, array_like=True, gc=False):
     # older pages lack these fields
     time_base_numerator: _Positive | None = None
     time_base_denominator: _Positive = 1
@@ -141,10 +143,10 @@ class _Files(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Row(_Files, array_like=True, gc=False):
-    key: _Word
+    key: _NonEmpty
     duration: Annotated[float, msgspec.Meta(ge=0)]
-    video: _PlacedVideo | None
-    audio: _MarkedAudio | None
+    video: _VideoWithPositions | None
+    audio: _AudioWithMarks | None
     text: str | None
     fields: str | None  # a JSON object: its numbers may be larger than msgpack's
 
@@ -156,21 +158,21 @@ class _Pieces(msgspec.Struct, array_like=True, gc=False):
     head: list[tuple[_Natural, _Positive]]
 
 
-class _MarkedPieces(_Pieces, array_like=True, gc=False):
+class _PiecesWithMarks(_Pieces, array_like=True, gc=False):
     # missing in older pages, and for formats that can be seeked without marks
     marks: list[tuple[_Natural, _Natural]] = []
 
 
-class _LongRow(_Row, array_like=True, gc=False):
+class _RowWithPieces(_Row, array_like=True, gc=False):
     """A row with files that have pieces. A row without pieces is written as a `_Row`, the older format."""
 
-    pieces: list[_MarkedPieces] | None = None
+    pieces: list[_PiecesWithMarks] | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_as_page = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
-_as_files = msgspec.msgpack.Decoder(_Files).decode
-_as_row = msgspec.msgpack.Decoder(_LongRow).decode
+_decode_page = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_files = msgspec.msgpack.Decoder(_Files).decode
+_decode_row = msgspec.msgpack.Decoder(_RowWithPieces).decode
 
 
 # --- writing
@@ -179,11 +181,11 @@ _as_row = msgspec.msgpack.Decoder(_LongRow).decode
 def write(samples: Iterable[Sample]) -> tuple[bytes, bytes]:
     """The pages of these samples, and their directory."""
     pages, entries, packer = list[bytes](), list[tuple[int, int, int, bytes]](), zstandard.ZstdCompressor(level=6)
-    for rows in _paged(samples):
-        data = _array_of(rows)
+    for rows in _group_into_pages(samples):
+        data = _encode_page(rows)
         pages.append(packer.compress(data))
-        entries.append((len(rows), len(pages[-1]), len(data), short(pages[-1])))
-    return b"".join(pages), np.array(entries, ENTRY).tobytes()
+        entries.append((len(rows), len(pages[-1]), len(data), short_digest(pages[-1])))
+    return b"".join(pages), np.array(entries, _DIRECTORY_ENTRY).tobytes()
 
 
 def section_at(offset: int, pages: bytes, directory: bytes) -> Section:
@@ -191,29 +193,29 @@ def section_at(offset: int, pages: bytes, directory: bytes) -> Section:
     return Section(offset=offset, pages=len(pages), directory=len(directory), digest=digest(directory))
 
 
-def row(sample: Sample) -> bytes:
+def encode_row(sample: Sample) -> bytes:
     """The encoded row of a sample."""
     members = [(m.ext, m.offset, m.length, m.xxh3) for m in sample.members]
     fields = json.dumps(dict(sample.fields), sort_keys=True, ensure_ascii=False) if sample.fields else None
-    video, audio = _of_video(sample.video), _of_audio(sample.audio)
+    video, audio = _encode_video(sample.video), _encode_audio(sample.audio)
     values = (sample.shard, members, sample.key, sample.duration, video, audio, sample.text, fields)
-    pieces = [_of_pieces(n, m.pieces) for n, m in enumerate(sample.members) if m.pieces is not None]
-    return _encode(_LongRow(*values, pieces) if pieces else _Row(*values))
+    pieces = [_encode_pieces(n, m.pieces) for n, m in enumerate(sample.members) if m.pieces is not None]
+    return _encode(_RowWithPieces(*values, pieces) if pieces else _Row(*values))
 
 
-def _of_pieces(number: int, pieces: Pieces) -> Any:
+def _encode_pieces(number: int, pieces: Pieces) -> Any:
     """Encode pieces. Pieces without marks are written in the older format."""
     values = (number, pieces.size, pieces.digests, list(pieces.head))
-    return _MarkedPieces(*values, list(pieces.marks)) if pieces.marks else _Pieces(*values)
+    return _PiecesWithMarks(*values, list(pieces.marks)) if pieces.marks else _Pieces(*values)
 
 
-def _of_video(v: VideoInfo | None) -> _PlacedVideo | None:
+def _encode_video(v: VideoInfo | None) -> _VideoWithPositions | None:
     if v is None:
         return None
     c = v.color
     places = ([k.at for k in v.key_frames],) if any(k.at >= 0 for k in v.key_frames) else ()
-    kind: Any = _PlacedVideo if places else _Video  # the older format, without positions
-    made: _PlacedVideo | None = kind(
+    kind: Any = _VideoWithPositions if places else _Video  # the older format, without positions
+    made: _VideoWithPositions | None = kind(
         *(v.ext, v.stream, v.codec, v.width, v.height, v.fps.numerator, v.fps.denominator, v.frames),
         *(v.time_base.numerator, v.time_base.denominator, v.start_pts, v.duration_pts, v.pixel_format, v.rotation),
         None if c is None else (c.space, c.range, c.primaries, c.transfer),
@@ -224,7 +226,7 @@ def _of_video(v: VideoInfo | None) -> _PlacedVideo | None:
     return made
 
 
-def _of_audio(a: AudioInfo | None) -> Any:
+def _encode_audio(a: AudioInfo | None) -> Any:
     if a is None:
         return None
     values = (a.ext, a.stream, a.codec, a.sample_rate, a.channels, a.samples)
@@ -232,13 +234,13 @@ def _of_audio(a: AudioInfo | None) -> Any:
         return _Audio(*values)  # the older format, which does not record starts
     base = a.time_base
     marks = [mark.at for mark in a.marks], [mark.pts for mark in a.marks]
-    return _MarkedAudio(*values, base.numerator, base.denominator, a.start_pts, *marks)
+    return _AudioWithMarks(*values, base.numerator, base.denominator, a.start_pts, *marks)
 
 
-def _paged(samples: Iterable[Sample]) -> Iterator[list[bytes]]:
+def _group_into_pages(samples: Iterable[Sample]) -> Iterator[list[bytes]]:
     rows, size = list[bytes](), 0
     for sample in samples:
-        rows.append(row(sample))
+        rows.append(encode_row(sample))
         size += len(rows[-1])
         if len(rows) == PAGE_ROWS or size >= PAGE_BYTES:
             yield rows
@@ -247,22 +249,22 @@ def _paged(samples: Iterable[Sample]) -> Iterator[list[bytes]]:
         yield rows
 
 
-def _array_of(rows: Sequence[bytes]) -> bytes:
+def _encode_page(rows: Sequence[bytes]) -> bytes:
     return _encode([msgspec.Raw(one) for one in rows])
 
 
 # --- reading
 
 
-class _Own(threading.local):
+class _ThreadDecompressor(threading.local):
     """One decompressor for each thread. Threads cannot share one, and creating one takes as long as the rest of
     unpacking a page."""
 
     def __init__(self) -> None:
-        self.unpacker = zstandard.ZstdDecompressor()
+        self.decompressor = zstandard.ZstdDecompressor()
 
 
-_own = _Own()
+_thread_decompressor = _ThreadDecompressor()
 
 
 class Directory:
@@ -273,7 +275,7 @@ class Directory:
         self._name = name
         if digest(data) != section.digest:
             raise CorruptionError(f"{name}: BLAKE3 of the directory of its pages is not what the dataset version says")
-        self._entries = np.frombuffer(data, ENTRY)
+        self._entries = np.frombuffer(data, _DIRECTORY_ENTRY)
         self._ends: I64 = np.cumsum(self._entries["rows"], dtype=np.int64)
         at = np.cumsum(self._entries["stored"], dtype=np.int64)
         self._offsets: I64 = np.concatenate([np.zeros(1, np.int64), at]) + section.offset
@@ -297,13 +299,13 @@ class Directory:
     def unpack(self, page: int, stored: bytes | memoryview) -> list[msgspec.Raw]:
         """Unpack the rows of a page from its stored bytes. The page is checked; its rows are not."""
         entry = self._entries[page]
-        if short(stored) != entry["digest"].tobytes():
+        if short_digest(stored) != entry["digest"].tobytes():
             raise self._bad(page, "its BLAKE3 is not what the directory says")
         size = int(entry["unpacked"])
         try:
-            if size > UNPACKED or zstandard.frame_content_size(stored) != size:
+            if size > MAX_UNPACKED_BYTES or zstandard.frame_content_size(stored) != size:
                 raise self._bad(page, "it is of another size than the directory says")
-            rows = _as_page(_own.unpacker.decompress(stored, max_output_size=size))
+            rows = _decode_page(_thread_decompressor.decompressor.decompress(stored, max_output_size=size))
         except (zstandard.ZstdError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise self._bad(page, f"it cannot be unpacked: {error}") from error
         if len(rows) != entry["rows"]:
@@ -318,29 +320,29 @@ class Directory:
         return CorruptionError(f"{self._name}: page {page} of its rows: {why}")
 
 
-class Rows:
+class RowDecoder:
     """Decodes and checks the rows of a part. `shards` gives the size of every shard that rows may name.
 
-    `prefix` is put before each shard name, except names that begin with `but`.
+    `prefix` is put before each shard name, except names that begin with `unprefixed`.
     """
 
-    def __init__(self, name: str, shards: Mapping[str, int], prefix: str, but: str) -> None:
-        self._name, self._shards, self._prefix, self._but = name, shards, prefix, but
+    def __init__(self, name: str, shards: Mapping[str, int], prefix: str, unprefixed: str) -> None:
+        self._name, self._shards, self._prefix, self._unprefixed = name, shards, prefix, unprefixed
 
     def sample(self, data: msgspec.Raw, at: int, number: int) -> Sample:
         """Decode row `at` of the part as sample `number`."""
-        found = self._decoded(_as_row, data, at)
-        shard, members = self._where(found, at)
+        found = self._decoded(_decode_row, data, at)
+        shard, members = self._locate(found, at)
         if found.pieces:
-            self._add_pieces(members, found.pieces, at)
+            self._attach_pieces(members, found.pieces, at)
         if not math.isfinite(found.duration):
             raise self._bad(at, "duration is not finite")
         video = None if found.video is None else self._video(found.video, at)
         audio = None if found.audio is None else self._audio(found.audio, at)
-        fields = parsed(found.fields, found.key)
+        fields = parse_fields(found.fields, found.key)
         return Sample(number, found.key, shard, tuple(members), found.duration, video, audio, found.text, fields)
 
-    def _add_pieces(self, members: list[Member], found: list[_MarkedPieces], at: int) -> None:
+    def _attach_pieces(self, members: list[Member], found: list[_PiecesWithMarks], at: int) -> None:
         for one in found:
             if one.member >= len(members):
                 raise self._bad(at, "pieces are those of no member")
@@ -353,7 +355,7 @@ class Rows:
 
     def files(self, data: msgspec.Raw, at: int) -> Files:
         """The positions of the files of row `at`."""
-        return Files(*self._where(self._decoded(_as_files, data, at), at))
+        return Files(*self._locate(self._decoded(_decode_files, data, at), at))
 
     def _decoded(self, decode: Any, data: msgspec.Raw, at: int) -> Any:
         try:
@@ -361,9 +363,9 @@ class Rows:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise self._bad(at, f"is not a row: {error}") from error
 
-    def _where(self, found: _Files, at: int) -> tuple[str, list[Member]]:
+    def _locate(self, found: _Files, at: int) -> tuple[str, list[Member]]:
         name = found.shard
-        shard = self._prefix + name if self._prefix and not name.startswith(self._but) else name
+        shard = self._prefix + name if self._prefix and not name.startswith(self._unprefixed) else name
         size = self._shards.get(shard)
         if size is None:
             raise self._bad(at, "shard is not a shard of this dataset version")
@@ -380,7 +382,7 @@ class Rows:
             start, end = offset, after
         return shard, members
 
-    def _video(self, v: _PlacedVideo, at: int) -> VideoInfo:
+    def _video(self, v: _VideoWithPositions, at: int) -> VideoInfo:
         if not v.key_pts or len(v.key_pts) != len(v.key_index):
             raise self._bad(at, "key_frames is empty or incomplete")
         if max(v.key_index) > v.frames:
@@ -399,7 +401,7 @@ class Rows:
             None if v.color is None else Color(*v.color),
         )
 
-    def _audio(self, a: _MarkedAudio, at: int) -> AudioInfo:
+    def _audio(self, a: _AudioWithMarks, at: int) -> AudioInfo:
         values = (a.ext, a.stream, a.codec, a.sample_rate, a.channels, a.samples)
         if a.time_base_numerator is None:
             return AudioInfo(*values)
@@ -417,7 +419,7 @@ def _fraction(numerator: int, denominator: int) -> Fraction:
     return Fraction(numerator, denominator)
 
 
-def without_parts(sample: Sample) -> Sample:
+def without_page_fields(sample: Sample) -> Sample:
     """The sample without the values that tables do not hold.
 
     These are the pieces of its files, the positions of its key frames, and the start and the marks of its audio.
@@ -435,7 +437,7 @@ def without_parts(sample: Sample) -> Sample:
 # --- promoted fields, which tables and pages store alike
 
 
-def parsed(text: str | None, key: str) -> dict[str, Any]:
+def parse_fields(text: str | None, key: str) -> dict[str, Any]:
     """Parse the promoted fields of the sample `key`."""
     if not text:
         return {}
@@ -448,9 +450,22 @@ def parsed(text: str | None, key: str) -> dict[str, Any]:
     return fields
 
 
-def _refuse_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
 # `json.loads` would create a decoder for each call
-_decode_json = json.JSONDecoder(parse_constant=_refuse_constant).decode
+_decode_json = json.JSONDecoder(parse_constant=_reject_constant).decode
+
+
+# --- digests of pages, index parts and documents
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """BLAKE3 of `data`, in hex."""
+    return str(blake3.blake3(data).hexdigest())
+
+
+def short_digest(data: bytes | bytearray | memoryview) -> bytes:
+    """The first `SHORT_DIGEST` bytes of the BLAKE3 of `data`."""
+    return blake3.blake3(data).digest(SHORT_DIGEST)

@@ -13,12 +13,11 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.dataio.shards.index import rows as index_rows
-from headrace.dataio.shards.query import open_index, predicate, tables
+from headrace.dataio.shards.query import conditions, open_index, part_writer, tables
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.store.open import open_store
 from tests.attacks import forge
-from tests.dataio.shards.making import make
+from tests.support.indexed_datasets import make
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +129,7 @@ def test_no_text_does_anything_but_choose_or_be_refused(opened: Dataset, text: s
 
 def test_duckdb_itself_can_reach_nothing(tmp_path: Path) -> None:
     (tmp_path / "secret.csv").write_text("a\n1\n")
-    connection = predicate.connect()
+    connection = conditions.connect()
     import duckdb
 
     for statement in (
@@ -181,14 +180,14 @@ def test_a_view_may_be_empty_and_keys_outside_it_are_not_found(opened: Dataset) 
 
 
 def test_fields_of_several_types_are_compared_as_text(tmp_path: Path) -> None:
-    from headrace.dataio.shards.query import parts
+    from headrace.dataio.shards.query import part_writer
     from headrace.dataio.shards.versions import documents as versions
-    from tests.dataio.shards.making import SHARD_BYTES, sample
+    from tests.support.indexed_datasets import SHARD_BYTES, sample
 
     store, shard = open_store(tmp_path), "shards/a.tar"
     values = [1, "x", 2.5, None, True, "a/b~c"]
     rows = [sample(n, shard, n, fields={"it": value, "a/b~'": n}) for n, value in enumerate(values)]
-    stored = parts.store_parts(store, rows, 0)
+    stored = part_writer.store_parts(store, rows, 0)
     shards = (versions.Shard(key=shard, size=SHARD_BYTES, samples=len(rows)),)
     versions.publish(store, versions.new_document("s", shards, tuple(stored), version=1, parent=None, message=""))
     dataset = Dataset(store)
@@ -219,7 +218,7 @@ def test_few_row_groups_are_held_and_the_answers_stay_the_same(tmp_path: Path, m
     dataset = without_pages(Dataset(store))
     assert dataset.samples([59, 0, 31, 59]) == [rows[59], rows[0], rows[31], rows[59]]
     assert len(dataset._tables._tables) == len(dataset._tables._holding) == 1
-    assert len(dataset._tables._readers) <= 1
+    assert dataset._tables._reader.cache_info().currsize == 1
 
 
 def without_pages(dataset: Dataset) -> open_index.OpenIndex:
@@ -229,8 +228,8 @@ def without_pages(dataset: Dataset) -> open_index.OpenIndex:
 
 
 def test_row_groups_that_are_wanted_at_once_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_rows, "GROUP_ROWS", 10)
-    monkeypatch.setattr(index_rows, "MIN_GROUP_ROWS", 1)
+    monkeypatch.setattr(part_writer, "GROUP_ROWS", 10)
+    monkeypatch.setattr(part_writer, "MIN_GROUP_ROWS", 1)
     store = open_store(tmp_path)
     rows = make(store, range(200), per_part=150)  # 15 row groups, and 5
     dataset, asked = without_pages(Dataset.at_once(tmp_path)), list[object]()
@@ -267,7 +266,7 @@ def test_a_condition_reads_only_the_columns_that_it_names(tmp_path: Path, monkey
 
 
 def test_a_loader_reads_a_view(tmp_path: Path, make_clip: Callable[..., Path]) -> None:
-    video_loader = pytest.importorskip("loaders").VideoLoader
+    video_loader = pytest.importorskip("headrace.loaders").VideoLoader
     from headrace.dataio import pack
     from headrace.loaders import Clip
 

@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.index import rows as index
-from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.index.pages import digest
+from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.sample import AudioInfo, Files, KeyFrame, Member, Sample, VideoInfo
-from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, samples
+from tests.support.any_samples import SHARD, SIZE, apart, samples
 
 
 def read(data: bytes, rows: int, **changes: Any) -> Any:
@@ -27,13 +28,13 @@ def read(data: bytes, rows: int, **changes: Any) -> Any:
 
 @given(st.lists(samples, max_size=4).map(apart))
 def test_samples_come_back_as_they_were_written(written: list[Sample]) -> None:
-    rows = read(index.write_part(written).data, len(written)).to_pylist()
+    rows = read(part_writer.write_part(written).data, len(written)).to_pylist()
     assert [index.from_row(row, 0) for row in rows] == written
 
 
 @given(st.lists(samples, min_size=1, max_size=4).map(apart))
 def test_whole_columns_give_the_samples_that_single_rows_give(written: list[Sample]) -> None:
-    table = read(index.write_part(written).data, len(written))
+    table = read(part_writer.write_part(written).data, len(written))
     filled = table.select([name for name in table.column_names if table[name].null_count < table.num_rows])
     numbers = list(range(7, 7 + len(written)))
     alone = [index.from_row(row, n) for n, row in zip(numbers, table.to_pylist(), strict=True)]
@@ -43,7 +44,7 @@ def test_whole_columns_give_the_samples_that_single_rows_give(written: list[Samp
 
 @given(st.lists(samples, max_size=3))
 def test_the_same_samples_give_the_same_bytes(written: list[Sample]) -> None:
-    assert index.write_part(written) == index.write_part(list(written))
+    assert part_writer.write_part(written) == part_writer.write_part(list(written))
 
 
 VIDEO = VideoInfo(
@@ -154,7 +155,7 @@ def test_fields_that_are_no_json_object_are_refused(bad: str) -> None:
 @settings(derandomize=True)
 @given(st.data())
 def test_no_damage_raises_anything_but_corruption(data: st.DataObject) -> None:
-    part = bytearray(index.write_part([SAMPLE, replace(SAMPLE, key="b", video=None)]).data)
+    part = bytearray(part_writer.write_part([SAMPLE, replace(SAMPLE, key="b", video=None)]).data)
     for _ in range(data.draw(st.integers(1, 3))):
         part[data.draw(st.integers(0, len(part) - 1))] ^= data.draw(st.integers(1, 255))
     try:

@@ -16,37 +16,37 @@ from msgspec.structs import replace
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.index import lookup
-from headrace.dataio.shards.index.digests import short
+from headrace.dataio.shards.index import pages
+from headrace.dataio.shards.index.pages import short_digest
 from headrace.dataio.shards.pieces import size_for
 from headrace.dataio.shards.sample import AudioInfo, Files, KeyFrame, Member, Pieces, Sample, SoundMark
 from headrace.dataio.store.mounts import PREFIX
-from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, long, samples
-from tests.dataio.shards.making import sample, video
+from tests.support.any_samples import SHARD, SIZE, apart, long, samples
+from tests.support.indexed_datasets import sample, video
 
 OFFSET = 4096
 NAME = "index/x"
 
 
 def opened(
-    written: list[Sample], pages: bytes, directory: bytes
-) -> tuple[lookup.Directory, Callable[[int], list[msgspec.Raw]]]:
-    section = lookup.section_at(OFFSET, pages, directory)
-    found = lookup.Directory(section, directory, len(written), NAME)
+    written: list[Sample], stored: bytes, directory: bytes
+) -> tuple[pages.Directory, Callable[[int], list[msgspec.Raw]]]:
+    section = pages.section_at(OFFSET, stored, directory)
+    found = pages.Directory(section, directory, len(written), NAME)
 
     def page(number: int) -> list[msgspec.Raw]:
         start, end = found.range(number)
-        return found.unpack(number, pages[start - OFFSET : end - OFFSET])
+        return found.unpack(number, stored[start - OFFSET : end - OFFSET])
 
     return found, page
 
 
-def rows(sizes: dict[str, int] | None = None, prefix: str = "") -> lookup.Rows:
-    return lookup.Rows(NAME, sizes or {SHARD: SIZE}, prefix, PREFIX)
+def rows(sizes: dict[str, int] | None = None, prefix: str = "") -> pages.RowDecoder:
+    return pages.RowDecoder(NAME, sizes or {SHARD: SIZE}, prefix, PREFIX)
 
 
 def all_of(written: list[Sample]) -> list[Sample]:
-    directory, page = opened(written, *lookup.write(written))
+    directory, page = opened(written, *pages.write(written))
     raws = [raw for number in range(len(directory)) for raw in page(number)]
     return [rows().sample(raw, at, at) for at, raw in enumerate(raws)]
 
@@ -54,33 +54,33 @@ def all_of(written: list[Sample]) -> list[Sample]:
 @given(st.lists(samples.flatmap(long), max_size=4).map(apart))
 def test_samples_come_back_as_they_were_written(written: list[Sample]) -> None:
     assert all_of(written) == [replace(one, id=number) for number, one in enumerate(written)]
-    assert lookup.write(written) == lookup.write(iter(written))
+    assert pages.write(written) == pages.write(iter(written))
     for one in written:
-        plain = lookup.without_parts(one)
-        assert rows().files(msgspec.Raw(lookup.row(one)), 0) == Files(one.shard, list(plain.members))
+        plain = pages.without_page_fields(one)
+        assert rows().files(msgspec.Raw(pages.encode_row(one)), 0) == Files(one.shard, list(plain.members))
 
 
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300))
 def test_every_row_is_found_in_a_page_that_is_neither_long_nor_large(lengths: list[int]) -> None:
     few = [length if number % 40 == 0 else 10 for number, length in enumerate(lengths)]
     written = [replace(sample(n, SHARD, n), text="x" * length) for n, length in enumerate(few)]
-    directory, page = opened(written, *lookup.write(written))
-    pages, inside = directory.find(np.arange(len(written)))
+    directory, page = opened(written, *pages.write(written))
+    page_numbers, inside = directory.find(np.arange(len(written)))
     for number in range(len(directory)):
         held = page(number)
-        here = [written[row] for row in np.flatnonzero(pages == number)]
+        here = [written[row] for row in np.flatnonzero(page_numbers == number)]
         assert [rows().sample(raw, one.id, one.id) for raw, one in zip(held, here, strict=True)] == here
-        assert inside[pages == number].tolist() == list(range(len(here)))
-        assert len(held) <= lookup.PAGE_ROWS
-        assert sum(len(bytes(raw)) for raw in held[:-1]) < lookup.PAGE_BYTES  # the last one may be of any length
+        assert inside[page_numbers == number].tolist() == list(range(len(here)))
+        assert len(held) <= pages.PAGE_ROWS
+        assert sum(len(bytes(raw)) for raw in held[:-1]) < pages.PAGE_BYTES  # the last one may be of any length
         assert directory.unpacked(number) >= sum(len(bytes(raw)) for raw in held)
 
 
 def test_a_shard_of_another_dataset_gets_its_prefix_unless_it_is_mounted_itself() -> None:
     own, mounted = sample(0, "shards/a.tar", 0), sample(0, "mounts/m2/b.tar", 0)
     made = rows({"mounts/m1/shards/a.tar": SIZE, "mounts/m2/b.tar": SIZE}, "mounts/m1/")
-    assert made.sample(msgspec.Raw(lookup.row(own)), 0, 0) == replace(own, shard="mounts/m1/shards/a.tar")
-    assert made.files(msgspec.Raw(lookup.row(mounted)), 0).shard == "mounts/m2/b.tar"
+    assert made.sample(msgspec.Raw(pages.encode_row(own)), 0, 0) == replace(own, shard="mounts/m1/shards/a.tar")
+    assert made.files(msgspec.Raw(pages.encode_row(mounted)), 0).shard == "mounts/m2/b.tar"
 
 
 GOOD = sample(1, SHARD, 1, audio=AudioInfo("wav", 0, "pcm_s16le", 16000, 1, 16000))
@@ -135,7 +135,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_row_that_lies_is_refused_by_its_number(lie: str) -> None:
     wrong, words = LIES[lie]
-    directory, page = opened([GOOD, wrong], *lookup.write([GOOD, wrong]))
+    directory, page = opened([GOOD, wrong], *pages.write([GOOD, wrong]))
     raws = page(0)
     assert rows().sample(raws[0], 0, 1) == GOOD
     with pytest.raises(CorruptionError, match=rf"index/x: row 1: .*({words})"):
@@ -148,7 +148,7 @@ def test_a_row_says_of_which_member_its_pieces_are_and_where_every_key_frame_lie
         (lambda row: row[-1][0].__setitem__(0, 1), "pieces are those of no member"),
         (lambda row: row[4][-1].append(7), "key_frames does not lie at as many places"),
     ):
-        stored = msgspec.msgpack.decode(lookup.row(LONG))
+        stored = msgspec.msgpack.decode(pages.encode_row(LONG))
         assert rows().sample(msgspec.Raw(msgspec.msgpack.encode(stored)), 7, LONG.id) == LONG
         change(stored)
         with pytest.raises(CorruptionError, match=f"index/x: row 7: .*{words}"):
@@ -165,46 +165,46 @@ OLD = bytes.fromhex(
 
 
 def test_rows_without_pieces_are_as_they_were_before_there_were_any() -> None:
-    assert lookup.row(GOOD) == OLD
+    assert pages.encode_row(GOOD) == OLD
     assert rows().sample(msgspec.Raw(OLD), 0, GOOD.id) == GOOD
     assert rows().files(msgspec.Raw(OLD), 0).each == list(GOOD.members)
 
 
-class OldRow(lookup._Files, array_like=True):
+class OldRow(pages._Files, array_like=True):
     """A row as Headrace read it before there were pieces."""
 
     key: str
     duration: float
-    video: lookup._Video | None
-    audio: lookup._Audio | None
+    video: pages._Video | None
+    audio: pages._Audio | None
     text: str | None
     fields: str | None
 
 
 def test_an_older_headrace_reads_rows_with_pieces_and_places_as_if_they_had_none() -> None:
-    read = msgspec.msgpack.decode(lookup.row(LONG), type=OldRow)
-    assert msgspec.msgpack.encode(read) == lookup.row(lookup.without_parts(LONG)) != lookup.row(LONG)
+    read = msgspec.msgpack.decode(pages.encode_row(LONG), type=OldRow)
+    assert msgspec.msgpack.encode(read) == pages.encode_row(pages.without_page_fields(LONG)) != pages.encode_row(LONG)
 
 
-class OldLongRow(lookup._Files, array_like=True):
+class OldLongRow(pages._Files, array_like=True):
     """A row with pieces as Headrace read it before there were marks."""
 
     key: str
     duration: float
-    video: lookup._PlacedVideo | None
-    audio: lookup._Audio | None
+    video: pages._VideoWithPositions | None
+    audio: pages._Audio | None
     text: str | None
     fields: str | None
-    pieces: list[lookup._Pieces] | None = None
+    pieces: list[pages._Pieces] | None = None
 
 
 def test_an_older_headrace_reads_rows_with_marks_as_if_they_had_none() -> None:
     (member,) = LONG.members
     assert member.pieces is not None
     marked = replace(LONG, members=(replace(member, pieces=replace(member.pieces, marks=((3, 0), (70, 1152)))),))
-    read = msgspec.msgpack.decode(lookup.row(marked), type=OldLongRow)
-    assert msgspec.msgpack.encode(read) == lookup.row(LONG) != lookup.row(marked)
-    assert rows().sample(msgspec.Raw(lookup.row(marked)), 0, LONG.id) == marked
+    read = msgspec.msgpack.decode(pages.encode_row(marked), type=OldLongRow)
+    assert msgspec.msgpack.encode(read) == pages.encode_row(LONG) != pages.encode_row(marked)
+    assert rows().sample(msgspec.Raw(pages.encode_row(marked)), 0, LONG.id) == marked
 
 
 def test_an_older_headrace_reads_rows_that_say_where_sound_begins_as_if_they_did_not() -> None:
@@ -212,9 +212,9 @@ def test_an_older_headrace_reads_rows_that_say_where_sound_begins_as_if_they_did
         "ogg", 0, "opus", 48_000, 2, 999, Fraction(1, 48_000), -312, (SoundMark(99, -312), SoundMark(7000, 648))
     )
     said = replace(GOOD, audio=sound)
-    read = msgspec.msgpack.decode(lookup.row(said), type=OldRow)
-    assert msgspec.msgpack.encode(read) == lookup.row(lookup.without_parts(said)) != lookup.row(said)
-    assert rows().sample(msgspec.Raw(lookup.row(said)), 0, GOOD.id) == said
+    read = msgspec.msgpack.decode(pages.encode_row(said), type=OldRow)
+    assert msgspec.msgpack.encode(read) == pages.encode_row(pages.without_page_fields(said)) != pages.encode_row(said)
+    assert rows().sample(msgspec.Raw(pages.encode_row(said)), 0, GOOD.id) == said
 
 
 @pytest.mark.parametrize("length", [limits.MIB, 128 * limits.MIB, 4 * limits.GIB])
@@ -225,18 +225,18 @@ def test_pieces_and_places_take_less_than_a_ten_thousandth_of_a_long_files_bytes
     assert size is not None
     member = Member("mp4", 512, length, 1, Pieces(size, b"8bytes__" * -(-length // size), ((0, 2),)))
     film = replace(GOOD, members=(member,), video=replace(VIDEO, frames=2**30, key_frames=keys))
-    assert len(lookup.row(film)) - len(lookup.row(lookup.without_parts(film))) < length / 10_000
+    assert len(pages.encode_row(film)) - len(pages.encode_row(pages.without_page_fields(film))) < length / 10_000
 
 
 @pytest.mark.parametrize("fields", ["{", "[1]", '{"a": NaN}', '{"a":' * 100_000])
 def test_fields_that_are_no_json_object_are_refused(fields: str) -> None:
-    stored = msgspec.msgpack.decode(lookup.row(GOOD))
+    stored = msgspec.msgpack.decode(pages.encode_row(GOOD))
     stored[-1] = fields
     with pytest.raises(CorruptionError, match=f"sample '{GOOD.key}'"):
         rows().sample(msgspec.Raw(msgspec.msgpack.encode(stored)), 0, 0)
 
 
-NOT_UTF8 = lookup.row(GOOD).replace(GOOD.key.encode(), b"\xff" * len(GOOD.key.encode()))
+NOT_UTF8 = pages.encode_row(GOOD).replace(GOOD.key.encode(), b"\xff" * len(GOOD.key.encode()))
 
 
 def test_a_row_whose_text_is_not_utf8_is_refused() -> None:
@@ -255,8 +255,8 @@ def test_what_is_no_row_is_refused(data: bytes) -> None:
 
 def one_page(stored: bytes, rows_said: int, unpacked_said: int) -> Callable[[], list[msgspec.Raw]]:
     """A page of these bytes whose directory is sealed, and says so."""
-    entry = np.array([(rows_said, len(stored), unpacked_said, short(stored))], lookup.ENTRY).tobytes()
-    found = lookup.Directory(lookup.section_at(OFFSET, stored, entry), entry, rows_said, NAME)
+    entry = np.array([(rows_said, len(stored), unpacked_said, short_digest(stored))], pages._DIRECTORY_ENTRY).tobytes()
+    found = pages.Directory(pages.section_at(OFFSET, stored, entry), entry, rows_said, NAME)
     return lambda: found.unpack(0, stored)
 
 
@@ -264,7 +264,7 @@ def packed(data: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(data)
 
 
-ROW = lookup.row(GOOD)
+ROW = pages.encode_row(GOOD)
 PAGE = b"\x91" + ROW
 UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(PAGE)
 PAGES = {
@@ -289,20 +289,20 @@ def test_a_forged_page_is_refused_before_it_fills_the_memory(attack: str) -> Non
 
 
 def test_a_page_that_says_to_hold_more_than_any_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "UNPACKED", len(PAGE) - 1)
+    monkeypatch.setattr(pages, "MAX_UNPACKED_BYTES", len(PAGE) - 1)
     with pytest.raises(CorruptionError, match="another size"):
         one_page(packed(PAGE), 1, len(PAGE))()
 
 
 def test_a_directory_that_is_not_the_versions_is_refused() -> None:
-    pages, directory = lookup.write([GOOD])
-    section = lookup.section_at(OFFSET, pages, directory)
+    stored, directory = pages.write([GOOD])
+    section = pages.section_at(OFFSET, stored, directory)
     with pytest.raises(CorruptionError, match="BLAKE3 of the directory"):
-        lookup.Directory(section, bytes(len(directory)), 1, NAME)
+        pages.Directory(section, bytes(len(directory)), 1, NAME)
     with pytest.raises(CorruptionError, match="other rows or bytes"):
-        lookup.Directory(section, directory, 2, NAME)
+        pages.Directory(section, directory, 2, NAME)
     with pytest.raises(CorruptionError, match="other rows or bytes"):
-        lookup.Directory(replace(section, pages=section.pages + 1), directory, 1, NAME)
-    empty = np.array([(0, 0, 0, b""), (1, len(pages), 0, b"")], lookup.ENTRY).tobytes()
+        pages.Directory(replace(section, pages=section.pages + 1), directory, 1, NAME)
+    empty = np.array([(0, 0, 0, b""), (1, len(stored), 0, b"")], pages._DIRECTORY_ENTRY).tobytes()
     with pytest.raises(CorruptionError, match="other rows or bytes"):
-        lookup.Directory(lookup.section_at(OFFSET, pages, empty), empty, 1, NAME)
+        pages.Directory(pages.section_at(OFFSET, stored, empty), empty, 1, NAME)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.sample import AudioInfo, KeyFrame, Member, Sample, VideoInfo
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.store.base import Store
@@ -16,7 +16,7 @@ SHARD_BYTES = 1 << 30
 
 def video(n: int, **changes: Any) -> VideoInfo:
     height = (360, 720, 1080)[n % 3]
-    given = {
+    given: dict[str, Any] = {
         "ext": "mp4",
         "stream": 0,
         "codec": "h264",
@@ -60,7 +60,7 @@ def make(
         rows += [sample(n, key, place) for place, n in enumerate(held)]
     stored = list[versions.IndexPart]()
     for start in range(0, len(rows), per_part):
-        stored += parts.store_parts(store, rows[start : start + per_part], len(stored))
+        stored += part_writer.store_parts(store, rows[start : start + per_part], len(stored))
     versions.publish(
         store, versions.new_document(name, tuple(shards), tuple(stored), version=1, parent=None, message="made")
     )

@@ -17,15 +17,16 @@ from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards import dataset as dataset_module
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.index import rows as index
-from headrace.dataio.shards.index.digests import digest
-from headrace.dataio.shards.query import kept, parts
-from headrace.dataio.shards.query.part_reader import PartReader
-from headrace.dataio.shards.query.row_pages import Kept, RowPages
+from headrace.dataio.shards.index.pages import digest
+from headrace.dataio.shards.query import part_writer
+from headrace.dataio.shards.query.open_index import decode_bitmap, encode_bitmap
+from headrace.dataio.shards.query.page_reader import PageCache, PageReader
+from headrace.dataio.shards.query.tables import PartReader
 from headrace.dataio.shards.sample import KeyFrame, Pieces, Sample
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.dataio.shards.making import make, sample, video
+from tests.support.indexed_datasets import make, sample, video
 
 ROWS = 5000
 
@@ -81,18 +82,18 @@ def test_rows_with_many_key_frames_lie_in_smaller_groups(tmp_path: Path) -> None
         sample(n, "shards/a.tar", n, video=replace(video(n), frames=72_001, key_frames=film), audio=None)
         for n in range(300)
     ]
-    (part,) = parts.store_parts(store, rows, 0)
+    (part,) = part_writer.store_parts(store, rows, 0)
     reader = PartReader(store, part, {"shards/a.tar": 1 << 40})
     assert reader.ends.tolist() == [*range(64, 300, 64), 300]
-    assert index.group_rows(reader.read()) == index.MIN_GROUP_ROWS
+    assert part_writer.rows_per_group(reader.read()) == part_writer.MIN_GROUP_ROWS
     assert index.from_row(reader.read(None, [2]).to_pylist()[1], 129) == rows[129]
     short = pa.Table.from_pylist([index.to_row(sample(n, "shards/a.tar", n)) for n in range(10)], schema=index.SCHEMA)
-    assert index.group_rows(short) == index.GROUP_ROWS
+    assert part_writer.rows_per_group(short) == part_writer.GROUP_ROWS
 
 
 def test_films_make_smaller_parts_than_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no part is larger than what is read, nor takes more memory to write."""
-    monkeypatch.setattr(parts, "PART_WEIGHT", 1 << 20)
+    monkeypatch.setattr(part_writer, "PART_WEIGHT", 1 << 20)
     store = open_store(tmp_path)
     film = tuple(KeyFrame(1000 * n, 24 * n) for n in range(3000))
     clips = [sample(n, "shards/a.tar", n) for n in range(2000)]
@@ -102,7 +103,7 @@ def test_films_make_smaller_parts_than_clips(tmp_path: Path, monkeypatch: pytest
     long = [replace(one, members=(replace(member, length=1 << 31, pieces=pieces),)) for one in clips[:70]]
     texts = [replace(clips[0], text="x" * (1 << 19))] * 5
     sizes = {
-        name: [part.rows for part in parts.store_parts(store, rows, 0)]
+        name: [part.rows for part in part_writer.store_parts(store, rows, 0)]
         for name, rows in (("clips", clips), ("films", films), ("long", long), ("texts", texts))
     }
     assert sizes == {"clips": [2000], "films": [15, 15, 15, 15, 10], "long": [63, 7], "texts": [2, 2, 1]}
@@ -112,7 +113,7 @@ def test_a_bad_row_is_named_by_its_number_in_the_part_whatever_was_read_with_it(
     store = open_store(tmp_path)
     rows = [sample(n, "shards/a.tar", n) for n in range(3000)]
     rows[2500] = replace(rows[2500], duration=-1.0)
-    (part,) = parts.store_parts(store, rows, 0)
+    (part,) = part_writer.store_parts(store, rows, 0)
     reader = PartReader(store, part, {"shards/a.tar": 1 << 40})
     assert reader.read(None, [0, 1]).num_rows == 2048
     with pytest.raises(CorruptionError, match="row 2500: duration is negative"):
@@ -135,7 +136,7 @@ def test_one_group_costs_less_than_the_part(
 ) -> None:
     store, document, rows = made
     monkeypatch.setattr(index, "BLOCK_BYTES", 4096)  # more of them than a megabyte of rows would have
-    counting, part = Counting(store), parts.store_parts(store, rows, 1)[0]
+    counting, part = Counting(store), part_writer.store_parts(store, rows, 1)[0]
     reader = PartReader(counting, part, document.shard_sizes())  # type: ignore[arg-type]
     assert counting.bytes == part.footer < part.size / 4
     reader.read(None, [2])
@@ -157,7 +158,7 @@ def test_every_damaged_byte_is_found_by_whoever_reads_it(
     assert part.pages is not None
     with pytest.raises(CorruptionError, match=r"index/damaged\.parquet: .*BLAKE3"):
         if part.pages.offset <= at < part.pages.end:
-            RowPages(store, other, 0, document.shard_sizes(), Kept(1)).check()
+            PageReader(store, other, 0, document.shard_sizes(), PageCache(1)).check()
         else:
             PartReader(store, other, document.shard_sizes()).read()
 
@@ -190,7 +191,7 @@ def test_a_footer_without_digests_is_refused(made: tuple[Store, versions.Version
     data = sink.getvalue().to_pybytes()
     store.put("index/plain.parquet", data)
     with pytest.raises(CorruptionError, match="does not hold the digests of its blocks"):
-        footer = index.footer_bytes(data)
+        footer = part_writer.footer_bytes(data)
         told = {"key": "index/plain.parquet", "size": len(data), "rows": 0, "footer": footer}
         part = replace(document.index[0], **told, footer_digest=digest(data[-footer:]))
         PartReader(store, part, document.shard_sizes())
@@ -226,14 +227,14 @@ def test_a_large_index_is_checked_as_it_is_read(
 def test_what_is_left_comes_back_as_it_was_written(given: tuple[int, set[int]]) -> None:
     of, chosen = given
     rows = np.array(sorted(chosen), np.uint32)
-    assert kept.decode(kept.encode(rows, of), of, len(rows), "x").tolist() == rows.tolist()
+    assert decode_bitmap(encode_bitmap(rows, of), of, len(rows), "x").tolist() == rows.tolist()
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"junk", kept.encode(np.array([1], np.uint32), 8), zlib.compress(bytes(3)), zlib.compress(bytes(1 << 30))],
+    [b"", b"junk", encode_bitmap(np.array([1], np.uint32), 8), zlib.compress(bytes(3)), zlib.compress(bytes(1 << 30))],
     ids=["empty", "junk", "another count", "another size", "a bomb"],
 )
 def test_a_bitmap_that_is_none_is_refused_without_unpacking_it(data: bytes) -> None:
-    with pytest.raises(CorruptionError, match="rows that are left"):
-        kept.decode(data, 16, 2, "x")
+    with pytest.raises(CorruptionError, match="bitmap of its rows"):
+        decode_bitmap(data, 16, 2, "x")

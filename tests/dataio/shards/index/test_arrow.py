@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from headrace.dataio.shards.index import kernels
+from headrace.dataio.shards.index import arrow
 from headrace.dataio.store.open import open_store
-from tests.dataio.shards.making import make
+from tests.support.indexed_datasets import make
 
 NUMBERS = pa.array([3, None, 1, 3], pa.int32())
 WORDS = pa.array(["a", "", None, "a"])
@@ -50,13 +50,13 @@ LISTS = pa.array([[{"offset": 1}], [{"offset": 5}, {"offset": 7}]])
     ],
 )
 def test_each_is_arrows_own(name: str, arguments: tuple[Any, ...]) -> None:
-    assert getattr(kernels, name)(*arguments).equals(getattr(pc, name)(*arguments))
+    assert getattr(arrow, name)(*arguments).equals(getattr(pc, name)(*arguments))
 
 
 def test_sums_and_rows_too() -> None:
-    assert kernels.sum_(NUMBERS).as_py() == 7
+    assert arrow.sum_(NUMBERS).as_py() == 7
     table = pa.table({"n": NUMBERS, "w": WORDS})
-    assert kernels.rows(table, pa.array([2, 0])).equals(table.take(pa.array([2, 0])))
+    assert arrow.rows(table, pa.array([2, 0])).equals(table.take(pa.array([2, 0])))
 
 
 READS = """
