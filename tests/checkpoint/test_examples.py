@@ -17,8 +17,8 @@ from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_the_example_of_a_docstring_runs(shown: object) -> None:
-    known = {"Checkpointer": Checkpointer, "read": read, "RNG": RNG}
-    known |= {"RepositoryReader": RepositoryReader, "RepositoryWriter": RepositoryWriter}
+    known: dict[str, object] = {"Checkpointer": Checkpointer, "read": read, "RNG": RNG}
+    known.update(RepositoryReader=RepositoryReader, RepositoryWriter=RepositoryWriter)
     (found,) = doctest.DocTestFinder(recurse=False).find(shown, "example", globs=known)
     assert found.examples
     assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found).failed == 0

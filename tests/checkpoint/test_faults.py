@@ -31,26 +31,22 @@ from tests.support.waiting import wait_for
 
 def start(made: Made, gate: int) -> subprocess.Popen[str]:
     """`python -m headrace.checkpoint.saving.commit_worker` at a gate, with the arena and the plan as memfds."""
-    fds = []
+    fds = {}
     for name, data in (("arena", made.arena), ("plan", made.encoded)):
-        fds.append(fd := os.memfd_create(name))
+        fds[name] = fd = os.memfd_create(name)
         with open(fd, "wb", closefd=False) as file:
             file.write(data)
     command = [
         sys.executable,
         "-m",
         "headrace.checkpoint.saving.commit_worker",
-        *(f"--{n}-fd={fd}" for n, fd in _flags(*fds, gate)),
+        *(f"--{name}-fd={fd}" for name, fd in {**fds, "gate": gate}.items()),
     ]
     try:
-        return subprocess.Popen(command, pass_fds=[*fds, gate], stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, pass_fds=[*fds.values(), gate], stdout=subprocess.PIPE, text=True)
     finally:
-        for fd in fds:
+        for fd in fds.values():
             os.close(fd)
-
-
-def _flags(arena: int, plan: int, gate: int) -> list[tuple[str, int]]:
-    return [("arena", arena), ("plan", plan), ("gate", gate)]
 
 
 @pytest.fixture

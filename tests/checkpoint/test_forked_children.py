@@ -82,7 +82,8 @@ def child(work: Callable[[], Any]) -> Any:
 def test_the_workers_of_a_loader_do_not_wait_at_their_end_for_a_save_of_their_parent(tmp_path: Path) -> None:
     with saving(tmp_path):
         began = time.monotonic()
-        assert len(list(DataLoader(list(range(8)), batch_size=2, num_workers=2, multiprocessing_context="fork"))) == 4
+        numbers: Any = list(range(8))
+        assert len(list(DataLoader(numbers, batch_size=2, num_workers=2, multiprocessing_context="fork"))) == 4
         assert time.monotonic() - began < _QUICK
 
 

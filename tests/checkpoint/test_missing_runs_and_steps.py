@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from headrace.checkpoint import Checkpointer, read
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository import timeline
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.store.open import open_store
 
@@ -88,7 +89,7 @@ def test_a_folder_of_dcps_own_files_is_refused_in_any_case(tmp_path: Path) -> No
             at(tmp_path) as checkpointer,
             pytest.raises(UnsupportedError, match=r"torch\.distributed\.checkpoint's own files"),
         ):
-            checkpointer.restore(_STATE, step)  # type: ignore[arg-type]
+            checkpointer.restore(_STATE, step)
     with pytest.raises(UnsupportedError, match="checkpoint_id"):
         RepositoryReader(str(tmp_path), run="a").read_metadata()
 
@@ -104,7 +105,7 @@ def test_an_empty_url_is_refused_in_any_case(url: str) -> None:
 def test_a_run_whose_steps_are_all_hidden_has_none(tmp_path: Path) -> None:
     saved(tmp_path, "exp42")
     with open_store(tmp_path) as store:
-        repository.timeline.open_timeline(store, "exp42", None)
+        timeline.open_timeline(store, "exp42", None)
     with at(tmp_path) as checkpointer:
         with pytest.raises(NotFoundError, match="run exp42 has no step yet"):
             checkpointer.restore(_STATE, required=True)
@@ -118,7 +119,7 @@ def test_a_repository_that_lost_its_document_is_damaged_and_not_empty(tmp_path: 
     with at(tmp_path) as checkpointer:
         for step in ("latest", 2):
             with pytest.raises(CorruptionError, match=r"repo\.json is missing although there are runs"):
-                checkpointer.restore(_STATE, step)  # type: ignore[arg-type]
+                checkpointer.restore(_STATE, step)
 
 
 def test_names_of_other_runs_are_looked_for_among_so_many_objects(

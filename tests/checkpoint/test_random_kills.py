@@ -113,7 +113,7 @@ class Repository:
         for base in promised:
             found = commit.find_commit(store, names.commit(RUN, base.timeline, base.step))
             assert found is None or found.tombstone or found.attempt == base.attempt, f"{base} became {found}"
-            inside = base.timeline in upto and (upto[base.timeline] is None or base.step <= upto[base.timeline])
+            inside = base.timeline in upto and ((last := upto[base.timeline]) is None or base.step <= last)
             newer = sum(b.step >= base.step for b in branch)
             if StepName(base.timeline, base.step) not in there:
                 least = (

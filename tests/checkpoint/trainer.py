@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,7 +111,8 @@ def main(mode: str, url: str, *more: str) -> None:
         saving(url, int(os.environ["RANK"]))
         dist.destroy_process_group()
     else:
-        {"hand-over": hand_over, "staging": staging, "ending": ending}[mode](url, *more)
+        modes: dict[str, Callable[..., None]] = {"hand-over": hand_over, "staging": staging, "ending": ending}
+        modes[mode](url, *more)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,11 @@ def main(directory: str) -> None:
         for step in (1, 2):
             state = {"weight": torch.ones(30_000), "position": 10 * step + rank, "own": torch.full((rank,), step)}
             dcp.save(state, storage_writer=RepositoryWriter(directory, run="a", step=step), process_group=pair)
-        for step in (1, "latest"):
+        asked: tuple[int | str, ...] = (1, "latest")
+        for wanted in asked:
             into = empty(rank)
-            dcp.load(into, storage_reader=RepositoryReader(directory, run="a", step=step), process_group=pair)
-            say(f"step {step}", into)
+            dcp.load(into, storage_reader=RepositoryReader(directory, run="a", step=wanted), process_group=pair)
+            say(f"step {wanted}", into)
         # step 2 was committed between the looks of the two ranks
         real, looks = repository.find, []
         if rank == 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -84,9 +85,12 @@ def main(directory: str) -> None:
     dcp.load(theirs, checkpoint_id=f"{directory}-dcp")
     say("theirs", **seen(theirs))
 
-    dcp.async_save(first, storage_writer=writer(2)).result(60)
-    kind = AsyncCheckpointerType.PROCESS
-    dcp.async_save(first, storage_writer=writer(3), async_checkpointer_type=kind).result(120)
+    saving = dcp.async_save(first, storage_writer=writer(2))
+    assert isinstance(saving, Future)
+    saving.result(60)
+    saving = dcp.async_save(first, storage_writer=writer(3), async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+    assert isinstance(saving, Future)
+    saving.result(120)
     processed = state(3, -1)
     dcp.load(processed, storage_reader=RepositoryReader(directory, run="a", step=3))
     say("processed", **seen(processed))

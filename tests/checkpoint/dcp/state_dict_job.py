@@ -49,7 +49,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
 
 def bits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Everything that this rank holds."""
-    held = list(model.parameters())
+    held: list[torch.Tensor] = list(model.parameters())
     held += [v for p in model.parameters() for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
     return [getattr(t.detach(), "_local_tensor", t.detach()).clone() for t in held]
 
@@ -84,7 +84,8 @@ def told(directory: str, mesh: DeviceMesh, way: str, number: int, flat: bool) ->
 def moved(directory: str, way: str, step: int, first: Any, second: Any, options: StateDictOptions) -> None:
     model, optim = get_state_dict(*first, options=options)
     into_model, into_optim = get_state_dict(*second, options=options)
-    state, into = {"model": model, "optim": optim}, {"model": into_model, "optim": into_optim}
+    state = {"model": model, "optim": optim}
+    into: dict[str, Any] = {"model": into_model, "optim": into_optim}
     if way == "dcp":
         dcp.save(state, storage_writer=RepositoryWriter(directory, run=way, step=step))
         dcp.load(into, storage_reader=RepositoryReader(directory, run=way, step=step))

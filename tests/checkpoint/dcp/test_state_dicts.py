@@ -11,7 +11,7 @@ from tests.support.ranks import launch
 
 @pytest.mark.parametrize(("kinds", "ranks"), [(("fsdp", "tp"), 2), pytest.param(("2d",), 4, marks=pytest.mark.soak)])
 def test_model_and_optimizer_there_and_back(tmp_path: Path, kinds: tuple[str, ...], ranks: int) -> None:
-    good = {"loaded": True, "trained on": True, "changed": True}
-    expected = [{"way": way, "flat": flat} | good for flat in (False, True) for way in ("dcp", "checkpointer")]
+    good: dict[str, str | bool] = {"loaded": True, "trained on": True, "changed": True}
+    expected = [good | {"way": way, "flat": flat} for flat in (False, True) for way in ("dcp", "checkpointer")]
     found = launch(ranks, "tests.checkpoint.dcp.state_dict_job", str(tmp_path), *kinds)
     assert found == [expected * len(kinds)] * ranks

@@ -74,7 +74,7 @@ def same(found: dict[str, Any], given: dict[str, Any]) -> bool:
 
 def queued(folder: Path, repo: str) -> str | None:
     """What the finalization of a save raised."""
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     queue, strategy = AsyncCallsQueue(), FullyParallelSaveStrategyWrapper(RepositorySave(repo, run="exp"))
     for step in (11, 12):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ def main(repo: str) -> None:
     manager = RepositoryManager(repo, run="exp", config=CheckpointManager.Config.with_sync_save())
     weights = torch.arange(500.0 * 64).view(500, 64) + rank
     manager.save("step_7", {"model": {"w": weights}, "loader": {"at": 100 + rank}})
-    into = {"model": {"w": torch.zeros(500, 64)}, "loader": {"at": 0}}
+    into: dict[str, Any] = {"model": {"w": torch.zeros(500, 64)}, "loader": {"at": 0}}
     found = manager.load("latest", into=into)
     said = {"same": torch.equal(into["model"]["w"], weights), "loader": found["loader"]["at"]}
     other = manager.save("step_8", {"model": {"w": weights}, "loader": {"at": 200 + rank}})

@@ -27,7 +27,7 @@ def test_lightning_trains_on_from_a_checkpoint_in_the_repository(tmp_path: Path)
     ours = framework("lightning")
     import lightning as L
 
-    class Module(L.LightningModule):  # type: ignore[misc, name-defined]
+    class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(8, 1)
@@ -38,7 +38,8 @@ def test_lightning_trains_on_from_a_checkpoint_in_the_repository(tmp_path: Path)
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.1)
 
-    data = torch.utils.data.DataLoader(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), batch_size=4)
+    rows: Any = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.DataLoader(rows, batch_size=4)
 
     def trained(steps: int, resume: str | None, seed: int) -> tuple[Any, Any]:
         torch.manual_seed(seed)
@@ -147,7 +148,7 @@ def test_lightnings_load_from_checkpoint_reads_a_name(tmp_path: Path) -> None:
     ours = framework("lightning")
     import lightning as L
 
-    class Module(L.LightningModule):  # type: ignore[misc, name-defined]
+    class Module(L.LightningModule):
         def __init__(self, width: int = 3) -> None:
             super().__init__()
             self.save_hyperparameters()
@@ -327,7 +328,9 @@ def test_accelerate_keeps_its_whole_state_in_the_repository(tmp_path: Path) -> N
         step(first)
         folder = str(tmp_path / "step_12")
         first[0].save_state(folder)
-        checkpointer.last_save_of(12).result(60)  # the folder is there when the step is
+        saving = checkpointer.last_save_of(12)
+        assert saving is not None
+        saving.result(60)  # the folder is there when the step is
         left = sorted(path.name for path in (tmp_path / "step_12").iterdir())
         assert left == ["headrace-step.json", "random_states_0.pkl"]
         assert len(first[0]._optimizers) == len(first[0]._schedulers) == len(first[0]._custom_objects) == 1

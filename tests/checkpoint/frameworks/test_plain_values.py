@@ -17,11 +17,12 @@ from headrace.dataio.core.errors import CorruptionError, UsageError
 
 def there_and_back(value: Any) -> Any:
     """As a step keeps it."""
-    return unpacked(tree.decode(tree.encode({"value": packed(value)})))["value"]  # type: ignore[index]
+    return unpacked(tree.decode(tree.encode({"value": packed(value)})))["value"]
 
 
 def test_generators_states_come_back_with_their_types() -> None:
-    given = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), 7: None}
+    given: dict[str | int, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), 7: None}
+    given["torch"] = torch.get_rng_state()
     found = there_and_back(given)
     assert found["python"] == given["python"]
     assert found["numpy"][0] == given["numpy"][0]

@@ -28,7 +28,7 @@ for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = net()
@@ -40,7 +40,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
-class Heard(Callback):  # type: ignore[misc, unused-ignore]
+class Heard(Callback):
     def __init__(self, plugin: RepositoryIO) -> None:
         self.plugin, self.step = plugin, 0
 
@@ -63,7 +63,9 @@ def train(folder: Path, stop: int, resume: str) -> tuple[int, nn.Module]:
     )  # fmt: skip
     module = Module()
     path = "last" if resume == "auto" else folder / "names" / resume
-    whole = rows()[: EVERY * BATCH]  # Lightning goes on at the beginning of an epoch with a loader that has no state
+    whole: Any = rows()[
+        : EVERY * BATCH
+    ]  # Lightning goes on at the beginning of an epoch with a loader that has no state
     trainer.fit(module, torch.utils.data.DataLoader(whole, batch_size=BATCH), ckpt_path=path)
     plugin.close()
     return heard.step, module.net

@@ -149,10 +149,11 @@ def test_a_transfer_that_fails_at_saving_fails_that_save_alone(tmp_path: Path) -
 
 
 def test_dcp_goes_straight_by_one_argument(tmp_path: Path) -> None:
-    given, counts = {"w": torch.randn(3 * MIB), "b": torch.randn(500, 30).t(), "n": 3}, Counts()
+    given: dict[str, Any] = {"w": torch.randn(3 * MIB), "b": torch.randn(500, 30).t(), "n": 3}
+    counts = Counts()
     dcp_saved(tmp_path, counts, given)
     assert counts.written == 12 * MIB + 4096 * (60_000 // 4096)
-    into = {"w": torch.zeros(3 * MIB), "b": torch.zeros(500, 30).t(), "n": 0}
+    into: dict[str, Any] = {"w": torch.zeros(3 * MIB), "b": torch.zeros(500, 30).t(), "n": 0}
     dcp.load(into, storage_reader=RepositoryReader(str(tmp_path), run="a", gds=counts.direct()))
     assert counts.read == 12 * MIB  # what is not contiguous goes through host memory
     assert torch.equal(into["w"], given["w"])
@@ -212,8 +213,8 @@ def test_the_gpu_drill_measures_saves_and_restores_that_go_straight(tmp_path: Pa
     part, counts = PartResult("gds", "GPUDirect Storage"), Counts()
     part.metric("save", "save", "GB/s")
     part.metric("restore", "restore", "GB/s")
-    size, options = RING + 4 * MIB, {"device": "cpu", "rounds": 1, "staging_bytes": RING}
-    drill.save_and_restore(part, "cuFile", tmp_path, size, counts.direct(), **options)
+    size, gds = RING + 4 * MIB, counts.direct()
+    drill.save_and_restore(part, "cuFile", tmp_path, size, gds, device="cpu", rounds=1, staging_bytes=RING)
     assert counts.written >= size
     assert counts.read >= size
     assert [len(values) for values in part.candidates["cuFile"]["metrics"].values()] == [1, 1]

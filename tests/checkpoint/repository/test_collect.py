@@ -64,7 +64,7 @@ def test_a_policy_that_makes_no_sense_is_refused(bad: dict[str, object]) -> None
 
 def three_steps(store: Store) -> list[Base]:
     """Each leans on the one before: `frozen` lies in the packs of step 1."""
-    number, found = begin(store), []
+    number, found = begin(store), list[Base]()
     for step in (1, 2, 3):
         found.append(save(store, make(store, tiny_state(step), step=step, number=number, bases=tuple(found[-1:]))))
     return found

@@ -6,6 +6,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -108,9 +109,9 @@ def test_a_stop_says_who_won_or_what_happened(view: View, error: type[HeadraceEr
     assert says in str(action.error)
 
 
-def both(*work: Callable[[], object]) -> list[object]:
+def both(*work: Callable[[], object]) -> list[Any]:
     """Run all at once; what each returned or raised."""
-    results: list[object] = [None] * len(work)
+    results: list[Any] = [None] * len(work)
 
     def one(i: int) -> None:
         try:
@@ -129,7 +130,7 @@ def both(*work: Callable[[], object]) -> list[object]:
 def test_of_two_savers_of_one_step_one_wins_and_the_other_learns_who(store: Store) -> None:
     number = begin(store)
     made = [make(store, tiny_state(seed), step=3, number=number) for seed in (1, 2)]
-    results = both(*(lambda m=m: save(store, m) for m in made))  # type: ignore[misc]
+    results = both(*(lambda m=m: save(store, m) for m in made))
     winners = [r for r in results if isinstance(r, Base)]
     losers = [r for r in results if isinstance(r, ConflictError)]
     assert len(winners) == len(losers) == 1
@@ -241,7 +242,7 @@ def test_a_save_that_was_committed_says_so_though_retention_has_let_it_go_alread
     assert [base.step for base in repository.visible(store, RUN)] == [2]
 
 
-def two_ranks(store: Store, number: int, step: int, **more: object) -> list[Made]:
+def two_ranks(store: Store, number: int, step: int, **more: Any) -> list[Made]:
     """One replicated tensor cut in two halves, and one local tensor each."""
     boxes = [Box((400,), (0,), (150,)), Box((400,), (150,), (250,))]
     first = make(store, {}, step=step).plan.attempt
@@ -297,7 +298,7 @@ def test_a_manifest_that_stands_is_not_read_again_for_what_it_says(store: Store)
 def test_two_ranks_commit_one_step_whoever_comes_last(store: Store) -> None:
     number = begin(store)
     made = two_ranks(store, number, 4)
-    results = both(*(lambda m=m: save(store, m) for m in made))  # type: ignore[misc]
+    results = both(*(lambda m=m: save(store, m) for m in made))
     assert results[0] == results[1] == latest(store)
     base = latest(store)
     assert base is not None
@@ -326,7 +327,7 @@ def test_of_a_base_that_was_divided_alike_a_rank_reads_its_own_manifest_alone(
     store: Store, divided: bytes, read: list[list[int]]
 ) -> None:
     number = begin(store)
-    both(*(lambda m=m: save(store, m) for m in two_ranks(store, number, 1, replicas=b"alike")))  # type: ignore[misc]
+    both(*(lambda m=m: save(store, m) for m in two_ranks(store, number, 1, replicas=b"alike")))
     base = latest(store)
     assert base is not None
     reads = [Reads(store), Reads(store)]
@@ -335,7 +336,7 @@ def test_of_a_base_that_was_divided_alike_a_rank_reads_its_own_manifest_alone(
         *(
             lambda m=m, s=s: commit_staged(m.arena, m.encoded, lambda _: None, store=s)
             for m, s in zip(again, reads, strict=True)
-        )  # type: ignore[misc]
+        )
     )
     assert [sorted(each.ranks) for each in reads] == read  # several are read at once
     assert [result["bytes_written"] for result in results] == [0, 0]

@@ -165,7 +165,7 @@ def test_a_lost_timeline_in_the_middle_is_reported_where_no_branch_needs_it() ->
 def test_a_timeline_that_is_opened_while_somebody_looks_is_not_taken_for_a_lost_one() -> None:
     store = MemoryStore()
     save(store, make(store, STATES[1], step=1, number=begin(store)))
-    made = []
+    made: list[int] = []
 
     def opened_meanwhile(operation: str, key: str) -> None:
         if (operation, key) == ("list", names.timeline_steps(RUN, 2)) and not made:

@@ -231,7 +231,7 @@ def test_two_that_move_a_tag_at_once_both_succeed_and_others_that_never_stop_are
             store.put_if_absent(tag_records.key_of("best", number), late.get(found["best"][0][1].key))
         return found
 
-    monkeypatch.setattr(tags.tag_records, "listed", overtaken)
+    monkeypatch.setattr(tag_records, "listed", overtaken)
     tags.tag(late, "best", RUN, 2, move=True)
     assert times == [0]
     assert tags.find(late, "best").step == 2

@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -28,6 +29,7 @@ from headrace.dataio.testing.faulty_stores import Write
 from tests.checkpoint.making import RUN, Made, begin, load, make, save
 from tests.support.stepping import Actor, MemoryStore, drive_to_end, stepping
 
+Result = TypeVar("Result")
 FIRST_SAVER, SECOND_SAVER, FIRST, SECOND, TIME, LAND, LOSE = range(7)
 STATES = {n: {"frozen": bytes(160 * KIB), "w": os.urandom(80 * KIB) * 2} for n in (1, 2)}
 """The second saver compresses, so that its packs have other bytes."""
@@ -55,7 +57,7 @@ class LateMemory(MemoryStore):
         for key in keys:
             self._send(Write(key, None), partial(super().delete_many, [key]))
 
-    def _send(self, write: Write, work: Callable[[], object]) -> object:
+    def _send(self, write: Write, work: Callable[[], Result]) -> Result:
         self.sent.append(write)
         if self.lose:
             self.lose = False

@@ -134,6 +134,7 @@ class World:
             if parsed is None or parsed.kind != "fate":
                 continue
             decision = self.store.document(key)
+            assert decision is not None
             commit = self.store.document(names.commit(RUN, parsed.timeline, parsed.step))
             if commit is not None and (commit["tombstone"] or commit["attempt"] != parsed.attempt):
                 continue
@@ -469,7 +470,7 @@ def test_what_a_long_run_leaves_behind_is_bounded() -> None:
     """A step each minute, saved and let go: a week's tombstones stay, and nothing of older steps."""
     store = MemoryStore()
     clock = StoreClock(store)
-    number, base, sizes = begin(store), (), []
+    number, base, sizes = begin(store), tuple[Base, ...](), list[int]()
     for step in range(60):
         base = (save(store, make(store, tiny_state(step), step=step, number=number, bases=base)),)
         collect.retain(store, RUN, Keep(last=2), clock=clock)
@@ -493,7 +494,7 @@ def test_packs_that_stay_for_the_sake_of_a_little_are_bounded(
     """Every step leaves one chunk behind that all later ones need: without the rule all packs stay."""
     monkeypatch.setattr(dedup, "LEAST_SHARE", share)
     store = MemoryStore()
-    number, base = begin(store), ()
+    number, base = begin(store), tuple[Base, ...]()
     for step in range(16):
         base = (save(store, make(store, parts(step), step=step, number=number, bases=base)),)
         collect.retain(store, RUN, Keep(last=1))

@@ -12,7 +12,7 @@ from headrace.checkpoint.cli import ckpt
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Lease, StepOfRun, read
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository import tags
+from headrace.checkpoint.repository import tags, timeline
 from headrace.checkpoint.repository.collect import collect
 from headrace.dataio.core.errors import ConflictError, NotFoundError, UsageError
 from headrace.dataio.store.base import Store
@@ -140,7 +140,7 @@ def test_a_restore_whose_latest_step_is_removed_just_now_takes_the_next(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between looking for it and holding it."""
-    find, fired = repository.find, []
+    find, fired = repository.find, list[int]()
 
     def late(store: Store, run: str, step: int | str) -> Any:
         found = find(store, run, step)
@@ -162,4 +162,4 @@ def test_a_trainer_whose_restored_step_is_gone_learns_it_before_it_saves(url: st
         assert [step.step for step in collect(store, [StepOfRun(RUN, 1, 1)]).tombstones] == [1]
         with pytest.raises(ConflictError, match="what step 1 goes on from was removed"):
             checkpointer.save(1, state(9))
-        assert max(repository.timeline.numbers(store, RUN)) == 2  # it opened none
+        assert max(timeline.numbers(store, RUN)) == 2  # it opened none

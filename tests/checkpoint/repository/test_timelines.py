@@ -32,7 +32,8 @@ class Writer:
 
     def __init__(self, store: Store, anew: bool = True) -> None:
         self.store, self.anew, self.name = store, anew, writers.enter()
-        self.timeline, self.restored = 0, None
+        self.timeline = 0
+        self.restored: Base | None = None
 
     def save(self, *steps: int) -> Base:
         for step in steps:
@@ -245,7 +246,7 @@ def test_of_two_writers_that_come_at_once_one_opens_the_timeline(store: Store) -
     found: list[int] = []
     both = [Writer(Meeting(store)), Writer(Meeting(store))]
     threads = [
-        threading.Thread(target=lambda w=w: found.append(writers.place(w.store, RUN, 1, WriterState(w.name)).timeline))  # type: ignore[misc]
+        threading.Thread(target=lambda w=w: found.append(writers.place(w.store, RUN, 1, WriterState(w.name)).timeline))
         for w in both
     ]
     for thread in threads:

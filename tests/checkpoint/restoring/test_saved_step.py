@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.checkpoint import Checkpointer, read
-from headrace.checkpoint.restoring import saved_step
 from headrace.checkpoint.restoring.saved_step import LazyTensor, SavedStep
+from headrace.checkpoint.state import tree
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
@@ -85,7 +85,7 @@ def test_a_step_that_cannot_be_opened_leaves_no_lease(
     saved: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = leases()
-    monkeypatch.setattr(saved_step.tree, "decode", lambda _: 1 / 0)
+    monkeypatch.setattr(tree, "decode", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         read(str(saved[0]), run="exp")
     assert not leases() - before

@@ -184,7 +184,9 @@ class Event:
         self.of = stream.device
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or torch.cuda.current_stream()).waits_for.append(self.of)
+        waiting = stream or torch.cuda.current_stream()
+        assert isinstance(waiting, Stream)  # the tests replace CUDA's
+        waiting.waits_for.append(self.of)
 
     def synchronize(self) -> None:
         pass

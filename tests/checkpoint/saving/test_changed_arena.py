@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.checkpoint.format import pack
+from headrace.checkpoint.format import chunking
 from headrace.checkpoint.repository import check
 from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.checkpoint.saving.progress import ProgressFile, RecordingStore
@@ -38,7 +38,7 @@ class Tampering(Wrapped):
     def _changed(self, parts: Iterable[Buffer]) -> Iterator[Buffer]:
         number = 0
         for part in parts:
-            if len(part) < pack.ALIGN and bytes(part).count(0) == len(part):
+            if len(part) < chunking.ALIGN and bytes(part).count(0) == len(part):
                 yield part  # what is between two chunks
                 continue
             if number == self._chunk:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoint.format import pack
+from headrace.checkpoint.format import chunking, pack
 from headrace.checkpoint.repository import check
 from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.checkpoint.saving.progress import ProgressFile, RecordingStore
@@ -56,7 +56,7 @@ def test_the_last_request_of_a_dead_carrier_harms_nothing_that_its_successor_sto
     made = make(late, STATE, step=1, number=begin(late))
     late.hold(held)
     with monkeypatch.context() as small, pytest.raises(TransientError, match="applied later"):
-        small.setattr(pack, "PACK_BYTES", pack.CHUNK_BYTES + pack.ALIGN + 100 * KIB)
+        small.setattr(pack, "PACK_BYTES", chunking.CHUNK_BYTES + chunking.ALIGN + 100 * KIB)
         carried(late, made, fd)
     assert not late.holding
     request = late.writes[-1]
@@ -72,7 +72,7 @@ def test_no_request_of_two_carriers_harms_the_step_when_it_is_applied_once_more(
 ) -> None:
     """Each by itself, and all of them from the last to the first."""
     made = make(late, STATE, step=1, number=begin(late))
-    monkeypatch.setattr(pack, "PACK_BYTES", pack.CHUNK_BYTES + pack.ALIGN + 100 * KIB)
+    monkeypatch.setattr(pack, "PACK_BYTES", chunking.CHUNK_BYTES + chunking.ALIGN + 100 * KIB)
     late.hold(".pack")
     with pytest.raises(TransientError):
         carried(late, made, fd)

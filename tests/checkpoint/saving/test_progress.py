@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.checkpoint.format import pack
+from headrace.checkpoint.format import chunking, pack
 from headrace.checkpoint.format.manifest import PackName
 from headrace.checkpoint.format.pack import Entry
 from headrace.checkpoint.repository import check
@@ -53,7 +53,7 @@ class Dying(Wrapped):
 @pytest.fixture(autouse=True)
 def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        pack, "PACK_BYTES", pack.CHUNK_BYTES + pack.ALIGN + 100 * KIB
+        pack, "PACK_BYTES", chunking.CHUNK_BYTES + chunking.ALIGN + 100 * KIB
     )  # so that one tensor fills a pack
 
 

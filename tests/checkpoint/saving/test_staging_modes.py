@@ -133,7 +133,7 @@ def test_a_manual_change_during_a_lazy_copy_fails_the_save_instead_of_mixing_two
         gate.armed = True
         handle = checkpointer.save(1, training.state)
         with torch.no_grad():
-            training.model[0].weight.mul_(2)
+            training.model.get_parameter("0.weight").mul_(2)
         gate.opened.set()
         with pytest.raises(UsageError, match=r"model.*0.weight.* was written while it was being copied"):
             handle.result(60)
@@ -141,7 +141,7 @@ def test_a_manual_change_during_a_lazy_copy_fails_the_save_instead_of_mixing_two
         after = checkpointer.save(2, training.state)  # and the next one is fine
         after.copied(60)
         with torch.no_grad():
-            training.model[0].weight.mul_(2)
+            training.model.get_parameter("0.weight").mul_(2)
         after.result(60)
         assert checkpointer.steps() == [2]
 
@@ -150,13 +150,13 @@ def test_parameters_without_an_optimizer_in_the_state_are_copied_before_save_ret
     training = Training(8)
     with Checkpointer(str(tmp_path), run="exp", sidecar=None, staging="lazy") as checkpointer:
         state = {"model": training.model}
-        wanted = training.model[0].weight.detach().clone()
+        wanted = training.model.get_parameter("0.weight").detach().clone()
         handle = checkpointer.save(1, state)
         with torch.no_grad():
-            training.model[0].weight.mul_(2)
+            training.model.get_parameter("0.weight").mul_(2)
         handle.result(60)
         checkpointer.restore(state)
-        assert torch.equal(training.model[0].weight, wanted)
+        assert torch.equal(training.model.get_parameter("0.weight"), wanted)
 
 
 def test_hooks_end_with_the_checkpointer(tmp_path: Path) -> None:

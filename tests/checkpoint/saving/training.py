@@ -37,7 +37,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
         self.loader = Counter()
-        self.state = {
+        self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -80,7 +80,7 @@ PLAN = {
 
 def build(kind: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model: nn.Module = Transformer()
+    model = Transformer()
     world = dist.get_world_size()
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
@@ -98,7 +98,7 @@ def build(kind: str, seed: int) -> nn.Module:
     return model
 
 
-def shard(model: Any, mesh: Any) -> None:
+def shard(model: Transformer, mesh: DeviceMesh) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -149,16 +149,17 @@ class Trainer:
 
     def summary(self) -> dict[str, str]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        found = {f"model/{k}": v for k, v in model.items()}
-        found |= {f"{name}/{k}": v for name, slots in optimizer["state"].items() for k, v in slots.items()}
+        found: dict[str, Any] = {f"model/{k}": v for k, v in model.items()}
+        slots_of: Any = optimizer["state"]
+        found |= {f"{name}/{k}": v for name, slots in slots_of.items() for k, v in slots.items()}
         return {k: digest(v) for k, v in sorted(found.items())}
 
 
 def digest(tensor: torch.Tensor) -> str:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return hashlib.sha256(
-        whole.detach().contiguous().view(torch.uint8).numpy() if whole.dim() else str(whole.item()).encode()
-    ).hexdigest()[:16]
+    if not whole.dim():
+        return hashlib.sha256(str(whole.item()).encode()).hexdigest()[:16]
+    return hashlib.sha256(whole.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def say(**line: Any) -> None:

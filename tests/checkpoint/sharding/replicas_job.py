@@ -29,7 +29,7 @@ class Lines(logging.Handler):
 def model() -> torch.nn.Module:
     torch.manual_seed(1)
     made = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 3))
-    made[1].running_mean.fill_(dist.get_rank())  # each rank's own, under DistributedDataParallel
+    made.get_buffer("1.running_mean").fill_(dist.get_rank())  # each rank's own, under DistributedDataParallel
     return made
 
 
@@ -50,7 +50,7 @@ def main(directory: str) -> None:
         found["same"] = save(checkpointer, 1, saved)
         if dist.get_rank() == 1:
             with torch.no_grad():
-                saved["model"][0].weight.mul_(1.001)
+                saved["model"].get_parameter("0.weight").mul_(1.001)
         found["differ"] = save(checkpointer, 2, saved)
     found["lines"] = [line for line in lines.lines if "differ" in line]
     found["counted"] = metrics.checkpoint_replicas_diverged._value.get()

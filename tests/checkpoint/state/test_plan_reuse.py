@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.checkpoint.state import save_plan as prepared
+from headrace.checkpoint.format import chunking
 from headrace.checkpoint.state.save_plan import PreparedSave, SavePlanner, flatten_state
 
 SHAPES = [(3,), (4, 5), (20_000,), (0,), (2, 0), ()]
@@ -44,7 +44,8 @@ def states(draw: st.DrawFn) -> dict[str, Any]:
         module.register_buffer(name, value) if as_buffer else setattr(module, name, torch.nn.Parameter(value))
     found["module"] = module
     plain = [key for key, value in found.items() if isinstance(value, torch.Tensor) and value.numel() > 1]
-    if plain and draw(st.booleans()):
+    tied: bool = draw(st.booleans()) if plain else False
+    if tied:
         base = found[draw(st.sampled_from(plain))]
         found["tied"] = base if draw(st.booleans()) else base[: max(1, len(base) // 2)]
     found["step"] = draw(st.integers(0, 9))
@@ -77,4 +78,4 @@ def test_while_nothing_changes_the_work_is_divided_once() -> None:
     assert second.tensors[0] is not first.tensors[0]
     third = planner.prepare(planner.known(flatten_state({"a": torch.ones(5).double(), "step": 2})), Alone())
     assert third.layout is not first.layout
-    assert prepared.lay_out(third.specs) == third.layout
+    assert chunking.lay_out(third.specs) == third.layout

@@ -75,7 +75,7 @@ class MyList(list):  # type: ignore[type-arg]
     pass
 
 
-class MyTuple(tuple):
+class MyTuple(tuple[int, ...]):
     __slots__ = ()
 
 
@@ -117,10 +117,15 @@ def local_enum() -> Any:
     return Local.A
 
 
+def local_tuple() -> Any:
+    Local = namedtuple("Local", "a")
+    return Local(1)
+
+
 REFUSED: list[Any] = [
     *(MyText("a"), MyInt(1), MyFloat(1), MyDict(a=1), MyOrdered(a=1), MyList([1]), MyTuple((1,)), MyPath("/x")),
-    *(local_enum(), namedtuple("Local", "a")(1), defaultdict(lambda: 1), torch.return_types.max((1, 2))),
-    *(np.array([object()]), np.zeros(1, "i4,f4"), np.ma.masked_array([1], [1]), np.longlong(1), object(), int, len),
+    *(local_enum(), local_tuple(), defaultdict(lambda: 1), torch.ones(1, 1).max(0)),
+    *(np.array([object()]), np.zeros(1, "i4,f4"), np.ma.masked_array([1], [True]), np.longlong(1), object(), int, len),
     *({Text.A: 1}, {frozenset(): 1}, {math.nan: MyText("x")}, [{"deep": MyText("x")}], {MyInt(1)}, deque([MyInt(1)])),
     *(
         datetime.datetime(2026, 1, 1, fold=1),

@@ -24,6 +24,7 @@ from headrace.checkpoint.saving.progress import ProgressFile
 from headrace.checkpoint.tier import restoring, saving
 from headrace.dataio.core.errors import ConflictError, CorruptionError, TransientError
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.local_tier.records import Record
 from headrace.dataio.store.local_tier.stores import TierReader
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_store
@@ -100,7 +101,12 @@ def test_a_step_that_leans_on_another_is_whole_in_the_tier(remote: Counting, tie
 
 def test_the_arena_is_released_before_a_slow_store_has_anything(remote: Counting, tier: LocalTier) -> None:
     gate, events = threading.Event(), list[Event]()
-    remote.before = lambda operation, _key: gate.wait(60) if operation == "put_multipart" else None  # type: ignore[func-returns-value]
+
+    def slow(operation: str, key: str) -> None:
+        if operation == "put_multipart":
+            gate.wait(60)
+
+    remote.before = slow
     made = make(remote, tiny_state(1), step=1, number=begin(remote))
 
     def emit(event: Event) -> None:
@@ -186,7 +192,7 @@ def test_a_step_saved_while_the_store_is_away_is_no_step_until_a_restore_commits
 
 def test_a_store_that_goes_away_in_the_middle_leaves_what_a_restore_finishes(remote: Counting, tier: LocalTier) -> None:
     first = saved(remote, tier, step=1, seed=1)
-    fired = []
+    fired: list[str] = []
 
     def fail(operation: str, key: str) -> None:
         if operation == "put_multipart":
@@ -230,7 +236,7 @@ def test_a_worker_that_takes_over_sends_what_only_the_tier_has(
     remote: Counting, tier: LocalTier, tmp_path: Path
 ) -> None:
     made = make(remote, tiny_state(1), step=1, number=begin(remote))
-    fired = []
+    fired: list[str] = []
 
     def fail(operation: str, key: str) -> None:
         if operation == "put_multipart":
@@ -318,7 +324,7 @@ def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, t
     mine = make(remote, tiny_state(2), step=2, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
     with pytest.raises(TransientError, match="no manifest of rank 1"):
         commit_staged(mine.arena, mine.encoded, lambda _: None, store=remote, shelf=tier)
-    fired = []
+    fired: list[str] = []
 
     def fail(operation: str, key: str) -> None:
         if operation == "put_if_absent" and key.endswith("/fate"):
@@ -376,7 +382,7 @@ def test_a_full_tier_does_not_disturb_a_save(remote: Counting, tmp_path: Path) -
 def test_another_carriers_manifest_is_not_mistaken_for_the_kept_one(remote: Counting, tier: LocalTier) -> None:
     number = begin(remote)
     made = make(remote, tiny_state(1), step=1, number=number)
-    fired = []
+    fired: list[str] = []
 
     def overtake(operation: str, key: str) -> None:
         if operation == "put_if_absent" and key.endswith(".manifest") and not fired:
@@ -394,7 +400,7 @@ def test_a_carrier_that_stopped_and_goes_on_late_changes_nothing_of_the_step_tha
 ) -> None:
     """It stopped before it kept its manifest; another carrier of the same plan has committed since."""
     made = make(remote, tiny_state(1), step=1, number=begin(remote))
-    late, keep = [], tier.keep
+    late, records, keep = list[bytes](), list[Record](), tier.keep
 
     def stopped(source: str, key: str, data: bytes) -> None:
         if not late and key.endswith(".manifest"):
@@ -402,13 +408,13 @@ def test_a_carrier_that_stopped_and_goes_on_late_changes_nothing_of_the_step_tha
             commit_staged(
                 made.arena, made.encoded, lambda _: None, store=remote, shelf=LocalTier(tier.root, tier.limits)
             )
-            late.append(tier.records())
+            records[:] = tier.records()
         keep(source, key, data)
 
     tier.keep = stopped  # type: ignore[assignment, method-assign]
     commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
-    assert late[0] != remote.get(late[1][0].own[-1])
-    assert tier.records() == late[1]
+    assert late[0] != remote.get(records[0].own[-1])
+    assert tier.records() == records
     base = Base(1, 1, made.plan.attempt)
     assert load(TierReader(remote, tier, saving.keeps), base) == tiny_state(1)
 

@@ -104,7 +104,7 @@ def idle(node: Node) -> bool:
     found = Sidecar.find(node.socket)
     assert found is not None
     with found:
-        return found.status()["jobs"]["jobs"] == [] or not node.entries  # type: ignore[index, call-overload]
+        return found.status()["jobs"]["jobs"] == [] or not node.entries  # type: ignore[index]
 
 
 def agree(store: Store, first: Base, committed: bool, size: int) -> None:
