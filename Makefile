@@ -27,11 +27,11 @@ demo: $(READY)
 	$(BIN)/headrace demo
 
 test: $(FRAMEWORKS)
-	$(BIN)/python -m pytest -n $(JOBS) -m 'not soak and not gpu' --durations 15 --durations-min 5
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not soak and not gpu' --durations 15 --durations-min 5
 
 # What a change should pass before it is shown to others: under two minutes.
 check: lint typecheck
-	$(BIN)/python -m pytest -n $(JOBS) -q -m 'unit and not soak and not gpu'
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q -m 'unit and not soak and not gpu'
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -45,7 +45,7 @@ bench: $(READY)
 	$(BIN)/headrace bench all --output bench-out
 
 soak: $(FRAMEWORKS)
-	$(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' --hypothesis-profile explore -o faulthandler_timeout=3700
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not gpu' --hypothesis-profile explore -o faulthandler_timeout=3700
 
 # What each extra weighs, in MB of site-packages: the table of README.md.
 extras: $(READY)

@@ -29,6 +29,10 @@ settings.register_profile(  # pytest --hypothesis-profile
 )
 settings.load_profile("headrace")
 
+# Tests start hundreds of processes. Without bytecode files each of them would compile Headrace again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 _SERVERS = {"s3_server", "s3_url", "rclone_server"}
 _DAEMONS = {"daemon", "sidecar", "node", "nodes"}
 _STARTERS = {"subprocess", "multiprocessing", "tests.support.nursery"}

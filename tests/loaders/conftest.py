@@ -17,6 +17,7 @@ from headrace.dataio import pack
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import VideoInfo
+from headrace.loaders.fetch import sample_reader
 from tests.support import long_media, reference_decoder, video_corpus
 
 Reencode = Callable[..., bytes]
@@ -36,6 +37,12 @@ def _one_torch_thread() -> Iterator[None]:
 def _refusals_are_written_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not into the list of whoever runs the tests."""
     monkeypatch.setenv("HEADRACE_QUARANTINE", str(tmp_path / "refusals"))
+
+
+@pytest.fixture(autouse=True)
+def _wrong_bytes_are_read_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader waits a quarter of a second before the third read of wrong bytes. Tests of damage need not."""
+    monkeypatch.setattr(sample_reader, "LATER", 0.005)
 
 
 @pytest.fixture(scope="session")

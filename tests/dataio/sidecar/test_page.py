@@ -59,6 +59,12 @@ def job(daemon: RunningDaemon, media: Path, tmp_path: Path) -> Iterator[Job]:
     assert process.wait(60) == 0, (tmp_path / "trainer.log").read_text()
 
 
+def colours(picture: np.ndarray) -> int:
+    """How many different colours there are. Counting takes 0.1 s, sorting the pixels 5 s."""
+    red, green, blue = np.moveaxis(picture.astype(np.int32), -1, 0)
+    return int(np.count_nonzero(np.bincount((red << 16 | green << 8 | blue).ravel())))
+
+
 @needs_browser
 def test_the_page_shows_a_real_job_at_both_widths_in_both_schemes(job: Job, tmp_path: Path) -> None:
     folder = Path(SHOTS or tmp_path)
@@ -78,7 +84,7 @@ def test_the_page_shows_a_real_job_at_both_widths_in_both_schemes(job: Job, tmp_
             assert browser.evaluate(NOTHING_CUT), f"a figure is cut off at {width}"
             picture = browser.screenshot(folder / f"page-{width}-{scheme}.png")
             assert (float(np.median(picture)) < 90) is (scheme == "dark")
-            assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 50
+            assert colours(picture) > 50
         assert browser.errors == []
 
 
