@@ -10,7 +10,7 @@ from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store
 
 
 class MemoryStore(Store):
-    def __init__(self, name: str = "one", **objects: bytes) -> None:
+    def __init__(self, name: str = "one", /, **objects: bytes) -> None:
         self.name, self.objects = name, dict(objects)
         self.reads: list[tuple[str, int, int]] = []
         self.stats = 0

@@ -28,7 +28,7 @@ NAMES = "abcdef"
 class Meeting(MemoryStore):
     """A store that answers after the first `parties` objects when it is asked after all of them at once."""
 
-    def __init__(self, parties: int, **objects: bytes) -> None:
+    def __init__(self, parties: int, /, **objects: bytes) -> None:
         super().__init__(**objects)
         self.meeting, self._first = threading.Barrier(parties, timeout=150), NAMES[:parties]
 

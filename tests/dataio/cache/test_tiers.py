@@ -63,7 +63,7 @@ def tiers(store: MemoryStore, folders: tuple[Path, Path]) -> Iterator[Callable[.
 
 
 @pytest.fixture
-def file_system(folders: tuple[Path, Path]) -> Iterator[Callable[[str], None]]:
+def file_system(folders: tuple[Path, Path]) -> Iterator[Callable[[str], Path]]:
     """Mounts a file system of its own, in memory, on the fast tier's directory; says why where that is not allowed."""
     with contextlib.ExitStack() as stack:
         yield lambda options: stack.enter_context(disk(folders[0], options))

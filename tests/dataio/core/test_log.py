@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_a_line_that_is_logged_without_end_is_said_so_often_and_then_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(log.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     caplog.set_level(logging.DEBUG, "headrace.test.flood")
     logger = get_logger("test.flood")
 

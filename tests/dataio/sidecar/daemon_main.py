@@ -10,8 +10,8 @@ from pathlib import Path
 
 from headrace.dataio.core import log
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.sidecar.daemon import Config, Daemon
-from headrace.dataio.sidecar.settings import cache_tiers
+from headrace.dataio.sidecar.daemon import Daemon
+from headrace.dataio.sidecar.settings import Config, cache_tiers
 from headrace.dataio.store.open import open_location
 
 

@@ -45,7 +45,14 @@ def job(daemon: RunningDaemon, media: Path, tmp_path: Path) -> Iterator[Job]:
     clips = sorted(media.rglob("*.mp4"))[:4]
     pack([os.fspath(clip) for clip in clips], os.fspath(tmp_path / "ds")).close()
     stop = tmp_path / "stop"
-    command = [sys.executable, HERE / "page_trainer.py", tmp_path / "ds", tmp_path / "ck", daemon.socket, stop]
+    command: list[str | Path] = [
+        sys.executable,
+        HERE / "page_trainer.py",
+        tmp_path / "ds",
+        tmp_path / "ck",
+        daemon.socket,
+        stop,
+    ]
     with open(tmp_path / "trainer.log", "wb") as log:
         process = subprocess.Popen([os.fspath(part) for part in command], stdout=log, stderr=log)
 

@@ -252,7 +252,7 @@ def test_whatever_comes_every_descriptor_has_one_fate_and_every_open_one_answer(
                 case HangUp():
                     pending.clear()
         assert sorted(fates) == list(descriptors)
-        if pending and data.draw(st.booleans()):
+        if len(pending) > 0 and data.draw(st.booleans()):
             id = pending.pop()
             (answer,) = session.opened(id, Lease(data.draw(st.integers(0, 3))))
             assert isinstance(answer, Send)

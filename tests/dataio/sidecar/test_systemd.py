@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -121,23 +122,24 @@ def test_of_several_descriptors_the_one_of_that_name_is_meant() -> None:
 
 
 def test_other_names_are_other_peoples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(systemd, "_checked", lambda fd: fd)
-    environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
-    assert systemd.listening({**environ, "LISTEN_FDNAMES": "arena-1"}) is None
-    assert systemd.listening({**environ, "LISTEN_FDNAMES": "x.socket"}) == 3
-    assert systemd.listening(environ) == 3
+    with socket.socket() as third:
+        monkeypatch.setattr(systemd, "_checked", {3: third}.__getitem__)
+        environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
+        assert systemd.listening({**environ, "LISTEN_FDNAMES": "arena-1"}) is None
+        assert systemd.listening({**environ, "LISTEN_FDNAMES": "x.socket"}) is third
+        assert systemd.listening(environ) is third
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp", "datagram", "deaf", "unnamed"])
 def test_what_is_no_listening_unix_socket_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    made = {
+    makers: dict[str, Callable[[], socket.socket | TextIO]] = {
         "file": lambda: open(tmp_path / "f", "w"),  # noqa: SIM115
         "tcp": lambda: socket.socket(),
         "datagram": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM),
         "deaf": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM),
         "unnamed": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM),
-    }[kind]()
-    with made as thing:
+    }
+    with makers[kind]() as thing:
         if isinstance(thing, socket.socket) and kind == "unnamed":
             thing.bind(b"\0headrace-test-" + str(os.getpid()).encode())
             thing.listen(1)

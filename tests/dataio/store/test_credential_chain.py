@@ -107,7 +107,7 @@ def test_changed_variables_take_effect_for_threads_that_ask_by_themselves(
         for _ in range(2):
             buffer = bytearray(1)
             pool.submit(store.get_into, "k", 0, memoryview(buffer)).result(60)
-            assert (buffer, pool.submit(store.stat, "k").result(60).size) == (b"1", 1)
+            assert (bytes(buffer), pool.submit(store.stat, "k").result(60).size) == (b"1", 1)
             server.change_keys(new := _new_keys())
             with pytest.raises(AccessDeniedError, match="AWS_ACCESS_KEY_ID"):
                 pool.submit(store.get_into, "k", 0, memoryview(buffer)).result(60)

@@ -195,7 +195,7 @@ def test_a_refusal_of_o_direct_is_no_error(tmp_path: Path, monkeypatch: pytest.M
     store, body = open_store(tmp_path / "store", storage_options={"direct": True}), some_bytes(3 * MIB)
     store.put("k", body)
     monkeypatch.setattr(direct_io, "mostly_cached", lambda *_: False)
-    monkeypatch.setattr(direct_io.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     buffer = bytearray(len(body))
     store.get_into("k", 0, memoryview(buffer))
     assert buffer == body

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core.errors import NotFoundError, UnsupportedError, UsageError
-from headrace.dataio.store.base import Location
+from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.mounts import MAX_MOUNTS, Mounts, open_mounts, url_of
 from headrace.dataio.store.open import open_location, open_store
 
@@ -33,7 +33,7 @@ def test_keys_are_answered_by_the_store_that_they_belong_to(mounts: Mounts) -> N
     piece, pieces = bytearray(3), [bytearray(1), bytearray(2)]
     mounts.get_into("mounts/m1/x.tar", 4, memoryview(piece))
     mounts.get_ranges_into("mounts/m1/x.tar", [(9, memoryview(pieces[0])), (0, memoryview(pieces[1]))])
-    assert (piece, pieces) == (b"456", [b"9", b"01"])
+    assert [bytes(found) for found in (piece, *pieces)] == [b"456", b"9", b"01"]
     found = mounts.stat("mounts/m1/x.tar")
     assert (found.key, found.size) == ("mounts/m1/x.tar", 10)
 
@@ -85,7 +85,7 @@ def test_objects_have_an_address_for_people(mounts: Mounts, tmp_path: Path) -> N
 
 
 def test_closing_leaves_a_base_that_it_does_not_own(tmp_path: Path) -> None:
-    closed = []
+    closed: list[Store] = []
 
     class Closing(Mounts):
         def close(self) -> None:
@@ -95,7 +95,7 @@ def test_closing_leaves_a_base_that_it_does_not_own(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="one level"):
         Mounts(base, {"m1": other})
     inner = open_store(tmp_path)
-    inner.close = lambda: closed.append(inner)  # type: ignore[method-assign,func-returns-value,assignment]
+    inner.close = lambda: closed.append(inner)  # type: ignore[method-assign]
     Mounts(inner, {"m1": other}, owns_base=False).close()
     assert closed == []
     Mounts(inner, {"m1": other}).close()

@@ -130,7 +130,7 @@ def test_a_hidden_file_stays_locked_until_it_has_its_name(root: Path, monkeypatc
 def test_a_writer_whose_new_file_was_taken_for_a_dead_ones_makes_another(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, fired = os.open, []
+    real, fired = os.open, list[str]()
 
     def opened(path: str, flags: int, *more: int) -> int:
         fd = real(path, flags, *more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -57,7 +57,7 @@ def land_all(cache: CachePlan, out: list[Instruction]) -> list[Instruction]:
     return seen
 
 
-def load(cache: CachePlan, ticket: int, o: ObjectId, blocks: list[int], *, keep: bool = False) -> int:
+def load(cache: CachePlan, ticket: int, o: ObjectId, blocks: Sequence[int], *, keep: bool = False) -> int:
     """Request and fetch; returns the file."""
     out = ask(cache, ticket, o, blocks)
     for fetch in fetches(out):

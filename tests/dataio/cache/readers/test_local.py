@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from headrace.dataio.cache.blocks import FILES, TRUSTED_SECONDS
-from headrace.dataio.cache.readers import base, local
+from headrace.dataio.cache.readers import local
 from headrace.dataio.cache.readers.base import open_local_reader
 from headrace.dataio.cache.readers.bypass import BypassReader
 from headrace.dataio.cache.readers.cached import PrivateReader
@@ -112,8 +112,8 @@ def test_a_view_keeps_its_bytes_for_as_long_as_it_is_held_and_memory_that_nobody
     reader: DirectReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[int]()
-    empty = base.np.empty
-    monkeypatch.setattr(base.np, "empty", lambda size, dtype: made.append(size) or empty(size, dtype))
+    empty = np.empty
+    monkeypatch.setattr(np, "empty", lambda size, dtype: made.append(size) or empty(size, dtype))
     held = reader.read("a", [(0, 1000), (5000, 1000)])[1][10:20]
     for offset in range(50):
         assert bytes(reader.read("b", [(offset, 1000)])[0]) == payload("b")[offset : offset + 1000]

@@ -36,7 +36,7 @@ def small(daemon: RunningDaemon) -> RunningDaemon:
 
 def jobs(sidecar: Sidecar) -> dict[str, Any]:
     found: Any = sidecar.status()["jobs"]
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def in_thread(work: Callable[[], StagedJob]) -> tuple[threading.Thread, list[Any]]:

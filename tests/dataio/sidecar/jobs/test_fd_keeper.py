@@ -91,7 +91,7 @@ def test_a_keeper_that_was_killed_is_replaced_and_gets_everything_again(tmp_path
 def test_without_a_keeper_nothing_fails_and_it_is_said(
     tmp_path: Path, place: FdKeeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fd_keeper.keeper_process, "__file__", "/nowhere/keeper.py")
+    monkeypatch.setattr(keeper_process, "__file__", "/nowhere/keeper.py")
     monkeypatch.setattr(fd_keeper, "SECONDS", 0.2)
     place.put("a", memory(b"1"))
     assert place.holds == 0

@@ -482,10 +482,12 @@ def test_keys_and_what_they_protect_are_in_no_text(
 
 @pytest.mark.parametrize("name", ["cert", "key", "ca"])
 def test_a_buddy_without_its_files_is_refused_by_name(guest: TierConfig, name: str) -> None:
+    absent: dict[str, Any] = {name: None}
     with pytest.raises(UsageError, match=f"a buddy needs tls_{name}"):
-        replace(guest, **{name: None}).check()
+        replace(guest, **absent).check()
+    absent[name] = Path("/nowhere/x.pem")
     with pytest.raises(UsageError, match=f"a buddy needs tls_{name}"):
-        TierService(replace(guest, **{name: Path("/nowhere/x.pem")}))  # type: ignore[arg-type]
+        TierService(replace(guest, **absent))
 
 
 def test_settings_of_buddies_are_checked() -> None:

@@ -34,7 +34,12 @@ def parts(size: int = 9 * MIB, seed: int = 7) -> list[bytes]:
 
 def test_a_conditional_write_waits_until_what_was_kept_is_in_the_store(remote: Counting, tmp_path: Path) -> None:
     tier, slow = shelf(tmp_path), threading.Event()
-    remote.before = lambda operation, key: slow.wait(150) if operation == "put_multipart" else None  # type: ignore[func-returns-value]
+
+    def wait(operation: str, key: str) -> None:
+        if operation == "put_multipart":
+            slow.wait(150)
+
+    remote.before = wait
     with WriteThroughTier(remote, tier, is_pack) as store:
         assert store.put_multipart("packs/1", parts()) == 9 * MIB
         assert store.put_multipart("packs/2", parts()) == 9 * MIB
