@@ -1,20 +1,27 @@
-"""The GPU drill: all that only a GPU can show about Headrace, in one command, on a machine with a GPU and torch.
+"""The GPU drill: everything that only a GPU can show about Headrace, in one command.
 
-    python bench/gpu_drill.py                    put the wheels together, install what is missing, run what can be run
-    python bench/gpu_drill.py --dry-run          without a GPU: list all parts and run what of them needs none
+    python bench/gpu_drill.py                    join and install the wheels that arrived, run the parts that can run
+    python bench/gpu_drill.py --dry-run          without a GPU: list all parts, and run what needs no GPU
     python bench/gpu_drill.py --parts nvdec,lazy
-    python bench/gpu_drill.py fetch              where there is a network: fetch wheels for CPython 3.12, cut them into pieces
+    python bench/gpu_drill.py fetch              with a network: fetch wheels for CPython 3.12, split them into pieces
 
-It needs Python 3.11 or newer, torch with CUDA, no network, and the checkout it lies in. Pieces lie in `.drill/pieces` of the
-checkout, at most 50 MiB each, so that they can travel one by one; packages go to `.drill/site`, and the machine's own stay.
-Standard library only, so that it starts anywhere; each part runs in a process group of its own, for at most what `SECONDS`
-allows it, and leaves `.drill/out/parts/NAME.json`, written anew with every figure. A part that is done is not run again
-(`--again`), unless more of the packages that it can use are here by now: a drill cut short goes on where it stopped, and one that
-gets its wheels piece by piece does more each time, also when it gets an empty `$OUT`, as results are copied there.
-Invariant: every part that was ever begun is in the results, also when it failed, was cut off (with what it had measured), had
-no time, or lacks a package, which it names; the card's settings are not touched, and no process outlives its part.
-Failure behaviour: exit code 1 when a part failed or had no time; 2 for wrong use or damaged wheels, with what to do. A part that
-lacks a package is no failure.
+It needs Python 3.11 or newer, torch with CUDA, and the checkout that it is in. It needs no network. The pieces of the
+wheels are in `.drill/pieces` of the checkout, at most 50 MiB each, so that they can be copied one by one. Packages are
+installed into `.drill/site`; the machine's own packages stay.
+
+The drill imports the standard library only, so that it starts anywhere. Each part runs in its own process group, for at
+most the time in `SECONDS`. It rewrites `.drill/out/parts/NAME.json` with every figure. A part that is done does not run
+again, unless more of the packages that it can use have arrived, or with `--again`. So a drill that was cut short
+continues where it stopped, and one that gets its wheels piece by piece does more each time. Results are also copied to
+`$OUT`, which may be empty at each start.
+Invariants:
+
+- Every part that ever began is in the results, also when it failed or was cut off, with what it had measured.
+- A part that had no time, or lacks a package, is in the results with the reason.
+- The drill never changes the settings of the card. No process outlives its part.
+
+Failure behaviour: exit code 1 when a part failed or had no time; 2 for wrong use or damaged wheels, with the next step.
+A part that lacks a package is no failure.
 """
 
 from __future__ import annotations
@@ -48,7 +55,7 @@ SECONDS = {
     "checks": 240,
     "tests": 540,
 }
-"""What a part gets at most, so that one which hangs costs the others nothing."""
+"""The most seconds that a part may take, so that a part that hangs takes no time from the others."""
 _STATE = ("torch", "numpy", "msgspec", "blake3", "zstandard", "xxhash", "prometheus_client", "fsspec")
 _CLIPS = (*_STATE, "av", "simplejpeg", "pyarrow", "duckdb", "rich")
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -62,19 +69,19 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "checks": _STATE,
     "tests": (*_CLIPS, "pytest", "pytest_timeout", "hypothesis", "nvidia.dali"),
 }
-"""Without these a part cannot be run."""
+"""The packages that a part needs."""
 USES: dict[str, tuple[str, ...]] = {"feed": ("nvidia.dali",), "checks": ("av", "nvidia.dali"), "probe": NEEDS["tests"]}
-"""With these it shows more."""
+"""The packages with which a part shows more."""
 LEAST_SECONDS = 5
-"""With less left a part is not begun."""
+"""A part does not begin if fewer seconds are left."""
 SHOWS: dict[str, tuple[str, str]] = {
-    "probe": ("machine:probe", "the machine: card, PCIe link, driver, versions, what torch, DALI and cuFile see"),
+    "probe": ("checks:probe", "the machine: card, PCIe link, driver, versions, what torch, DALI and cuFile see"),
     "nvdec": (
-        "nvdec:run",
+        "loading:nvdec",
         "NVDEC by DALI for h264, hevc, vp9, av1: pixels compared with the CPU's, frames/s, decoder utilisation",
     ),
     "feed": (
-        "feed:run",
+        "loading:feed",
         "loader to device tensors, copied during a real training step: batches/s, idle share of the device",
     ),
     "staging": (
@@ -97,15 +104,15 @@ SHOWS: dict[str, tuple[str, str]] = {
         "checks:run",
         "order of streams, pinned arenas, hand-over of batches, memory of decoders: right or wrong",
     ),
-    "tests": ("machine:suite", "pytest -m gpu (collected only, without a GPU)"),
+    "tests": ("checks:suite", "pytest -m gpu (collected only, without a GPU)"),
 }
-"""Part → (module:function in `headrace.bench.drill`, one line that says what it shows)."""
+"""Part → (module:function in `headrace.bench.drill`, one line about what it shows)."""
 PARTS = tuple(SECONDS)
 HOME = ROOT / ".drill"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the drill; the exit code."""
+    """Run the drill and return the exit code."""
     from headrace.bench.drill.wheels import DrillError
 
     args = _parser().parse_args(argv)
@@ -124,20 +131,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", choices=("run", "fetch"), default="run")
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
-    parser.add_argument("--dry-run", action="store_true", help="no GPU: list all parts, run what needs none")
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU: list all parts, run what needs no GPU")
     parser.add_argument("--again", action="store_true", help="run parts that are done already")
-    parser.add_argument("--limit", type=float, default=540, help="seconds that any part gets (default: %(default)s)")
-    parser.add_argument("--budget", type=float, default=1700, help="seconds for all of them (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=540, help="the most seconds of any part (default: %(default)s)")
+    parser.add_argument(
+        "--budget", type=float, default=1700, help="seconds for all parts together (default: %(default)s)"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         default=HOME / "out",
-        help="results (default: %(default)s), also copied to $OUT where that is set",
+        help="results (default: %(default)s), also copied to $OUT if that is set",
     )
     parser.add_argument("--pieces", type=Path, default=HOME / "pieces")
     parser.add_argument("--site", type=Path, default=HOME / "site")
     parser.add_argument("--python", default="3.12", help="fetch: for this CPython (default: %(default)s)")
-    parser.add_argument("--without", default="", help="fetch: distributions that the machine has, separated by commas")
+    parser.add_argument("--without", default="", help="fetch: packages that the machine has, separated by commas")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser
 
@@ -174,14 +183,14 @@ def _drill(args: argparse.Namespace) -> int:
         else:
             uses = [package for package in USES.get(name, ()) if package not in absent]
             found[name] = _part(name, args, environ, min(args.limit, SECONDS[name], left), uses)
-        _leave(args.out, _all(args.out, found), args.dry_run)
+        _write_results(args.out, _all(args.out, found), args.dry_run)
     print(f"\nwrote {args.out / 'drill.json'} and {args.out / 'drill.md'}")
     bad = [part for part in found.values() if (part["status"] != "done" and not part.get("lacking")) or _errors(part)]
     return 1 if bad else 0
 
 
 def _absent(environ: dict[str, str]) -> list[str]:
-    """The packages of all parts that this Python cannot find."""
+    """Return the packages of all parts that this Python cannot find."""
     names = sorted({name for part in PARTS for name in (*NEEDS[part], *USES.get(part, ()))})
     program = (
         "import importlib.util, sys\n"
@@ -199,23 +208,23 @@ def _absent(environ: dict[str, str]) -> list[str]:
 
 
 def _lacking(name: str, args: argparse.Namespace, lacking: Sequence[str]) -> dict[str, Any]:
-    """What is said of a part that lacks packages; what it measured with them before stays."""
+    """Return the result of a part that lacks packages. What it measured with them before stays."""
     known = _read(args.out / "parts" / f"{name}.json")
     if known and known.get("status") == "done":
         return known
-    why = f"not here: {', '.join(lacking)}; `fetch` brings it, where there is a network"
+    why = f"not here: {', '.join(lacking)}; `fetch` brings it, on a machine with a network"
     print(f"{name}: skipped, {why}", flush=True)
     return {"name": name, "status": "skipped", "why": why, "lacking": list(lacking)}
 
 
 def _all(out: Path, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The parts of this start, and those that earlier ones left."""
+    """Return the parts of this start, and those of earlier starts."""
     before = {name: _read(out / "parts" / f"{name}.json") for name in PARTS}
     return [part for name in PARTS if (part := found.get(name) or before[name]) is not None]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A part's file; None where there is none, or no whole one."""
+    """Read the file of a part; None if it is missing or incomplete."""
     try:
         known: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -224,14 +233,17 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _environ(args: argparse.Namespace) -> dict[str, str]:
-    """The variables for the parts: the wheels that were brought are installed and found, after the machine's own packages."""
+    """Install the wheels that arrived, and return the variables with which the parts find them.
+
+    The machine's own packages come first.
+    """
     from headrace.bench.drill import wheels
 
     if (args.pieces / wheels.MANIFEST).exists() and not wheels.is_installed(args.pieces, args.site):
         installed = wheels.install(wheels.join(args.pieces, HOME / "wheels"), args.site)
         wheels.note_installed(args.pieces, args.site)
         lacking = ", ".join(wheels.missing(args.pieces)) or "none"
-        print(f"installed {len(installed)} wheels into {args.site}; pieces that are missing: {lacking}", flush=True)
+        print(f"installed {len(installed)} wheels into {args.site}; missing pieces: {lacking}", flush=True)
     wheels.register(ROOT / "pyproject.toml", args.site)
     paths = [str(ROOT), str(args.site), os.environ.get("PYTHONPATH", "")]
     cufile = {"CUFILE_ENV_PATH_JSON": str(_cufile(args.out)), **os.environ}
@@ -239,7 +251,7 @@ def _environ(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _cufile(out: Path) -> Path:
-    """Settings of cuFile, which reads them once, before anything else: its compatibility mode is allowed, its log lies here."""
+    """Write the settings of cuFile: they allow its compatibility mode, and put its log into `out`."""
     path = (out / "cufile.json").resolve()
     settings = {"properties": {"allow_compat_mode": True}, "logging": {"level": "ERROR", "dir": str(out.resolve())}}
     path.write_text(json.dumps(settings))
@@ -275,7 +287,7 @@ def _part(
 
 
 def _run(command: Sequence[str], environ: dict[str, str], seconds: float, log: Path) -> str:
-    """Run it in a process group of its own, of which nothing is left afterwards; what to say if it left no results."""
+    """Run a command in its own process group, kill the group, and return the reason for missing results."""
     cut = ""
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -289,8 +301,8 @@ def _run(command: Sequence[str], environ: dict[str, str], seconds: float, log: P
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    said = log.read_bytes()[-2000:].decode(errors="replace")
-    return cut + (said or f"exit status {process.returncode}")
+    output_end = log.read_bytes()[-2000:].decode(errors="replace")
+    return cut + (output_end or f"exit status {process.returncode}")
 
 
 def _errors(part: dict[str, Any]) -> list[str]:
@@ -300,10 +312,10 @@ def _errors(part: dict[str, Any]) -> list[str]:
 
 
 def _one(name: str, out: Path, *, dry: bool) -> int:
-    """In the part's own process."""
+    """Run one part, in its own process."""
     gpu = not dry and _gpu()
     if not gpu and not dry:
-        raise SystemExit("torch sees no GPU here; --dry-run runs what needs none")
+        raise SystemExit("torch sees no GPU here; --dry-run runs what needs no GPU")
     module, _, function = SHOWS[name][0].partition(":")
     part: Any = getattr(importlib.import_module(f"headrace.bench.drill.{module}"), function)
     result: Any = importlib.import_module("headrace.bench.drill.result")
@@ -318,8 +330,8 @@ def _gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def _leave(out: Path, parts: list[dict[str, Any]], dry: bool) -> None:
-    """The results document and its Markdown, after every part; also in `$OUT`."""
+def _write_results(out: Path, parts: list[dict[str, Any]], dry: bool) -> None:
+    """Write the results document and its Markdown, also to `$OUT`."""
     machine = {"python": platform.python_version(), "kernel": platform.release(), "cpus": len(os.sched_getaffinity(0))}
     for part in parts:
         if part["name"] == "probe":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.demo.media import make_clip
+from headrace.bench.core.data import make_clip
 from headrace.dataio import open_store, pack
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,10 +1,16 @@
-"""The shell around every benchmark: shared options, a scratch folder, progress, the results file, the exit code.
+"""The frame of every benchmark: shared options, a scratch folder, progress, the results file, the exit code.
 
-How to add a benchmark: write `fill(job, part)`, which fills the part as it goes, and `main(argv)` that calls `run(argv,
-NAME, …, fill)`, and name it in `bench/cli.py`. The job has the rounds, a scratch folder and your own options.
-Invariant: once the options are parsed, the results file is always written. A part that raises is in it as failed, an interrupted
-one as interrupted, with what it had measured until then. Failure behaviour: exit code 1 when
-something failed and is named, 130 when interrupted; an error of the caller (`UsageError`) passes through.
+How to add a benchmark: write a function under the decorator `benchmark`, and name it in `bench/cli.py`:
+
+    @benchmark("pack", "Packing files.", argument("--files", type=positive_int, default=160))
+    def pack(job: Job, part: Part) -> None:
+        ...
+
+The function fills the part as it measures. The job has the rounds, a scratch folder and the options.
+Invariant: once the options are parsed, the results file is always written. A part that raises is in it as failed, an
+interrupted one as interrupted, with what it had measured until then.
+Failure behaviour: exit code 1 when something failed and is named, 130 when interrupted. An error of the caller
+(`UsageError`) passes through.
 """
 
 from __future__ import annotations
@@ -16,16 +22,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from headrace.bench.core.machine import environment
-from headrace.bench.core.measure import Tell, compiled
-from headrace.bench.core.results import Part, Run, encode, prepare, shown, write
-from headrace.bench.core.table import part_table
-from headrace.dataio.core.cli import Parser, positive_int
+from headrace.bench.core.measure import Progress, compile_packages
+from headrace.bench.core.report import part_table
+from headrace.bench.core.results import Part, Run, encode, environment, prepare, shown, write
+from headrace.dataio.core.cli import Argument, Command, argument, command, json_option, positive_int
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.redact import redact
 
@@ -40,48 +45,53 @@ class Job:
 
     rounds: int
     scratch: Path
-    tell: Tell
+    progress: Progress
     args: argparse.Namespace
 
 
-def parser(name: str, description: str, *, rounds: int = 3) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have."""
-    made = Parser(
-        prog=f"headrace bench {name}",
-        description=description,
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument(
-        "--rounds", type=positive_int, default=rounds, help="times that everything runs (default: %(default)s)"
-    )
-    made.add_argument("--directory", type=Path, help="where to write; a temporary folder by default")
-    made.add_argument("-o", "--output", type=Path, help="write raw samples and environment to this JSON file")
-    made.add_argument("--json", action="store_true", help="print that JSON instead of tables")
-    return made
+Fill = Callable[[Job, Part], None]
 
 
-def run(
-    argv: Sequence[str],
+def benchmark(
     name: str,
     description: str,
-    fill: Callable[[Job, Part], None],
-    options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
-    *,
+    *arguments: Argument,
     rounds: int = 3,
     show: Callable[[Part], str] = part_table,
-) -> int:
-    """Parse `argv`, run `fill`, write and print what it found; the exit code. `show` makes the text to print."""
-    made = parser(name, description, rounds=rounds)
-    options(made)
-    args = made.parse_args(argv)
+) -> Callable[[Fill], Command]:
+    """Make a command of the function below, which fills a part of a results document.
+
+    Args:
+        name: What follows `headrace bench` on the command line.
+        description: The text at the top of the command's help.
+        arguments: The benchmark's own arguments.
+        rounds: How often everything runs by default.
+        show: Makes the text that is printed without `--json`.
+    """
+    shared = (
+        argument(
+            "--rounds", type=positive_int, default=rounds, help="times that everything runs (default: %(default)s)"
+        ),
+        argument("--directory", type=Path, help="where to write; a temporary folder by default"),
+        argument("-o", "--output", type=Path, help="write raw samples and environment to this JSON file"),
+        json_option("that JSON"),
+    )
+
+    def decorate(fill: Fill) -> Command:
+        decorated = command(f"bench {name}", description, *shared, *arguments, epilog=EXIT_CODES)
+        return decorated(lambda args: _measure(name, fill, show, args))
+
+    return decorate
+
+
+def _measure(name: str, fill: Fill, show: Callable[[Part], str], args: argparse.Namespace) -> int:
     if args.output:
         prepare(args.output)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    found = Run(shown(["headrace", "bench", name, *argv]), started, environment(args.directory))
-    compiled()
-    with terminable(), _scratch(args.directory) as scratch:
-        found.parts.append(_guarded(fill, Job(args.rounds, Path(scratch), progress(), args), name))
+    found = Run(shown(["headrace", "bench", name, *args.argv]), started, environment(args.directory))
+    compile_packages()
+    with _sigterm_interrupts(), _scratch(args.directory) as scratch:
+        found.parts.append(_filled(fill, Job(args.rounds, Path(scratch), show_progress(), args), name))
     if args.output:
         write(found, args.output)
     print(encode(found) if args.json else text(found.parts[0], show))
@@ -99,8 +109,8 @@ def _scratch(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Treat SIGTERM as an interrupt, so that a time-out or a scheduler that ends the program keeps its results."""
+def _sigterm_interrupts() -> Iterator[None]:
+    """Treat SIGTERM as an interrupt, so that a time limit or a scheduler that ends the program keeps its results."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -124,7 +134,7 @@ def text(part: Part, show: Callable[[Part], str] = part_table) -> str:
     return f"\n## {part.title or part.name}\n\n{show(part)}{notes}"
 
 
-def _guarded(fill: Callable[[Job, Part], None], job: Job, name: str) -> Part:
+def _filled(fill: Fill, job: Job, name: str) -> Part:
     began, found = time.perf_counter(), Part(name)
     try:
         fill(job, found)
@@ -138,11 +148,11 @@ def _guarded(fill: Callable[[Job, Part], None], job: Job, name: str) -> Part:
     return found
 
 
-def progress() -> Tell:
-    """Show progress: one updated line on a terminal, otherwise a line for every new name."""
+def show_progress() -> Progress:
+    """Return a callback that shows progress: one updated line on a terminal, otherwise a line for every new name."""
     last = ""
 
-    def tell(name: str, share: float) -> None:
+    def show(name: str, share: float) -> None:
         nonlocal last
         if sys.stderr.isatty():
             print(f"\r\x1b[K{share:4.0%} {name}", end="", file=sys.stderr, flush=True)
@@ -150,4 +160,4 @@ def progress() -> Tell:
             print(name, file=sys.stderr, flush=True)
         last = name
 
-    return tell
+    return show

@@ -1,80 +1,109 @@
-"""Side-by-side measurement: candidates take turns, each in its own process, and all samples are kept.
+"""Side-by-side measurement: candidates take turns, each in its own process, and every sample is kept.
 
-Every candidate runs once a round, and every round begins with another candidate (A B C, then B C A, …), so drift of the
-machine and the order itself affect all alike. A candidate's process measures itself and prints one JSON object.
-`Latencies` is a histogram of bounded size with logarithmic ranges, each divided into 64 equal buckets (as in HdrHistogram).
-A percentile of it is at most 1.6 % too high and never too low, between a microsecond and an hour.
-Failure behaviour: a candidate that fails is reported with the end of its standard error and has no figures; the others go
-on. An interrupt ends the measurement; what was measured until then is in `samples`.
+Every candidate runs once a round. Each round begins with another candidate (A B C, then B C A, …), so drift of the
+machine and the order itself affect all alike. A candidate is a function: `python -m headrace.bench.core.measure
+MODULE:FUNCTION ARGUMENTS` calls it and prints what it returns as JSON.
+
+`Latencies` is a histogram of bounded size with logarithmic ranges, each divided into 64 equal buckets (as in
+HdrHistogram). Its percentiles are at most 1.6 % too high and never too low, between a microsecond and an hour.
+Failure behaviour: a candidate that fails is reported with the end of its standard error and has no figures. The others
+go on. An interrupt ends the measurement; what was measured until then is in `samples`.
 """
 
 from __future__ import annotations
 
 import compileall
+import importlib
 import json
+import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headrace.bench.core.results import Samples
 
 CANDIDATE_SECONDS = 300.0
-Tell = Callable[[str, float], None]
-"""Called with the name of the candidate that runs and the share of the work that is done."""
+Progress = Callable[[str, float], None]
+"""A callback that gets the name of the running candidate and the share of the work that is done, 0.0 to 1.0."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do the work: `python -m <module> <arguments…>` prints a JSON object of metric → number as its last line.
+    """One way to do the work.
 
-    `python` is another interpreter than this one. The object may have a key `histograms`: name → pairs of (upper edge in
-    seconds, how many); those of all rounds are added up.
+    Args:
+        name: Its name in tables.
+        function: `module:function`. It returns a dict of metric → number. The dict may also have `histograms`, name →
+            pairs of (upper edge in seconds, count), which are added up over all rounds, and `errors`, a list of texts.
+        arguments: The arguments of the function: texts, numbers, or what else JSON can hold.
+        python: The interpreter; this one by default.
+        environ: Environment variables, added to those of this process.
     """
 
     name: str
-    module: str
-    arguments: tuple[str, ...]
+    function: str
+    arguments: tuple[Any, ...]
     python: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def command_of(function: str, *arguments: Any, python: str = "") -> list[str]:
+    """Return the command that calls `module:function` in a process of its own and prints the result as JSON."""
+    return [python or sys.executable, "-m", "headrace.bench.core.measure", function, json.dumps(arguments)]
 
 
 def alternate(
     candidates: Sequence[Candidate],
     rounds: int,
-    tell: Tell,
+    progress: Progress,
     samples: dict[str, Samples] | None = None,
     *,
     seconds: float = CANDIDATE_SECONDS,
 ) -> dict[str, Samples]:
-    """Run every candidate once a round, each round beginning with another one; a process gets at most `seconds`.
+    """Run every candidate once a round, each round beginning with another one.
 
-    Samples are added to `samples` as they arrive, so an interrupt loses none.
+    Args:
+        candidates: They run in this order in the first round.
+        rounds: How often each runs.
+        progress: Called before each run.
+        samples: Results are added to this dict as they arrive, so an interrupt loses none.
+        seconds: The most that one process may take.
+
+    Returns:
+        The samples of each candidate, by name.
     """
     samples = {} if samples is None else samples
     samples |= {candidate.name: Samples() for candidate in candidates}
     for number in range(rounds):
         first = number % max(1, len(candidates))
         for place, candidate in enumerate((*candidates[first:], *candidates[:first])):
-            tell(candidate.name, (number * len(candidates) + place) / (rounds * len(candidates)))
-            _once(candidate, samples[candidate.name], seconds)
+            progress(candidate.name, (number * len(candidates) + place) / (rounds * len(candidates)))
+            _run(candidate, samples[candidate.name], seconds)
     return samples
 
 
-def compiled() -> None:
-    """Compile our packages, as an installation does. A measured process may not write bytecode; it would compile the modules
-    of a checkout each time, but not those of its peers."""
+def compile_packages() -> None:
+    """Compile our packages, as an installation does.
+
+    A measured process may not write bytecode. It would compile the modules of a checkout each time, but not those of
+    its peers.
+    """
     here = Path(__file__).parents[2]
     for package in ("dataio", "loaders", "checkpoint", "bench"):
         compileall.compile_dir(here / package, quiet=2)
 
 
-def _once(candidate: Candidate, samples: Samples, seconds: float) -> None:
-    command = [candidate.python or sys.executable, "-m", candidate.module, *candidate.arguments]
+def _run(candidate: Candidate, samples: Samples, seconds: float) -> None:
+    command = command_of(candidate.function, *candidate.arguments, python=candidate.python)
+    environ = {**os.environ, **candidate.environ}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environ)
     except subprocess.TimeoutExpired:
         samples.errors.append(f"took longer than {seconds:g} s")
         return
@@ -97,14 +126,17 @@ def _once(candidate: Candidate, samples: Samples, seconds: float) -> None:
         samples.metrics.setdefault(metric, []).append(value)
 
 
+# --- processor and memory
+
+
 class Meter:
-    """Measures the process it lives in: wall seconds, CPU seconds of it and its ended children, peak resident memory."""
+    """Measures the process that creates it: wall seconds, CPU seconds of it and its ended children, peak memory."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), cpu_seconds()
 
     def read(self) -> dict[str, float]:
-        """`wall_s` and `cpu_s` since the meter was made, `peak_mib` of the process and of its largest ended child."""
+        """`wall_s` and `cpu_s` since the meter was created, `peak_mib` of the process and of its largest ended child."""
         peak = sum(resource.getrusage(scope).ru_maxrss for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         return {
             "wall_s": time.perf_counter() - self._wall,
@@ -117,6 +149,57 @@ def cpu_seconds() -> float:
     """CPU seconds of this process and its ended children."""
     uses = [resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+def memory_kib(name: str, pid: int | str = "self", file: str = "status") -> int:
+    """Return a value of /proc/PID/status (or of another such file) in KiB, or 0 if the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def children(pid: int | str = "self") -> list[str]:
+    """Return the ids of the child processes of `pid`."""
+    found = list[str]()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += task.read_text().split()
+        except OSError:
+            continue
+    return found
+
+
+class TreeMemory:
+    """Peak memory of this process and its descendants: the sum of their PSS, sampled four times a second."""
+
+    def __init__(self) -> None:
+        self._peak = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> float:
+        """Stop sampling, and return the peak in MiB."""
+        self._stopped.set()
+        self._thread.join()
+        return self._peak / 1024
+
+    def _sample(self) -> None:
+        while True:
+            stopped = self._stopped.wait(0.25)
+            tree = _descendants(str(os.getpid()))
+            self._peak = max(self._peak, sum(memory_kib("Pss", pid, "smaps_rollup") for pid in tree))
+            if stopped:
+                return
+
+
+def _descendants(pid: str) -> list[str]:
+    return [pid, *(below for child in children(pid) for below in _descendants(child))]
+
+
+# --- latencies
 
 
 _STEPS = 64
@@ -134,10 +217,10 @@ def edge(seconds: float) -> float:
 
 
 class Latencies:
-    """Counts by bucket. Not locked: one a thread, added up afterwards."""
+    """Counts by bucket. It has no lock: use one in each thread and merge them afterwards."""
 
-    def __init__(self, counts: Mapping[float, int] | None = None) -> None:
-        self.counts = dict(counts or {})
+    def __init__(self) -> None:
+        self.counts: dict[float, int] = {}
 
     def add(self, seconds: float) -> None:
         """Count one latency."""
@@ -145,7 +228,7 @@ class Latencies:
         self.counts[at] = self.counts.get(at, 0) + 1
 
     def merge(self, others: Iterable[Latencies]) -> Latencies:
-        """This one with all of `others` added."""
+        """Add the counts of all `others` to this one, and return it."""
         for other in others:
             for at, count in other.counts.items():
                 self.counts[at] = self.counts.get(at, 0) + count
@@ -165,10 +248,16 @@ class Latencies:
                 return at
         return 0.0
 
-    def mean(self) -> float:
-        """Mean of the buckets' edges in seconds; 0 when there are none."""
-        return sum(at * count for at, count in self.counts.items()) / self.total if self.counts else 0.0
-
     def pairs(self) -> list[tuple[float, int]]:
-        """(upper edge in seconds, how many), for the results document."""
+        """(upper edge in seconds, count) of each bucket, for the results document."""
         return sorted(self.counts.items())
+
+
+def main(function: str, arguments: str) -> None:
+    """Call `module:function` with a JSON list of arguments, and print the result as JSON."""
+    module, _, name = function.partition(":")
+    print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(arguments))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

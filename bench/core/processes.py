@@ -1,7 +1,7 @@
 """Real processes that benchmarks and tests need: the node's daemon, and an S3 server that counts the bytes it sends.
 
-Invariant: every process that is started here ends with its context. Failure behaviour: a daemon that does not start raises
-`RuntimeError`.
+Invariant: every process that is started here ends with its context.
+Failure behaviour: a daemon that does not start raises `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from headrace.bench.core.measure import memory_kib
 from headrace.dataio.sidecar.client import Sidecar
 
 START_SECONDS = 60.0
@@ -38,13 +39,11 @@ class DaemonProcess:
 
     def rss_mib(self) -> float:
         """Resident memory."""
-        fields = Path(f"/proc/{self.pid}/statm").read_text().split()
-        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+        return memory_kib("VmRSS", self.pid) / 1024
 
     def peak_mib(self) -> float:
-        """The highest `rss_mib` so far."""
-        text = Path(f"/proc/{self.pid}/status").read_text()
-        return int(text.partition("VmHWM:")[2].split()[0]) / 1024
+        """The highest resident memory so far."""
+        return memory_kib("VmHWM", self.pid) / 1024
 
     def connect(self) -> Sidecar:
         """A client of the daemon."""
@@ -55,37 +54,68 @@ class DaemonProcess:
 
 
 @contextlib.contextmanager
-def daemon(folder: Path, environ: Mapping[str, str] | None = None, **settings: str) -> Iterator[DaemonProcess]:
+def daemon(
+    folder: Path, environ: Mapping[str, str] | None = None, log: Path | None = None, **settings: str
+) -> Iterator[DaemonProcess]:
     """Run a daemon with its socket and its cache in `folder`.
 
     Args:
         folder: Its path must be short, since the path of a socket must be.
         environ: Variables of the daemon, added to those of this process.
+        log: The file for its output; by default the output of this process.
         settings: Options of `headrace sidecar run`, with `_` in place of `-`.
+
+    Raises:
+        RuntimeError: The daemon did not start; the message quotes the end of `log`.
     """
-    socket = folder / "s" / "sidecar.sock"
-    given = {"socket": str(socket), "cache_dir": str(folder / "cache"), "log_level": "WARNING", **settings}
+    path = folder / "s" / "sidecar.sock"
+    given = {"socket": str(path), "cache_dir": str(folder / "cache"), "log_level": "WARNING", **settings}
     flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", *flags], env={**os.environ, **(environ or {})}
-    )
+    command = [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", *flags]
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(log.open("wb")) if log else None
+        process = subprocess.Popen(command, env={**os.environ, **(environ or {})}, stdout=output, stderr=output)
+        stack.callback(_end, process)
+        _wait_until_ready(process, path, log)
+        yield DaemonProcess(process.pid, path)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], path: Path, log: Path | None) -> None:
+    until = time.monotonic() + START_SECONDS
+    while (found := Sidecar.find(path)) is None:
+        if process.poll() is not None or time.monotonic() > until:
+            why = log_end(log) if log else "its log is above"
+            raise RuntimeError(f"the daemon did not start: {why}; `headrace sidecar run` gives the reason")
+        time.sleep(0.02)
+    found.close()
+
+
+def log_end(log: Path) -> str:
+    """Return the last lines of a log, as one line."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return " / ".join(lines[-4:]) or "its log is empty"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
     try:
-        _until_it_answers(process, socket)
-        yield DaemonProcess(process.pid, socket)
-    finally:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
 
 
-def _until_it_answers(process: subprocess.Popen[bytes], socket: Path) -> None:
-    until = time.monotonic() + START_SECONDS
-    while (found := Sidecar.find(socket)) is None:
-        if process.poll() is not None or time.monotonic() > until:
-            raise RuntimeError(
-                "the daemon did not start; its log is above, and `headrace sidecar run` gives the reason"
-            )
-        time.sleep(0.02)
-    found.close()
+@contextlib.contextmanager
+def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the block. All variables then get back the values that they had before."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 class Server:
@@ -111,7 +141,13 @@ class Server:
 
 @contextlib.contextmanager
 def server(root: Path, rate: float = 0.0, delay: float = 0.0) -> Iterator[Server]:
-    """Serves `root`/<bucket>/<key>, all connections together at most at `rate` bytes a second; `delay` in seconds."""
+    """Serve the files of `root` as bucket/key.
+
+    Args:
+        root: The folder.
+        rate: Bytes a second of all connections together; 0 for no limit.
+        delay: Seconds by which each answer is late.
+    """
     command = [sys.executable, "-m", "headrace.bench.core.range_server", str(root), str(rate), str(delay)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

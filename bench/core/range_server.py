@@ -3,8 +3,8 @@
     python -m headrace.bench.core.range_server DIRECTORY [BYTES_PER_SECOND [SECONDS_OF_DELAY]]
 
 It prints its port. `GET /-/sent` answers with the bytes of all bodies so far. One process, one thread, loopback only.
-Invariant: the bandwidth is shared by all connections. The delay is that of a round trip; a new connection adds one more. If a
-client breaks off an answer, the bytes that its machine acknowledged are counted when the connection has ended.
+Invariants: all connections share the bandwidth. The delay is that of a round trip; a new connection adds one more. If a
+client closes the connection within an answer, the bytes that its machine acknowledged are counted when it has closed.
 Failure behaviour: a missing file is 404, a range beyond the end 416, another request 400. A listing (version 2) is one page.
 """
 
@@ -24,7 +24,7 @@ from xml.sax.saxutils import escape
 
 CHUNK = 256 << 10
 HEAD_BYTES = 64 << 10
-_ARRIVED = 120
+_ACKNOWLEDGED = 120
 """Where Linux's `tcp_info` has the bytes that the other side has acknowledged."""
 
 
@@ -41,15 +41,15 @@ class Connection:
         await self._writer.drain()
 
     def end(self) -> int:
-        """Close it; the bytes that never arrived."""
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ARRIVED + 8)
+        """Close the connection, and return the bytes that never arrived."""
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED + 8)
         self._socket.close()
         self._writer.close()
-        return max(0, self._written - int(struct.unpack_from("Q", info, _ARRIVED)[0]))
+        return max(0, self._written - int(struct.unpack_from("Q", info, _ACKNOWLEDGED)[0]))
 
 
 class RangeServer:
-    """Serves files below `root` as bucket/key. `rate` in bytes a second, 0 for no limit; `delay` in seconds."""
+    """Serve files below `root` as bucket/key. `rate` in bytes a second, 0 for no limit; `delay` in seconds."""
 
     def __init__(self, root: Path, rate: float = 0.0, delay: float = 0.0) -> None:
         self._root, self._rate, self._delay, self.sent = root, rate, delay, 0
@@ -74,9 +74,9 @@ class RangeServer:
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
         path, _, query = target.partition("?")
         path = urllib.parse.unquote(path).lstrip("/")
-        asked = dict(urllib.parse.parse_qsl(query))
-        if method == "GET" and asked.get("list-type") == "2":
-            await self._small(connection, 200, self._listing(path.strip("/"), asked))
+        query_values = dict(urllib.parse.parse_qsl(query))
+        if method == "GET" and query_values.get("list-type") == "2":
+            await self._small(connection, 200, self._listing(path.strip("/"), query_values))
             return
         if path == "-/sent":
             await self._small(connection, 200, str(self.sent))
@@ -87,9 +87,9 @@ class RangeServer:
             return
         await self._file(connection, file, headers.get("range", ""), body=method == "GET")
 
-    def _listing(self, bucket: str, asked: dict[str, str]) -> str:
+    def _listing(self, bucket: str, query_values: dict[str, str]) -> str:
         """One page, whole."""
-        prefix, delimiter = asked.get("prefix", ""), asked.get("delimiter", "")
+        prefix, delimiter = query_values.get("prefix", ""), query_values.get("delimiter", "")
         keys, folders = list[str](), set[str]()
         for path in sorted(p for p in (self._root / bucket).rglob("*") if p.is_file()):
             key = path.relative_to(self._root / bucket).as_posix()
@@ -99,7 +99,7 @@ class RangeServer:
             if found:
                 folders.add(prefix + head + delimiter)
             else:
-                keys.append(self._described(key, path))
+                keys.append(self._contents_of(key, path))
         below = "".join(f"<CommonPrefixes><Prefix>{escape(one)}</Prefix></CommonPrefixes>" for one in sorted(folders))
         return (
             '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
@@ -107,7 +107,7 @@ class RangeServer:
             f"<MaxKeys>1000000</MaxKeys><IsTruncated>false</IsTruncated>{''.join(keys)}{below}</ListBucketResult>"
         )
 
-    def _described(self, key: str, path: Path) -> str:
+    def _contents_of(self, key: str, path: Path) -> str:
         found = path.stat()
         when = datetime.fromtimestamp(found.st_mtime, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
         return (
@@ -134,14 +134,14 @@ class RangeServer:
         try:
             while body and first < end:
                 data = os.pread(fd, min(CHUNK, end - first), first)
-                await self._wait(len(data))
+                await self._throttle(len(data))
                 self.sent += len(data)
                 await connection.write(data)
                 first += len(data)
         finally:
             os.close(fd)
 
-    async def _wait(self, size: int) -> None:
+    async def _throttle(self, size: int) -> None:
         if not self._rate:
             return
         now = asyncio.get_running_loop().time()

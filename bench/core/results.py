@@ -1,16 +1,27 @@
 """The results of a benchmark: one JSON document for each run, in the same format for all benchmarks.
 
-A `Run` has the machine, the command line and its `Part`s. A part (one benchmark) has `Metric`s (what is measured, its unit, which
-direction is better, the physical limit) and the `Samples` of each candidate: all raw samples, and the errors.
-Invariant: samples are stored as they were measured, medians are never stored. A part that failed, was interrupted or was left out
-is in the document with its `status` and `why`. Documents of a newer format are refused.
-Failure behaviour: a file that is no such document is a `UsageError` that names the file and the field.
+A `Run` has the machine, the command line and its `Part`s. A part (one benchmark) has `Metric`s (what is measured, its
+unit, which direction is better, the physical limit) and the `Samples` of each candidate: all raw samples, and the
+errors. `environment` describes the machine.
+Invariants:
+
+- Samples are stored as they were measured; medians are never stored.
+- A part that failed, was interrupted or was left out is in the document with its `status` and `why`.
+- Documents of a newer format are refused.
+- The description of the machine holds facts that were read in this run. None names a user, a host or a path.
+
+Failure behaviour: a file that is no such document is a `UsageError` that names the file and the field. Facts about the
+machine that cannot be read are left out.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import stat
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -164,3 +175,101 @@ def decode(data: bytes, name: str) -> Run:
         raise UsageError(
             f"{name} holds no results of `headrace bench`: {error}", hint="give what its -o wrote"
         ) from None
+
+
+# --- the machine
+
+
+_PACKAGES = (
+    *(
+        "headrace",
+        "torch",
+        "nvidia-dali-cuda130",
+        "av",
+        "numpy",
+        "pyarrow",
+        "msgspec",
+        "blake3",
+        "zstandard",
+        "obstore",
+    ),
+    *("s3fs", "boto3", "webdataset", "torchdata", "mosaicml-streaming", "litdata", "megatron-energon", "spdl"),
+    *("torchcodec", "safetensors", "dlio-benchmark"),
+)
+MACHINE = ("cpu", "cpus", "memory_gib", "gpu")
+"""Fields that must be equal before two runs are compared as runs of one machine."""
+
+
+def environment(directory: Path | None = None) -> dict[str, Any]:
+    """Machine, versions, load, and the file system of `directory` (the current one by default)."""
+    found = {
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cpu": _cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": _memory_gib(),
+        "gpu": _gpu(),
+        "file_system": _file_system(directory or Path.cwd()),
+        "load_before": round(os.getloadavg()[0], 2),
+        "commit": _commit(),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+    }
+    return {name: value for name, value in found.items() if value or value == 0}  # a load of 0 is a fact, too
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return the differences of two machines as texts; empty if none is known."""
+    return [f"{name}: {ours.get(name)} / {theirs.get(name)}" for name in MACHINE if ours.get(name) != theirs.get(name)]
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _memory_gib() -> float:
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+
+
+def _gpu() -> str:
+    names = []
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        lines = file.read_text().splitlines()
+        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
+    return ", ".join(names)
+
+
+def _file_system(directory: Path) -> str:
+    """Type of the file system, by the longest mount point above `directory`."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    where = directory.resolve()
+    above = [(len(point), kind) for point, kind in mounts if where.is_relative_to(point)]
+    return max(above)[1] if above else ""
+
+
+def _commit() -> str:
+    """The commit of the checkout that this file is in, with `+` when tracked files differ from it."""
+    here = Path(__file__).parent
+    try:
+        commit = _git(here, "rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _git(where: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(where), *arguments], capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -16,33 +16,42 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.bench.demo.settings import Settings
-from headrace.dataio.core.cli import Parser, positive_int
+from headrace.bench.demo import Settings
+from headrace.dataio.core.cli import argument, command, json_option, positive_int
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import format_bytes
 
 if TYPE_CHECKING:
-    from headrace.bench.demo.journey import Journey, Tell
+    from headrace.bench.core.measure import Progress
+    from headrace.bench.demo.journey import Journey
     from headrace.bench.demo.page import Figures
 
 _PROOF_FAILED = 1
 
 
-def demo(argv: list[str]) -> int:
+@command(
+    "demo",
+    "Pack clips into a local S3 server, train a small video model, kill the trainer with SIGKILL in mid-run, restart it,\n"
+    "and prove that the run equals an uninterrupted one bit for bit.",
+    argument("--out", type=Path, default=Path("demo-out"), help="folder for the page (default: %(default)s)"),
+    argument("--media", type=Path, help="folder of clips to train on (default: real ones if found, else made)"),
+    argument("--steps", type=positive_int, default=Settings.steps, help="steps of a run (default: %(default)s)"),
+    argument("--save-every", type=positive_int, default=Settings.save_every, help="steps between saves"),
+    json_option("one JSON object"),
+    epilog="exit codes: 0 the runs are equal and the loss fell; 1 they are not; others as in headrace --help",
+)
+def demo(args: argparse.Namespace) -> int:
     """Run the demo and return the exit code; see `headrace demo --help`."""
-    args = _parser().parse_args(argv)
     settings = _settings(args)
     args.out.mkdir(parents=True, exist_ok=True)  # fail early: the demo runs for a minute
-    from headrace.bench.demo.journey import travel
-    from headrace.bench.demo.page import (
-        figures,  # imported late: these modules take a second, which --help does not need
-        page,
-    )
+    # Imported late: these modules take a second, which --help does not need.
+    from headrace.bench.demo.journey import run_demo
+    from headrace.bench.demo.page import figures, page
 
-    begun = time.monotonic()
-    with _progress() as tell:
-        journey = travel(settings, args.media, tell)
-    seconds = time.monotonic() - begun
+    began = time.monotonic()
+    with _progress() as progress:
+        journey = run_demo(settings, args.media, progress)
+    seconds = time.monotonic() - began
     known = figures(journey)
     written = args.out / "index.html"
     written.write_text(page(journey, rows(journey, known, seconds)))
@@ -52,25 +61,6 @@ def demo(argv: list[str]) -> int:
     else:
         _screen(journey, known, seconds, written)
     return 0 if journey.proof.equal and fell else _PROOF_FAILED
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="headrace demo",
-        description="Pack clips into a local S3 server, train a small video model, kill the trainer with SIGKILL in mid-run, "
-        "restart it, and prove that the run equals an uninterrupted one bit for bit.",
-        epilog="exit codes: 0 the runs are equal and the loss fell; 1 they are not; others as in headrace --help",
-    )
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the page (default: %(default)s)")
-    parser.add_argument(
-        "--media", type=Path, help="folder of clips to train on (default: real ones if found, else made)"
-    )
-    parser.add_argument(
-        "--steps", type=positive_int, default=Settings.steps, help="steps of a run (default: %(default)s)"
-    )
-    parser.add_argument("--save-every", type=positive_int, default=Settings.save_every, help="steps between saves")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a screen")
-    return parser
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -84,13 +74,14 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 @contextmanager
-def _progress() -> Iterator[Tell]:
+def _progress() -> Iterator[Progress]:
     """Show progress: a bar for each part on a terminal, otherwise plain lines.
 
     Progress goes to standard error, so that standard output holds only the JSON of `--json`.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -102,27 +93,27 @@ def _progress() -> Iterator[Tell]:
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as bars:
+    with Bars(*columns, console=console) as bars:
         tasks: dict[str, object] = {}
 
-        def tell(part: str, share: float) -> None:
+        def show(part: str, share: float) -> None:
             if part not in tasks:
                 tasks[part] = bars.add_task(part, total=1.0)
             bars.update(tasks[part], completed=share)  # type: ignore[arg-type]  # rich's own opaque id
 
-        yield tell
+        yield show
 
 
-def _plain_lines() -> Tell:
-    told: set[tuple[str, float]] = set()
+def _plain_lines() -> Progress:
+    printed: set[tuple[str, float]] = set()
 
-    def tell(part: str, share: float) -> None:
+    def show(part: str, share: float) -> None:
         word = {0.0: "started", 1.0: "done"}.get(share)
-        if word and (part, share) not in told:
-            told.add((part, share))
+        if word and (part, share) not in printed:
+            printed.add((part, share))
             print(f"{part}: {word}", file=sys.stderr, flush=True)
 
-    return tell
+    return show
 
 
 def rows(journey: Journey, known: Figures, seconds: float) -> list[tuple[str, str]]:

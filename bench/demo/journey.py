@@ -2,7 +2,7 @@
 
 The proof compares the uninterrupted run with the killed and resumed one: losses, sample ids and final weights, bit for
 bit.
-Invariant: every process ends before `travel` returns.
+Invariant: every process ends before `run_demo` returns.
 Failure behaviour: `DemoError` names the part that failed and quotes the end of its log. A trainer that takes too long
 is killed.
 """
@@ -23,19 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.demo.media import find_clips
-from headrace.bench.demo.settings import Settings
+from headrace.bench.core.data import find_clips
+from headrace.bench.core.measure import Progress
+from headrace.bench.core.processes import DaemonProcess, daemon, environment_variables, log_end
+from headrace.bench.demo import Settings
 from headrace.dataio import pack
 from headrace.dataio.core.errors import DeadlineError, HeadraceError
-from headrace.dataio.shards.ingest.report import Progress
-from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.shards.ingest.report import Progress as PackProgress
 from headrace.dataio.testing.s3_server import start_seaweedfs
 
-Tell = Callable[[str, float], None]
-"""A callback for progress. It gets the name of the running part and the share that is done, 0.0 to 1.0."""
-
 _RUN_SECONDS = 300.0
-_DAEMON_SECONDS = 30.0
 
 
 class DemoError(HeadraceError):
@@ -60,29 +57,29 @@ class Journey:
     proof: Proof
 
 
-def travel(settings: Settings, media: Path | None, tell: Tell) -> Journey:
+def run_demo(settings: Settings, media: Path | None, progress: Progress) -> Journey:
     """Run the demo in a scratch folder and return its record."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-demo-")))
-        tell("S3 server", 0.0)
+        progress("S3 server", 0.0)
         server = stack.enter_context(start_seaweedfs())
         server.create_bucket("demo")
-        tell("S3 server", 1.0)
+        progress("S3 server", 1.0)
         environment = {**os.environ, **server.environment()}
-        stack.enter_context(_environment(server.environment()))
+        stack.enter_context(environment_variables(server.environment()))  # `pack` runs in this process
         clips, phrase = find_clips(media, scratch)
-        tell("pack clips", 0.0)
-        dataset = pack([str(path) for path in clips], "s3://demo/dataset", progress=_share("pack clips", tell))
-        tell("pack clips", 1.0)
-        sidecar = stack.enter_context(_sidecar(scratch, environment))
-        environment["HEADRACE_SIDECAR"] = str(sidecar)
-        uninterrupted = _Run(settings, "uninterrupted", environment, scratch, tell)
+        progress("pack clips", 0.0)
+        dataset = pack([str(path) for path in clips], "s3://demo/dataset", progress=_byte_share("pack clips", progress))
+        progress("pack clips", 1.0)
+        sidecar = _start_sidecar(stack, scratch)
+        environment["HEADRACE_SIDECAR"] = str(sidecar.socket)
+        uninterrupted = _Run(settings, "uninterrupted", environment, scratch, progress)
         reference = uninterrupted.to_the_end("uninterrupted run")
-        interrupted = _Run(settings, "interrupted", environment, scratch, tell)
+        interrupted = _Run(settings, "interrupted", environment, scratch, progress)
         killed = interrupted.killed_after_stage("run to be killed")
-        begun = time.time()
+        began = time.time()
         resumed = interrupted.to_the_end("restarted run")
-        first = next((event["at"] for event in resumed if event["event"] == "step"), begun)
+        first = next((event["at"] for event in resumed if event["event"] == "step"), began)
         return Journey(
             settings=settings,
             clips=phrase,
@@ -91,81 +88,28 @@ def travel(settings: Settings, media: Path | None, tell: Tell) -> Journey:
             reference=tuple(reference),
             killed=tuple(killed),
             resumed=tuple(resumed),
-            resume_seconds=first - begun,
+            resume_seconds=first - began,
             sidecar=_status(sidecar),
             proof=compare(reference, killed, resumed, settings.steps),
         )
 
 
-def _share(name: str, tell: Tell) -> Callable[[Progress], None]:
-    return lambda progress: tell(name, progress.bytes / max(progress.bytes_total, 1))
+def _byte_share(name: str, progress: Progress) -> Callable[[PackProgress], None]:
+    return lambda done: progress(name, done.bytes / max(done.bytes_total, 1))
 
 
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process within the block, because `pack` runs in this process."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _start_sidecar(stack: ExitStack, scratch: Path) -> DaemonProcess:
+    log, tier = scratch / "sidecar.log", str(scratch / "tier")
     try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        return stack.enter_context(daemon(scratch, log=log, tier_dir=tier, http_port="off"))
+    except RuntimeError as error:
+        raise DemoError(str(error)) from None
 
 
-@contextmanager
-def _sidecar(scratch: Path, environment: Mapping[str, str]) -> Iterator[Path]:
-    socket = scratch / "sidecar" / "sidecar.sock"
-    socket.parent.mkdir(mode=0o700)
-    command = [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", "--socket", str(socket)]
-    command += ["--cache-dir", str(scratch / "cache"), "--tier-dir", str(scratch / "tier"), "--http-port", "off"]
-    with (scratch / "sidecar.log").open("wb") as log:
-        process = subprocess.Popen(command, env=dict(environment), stdout=log, stderr=log, start_new_session=True)
-    try:
-        _until_it_answers(socket, process, scratch / "sidecar.log")
-        yield socket
-    finally:
-        _end(process)
-
-
-def _until_it_answers(socket: Path, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _DAEMON_SECONDS
-    while True:
-        found = Sidecar.find(socket)
-        if found is not None:
-            found.close()
-            return
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise DemoError(f"the sidecar did not start: {_last_words(log)}")
-        time.sleep(0.05)
-
-
-def _status(socket: Path) -> Mapping[str, Any]:
-    found = Sidecar.find(socket)
-    if found is None:
-        return {}
-    try:
-        status: Mapping[str, Any] = found.status()
+def _status(sidecar: DaemonProcess) -> Mapping[str, Any]:
+    with sidecar.connect() as client:
+        status: Mapping[str, Any] = client.status()
         return status
-    finally:
-        found.close()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _last_words(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return " / ".join(lines[-4:]) or "it said nothing"
 
 
 @dataclass(frozen=True)
@@ -176,7 +120,7 @@ class _Run:
     name: str
     environment: Mapping[str, str]
     scratch: Path
-    tell: Tell
+    progress: Progress
 
     def to_the_end(self, part: str) -> list[Event]:
         """Start the trainer and let it finish."""
@@ -184,11 +128,11 @@ class _Run:
         with self._started(part) as (process, stream):
             for event in stream:
                 events.append(event)
-                self._tell(part, event)
+                self._show(part, event)
             if process.wait() != 0:
-                raise DemoError(f"the {part} ended with code {process.returncode}: {_last_words(self._log(part))}")
+                raise DemoError(f"the {part} ended with code {process.returncode}: {log_end(self._log(part))}")
         self._raise_failed_saves(part, events)
-        self.tell(part, 1.0)
+        self.progress(part, 1.0)
         return events
 
     def killed_after_stage(self, part: str) -> list[Event]:
@@ -198,20 +142,20 @@ class _Run:
         with self._started(part) as (process, stream):
             for event in stream:
                 events.append(event)
-                self._tell(part, event)
+                self._show(part, event)
                 staged = staged or (event["event"] == "staged" and event["step"] == self.settings.kill_at)
                 if staged and event["event"] == "step":
                     process.send_signal(signal.SIGKILL)
                     break
             events += list(stream)  # events that the trainer wrote before it died
             if process.wait() != -signal.SIGKILL:
-                raise DemoError(f"the {part} was not killed in mid-run: {_last_words(self._log(part))}")
-        self.tell(part, 1.0)
+                raise DemoError(f"the {part} was not killed in mid-run: {log_end(self._log(part))}")
+        self.progress(part, 1.0)
         return events
 
-    def _tell(self, part: str, event: Event) -> None:
+    def _show(self, part: str, event: Event) -> None:
         if event["event"] == "step":
-            self.tell(part, event["step"] / self.settings.steps)
+            self.progress(part, event["step"] / self.settings.steps)
 
     def _raise_failed_saves(self, part: str, events: list[Event]) -> None:
         for event in events:
@@ -228,7 +172,7 @@ class _Run:
         command += ["--checkpoints", "s3://demo/checkpoints", "--name", self.name, "--steps", str(chosen.steps)]
         command += ["--save-every", str(chosen.save_every), "--batch-size", str(chosen.batch_size)]
         command += ["--clips-per-video", str(chosen.clips_per_video)]
-        self.tell(part, 0.0)
+        self.progress(part, 0.0)
         with self._log(part).open("w") as log:
             process = subprocess.Popen(
                 command,

@@ -126,7 +126,7 @@ def _one_step(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     emit: Emit,
 ) -> None:
-    begun = time.perf_counter()
+    began = time.perf_counter()
     batch = next(batches)
     got = time.perf_counter()
     optimizer.zero_grad(set_to_none=True)
@@ -141,7 +141,7 @@ def _one_step(
         ids=[int(i) for i in batch["id"]],
         keys=list(batch["key"]),
         loss=value.hex(),
-        wait=got - begun,
+        wait=got - began,
         compute=time.perf_counter() - got,
     )
 

@@ -79,7 +79,7 @@ def lazy(gpu: bool) -> PartResult:
     part = PartResult("lazy", "Saves under a bf16 transformer", against="eager")
     part.metric("step", "step alone", "ms")
     part.metric("visible", "visible stall of a save: longer than the median step by", "ms")
-    part.metric("slow", "steps slower while it goes on", "%")
+    part.metric("slow", "steps slower during the save", "%")
     part.metric("durable", "committed after", "s")
     trainer = Trainer(gpu)
     trainer.seconds_a_step(3)

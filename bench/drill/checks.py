@@ -1,13 +1,22 @@
-"""Correctness checks that need a GPU.
+"""The drill's parts `checks`, `probe` and `tests`: what is right or wrong, the machine, and the GPU tests.
 
-A check that needs an absent package is a note. The last check reports how DALI decodes the streams that
-`headrace.loaders.decode.dali` does not give to it. Its result is never a failure: if DALI decodes them correctly, the
-rule is stricter than necessary.
+The last check reports how DALI decodes the streams that `headrace.loaders.decode.dali` does not give to it. Its result
+is never a failure: if DALI decodes them correctly, the rule is stricter than necessary.
+Failure behaviour: a check or an import that needs an absent package is a note. A package that cannot be imported, a
+check that fails and a test that fails are errors.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import importlib.metadata
 import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -135,14 +144,14 @@ def batches(device: str, count: int) -> None:
     from headrace.loaders.batch.sample_builder import PlannedBatch, PlannedRead
     from headrace.loaders.interfaces import ProcessedSample, SampleLayout, SampleRef
 
-    def made(refs: Any, *_: object) -> list[ProcessedSample]:
+    def samples(refs: Any, *_: object) -> list[ProcessedSample]:
         return [
             ProcessedSample(ref.sample, {"video": torch.full((4, 3, 64, 64), ref.virtual % 251, dtype=torch.uint8)})
             for ref in refs
         ]
 
     output = Output(torch.device(device), False, (0.0,) * 3, (1.0,) * 3)
-    ahead, wrong = BatchExecutor(made, SampleLayout(("video",)), output, 8), torch.zeros((), device=device)
+    ahead, wrong = BatchExecutor(samples, SampleLayout(("video",)), output, 8), torch.zeros((), device=device)
     try:
         for number in range(count):
             refs = [SampleRef(0, 8 * number + n, _sample(n)) for n in range(8)]
@@ -155,7 +164,7 @@ def batches(device: str, count: int) -> None:
             expected = (torch.arange(first, first + 8, device=device) % 251).float() / 255
             wrong += ((video - expected.view(8, 1, 1, 1, 1)).abs() > 1e-6).any()
             del video
-        _expect(float(wrong) == 0, f"{int(wrong)} batches held something else when they were read")
+        _expect(float(wrong) == 0, f"{int(wrong)} batches had other contents when they were read")
     finally:
         ahead.close()
 
@@ -181,7 +190,7 @@ def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
     """DALI keeps up to a hundred decoders for reuse. It must also reuse those of 1080p, whose coded height differs."""
     import torch
 
-    from headrace.bench.drill.nvdec import make, request_for
+    from headrace.bench.drill.loading import make, request_for
     from headrace.loaders.decode.dali import DaliDecoder
 
     with tempfile.TemporaryDirectory(prefix="mrb-") as folder:
@@ -202,7 +211,7 @@ def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
 def what_dali_makes_of_what_it_is_not_given(part: PartResult, name: str) -> None:
     """AV1 that shows frames again, and interlaced H.264. If DALI decodes the frames correctly, the rule is too
     strict."""
-    from headrace.bench.drill.nvdec import make, request_for
+    from headrace.bench.drill.loading import make, request_for
     from headrace.loaders.decode.dali import DaliDecoder
     from headrace.loaders.decode.pyav import PyAVDecoder
 
@@ -218,8 +227,8 @@ def what_dali_makes_of_what_it_is_not_given(part: PartResult, name: str) -> None
             if isinstance(gpu, Exception):
                 part.notes.append(f"{kind}: DALI refuses it by itself: {gpu}")
                 continue
-            apart = (gpu.frames.cpu().int() - cpu.frames.int()).abs().flatten(1).max(1).values
-            part.add(kind, "wrong", 100 * float((apart > 2).float().mean()))
+            difference = (gpu.frames.cpu().int() - cpu.frames.int()).abs().flatten(1).max(1).values
+            part.add(kind, "wrong", 100 * float((difference > 2).float().mean()))
 
 
 @contextmanager
@@ -244,3 +253,126 @@ CHECKS: dict[Callable[[PartResult, str], None], tuple[str, ...]] = {
     what_dali_makes_of_what_it_is_not_given: _DECODING,
 }
 """Each check, and the packages that it needs."""
+
+
+# --- the machine, and the GPU tests of the test suite
+
+
+_QUERY = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,persistence_mode"
+_IMPORTS = (
+    *(
+        "torch",
+        "numpy",
+        "msgspec",
+        "blake3",
+        "zstandard",
+        "xxhash",
+        "prometheus_client",
+        "fsspec",
+        "rich",
+        "pyarrow",
+        "duckdb",
+    ),
+    *("av", "simplejpeg", "nvidia.dali", "headrace.dataio"),
+)
+
+
+def probe(gpu: bool) -> PartResult:
+    """Describe the machine in the settings of the part, and try every import."""
+    part = PartResult("probe", "The machine")
+    part.metric("imports", "packages that can be imported", "1", "higher")
+    for name in _IMPORTS:
+        try:
+            importlib.import_module(name)
+            part.add("this machine", "imports", 1)
+        except ModuleNotFoundError as error:
+            part.notes.append(f"absent: {error.name} (for {name})")
+        except Exception as error:
+            part.fail("this machine", f"import {name}: {type(error).__name__}: {error}")
+    part.settings = {"python": sys.version.split()[0], "cpus": len(os.sched_getaffinity(0))}
+    part.settings |= {name: _version(name) for name in ("torch", "numpy", "nvidia-dali-cuda130", "av")}
+    part.settings |= _card() if gpu else {}
+    if not gpu:
+        part.notes.append("no GPU: torch.cuda.is_available() is False")
+    return part
+
+
+def _card() -> dict[str, object]:
+    import torch
+
+    found: dict[str, object] = {"capability": torch.cuda.get_device_capability(0), "cuda": torch.version.cuda}
+    if shutil.which("nvidia-smi"):
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
+        )
+        found |= dict(
+            zip(_QUERY.split(","), (value.strip() for value in done.stdout.split("\n")[0].split(",")), strict=False)
+        )
+    found["video_library"] = _library("libnvcuvid.so.1")
+    try:
+        backend = importlib.import_module("nvidia.dali.backend_impl")
+        found["dali_gpus"] = backend.GetCUDADeviceCount()
+    except Exception as error:
+        found["dali_gpus"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _library(name: str) -> str:
+    """Try to load the driver's library. Containers often have CUDA without it."""
+    try:
+        ctypes.CDLL(name)
+    except OSError as error:
+        return str(error)
+    return "found"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+_CLIPS = _ROOT / ".drill" / "media"
+"""Real clips, if they were copied to this machine."""
+_SECONDS = 500
+
+
+def files() -> list[str]:
+    """The test files that have tests for a GPU. Other files may need packages that are absent."""
+    marked = (path for path in (_ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+    return sorted(str(path.relative_to(_ROOT)) for path in marked)
+
+
+def suite(gpu: bool) -> PartResult:
+    """Run the GPU tests. Return the counts of pytest's last line, and the names of failed tests."""
+    part = PartResult("tests", "The test suite with -m gpu")
+    part.metric("passed", "passed", "1", "higher")
+    part.metric("failed", "failed", "1", goal=0)
+    part.metric("collected", "collected", "1", "higher")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files()]
+    environ = {**({"HEADRACE_TESTS_MEDIA": str(_CLIPS)} if _CLIPS.is_dir() else {}), **os.environ}
+    done = subprocess.run(
+        command if gpu else [*command, "--collect-only"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        env=environ,
+    )
+    out = done.stdout
+    if not gpu:
+        found = re.search(r"(\d+)/\d+ tests collected|(\d+) tests? collected", out)
+        if found is None:
+            raise RuntimeError(f"pytest collected nothing: {(out + done.stderr)[-400:]}")
+        part.add("pytest -m gpu", "collected", int(found[1] or found[2]))
+        return part
+    if skipped := re.search(r"(\d+) skipped", out):
+        part.notes.append(f"{skipped[1]} skipped: " + "; ".join(re.findall(r"^SKIPPED.*", out, re.M))[:400])
+    for name in ("passed", "failed"):
+        match = re.search(rf"(\d+) {name}", out)
+        part.add("pytest -m gpu", name, int(match[1]) if match else 0)
+    if done.returncode not in (0, 5):
+        part.fail("pytest -m gpu", "\n".join(re.findall(r"^(?:FAILED|ERROR).*", out, re.M))[:400] or out[-400:])
+    return part

@@ -101,7 +101,7 @@ def dcp(where: str, training: Training, *, kind: str) -> Built:
 
 
 def _dcp(writer: Callable[[], Any], reader: Callable[[], Any], kind: str) -> Built:
-    group, made = _group()
+    group, own = _group()
     more: dict[str, Any] = {}
     if kind == "stager":
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -126,7 +126,7 @@ def _dcp(writer: Callable[[], Any], reader: Callable[[], Any], kind: str) -> Bui
     def restore(target: State) -> None:
         tdc.load(target, storage_reader=reader(), process_group=group)
 
-    return Built(save, restore, dist.destroy_process_group if made else (lambda: None))
+    return Built(save, restore, dist.destroy_process_group if own else (lambda: None))
 
 
 def _group() -> tuple[Any, bool]:

@@ -9,6 +9,7 @@ Failure behaviour: a client whose package is missing raises `ImportError`, which
 from __future__ import annotations
 
 import contextlib
+import io
 import mmap
 import os
 import random
@@ -16,11 +17,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from headrace.bench.workloads.store_sweep import PART
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import folder_of, open_store
 from headrace.dataio.store.s3_config import S3Config, parse
 
+PART_BYTES = 8 << 20
+"""Bytes of each part of a multipart upload."""
 Operations = Mapping[str, Callable[[str, int, int], int]]
 """Maps an operation to a function of (key, offset, size). The function returns the number of moved bytes, or of
 keys."""
@@ -60,8 +62,8 @@ class _Buffers:
             free.append(buffer)
 
     def parts(self, size: int) -> Iterator[memoryview]:
-        for offset in range(0, size, PART):
-            yield self.body[offset : min(size, offset + PART)]
+        for offset in range(0, size, PART_BYTES):
+            yield self.body[offset : min(size, offset + PART_BYTES)]
 
 
 @contextlib.contextmanager
@@ -133,15 +135,15 @@ def _s3fs(url: str, width: int, largest: int) -> Iterator[Operations]:
         "range": ranged,
         "small": ranged,
         "put": lambda k, o, n: _done(fs.pipe_file(f"{root}/{k}", bytes(buffers.body[:n])), n),
-        "multipart": lambda k, o, n: _done(fs.pipe_file(f"{root}/{k}", bytes(buffers.body[:n]), chunksize=PART), n),
+        "multipart": lambda k, o, n: _done(
+            fs.pipe_file(f"{root}/{k}", bytes(buffers.body[:n]), chunksize=PART_BYTES), n
+        ),
         "list": lambda k, o, n: len(fs.ls(f"{root}/{k}".rstrip("/"), refresh=True)),
     }
 
 
 @contextlib.contextmanager
 def _boto3(url: str, width: int, largest: int) -> Iterator[Operations]:
-    import io
-
     import boto3
     from boto3.s3.transfer import TransferConfig
     from botocore.config import Config
@@ -154,7 +156,7 @@ def _boto3(url: str, width: int, largest: int) -> Iterator[Operations]:
         response_checksum_validation="when_required",
     )
     client = boto3.client("s3", endpoint_url=config.endpoint_url, region_name=config.region, config=options)
-    parts = TransferConfig(multipart_threshold=PART, multipart_chunksize=PART, max_concurrency=4)
+    parts = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=4)
 
     def place(key: str) -> dict[str, str]:
         return {"Bucket": config.bucket, "Key": config.full_key(key)}
@@ -194,8 +196,8 @@ def _obstore(url: str, width: int, largest: int) -> Iterator[Operations]:
 
     def put(key: str, size: int, *, parts: bool) -> int:
         body = buffers.body[:size]
-        whole: Any = io_of(body) if parts else body
-        obstore.put(store, config.full_key(key), whole, use_multipart=parts, chunk_size=PART, max_concurrency=4)
+        whole: Any = io.BytesIO(body) if parts else body  # obstore takes streams as files
+        obstore.put(store, config.full_key(key), whole, use_multipart=parts, chunk_size=PART_BYTES, max_concurrency=4)
         return size
 
     def listed(prefix: str, *_: int) -> int:
@@ -209,13 +211,6 @@ def _obstore(url: str, width: int, largest: int) -> Iterator[Operations]:
         "multipart": lambda k, o, n: put(k, n, parts=True),
         "list": listed,
     }
-
-
-def io_of(body: memoryview) -> Any:
-    """Return a file object over `body`, because obstore takes streams as files."""
-    import io
-
-    return io.BytesIO(body)
 
 
 def _native(config: S3Config) -> Any:

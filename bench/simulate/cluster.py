@@ -14,14 +14,20 @@ Failure behaviour: an interval that is not positive is a `ValueError`.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from dataclasses import dataclass, replace
 
-from headrace.bench.simulate.node import amplification
+import numpy as np
+import numpy.typing as npt
+
+from headrace.loaders.sampling.order import Order
 
 GPU_MTBF_SECONDS = 54 * 86400 * 16384 / 419
 """Mean time between interruptions of one GPU's share of a job: about 5.8 years."""
+_SAMPLES = 100_000
+"""Samples of the dataset whose order `amplification` examines: enough for all lanes."""
 _SIZES = ((8, 105e9), (64, 912e9), (512, 5.29e12), (1 << 30, 18e12))
 
 
@@ -117,6 +123,38 @@ class Costs:
     soft_survives: bool
 
 
+@functools.cache
+def amplification(
+    gpus: int, gpus_a_node: int, batch: int, sample_bytes: float, block_bytes: float, *, shared: bool
+) -> float:
+    """Read amplification: the bytes that a node fetches divided by the bytes that its ranks need.
+
+    The epoch is in the loaders' own order. Readers fetch whole blocks. A reader fetches a block once, however many of
+    its samples the block holds. With `shared` the reader is the node (with the daemon), otherwise each rank. The result
+    is that of at most two nodes, which stand for all. `batch` is the batch size of one rank.
+    """
+    everywhere = batch * gpus
+    order = Order.of(max(_SAMPLES, 2 * everywhere), everywhere, sample_bytes=sample_bytes)
+    batches = np.arange(order.full_batches, dtype=np.int64)[:, None] * everywhere
+    fetched = needed = 0.0
+    nodes = max(1, math.ceil(gpus / gpus_a_node))
+    for node in {0, nodes // 2}:
+        ranks = range(node * gpus_a_node, min(gpus, (node + 1) * gpus_a_node))
+        own = [order.take(0, (batches + order.slots(0, rank, gpus)).ravel()) for rank in ranks]
+        readers = [np.concatenate(own)] if shared else own
+        fetched += block_bytes * sum(_blocks(samples, sample_bytes, block_bytes) for samples in readers)
+        needed += sample_bytes * sum(samples.size for samples in own)
+    return fetched / needed
+
+
+def _blocks(samples: npt.NDArray[np.int64], sample_bytes: float, block_bytes: float) -> int:
+    """Count the blocks that hold these samples. Samples are stored one after the other."""
+    first = np.floor(samples * sample_bytes / block_bytes).astype(np.int64)
+    last = np.floor(((samples + 1) * sample_bytes - 1) / block_bytes).astype(np.int64)
+    most = int((last - first).max())
+    return int(np.unique(np.concatenate([np.minimum(first + more, last) for more in range(most + 1)])).size)
+
+
 def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
     """Compute the costs from steady rates: all nodes do the same at the same time, so each gets an equal share of the
     store."""
@@ -140,7 +178,7 @@ def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
     kept = max(2 * written / cluster.tier_write, written / cluster.nic_rate)
     durable = min(kept, upload) if features.tier else upload
     # All nodes wait for the slowest: a new node, which reads its bytes from its buddy.
-    near, far = node_state / min(cluster.tier_read, cluster.nic_rate), node_state / read
+    from_buddy, from_store = node_state / min(cluster.tier_read, cluster.nic_rate), node_state / read
     return Costs(
         amplified,
         max(0.0, 1 - read / need),
@@ -148,7 +186,7 @@ def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
         stall + durable,
         upload,
         job.slow_down * upload,
-        min(near, far) if features.tier else far,
+        min(from_buddy, from_store) if features.tier else from_store,
         cluster.mtbf,
         features.sidecar,
     )

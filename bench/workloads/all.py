@@ -3,13 +3,14 @@
 It takes about five minutes on two cores. Each benchmark runs in its own process and gets the time that it needed on two
 cores. It may take longer while the later ones still have enough time. When its time is over, it is interrupted and
 keeps its results.
-Invariant: every requested benchmark is in `OUT/bench.json` and in `OUT/report.html` with its outcome: done, failed,
+Invariant: every requested benchmark is in `OUT/bench.json` and in `OUT/report.md` with its outcome: done, failed,
 interrupted or skipped. Both files are rewritten after each benchmark.
 Failure behaviour: exit code 1 if a benchmark is not done, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -20,10 +21,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from headrace.bench.core.command import exit_code
-from headrace.bench.core.machine import environment
-from headrace.bench.core.results import Part, Run, read, shown, write
-from headrace.bench.report.page import page
-from headrace.dataio.core.cli import Parser, positive_float
+from headrace.bench.core.report import markdown
+from headrace.bench.core.results import Part, Run, environment, read, shown, write
+from headrace.dataio.core.cli import argument, command, positive_float
 from headrace.dataio.core.errors import HeadraceError, UsageError, translate_os_errors
 
 BY_USER = "interrupted by the user"
@@ -51,34 +51,32 @@ PLAN = (
     Short("resume", ("resume", "--clips", "1600", "--rounds", "1"), 22),
     Short("checkpoint", ("checkpoint", "--size", "64MiB", "--rounds", "1"), 34),
     Short("sidecar", ("sidecar", "--rounds", "1", "--shards", "2"), 40),
-    Short("tier", ("tier", "--rounds", "1", "--mib", "64"), 24),
     Short("simulate", ("simulate", "--rounds", "2"), 8),
 )
-"""Seconds are measured on two cores of an otherwise idle virtual machine: 234 in total."""
+"""Seconds are measured on two cores of an otherwise idle virtual machine: 210 in total."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the plan, or the chosen part of it."""
-    parser = Parser(
-        prog="headrace bench all",
-        description="A short version of every benchmark, and one report of all.",
-        epilog="exit codes: 0 all done; 1 one is not, and is named; 130 interrupted",
-    )
-    parser.add_argument("--minutes", type=positive_float, default=5.0, help="for all together (default: %(default)s)")
-    parser.add_argument("--only", help=f"of {', '.join(short.name for short in PLAN)}; separated by commas")
-    parser.add_argument("-o", "--output", type=Path, default=Path("bench-out"), help="folder (default: %(default)s)")
-    args = parser.parse_args(argv)
+@command(
+    "bench all",
+    "A short version of every benchmark, and one report of all.",
+    argument("--minutes", type=positive_float, default=5.0, help="for all together (default: %(default)s)"),
+    argument("--only", help=f"of {', '.join(short.name for short in PLAN)}; separated by commas"),
+    argument("-o", "--output", type=Path, default=Path("bench-out"), help="folder (default: %(default)s)"),
+    epilog="exit codes: 0 all done; 1 one is not, and is named; 130 interrupted",
+)
+def all_(args: argparse.Namespace) -> int:
+    """Run the plan, or the chosen part of it; `headrace bench all`."""
     plan = _chosen(args.only)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with translate_os_errors(f"making {args.output}"):
         args.output.mkdir(parents=True, exist_ok=True)
-    found = Run(shown(["headrace", "bench", "all", *argv]), started, environment(args.output))
+    found = Run(shown(["headrace", "bench", "all", *args.argv]), started, environment(args.output))
     found.parts = run(plan, args.output, 60 * args.minutes, found)
     for part in found.parts:
         print(
             f"{part.name:15} {'in part' if part.status == 'done' and part.failed else part.status:12} {part.why[:200]}"
         )
-    print(f"wrote {args.output / 'bench.json'} and {args.output / 'report.html'}")
+    print(f"wrote {args.output / 'bench.json'} and {args.output / 'report.md'}")
     user = any(part.why == BY_USER for part in found.parts)
     return 130 if user else min(1, exit_code(found))
 
@@ -107,7 +105,7 @@ def run(plan: Sequence[Short], folder: Path, seconds: float, document: Run) -> l
             parts[place], interrupted = _one(short, folder, share)
         document.parts = parts
         write(document, folder / "bench.json")
-        (folder / "report.html").write_text(page([("bench.json", document)]))
+        (folder / "report.md").write_text(markdown([document]))
     return parts
 
 

@@ -1,9 +1,8 @@
 """`headrace bench checkpoint`: stall and slow-down of the trainer, seconds until durable, bytes written, seconds to
 restore.
 
-It runs every candidate in its own process (`checkpoint_worker`), on a disk, on tmpfs or against an S3 server on
-loopback, with one rank or several. `headrace.bench.peers.checkpointers` builds the candidates. Nothing heavy is
-imported here.
+Every candidate runs in its own process (`checkpoint_worker`), on a disk, on tmpfs or against an S3 server on loopback,
+with one rank or several. `headrace.bench.peers.checkpointers` builds the candidates. Nothing heavy is imported here.
 Invariant: every candidate saves the same bytes, and a save counts as durable only when it is fsynced. A candidate fails
 if a restored state differs in any bit from the state at the time of the save.
 Failure behaviour: a candidate that fails is named with the end of its error, and the others continue.
@@ -11,21 +10,21 @@ Failure behaviour: a candidate that fails is named with the end of its error, an
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.core import command
+from headrace.bench.core.command import Job, benchmark
 from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.processes import environment_variables
+from headrace.bench.core.report import part_table
 from headrace.bench.core.results import Metric, Part
-from headrace.bench.core.table import part_table
-from headrace.dataio.core.cli import positive_int
+from headrace.dataio.core.cli import argument, positive_int
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import MIB, parse_bytes
 
@@ -53,123 +52,6 @@ METRICS = {
     "cpu_s": Metric("CPU s", "s"),
     "peak_mib": Metric("peak MiB", "MiB"),
 }
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run `headrace bench checkpoint` and return the exit code."""
-    about = "Saves and restores, compared with torch.save, safetensors, torch.distributed.checkpoint and others."
-    return command.run(argv, "checkpoint", about, fill, _options, show=show)
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", default=_SIZE, help="state, about (default: %(default)s)")
-    parser.add_argument(
-        "--ranks", type=positive_int, default=1, help="processes, by FSDP2 over gloo (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--on", default="disk", help=f"of {', '.join(PLACES)}; several by commas (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--streaming-copies",
-        action="store_true",
-        help="start every candidate with the setting of glibc that `headrace doctor --memory` advises",
-    )
-    parser.add_argument("--only", nargs="+", choices=list(ENTRIES), help="these candidates", metavar="NAME")
-    parser.add_argument("--all", action="store_true", help="every candidate that is installed, not the usual ones only")
-    parser.add_argument("--steps", type=int, default=0, help="also save after this many steps")
-    parser.add_argument(
-        "--lora", action="store_true", help="also a LoRA run: frozen weights, small adapters that train"
-    )
-
-
-def fill(job: command.Job, part: Part) -> None:
-    """Measure all candidates in one place after the other. Every candidate saves and restores the same state."""
-    places, mib = _places(job.args.on), parse_bytes(job.args.size) // MIB
-    if mib < 8:
-        raise UsageError("there must be at least 8 MiB of state", hint="give --size 64MiB or more")
-    chosen = job.args.only or (list(ENTRIES) if job.args.all else list(SHORT))
-    missing: dict[str, str] = {}
-    ranks = f", {job.args.ranks} ranks" if job.args.ranks > 1 else ""
-    part.title = f"Checkpoint: about {mib} MiB of training state{ranks}"
-    part.settings = {"mib": mib, "ranks": job.args.ranks, "on": places, "missing": missing}
-    part.against = "dcp.async_save" if len(places) == 1 else f"{places[0]}: dcp.async_save"
-    part.metrics = METRICS
-    wanted: list[Candidate] = []
-    with contextlib.ExitStack() as stack:
-        part.settings["glibc_tunables"] = stack.enter_context(copying(job.args.streaming_copies))
-        for place in places:
-            where = stack.enter_context(_place(place, job.scratch))
-            for name in chosen:
-                if (why := runs_here(ENTRIES[name], place, job.args.ranks)) is not None:
-                    missing[f"{place}: {name}"] = why
-                    continue
-                arguments = (name, where, str(mib), str(job.args.ranks), str(job.args.steps), str(int(job.args.lora)))
-                label = name if len(places) == 1 else f"{place}: {name}"
-                wanted.append(Candidate(label, "headrace.bench.workloads.checkpoint_worker", arguments))
-        alternate(wanted, job.rounds, job.tell, part.candidates, seconds=_SECONDS)
-    part.notes = [f"left out: {name} ({why})" for name, why in missing.items()] if job.args.all else []
-
-
-@contextlib.contextmanager
-def copying(streaming: bool) -> Iterator[str]:
-    """Set glibc's tunables for the processes of all candidates, and yield the value."""
-    from headrace.checkpoint.saving import copy_threads
-
-    before = os.environ.copy()
-    if streaming:
-        os.environ.update(copy_threads.streaming(before))
-    try:
-        yield os.environ.get(copy_threads.VARIABLE, "")
-    finally:
-        if copy_threads.VARIABLE in before:
-            os.environ[copy_threads.VARIABLE] = before[copy_threads.VARIABLE]
-        else:
-            os.environ.pop(copy_threads.VARIABLE, None)
-
-
-def _places(given: str) -> list[str]:
-    found = given.split(",")
-    if unknown := [name for name in found if name not in PLACES]:
-        raise UsageError(f"no place {unknown[0]!r} to save to", hint=f"there are: {', '.join(PLACES)}")
-    return found
-
-
-@contextlib.contextmanager
-def _place(name: str, scratch: Path) -> Iterator[str]:
-    """Yield an empty place to save to: a path or the URL of a bucket."""
-    if name == "disk":
-        yield str(scratch / "checkpoints")
-    elif name == "tmpfs":
-        with tempfile.TemporaryDirectory(prefix="mrb-", dir="/dev/shm") as folder:
-            yield f"{folder}/checkpoints"
-    else:
-        from headrace.dataio.testing.s3_server import start_seaweedfs
-
-        with start_seaweedfs() as server:
-            os.environ.update(server.environment())
-            yield server.create_bucket("checkpoints")
-
-
-def show(part: Part) -> str:
-    """Return one table for each place."""
-    places = part.settings.get("on", [])
-    if len(places) < 2:
-        return part_table(part, _shown(part))
-    texts = []
-    for place in places:
-        own = {n.removeprefix(f"{place}: "): s for n, s in part.candidates.items() if n.startswith(f"{place}: ")}
-        one = Part(part.name, metrics=part.metrics, candidates=own, against="dcp.async_save")
-        texts.append(f"### {place}\n\n{part_table(one, _shown(one))}")
-    more = [f"\n**{part.status}**: {part.why}"] if part.status != "done" else []
-    return "\n\n".join([*texts, *more])
-
-
-def _shown(part: Part) -> list[str]:
-    """Return the metrics that at least one candidate has."""
-    return [name for name in part.metrics if any(name in found.metrics for found in part.candidates.values())]
-
-
-__all__ = ["METRICS", "OURS", "fill", "main", "show"]
 
 
 PLACES = ("disk", "tmpfs", "s3")
@@ -216,11 +98,109 @@ SHORT = (
 """The candidates that `make bench` runs."""
 
 
-def runs_here(entry: Entry, place: str, ranks: int) -> str | None:
-    """Return None if the candidate can run here, otherwise the reason why it cannot."""
+def reason_against(entry: Entry, place: str, ranks: int) -> str | None:
+    """Return the reason why the candidate cannot run here, or None if it can."""
     if place not in entry.places:
         return f"saves to {' and '.join(entry.places)} only"
     if ranks > 1 and not entry.ranks:
-        return "knows nothing of several ranks"
+        return "does not support several ranks"
     missing = [name for name in entry.needs if importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)} not installed" if missing else None
+
+
+def show(part: Part) -> str:
+    """Return one table for each place."""
+    places = part.settings.get("on", [])
+    if len(places) < 2:
+        return part_table(part, _shown(part))
+    texts = []
+    for place in places:
+        own = {n.removeprefix(f"{place}: "): s for n, s in part.candidates.items() if n.startswith(f"{place}: ")}
+        one = Part(part.name, metrics=part.metrics, candidates=own, against="dcp.async_save")
+        texts.append(f"### {place}\n\n{part_table(one, _shown(one))}")
+    more = [f"\n**{part.status}**: {part.why}"] if part.status != "done" else []
+    return "\n\n".join([*texts, *more])
+
+
+def _shown(part: Part) -> list[str]:
+    """Return the metrics that at least one candidate has."""
+    return [name for name in part.metrics if any(name in found.metrics for found in part.candidates.values())]
+
+
+@benchmark(
+    "checkpoint",
+    "Saves and restores, compared with torch.save, safetensors, torch.distributed.checkpoint and others.",
+    argument("--size", default=_SIZE, help="state, about (default: %(default)s)"),
+    argument("--ranks", type=positive_int, default=1, help="processes, by FSDP2 over gloo (default: %(default)s)"),
+    argument("--on", default="disk", help=f"of {', '.join(PLACES)}; several by commas (default: %(default)s)"),
+    argument(
+        "--streaming-copies",
+        action="store_true",
+        help="start every candidate with the setting of glibc that `headrace doctor --memory` advises",
+    ),
+    argument("--only", nargs="+", choices=list(ENTRIES), help="these candidates", metavar="NAME"),
+    argument("--all", action="store_true", help="every candidate that is installed, not the usual ones only"),
+    argument("--steps", type=int, default=0, help="also save after this many steps"),
+    argument("--lora", action="store_true", help="also a LoRA run: frozen weights, small adapters that train"),
+    show=show,
+)
+def checkpoint(job: Job, part: Part) -> None:
+    """Measure all candidates in one place after the other. Every candidate saves and restores the same state."""
+    args = job.args
+    places, mib = _places(args.on), parse_bytes(args.size) // MIB
+    if mib < 8:
+        raise UsageError("there must be at least 8 MiB of state", hint="give --size 64MiB or more")
+    chosen = args.only or (list(ENTRIES) if args.all else list(SHORT))
+    missing: dict[str, str] = {}
+    ranks = f", {args.ranks} ranks" if args.ranks > 1 else ""
+    part.title = f"Checkpoint: about {mib} MiB of training state{ranks}"
+    part.settings = {"mib": mib, "ranks": args.ranks, "on": places, "missing": missing}
+    part.against = "dcp.async_save" if len(places) == 1 else f"{places[0]}: dcp.async_save"
+    part.metrics = METRICS
+    wanted: list[Candidate] = []
+    with contextlib.ExitStack() as stack:
+        part.settings["glibc_tunables"] = stack.enter_context(glibc_tunables(streaming=args.streaming_copies))
+        for place in places:
+            where = stack.enter_context(_place(place, job.scratch))
+            for name in chosen:
+                label = name if len(places) == 1 else f"{place}: {name}"
+                if (why := reason_against(ENTRIES[name], place, args.ranks)) is not None:
+                    missing[f"{place}: {name}"] = why
+                    continue
+                function = "headrace.bench.workloads.checkpoint_worker:measure_in_process"
+                wanted.append(Candidate(label, function, (name, where, mib, args.ranks, args.steps, args.lora)))
+        alternate(wanted, job.rounds, job.progress, part.candidates, seconds=_SECONDS)
+    part.notes = [f"left out: {name} ({why})" for name, why in missing.items()] if args.all else []
+
+
+@contextlib.contextmanager
+def glibc_tunables(*, streaming: bool) -> Iterator[str]:
+    """Set glibc's tunables for the processes of all candidates, and yield the value."""
+    from headrace.checkpoint.saving import copy_threads
+
+    values = copy_threads.streaming(os.environ.copy()) if streaming else {}
+    with environment_variables(values):
+        yield os.environ.get(copy_threads.VARIABLE, "")
+
+
+def _places(given: str) -> list[str]:
+    found = given.split(",")
+    if unknown := [name for name in found if name not in PLACES]:
+        raise UsageError(f"no place {unknown[0]!r} to save to", hint=f"there are: {', '.join(PLACES)}")
+    return found
+
+
+@contextlib.contextmanager
+def _place(name: str, scratch: Path) -> Iterator[str]:
+    """Yield an empty place to save to: a path or the URL of a bucket."""
+    if name == "disk":
+        yield str(scratch / "checkpoints")
+    elif name == "tmpfs":
+        with tempfile.TemporaryDirectory(prefix="mrb-", dir="/dev/shm") as folder:
+            yield f"{folder}/checkpoints"
+    else:
+        from headrace.dataio.testing.s3_server import start_seaweedfs
+
+        with start_seaweedfs() as server:
+            os.environ.update(server.environment())
+            yield server.create_bucket("checkpoints")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.bench.workloads.files import tar_shards
+from headrace.bench.core.data import tar_shards
 from headrace.dataio.core.errors import HeadraceError, UsageError
 
 PLACE = "headrace"
@@ -30,11 +30,11 @@ def prepare(folder: Path) -> list[str]:
         raise UsageError(
             f"{folder} has no train/ with files", hint="run DLIO with ++workload.workflow.generate_data=True first"
         )
-    made = []
+    datasets = []
     for kind in kinds:
         if not (place_of(folder, kind) / "dataset.json").exists():
-            made.append(tar_shards(folder / kind, folder / PLACE / kind))
-    return made
+            datasets.append(tar_shards(folder / kind, folder / PLACE / kind))
+    return datasets
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,11 +43,11 @@ def main(argv: Sequence[str]) -> int:
         print("usage: python -m headrace.bench.workloads.dlio DATA_FOLDER", file=sys.stderr)
         return 2
     try:
-        made = prepare(Path(argv[0]))
+        datasets = prepare(Path(argv[0]))
     except HeadraceError as error:
         print(f"headrace.bench.workloads.dlio: {error}", file=sys.stderr)
         return error.exit_code
-    print("\n".join(made) if made else "nothing to do")
+    print("\n".join(datasets) if datasets else "nothing to do")
     return 0
 
 

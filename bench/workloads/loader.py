@@ -1,8 +1,9 @@
 """`headrace bench loader`: Headrace and other loaders on video, audio and images, from files or from a local S3 server.
 
-Invariant: candidates alternate, each in its own process, and read the same clips. Peers that are not installed are left
+Invariant: candidates alternate, each in its own process, and read the same files. Peers that are not installed are left
 out and named. Large packages are imported only after the options are parsed.
-Failure behaviour: a candidate that fails is named with the end of its error, and the others continue.
+Failure behaviour: a candidate that fails is named with the end of its error, and the others continue. Too few samples,
+or samples of another shape, fail a candidate.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import importlib.util
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from headrace.bench.core import command
-from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.command import Job, benchmark
+from headrace.bench.core.measure import Candidate, Meter, TreeMemory, alternate
 from headrace.bench.core.results import Metric, Part
-from headrace.bench.workloads import video
-from headrace.dataio.core.cli import positive_int
+from headrace.dataio.core.cli import argument, positive_int
 from headrace.dataio.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from headrace.bench.peers.source import Kind, Source
 
 METRICS = {
     "samples_per_s": Metric("samples/s", "1/s", "higher"),
@@ -31,93 +36,106 @@ METRICS = {
     "peak_mib": Metric("peak MiB of all processes", "MiB"),
 }
 FROM_S3 = {"read_mb": Metric("MB read from the server", "MB")}
+KINDS = ("short", "long", "films", "sound", "mels", "recordings", "pictures")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `headrace bench loader` and return the exit code."""
-    about = "One epoch of decoded samples, compared with other loaders. `headrace bench resume` measures resuming."
-    return command.run(argv, "loader", about, fill, _options)
+def kinds() -> dict[str, Kind]:
+    """Return the kinds of data by name. This imports torch."""
+    from headrace.bench.peers import audio, images, video
+
+    every: tuple[Kind, ...] = (*video.KINDS, *audio.KINDS, *images.KINDS)
+    return {kind.name: kind for kind in every}
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+@benchmark(
+    "loader",
+    "One epoch of decoded samples, compared with other loaders. `headrace bench resume` measures resuming.",
+    argument(
         "--clips",
         type=positive_int,
-        help="of the epoch (default: 600, of films and recordings 608, of sound and mels 2400, of pictures 4800)",
-    )
-    parser.add_argument(
+        help="samples of the epoch (default: 600; films and recordings 608, sound and mels 2400, pictures 4800)",
+    ),
+    argument(
         "--kind",
-        choices=list(video.KINDS),
+        choices=KINDS,
         default="short",
         help="4 s clips, 10 s with few key frames, or films of 10 minutes of which an epoch takes 8 clips each; short "
         "recordings as samples or as log-mel spectrograms, or long recordings of which it takes 8 windows each; or JPEGs",
-    )
-    parser.add_argument("--s3", action="store_true", help="read from an S3 server on this machine, not from files")
-    parser.add_argument("--delay", type=float, default=0, metavar="MS", help="milliseconds by which it answers late")
-    parser.add_argument("--rate", type=float, default=0, metavar="MB", help="the most MB that it sends a second")
-    parser.add_argument("--data", type=Path, help="keep the files in this folder, and use those that it has")
-    parser.add_argument(
+    ),
+    argument("--s3", action="store_true", help="read from an S3 server on this machine, not from files"),
+    argument("--delay", type=float, default=0, metavar="MS", help="milliseconds by which the server answers late"),
+    argument("--rate", type=float, default=0, metavar="MB", help="the most MB that the server sends a second"),
+    argument("--data", type=Path, help="keep the files in this folder, and use those that it has"),
+    argument(
         "--peer-python",
         action="append",
         default=[],
         metavar="PACKAGE=PATH",
         help="the interpreter of a peer that needs its own environment; may be repeated",
-    )
-    parser.add_argument("--only", action="append", help="a candidate's name; may be repeated (default: all)")
+    ),
+    argument("--only", action="append", help="a candidate's name; may be repeated (default: all)"),
+)
+def loader(job: Job, part: Part) -> None:
+    """Measure all candidates in turn. Every candidate reads the same files."""
+    from headrace.bench.peers.loaders import THREADS
+    from headrace.bench.peers.source import FLOOR
 
-
-def fill(job: command.Job, part: Part) -> None:
-    """Measure all candidates in turn. Every candidate reads the same clips."""
-    from headrace.bench.peers import candidates
-    from headrace.bench.peers.peer_loaders import THREADS
-    from headrace.bench.peers.video_peers import FLOOR
-
-    kind = video.KINDS[job.args.kind]
-    files = _files(job.args.clips or kind.default, kind)
-    pythons, peers = _pythons(job.args.peer_python), candidates.peers(kind)
-    needed = {package for packages in peers.values() for package in packages}
-    missing = sorted(package for package in needed if not pythons.get(_short(package)) and not _is_here(package))
-    names = _names(job.args.only, candidates.ours(kind), peers, missing)
+    args, kind = job.args, kinds()[job.args.kind]
+    files = _file_count(args.clips or kind.default, kind)
+    pythons, peers = _pythons(args.peer_python), kind.peers()
+    needed = {package for peer in peers.values() for package in peer.packages}
+    missing = sorted(package for package in needed if not pythons.get(_short(package)) and not _installed(package))
+    packages = {name: peer.packages for name, peer in peers.items()}
+    names = _names(args.only, list(kind.ours()), packages, missing)
     folder = _prepared(job, kind, files, names, pythons)
-    part.title = f"Loader: {kind.described(files)}{', from S3' if job.args.s3 else ''}"
+    part.title = f"Loader: {kind.described(files)}{', from S3' if args.s3 else ''}"
     part.settings = {
         "clips": files * kind.per_file,
         "kind": kind.name,
         "batch": kind.batch * kind.per_file,
         "threads": THREADS,
-        "s3": job.args.s3,
-        "delay_ms": job.args.delay,
-        "rate_mb": job.args.rate,
+        "s3": args.s3,
+        "delay_ms": args.delay,
+        "rate_mb": args.rate,
         "missing": missing,
     }
-    part.metrics, part.against = METRICS | (FROM_S3 if job.args.s3 else {}), FLOOR if FLOOR in names else names[0]
-    if kind.per_file > 1:
-        part.notes.append(
-            f"Peers take the {kind.per_file} of a file at once, from one open file, and give them in one batch, which is the "
-            "least work; webdataset, litdata, Energon and mosaicml-streaming read files whole. Batches of Headrace mix files."
-        )
-    if job.args.s3:
-        part.notes.append("The floors read files. The server shares the cores with its clients.")
-        limit = f", all together at {job.args.rate:g} MB/s at most" if job.args.rate else ""
-        if job.args.delay or limit:
-            part.notes.append(f"Its answers come {job.args.delay:g} ms late{limit}.")
-    with _served(folder.parent, job.args) as port:
+    part.metrics, part.against = METRICS | (FROM_S3 if args.s3 else {}), FLOOR if FLOOR in names else names[0]
+    part.notes += _notes(kind, args)
+    with _served(folder.parent, args) as port:
         wanted = [
             Candidate(
                 name,
-                "headrace.bench.workloads.loader_worker",
-                (name, str(folder), kind.name, str(port)),
-                next((pythons[at] for at in map(_short, peers.get(name, ())) if at in pythons), ""),
+                "headrace.bench.workloads.loader:measure_in_process",
+                (name, str(folder), kind.name, port),
+                next((pythons[at] for at in map(_short, packages.get(name, ())) if at in pythons), ""),
+                _environ(name, folder),
             )
             for name in names
         ]
-        alternate(wanted, job.rounds, job.tell, part.candidates)
+        alternate(wanted, job.rounds, job.progress, part.candidates)
 
 
-def _files(clips: int, kind: video.AnyKind) -> int:
-    if clips % kind.per_file:
-        raise UsageError(f"--clips {clips}: of each file come {kind.per_file}", hint=f"a multiple of {kind.per_file}")
-    return clips // kind.per_file
+def _notes(kind: Kind, args: argparse.Namespace) -> list[str]:
+    notes = list[str]()
+    if kind.per_file > 1:
+        notes.append(
+            f"Peers take the {kind.per_file} of a file at once, from one open file, and give them in one batch, which is the "
+            "least work; webdataset, litdata, Energon and mosaicml-streaming read files whole. Batches of Headrace mix files."
+        )
+    if args.s3:
+        notes.append("The floors read files. The server shares the cores with its clients.")
+        limit = f", all together at {args.rate:g} MB/s at most" if args.rate else ""
+        if args.delay or limit:
+            notes.append(f"The server answers {args.delay:g} ms late{limit}.")
+    return notes
+
+
+def _file_count(samples: int, kind: Kind) -> int:
+    if samples % kind.per_file:
+        raise UsageError(
+            f"--clips {samples}: an epoch takes {kind.per_file} of each file", hint=f"a multiple of {kind.per_file}"
+        )
+    return samples // kind.per_file
 
 
 def _pythons(given: Sequence[str]) -> dict[str, str]:
@@ -137,7 +155,7 @@ def _short(package: str) -> str:
     return package.rpartition(".")[2]
 
 
-def _is_here(package: str) -> bool:
+def _installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # a parent package is absent, too
@@ -157,27 +175,32 @@ def _names(
     return [name for name in names if not only or name in only]
 
 
-def _prepared(
-    job: command.Job, kind: video.AnyKind, files: int, names: Sequence[str], pythons: Mapping[str, str]
-) -> Path:
+def _prepared(job: Job, kind: Kind, files: int, names: Sequence[str], pythons: Mapping[str, str]) -> Path:
     """Write the files in every format that the candidates need, and return the folder."""
+    from headrace.bench.peers import source
+
     folder: Path = (job.args.data or job.scratch) / kind.folder
     if not (folder / "dataset").is_dir():
-        video.make(kind, folder, files, job.tell)
-    if (there := len(list((folder / "clips").iterdir()))) != files:
-        there *= kind.per_file
-        raise UsageError(f"{folder} is for {there} clips", hint=f"--clips {there}, or another --data")
+        source.make(kind, folder, files, job.progress)
+    if (found := len(list((folder / "clips").iterdir()))) != files:
+        found *= kind.per_file
+        raise UsageError(f"{folder} is for {found} clips", hint=f"--clips {found}, or another --data")
     if any(name.startswith("litdata") for name in names) and not (folder / "litdata").is_dir():
-        video.to_litdata(kind, folder)
+        source.to_litdata(kind, folder)
     if any(name.startswith("energon") for name in names) and not (folder / "energon").is_dir():
-        from headrace.bench.peers.peer_loaders import write_energon_index
-
-        write_energon_index(folder, pythons.get("energon", sys.executable))
+        source.to_energon(folder, pythons.get("energon", sys.executable))
     if any(name.startswith("mosaicml") for name in names) and not (folder / "mosaic").is_dir():
-        from headrace.bench.peers.peer_loaders import write_mosaic
-
-        write_mosaic(kind, folder, pythons.get("streaming", sys.executable))
+        source.to_mosaic(kind, folder, pythons.get("streaming", sys.executable))
     return folder
+
+
+def _environ(name: str, folder: Path) -> dict[str, str]:
+    """Return the variables of a candidate's process: torchcodec and SPDL find FFmpeg through the dynamic linker."""
+    from headrace.bench.peers.source import ffmpeg_libraries
+
+    if "torchcodec" not in name and "SPDL" not in name:
+        return {}
+    return {"LD_LIBRARY_PATH": str(ffmpeg_libraries(folder))}
 
 
 @contextlib.contextmanager
@@ -191,6 +214,48 @@ def _served(root: Path, args: argparse.Namespace) -> Iterator[int]:
         return
     from headrace.bench.core.processes import server
 
-    with server(root, args.rate * 1e6, args.delay / 1e3) as found:
-        os.environ.update(found.environ)
-        yield found.port
+    with server(root, args.rate * 1e6, args.delay / 1e3) as running:
+        os.environ.update(running.environ)
+        yield running.port
+
+
+# --- one candidate, in its own process
+
+
+def measure_in_process(candidate: str, folder: str, kind: str, port: int) -> dict[str, float]:
+    """Measure one epoch of one candidate; called in a process of its own."""
+    from headrace.bench.peers.source import Source
+
+    return measure(candidate, Source(Path(folder), port), kinds()[kind])
+
+
+def measure(candidate: str, source: Source, kind: Kind) -> dict[str, float]:
+    """Measure one epoch of one candidate. `steady_per_s` excludes everything up to the first batch."""
+    import torch
+
+    from headrace.bench.peers.source import batches
+
+    torch.set_num_threads(1)
+    memory, sent, meter = TreeMemory(), source.bytes_sent(), Meter()
+    began = time.perf_counter()
+    samples, first, before, last = 0, 0.0, 0, 0.0
+    for batch in batches(candidate, source, kind):
+        samples += batch.shape[0]
+        if not first:
+            first, before = time.perf_counter() - began, samples
+        if batch.shape[1:] != kind.shape or str(batch.dtype) != f"torch.{kind.dtype}":
+            raise AssertionError(f"{candidate} delivered {tuple(batch.shape)} {batch.dtype}")
+        last = time.perf_counter() - began
+    read = meter.read()
+    peak = memory.stop()
+    expected = len(source.files()) * kind.per_file
+    if samples != expected:
+        raise AssertionError(f"{candidate} delivered {samples} of {expected} clips")
+    found = {
+        "samples_per_s": samples / read["wall_s"],
+        "steady_per_s": (samples - before) / max(1e-9, last - first),
+        "cpu_s_per_1k": 1000 * read["cpu_s"] / samples,
+        "first_batch_s": first,
+        "peak_mib": peak,
+    }
+    return found | ({"read_mb": (source.bytes_sent() - sent) / 1e6} if source.port else {})

@@ -1,8 +1,7 @@
 """`headrace bench pack`: MB/s, files/s, CPU seconds and peak memory of packing the same files into tar shards.
 
-The peers are tar + ffprobe and webdataset's ShardWriter. `python -m headrace.bench.workloads.pack CANDIDATE DIRECTORY`
-packs `DIRECTORY/clips` into `DIRECTORY/packed`, which is emptied first. Imports of the measured process do not count,
-as their cost does not grow with the number of files; processes that it starts do count.
+The peer is webdataset's ShardWriter, without an index and with one made by PyAV. Imports of the measured process do
+not count, as their cost does not grow with the number of files. Processes that it starts do count.
 Invariant: every candidate writes tar shards of about `SHARD_BYTES` to local disk and fsyncs them within the measured
 time. Digests show that the members equal the files.
 Failure behaviour: wrong members or an exception end the process; `headrace.bench.core.measure` reports it.
@@ -10,29 +9,26 @@ Failure behaviour: wrong members or an exception end the process; `headrace.benc
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib
 import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.core import command
-from headrace.bench.core.measure import Candidate, Meter, Tell, alternate
+from headrace.bench.core.command import Job, benchmark
+from headrace.bench.core.measure import Candidate, Meter, Progress, alternate
 from headrace.bench.core.results import Metric, Part
-from headrace.dataio.core.cli import positive_int
+from headrace.dataio.core.cli import argument, positive_int
 
 SHARD_BYTES = 16 << 20
-FFPROBE = "tar + ffprobe"
-CANDIDATES = ("headrace", FFPROBE, "ShardWriter, no index", "ShardWriter + PyAV")
 _MADE = 8
 METRICS = {
     "mb_per_s": Metric("MB/s", "MB/s", "higher"),
@@ -44,47 +40,35 @@ METRICS = {
 }
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `headrace bench pack` and return the exit code."""
-    about = "Packing into tar shards on local disk, compared with tar + ffprobe and webdataset's ShardWriter."
-    return command.run(argv, "pack", about, fill, _options)
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--files", type=positive_int, default=160, help="files to pack (default: %(default)s)")
-
-
-def fill(job: command.Job, part: Part) -> None:
+@benchmark(
+    "pack",
+    "Packing into tar shards on local disk, compared with webdataset's ShardWriter.",
+    argument("--files", type=positive_int, default=160, help="files to pack (default: %(default)s)"),
+)
+def pack(job: Job, part: Part) -> None:
     """Measure all candidates in turn. They pack the same copies of generated clips and, if there are any, of real
     ones."""
-    from headrace.bench.demo.media import REAL_CLIPS
+    from headrace.bench.core.data import REAL_CLIPS
 
-    size = make_files(job.scratch / "clips", job.args.files, job.tell, REAL_CLIPS)
-    names = candidates()
+    size = make_files(job.scratch / "clips", job.args.files, job.progress, REAL_CLIPS)
     real = "made and real" if REAL_CLIPS.is_dir() else "made"
     part.title = f"Pack: {job.args.files} files, {size / 1e6:.0f} MB, copies of {real} clips, local disk"
-    part.notes = [] if FFPROBE in names else [f"{FFPROBE} is left out: there is no ffprobe on the PATH"]
     part.settings = {"files": job.args.files, "bytes": size, "shard_bytes": SHARD_BYTES}
-    part.metrics, part.against = METRICS, CANDIDATES[-1]
-    wanted = [Candidate(name, "headrace.bench.workloads.pack", (name, str(job.scratch))) for name in names]
-    alternate(wanted, job.rounds, job.tell, part.candidates)
+    part.metrics, part.against = METRICS, PEER
+    wanted = [Candidate(name, "headrace.bench.workloads.pack:measure", (name, str(job.scratch))) for name in CANDIDATES]
+    alternate(wanted, job.rounds, job.progress, part.candidates)
 
 
-def candidates() -> tuple[str, ...]:
-    """Return the candidates that can run here. The one with ffprobe needs it on the PATH."""
-    return tuple(name for name in CANDIDATES if name != FFPROBE or shutil.which("ffprobe"))
-
-
-def make_files(folder: Path, count: int, tell: Tell, media: Path | None = None) -> int:
+def make_files(folder: Path, count: int, progress: Progress, media: Path | None = None) -> int:
     """Fill `folder` with `count` files, and return their bytes.
 
     The files are copies, in turn, of generated clips and of the files in `media` that can be probed.
     """
-    from headrace.bench.demo.media import make_clip
+    from headrace.bench.core.data import make_clip
 
     originals = []
     for number in range(min(_MADE, count)):
-        tell("making clips", number / _MADE)
+        progress("making clips", number / _MADE)
         originals.append(make_clip(folder.parent / "originals", number, width=320, height=240))
     originals += _usable(media) if media is not None and media.is_dir() else []
     folder.mkdir(parents=True)
@@ -95,7 +79,7 @@ def make_files(folder: Path, count: int, tell: Tell, media: Path | None = None) 
 
 
 def _usable(media: Path) -> list[Path]:
-    """Return the files that are not damaged on purpose. Headrace would skip damaged files, and `tar` would not."""
+    """Return the files that are not damaged on purpose. Headrace would skip damaged files, and the others would not."""
     from headrace.dataio.core.errors import HeadraceError
     from headrace.dataio.shards.media.probe import probe
 
@@ -109,18 +93,21 @@ def _usable(media: Path) -> list[Path]:
     return found
 
 
-def measure(candidate: str, directory: Path) -> dict[str, float]:
-    """Measure one candidate. Figures "a core" are by CPU second of the process and its children."""
-    clips, packed = directory / "clips", directory / "packed"
+def measure(candidate: str, directory: str) -> dict[str, float]:
+    """Pack `directory`/clips into `directory`/packed, which is emptied first.
+
+    Figures "a core" are by CPU second of the process and its children.
+    """
+    clips, packed = Path(directory, "clips"), Path(directory, "packed")
     shutil.rmtree(packed, ignore_errors=True)
     packed.mkdir()
     files = sorted(clips.iterdir())
     megabytes = sum(path.stat().st_size for path in files) / 1e6
-    for module in _IMPORTS.get(candidate, ()):
+    for module in CANDIDATES[candidate].imports:
         importlib.import_module(module)
     meter = Meter()
-    _BUILD[candidate](files, packed)
-    if candidate != "headrace":  # Headrace's store has synced already
+    CANDIDATES[candidate].run(files, packed)
+    if candidate != OURS:  # Headrace's store has synced already
         _sync(packed)
     read = meter.read()
     check_members(files, packed)
@@ -167,36 +154,6 @@ def _headrace(files: list[Path], packed: Path) -> None:
     pack([str(files[0].parent)], str(packed / "dataset"), shard_bytes=SHARD_BYTES, strict=True).close()
 
 
-def _tar_ffprobe(files: list[Path], packed: Path) -> None:
-    """Run a `tar` for each shard, then an `ffprobe` for each file, one at a time on each core."""
-    for number, shard in enumerate(_shards(files)):
-        names = "\n".join(path.name for path in shard)
-        command = ["tar", "-cf", str(packed / f"{number:06d}.tar"), "-C", str(shard[0].parent), "-T", "-"]
-        subprocess.run(command, input=names, text=True, check=True)
-    (packed / "index").mkdir()
-    one = 'ffprobe -v error -of json -show_format -show_streams -count_packets "$0/$1" > "$2/$1.json"'
-    at_once = ["xargs", "-P", str(os.cpu_count() or 1), "-I", "{}"]
-    subprocess.run(
-        [*at_once, "sh", "-c", one, str(files[0].parent), "{}", str(packed / "index")],
-        input="\n".join(path.name for path in files),
-        text=True,
-        check=True,
-    )
-
-
-def _shards(files: list[Path]) -> Iterator[list[Path]]:
-    shard: list[Path] = []
-    size = 0
-    for path in files:
-        length = path.stat().st_size
-        if shard and size + length > SHARD_BYTES:
-            yield shard
-            shard, size = [], 0
-        shard.append(path)
-        size += length
-    yield shard
-
-
 def _shard_writer(files: list[Path], packed: Path, *, probed: bool) -> None:
     import webdataset as wds
 
@@ -232,18 +189,17 @@ def _facts(content: bytes) -> dict[str, Any]:
         return row
 
 
-_IMPORTS = {
-    "headrace": ("headrace.dataio.shards.ingest.pack",),
-    "ShardWriter, no index": ("webdataset",),
-    "ShardWriter + PyAV": ("webdataset", "av"),
-}
-_BUILD: dict[str, Callable[[list[Path], Path], None]] = {
-    "headrace": _headrace,
-    FFPROBE: _tar_ffprobe,
-    "ShardWriter, no index": lambda files, packed: _shard_writer(files, packed, probed=False),
-    "ShardWriter + PyAV": lambda files, packed: _shard_writer(files, packed, probed=True),
-}
+@dataclass(frozen=True)
+class Packer:
+    """A candidate: what it imports before the measurement, and the function that packs files into a folder."""
+
+    imports: tuple[str, ...]
+    run: Callable[[list[Path], Path], None]
 
 
-if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))
+OURS, PEER = "headrace", "ShardWriter + PyAV"
+CANDIDATES = {
+    OURS: Packer(("headrace.dataio.shards.ingest.pack",), _headrace),
+    "ShardWriter, no index": Packer(("webdataset",), partial(_shard_writer, probed=False)),
+    PEER: Packer(("webdataset", "av"), partial(_shard_writer, probed=True)),
+}

@@ -18,13 +18,10 @@ named.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
-import sys
 import tempfile
 import time
 from collections import deque
@@ -36,14 +33,14 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from headrace.bench.core import command
-from headrace.bench.core.measure import Candidate, Meter, alternate
+from headrace.bench.core.command import Job, benchmark
+from headrace.bench.core.data import tar_shards
+from headrace.bench.core.measure import Candidate, Meter, Progress, alternate
 from headrace.bench.core.processes import daemon
 from headrace.bench.core.results import Metric, Part
-from headrace.bench.workloads.files import tar_shards
 from headrace.bench.workloads.sidecar_rank import AHEAD
 from headrace.dataio import Dataset
-from headrace.dataio.core.cli import positive_int
+from headrace.dataio.core.cli import argument, positive_int
 from headrace.dataio.shards.sample import Files
 from headrace.dataio.sidecar.client import open_reader
 from headrace.loaders.fetch import sample_reader
@@ -51,7 +48,7 @@ from headrace.loaders.sampling.order import Order
 
 BATCH, EPOCHS, AT_ONCE = 16, 6, 32
 HELD = 4
-"""Batches in memory when two are made ahead of the next one, and the trainer still holds the last."""
+"""Batches in memory at once: the trainer holds one, one is next, and two are prepared ahead."""
 MEMBERS = {"video.bin": 386_000, "sound.bin": 64_000, "text.bin": 600}
 PLAIN, SIDECAR, ALONE = "pread into the staging buffer", "Headrace through the sidecar", "Headrace in one process"
 TWO, PLAIN_TWO = f"{ALONE}, 2 threads", f"{PLAIN}, 2 threads"
@@ -72,40 +69,41 @@ Wanted = tuple[int, int, int, int]
 T = TypeVar("T")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `headrace bench raw` and return the exit code."""
-    about = "Samples as bytes, checked, compared with a plain loop of preadv."
-    return command.run(argv, "raw", about, fill, _options, rounds=5)
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=positive_int, default=800, help="of 450 kB (default: %(default)s)")
-
-
-def fill(job: command.Job, part: Part) -> None:
+@benchmark(
+    "raw",
+    "Samples as bytes, checked, compared with a plain loop of preadv.",
+    argument("--samples", type=positive_int, default=800, help="of 450 kB (default: %(default)s)"),
+    rounds=5,
+)
+def raw(job: Job, part: Part) -> None:
     """Make one dataset, and measure all candidates in turn."""
-    make(job.scratch, job.args.samples, job.tell)
+    make(job.scratch, job.args.samples, job.progress)
     part.title = (
         f"Raw: {job.args.samples} samples of {sum(MEMBERS.values()) / 1000:.0f} kB, shuffled, batches of {BATCH}"
     )
     part.settings = {"samples": job.args.samples, "batch": BATCH, "epochs": EPOCHS, "threads": 1}
     part.metrics, part.against = METRICS, PLAIN
-    wanted = [Candidate(name, "headrace.bench.workloads.raw", (name, str(job.scratch))) for name in CANDIDATES]
-    alternate(wanted, job.rounds, job.tell, part.candidates)
-    if found := {samples.metrics["digest"][0] for samples in part.candidates.values() if "digest" in samples.metrics}:
-        if len(found) > 1:
-            raise AssertionError("the candidates did not deliver the same bytes")
-        for samples in part.candidates.values():
-            samples.metrics.pop("digest", None)
+    wanted = [Candidate(name, "headrace.bench.workloads.raw:measure", (name, str(job.scratch))) for name in CANDIDATES]
+    alternate(wanted, job.rounds, job.progress, part.candidates)
+    require_equal_digests(part)
 
 
-def make(folder: Path, samples: int, tell: Callable[[str, float], None]) -> None:
+def require_equal_digests(part: Part) -> None:
+    """Raise unless all candidates delivered the same bytes. The digests are not figures, so they are removed."""
+    digests = {samples.metrics["digest"][0] for samples in part.candidates.values() if "digest" in samples.metrics}
+    if len(digests) > 1:
+        raise AssertionError("the candidates did not deliver the same bytes")
+    for samples in part.candidates.values():
+        samples.metrics.pop("digest", None)
+
+
+def make(folder: Path, samples: int, progress: Progress) -> None:
     """Make the dataset in `folder`/dataset."""
     files = folder / "files"
     files.mkdir()
     rng = random.Random(1)
     for number in range(samples):
-        tell("making samples", number / samples)
+        progress("making samples", number / samples)
         for ext, size in MEMBERS.items():
             (files / f"{number:06}.{ext}").write_bytes(rng.randbytes(size))
     tar_shards(files, folder)
@@ -248,12 +246,12 @@ def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack, side
     loader = stack.enter_context(
         FileLoader(str(folder / "dataset"), BATCH, files=sorted(MEMBERS), trust_mounts=True, **options)
     )
-    begun = dict[int, dict[str, Any]]()
+    states = dict[int, dict[str, Any]]()
 
     def batches(epoch: int) -> Batches:
         if loader.epoch != epoch:
-            loader.load_state_dict(begun[epoch])
-        begun[epoch] = loader.state_dict()
+            loader.load_state_dict(states[epoch])
+        states[epoch] = loader.state_dict()
         return (memoryview(batch["bytes"].numpy()) for batch in loader)
 
     return batches
@@ -266,11 +264,11 @@ def _staging() -> memoryview:
     return memory
 
 
-def measure(name: str, folder: Path) -> dict[str, float]:
+def measure(name: str, folder: str) -> dict[str, float]:
     """Measure one candidate: the first epoch separately, then the others."""
     with contextlib.ExitStack() as stack:
         staging = _staging()
-        batches = CANDIDATES[name](folder, staging, stack)
+        batches = CANDIDATES[name](Path(folder), staging, stack)
         began = time.perf_counter()
         first = sum(1 for _ in batches(0))
         first_s = time.perf_counter() - began
@@ -314,7 +312,3 @@ CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Epoc
     LOADER: _loader,
     LOADER_SIDECAR: _through(_loader),
 }
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))

@@ -12,13 +12,13 @@ Failure behaviour: an exception ends the candidate's process; `headrace.bench.co
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import importlib
 import importlib.util
 import io
 import json
 import os
-import sys
+import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +27,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.bench.core import command
-from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.command import Job, benchmark
+from headrace.bench.core.data import write_video
+from headrace.bench.core.measure import Candidate, alternate, command_of
 from headrace.bench.core.results import Metric, Part
 from headrace.dataio import Dataset, index
-from headrace.dataio.core.cli import positive_int
+from headrace.dataio.core.cli import argument, positive_int
 from headrace.dataio.core.errors import UsageError
 
 CLIPS, DISTINCT, BATCH, AFTER = 4000, 16, 8, 3
@@ -57,37 +58,33 @@ class Loader(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `headrace bench resume` and return the exit code."""
-    return command.run(argv, "resume", "Resuming in the middle of an epoch, beside other loaders.", fill, _options)
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clips", type=positive_int, default=CLIPS, help="in the dataset (default: %(default)s)")
-    parser.add_argument(
-        "--mosaic-python", metavar="PATH", help="the interpreter of an environment with mosaicml-streaming"
-    )
-
-
-def fill(job: command.Job, part: Part) -> None:
+@benchmark(
+    "resume",
+    "Resuming in the middle of an epoch, compared with other loaders.",
+    argument("--clips", type=positive_int, default=CLIPS, help="in the dataset (default: %(default)s)"),
+    argument("--mosaic-python", metavar="PATH", help="the interpreter of an environment with mosaicml-streaming"),
+)
+def resume(job: Job, part: Part) -> None:
     """Write the clips in the format of each candidate, and measure all candidates in turn."""
-    if job.args.clips // BATCH <= AFTER:
-        raise UsageError(f"{job.args.clips} clips are too few to resume", hint=f"--clips {BATCH * (AFTER + 1)} or more")
-    job.tell("making clips", 0)
-    prepare(job.scratch, job.args.clips)
-    names = [OURS, TORCHDATA, LITDATA, FLOOR]
+    clips, folder = job.args.clips, str(job.scratch)
+    if clips // BATCH <= AFTER:
+        raise UsageError(f"{clips} clips are too few to resume", hint=f"--clips {BATCH * (AFTER + 1)} or more")
+    job.progress("making clips", 0)
+    prepare(job.scratch, clips)
+    pythons = {OURS: "", TORCHDATA: "", LITDATA: "", FLOOR: ""}
     if importlib.util.find_spec("litdata") is None:
-        names.remove(LITDATA)
-    part.title = f"Resume: {job.args.clips} small clips, shuffled, batches of {BATCH}, local disk"
-    part.settings = {"clips": job.args.clips, "batch": BATCH, "compared batches": AFTER}
+        del pythons[LITDATA]
+    if job.args.mosaic_python:
+        pythons[MOSAIC] = job.args.mosaic_python
+    part.title = f"Resume: {clips} small clips, shuffled, batches of {BATCH}, local disk"
+    part.settings = {"clips": clips, "batch": BATCH, "compared batches": AFTER}
     part.metrics, part.against = METRICS, TORCHDATA
-    if LITDATA in names:
-        _convert(LITDATA, job.scratch, sys.executable)
-    wanted = [Candidate(name, "headrace.bench.workloads.resume", (name, str(job.scratch))) for name in names]
-    if python := job.args.mosaic_python:
-        _convert(MOSAIC, job.scratch, python)
-        wanted.append(Candidate(MOSAIC, "headrace.bench.workloads.resume", (MOSAIC, str(job.scratch)), python))
-    alternate(wanted, job.rounds, job.tell, part.candidates)
+    for peer in (LITDATA, MOSAIC):
+        if peer in pythons:
+            _convert(peer, folder, pythons[peer])
+    module = "headrace.bench.workloads.resume"
+    wanted = [Candidate(name, f"{module}:measure", (name, folder), python) for name, python in pythons.items()]
+    alternate(wanted, job.rounds, job.progress, part.candidates)
 
 
 def prepare(folder: Path, count: int) -> None:
@@ -102,14 +99,14 @@ def prepare(folder: Path, count: int) -> None:
     index(f"{folder}/*.tar", folder / "ds").close()
 
 
-def measure(candidate: str, folder: Path) -> dict[str, float]:
+def measure(candidate: str, where: str) -> dict[str, float]:
     """Measure one candidate: the first epoch, then both resumes."""
-    makers = {OURS: _headrace, TORCHDATA: _torchdata, LITDATA: _litdata, MOSAIC: _mosaic, FLOOR: _Bare}
+    makers = {OURS: _headrace, TORCHDATA: _torchdata, LITDATA: _litdata, MOSAIC: _mosaic, FLOOR: _Floor}
     make: Callable[[Path], Loader] = makers[candidate]
-
-    there = _count(folder) // BATCH
-    marks = {percent: min(there * percent // 100, there - AFTER) for percent in (50, 99)}
-    with _ended(make(folder)) as loader:
+    folder = Path(where)
+    batches = _count(folder) // BATCH
+    marks = {percent: min(batches * percent // 100, batches - AFTER) for percent in (50, 99)}
+    with _closed(make(folder)) as loader:
         states, following = _walk(loader, set(marks.values()))
     del loader
     found: dict[str, float] = {"exact": 1.0, "state_bytes": max(map(len, states.values()))}
@@ -121,26 +118,24 @@ def measure(candidate: str, folder: Path) -> dict[str, float]:
 
 def _resume(make: Callable[[], Loader], state: str, found: dict[str, float], percent: int) -> list[list[int]]:
     """Resume from `state`, add the times to `found`, and return the ids of the first batches."""
-    begun = time.perf_counter()
-    with _ended(make()) as loader:
+    began = time.perf_counter()
+    with _closed(make()) as loader:
         loader.load_state_dict(json.loads(state))
         batches = iter(loader)
         ids = [_ids(next(batches))]
-        found[f"resume_{percent}_ms"] = (time.perf_counter() - begun) * 1e3
+        found[f"resume_{percent}_ms"] = (time.perf_counter() - began) * 1e3
         if _READS:
-            found[f"before_read_{percent}_ms"] = (_READS[-1] - begun) * 1e3
+            found[f"before_read_{percent}_ms"] = (_READS[-1] - began) * 1e3
         return ids + [_ids(next(batches)) for _ in range(AFTER - 1)]
 
 
 @contextlib.contextmanager
-def _ended(loader: Loader) -> Iterator[Loader]:
+def _closed(loader: Loader) -> Iterator[Loader]:
     """Close the loader and end its threads after the block, so that closing it is in no other measurement."""
     try:
         yield loader
     finally:
-        if isinstance(
-            loader, AbstractContextManager
-        ):  # ours, which would end in a thread of its own; others are let go of
+        if isinstance(loader, AbstractContextManager):  # ours; the peers have nothing to close
             loader.__exit__(None, None, None)
 
 
@@ -198,7 +193,7 @@ def _headrace(folder: Path) -> Loader:
     return VideoLoader(str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, num_threads=2, trust_mounts=True)
 
 
-class _Bare:
+class _Floor:
     """The floor: samples in a shuffled order, read one after the other, without threads or prefetching."""
 
     def __init__(self, folder: Path) -> None:
@@ -276,8 +271,6 @@ def _litdata(folder: Path) -> Loader:
 
 
 def _mosaic(folder: Path) -> Loader:
-    import importlib
-
     from torch.utils.data import default_collate
 
     streaming: Any = importlib.import_module("streaming")
@@ -293,24 +286,25 @@ def _mosaic(folder: Path) -> Loader:
     return loader
 
 
-def _convert(peer: str, folder: Path, python: str) -> None:
+def _convert(peer: str, folder: str, python: str) -> None:
     """Write the same samples in the peer's own format, with an interpreter that has the peer installed."""
-    import subprocess
-
     quiet = {**os.environ, "LITDATA_DISABLE_VERSION_CHECK": "1"}
-    command = [python, "-m", "headrace.bench.workloads.resume", "convert", peer, str(folder)]
+    command = command_of("headrace.bench.workloads.resume:convert", peer, folder, python=python)
     subprocess.run(command, env=quiet, check=True, capture_output=True)
 
 
+def convert(peer: str, folder: str) -> None:
+    """Write the samples of `folder`/ds in the peer's format; called in a process of its own."""
+    {LITDATA: _to_litdata, MOSAIC: _to_mosaic}[peer](Path(folder))
+
+
 def _to_litdata(folder: Path) -> None:
-    from headrace.bench.peers.peer_loaders import write_litdata
+    from headrace.bench.peers.source import write_litdata
 
     write_litdata(_Read(str(folder / "ds")), list(range(_count(folder))), folder / LITDATA, "1MB")
 
 
 def _to_mosaic(folder: Path) -> None:
-    import importlib
-
     streaming: Any = importlib.import_module("streaming")
     rows, columns = _Read(str(folder / "ds")), {"id": "int", "data": "bytes"}
     with streaming.MDSWriter(out=str(folder / MOSAIC), columns=columns, size_limit=1_000_000) as out:
@@ -334,22 +328,9 @@ class _Read:
 
 def _clip(number: int) -> bytes:
     """Two frames of MJPEG."""
-    import av
     import numpy as np
 
-    target = io.BytesIO()
-    with av.open(target, "w", format="avi") as container:
-        stream = container.add_stream("mjpeg", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuvj420p"
-        for frame in range(2):
-            values = np.random.default_rng([number, frame]).integers(0, 255, (32, 32, 3), np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
-        container.mux(stream.encode(None))
+    target, rngs = io.BytesIO(), [np.random.default_rng([number, frame]) for frame in range(2)]
+    pictures = (rng.integers(0, 255, (32, 32, 3), np.uint8) for rng in rngs)
+    write_video(target, "mjpeg", pictures, pixel_format="yuvj420p", container="avi")
     return target.getvalue()
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "convert":
-        {LITDATA: _to_litdata, MOSAIC: _to_mosaic}[sys.argv[2]](Path(sys.argv[3]))
-    else:
-        print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))

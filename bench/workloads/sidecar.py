@@ -11,7 +11,6 @@ Failure behaviour: a rank or daemon that fails ends the benchmark.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import mmap
 import resource
@@ -26,11 +25,11 @@ from typing import IO
 
 import xxhash
 
-from headrace.bench.core import command
+from headrace.bench.core.command import Job, benchmark
 from headrace.bench.core.processes import DaemonProcess, daemon, server
 from headrace.bench.core.results import Metric, Part, Samples
-from headrace.bench.workloads.sidecar_rank import Job, Shape, run_ranks, write_shards
-from headrace.dataio.core.cli import positive_int
+from headrace.bench.workloads.sidecar_rank import RankJob, Shape, run_ranks, write_shards
+from headrace.dataio.core.cli import argument, positive_int
 from headrace.dataio.core.files import storage_kind
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
@@ -80,29 +79,22 @@ PARTS = ("deliver", "s3", "quiet", "cold")
 Found = dict[str, list[float]]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `headrace bench sidecar`. The exit code is 0 when it ran, regardless of the figures."""
-    return command.run(argv, "sidecar", "The figures of the node's daemon.", fill, _options)
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shards", type=positive_int, default=6, help="shards of 32 MB (default: %(default)s; 28 is 0.9 GB)"
-    )
-    parser.add_argument(
-        "--cache-dir", type=Path, help="where the caches go, such as a tmpfs (default: the scratch folder)"
-    )
-    parser.add_argument("--only", choices=PARTS, action="append", help="measure this part alone; may be repeated")
-
-
-def fill(job: command.Job, part: Part) -> None:
-    """Measure all figures, each once a round."""
-    part.title, part.metrics, part.settings = "Sidecar: one node", FIGURES, {"shards": job.args.shards}
+@benchmark(
+    "sidecar",
+    "The figures of the node's daemon.",
+    argument("--shards", type=positive_int, default=6, help="shards of 32 MB (default: %(default)s; 28 is 0.9 GB)"),
+    argument("--cache-dir", type=Path, help="where the caches go, such as a tmpfs (default: the scratch folder)"),
+    argument("--only", choices=PARTS, action="append", help="measure this part alone; may be repeated"),
+)
+def sidecar(job: Job, part: Part) -> None:
+    """Measure all figures, each once a round. The exit code does not depend on the figures."""
+    args, shape = job.args, Shape(shards=job.args.shards)
+    part.title, part.metrics, part.settings = "Sidecar: one node", FIGURES, {"shards": args.shards}
     found = part.candidates.setdefault("headrace", Samples({name: [] for name in FIGURES})).metrics
-    if job.args.cache_dir is not None:
-        part.settings["cache on"] = storage_kind(job.args.cache_dir)
-    with tempfile.TemporaryDirectory(prefix="mb-", dir=job.args.cache_dir or job.scratch) as caches:
-        measure(job.scratch, Path(caches), Shape(shards=job.args.shards), job.rounds, found, job.args.only or PARTS)
+    if args.cache_dir is not None:
+        part.settings["cache on"] = storage_kind(args.cache_dir)
+    with tempfile.TemporaryDirectory(prefix="mb-", dir=args.cache_dir or job.scratch) as caches:
+        measure(job.scratch, Path(caches), shape, job.rounds, found, args.only or PARTS)
 
 
 def measure(scratch: Path, caches: Path, shape: Shape, rounds: int, found: Found, parts: Sequence[str] = PARTS) -> None:
@@ -138,7 +130,8 @@ def deliver(folder: Path, url: str, shape: Shape, ranks: int, found: Found) -> N
             memory = Memory(folder, 0 if epoch else shape.total_bytes)
             before = running.cpu_seconds()
             jobs = [
-                Job(url, str(running.socket), shape, r, ranks, epochs=epochs, first_epoch=epoch) for r in range(ranks)
+                RankJob(url, str(running.socket), shape, r, ranks, epochs=epochs, first_epoch=epoch)
+                for r in range(ranks)
             ]
             _, figures = run_ranks(jobs, before=memory.free)
             samples = sum(figure["samples"] for figure in figures)
@@ -153,7 +146,7 @@ def from_s3(folder: Path, root: Path, shape: Shape, ranks: int, found: Found) ->
     with server(root) as s3, daemon(folder, s3.environ, cache_bytes="4GiB") as running:
         memory = Memory(folder, shape.total_bytes)
         before = running.cpu_seconds()
-        jobs = [Job("s3://bucket/ds", str(running.socket), shape, rank, ranks) for rank in range(ranks)]
+        jobs = [RankJob("s3://bucket/ds", str(running.socket), shape, rank, ranks) for rank in range(ranks)]
         _, figures = run_ranks(jobs, s3.environ, before=memory.free)
         samples = sum(figure["samples"] for figure in figures)
         cpu = sum(figure["cpu_s"] for figure in figures) + running.cpu_seconds() - before
@@ -184,12 +177,12 @@ def quiet(running: DaemonProcess, url: str, shape: Shape, found: Found) -> None:
 def cold(folder: Path, root: Path, found: Found) -> None:
     """Let four ranks read an uncached dataset from a server of a fixed bandwidth, without and with a daemon."""
     with server(root, RATE) as limited:
-        jobs = [Job("s3://bucket/ds", None, LIMITED, rank, 4) for rank in range(4)]
+        jobs = [RankJob("s3://bucket/ds", None, LIMITED, rank, 4) for rank in range(4)]
         without, _ = run_ranks(jobs, limited.environ)
     with server(root, RATE) as limited, daemon(folder / "cold", limited.environ, cache_bytes="1GiB") as running:
         # warm up: a real daemon has already read from its stores
-        run_ranks([Job("s3://bucket/other", str(running.socket), Shape(shards=1, per_shard=1))], limited.environ)
-        jobs = [Job("s3://bucket/ds", str(running.socket), LIMITED, rank, 4) for rank in range(4)]
+        run_ranks([RankJob("s3://bucket/other", str(running.socket), Shape(shards=1, per_shard=1))], limited.environ)
+        jobs = [RankJob("s3://bucket/ds", str(running.socket), LIMITED, rank, 4) for rank in range(4)]
         through, _ = run_ranks(jobs, limited.environ)
         found["rss_s3"].append(running.peak_mib())
     found["cold"].append(without / through)

@@ -3,7 +3,7 @@ buffer.
 
     python -m headrace.bench.workloads.sidecar_rank JSON
 
-JSON is a `Job`. The process waits for a line on standard input and prints one JSON object.
+JSON is a `RankJob`. The process waits for a line on standard input and prints one JSON object.
 
 Invariant: a rank does what a loader does, except decoding and digests: it announces eight batches ahead and reads each
 sample once. The copy touches every byte. Failure behaviour: any error ends the process with a traceback.
@@ -70,7 +70,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """What one rank does. `batch` is the batch size of one rank. `sidecar` is a socket or None."""
 
     url: str
@@ -86,7 +86,7 @@ class Job:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of(cls, text: str) -> Job:
+    def of(cls, text: str) -> RankJob:
         values = json.loads(text)
         shape = values.pop("shape")
         return cls(shape=Shape(**{**shape, "members": tuple(shape["members"])}), **values)
@@ -106,7 +106,7 @@ class Job:
                         yield [self.shape.read(n) for n in itertools.islice(samples, size)]
 
 
-def run(job: Job) -> dict[str, float]:
+def run(job: RankJob) -> dict[str, float]:
     """Read all batches, and return the figures by name."""
     staging = memoryview(bytearray(job.batch * job.shape.sample_bytes))
     staging[::4096] = bytes(len(staging[::4096]))  # touch the pages before the first batch
@@ -144,7 +144,7 @@ def write_shards(folder: Path, shape: Shape) -> None:
 
 
 def run_ranks(
-    jobs: Sequence[Job], environ: Mapping[str, str] | None = None, before: Callable[[], None] = lambda: None
+    jobs: Sequence[RankJob], environ: Mapping[str, str] | None = None, before: Callable[[], None] = lambda: None
 ) -> tuple[float, list[dict[str, float]]]:
     """Start a process for each rank, call `before`, and let all begin together.
 
@@ -194,7 +194,7 @@ def _figures(process: subprocess.Popen[str]) -> dict[str, float]:
 
 
 def main() -> int:
-    job = Job.of(sys.argv[1])
+    job = RankJob.of(sys.argv[1])
     open_store(job.url).close()
     with span("bench.start"):
         pass

@@ -1,12 +1,17 @@
 """`headrace bench store [URL]`: Headrace and other clients on a bucket or a directory.
 
 It measures throughput, latency percentiles, CPU seconds per GiB and memory of each client, by operation, object size
-and concurrency. Without a URL it starts a SeaweedFS on loopback, which shares the cores with its clients. Then compare
-only the rows with each other, not the figures with those of another machine.
-Invariant: the benchmark writes only below a fresh random prefix, and deletes exactly the keys that it wrote, by name.
-The bounds hold for the whole run. The results name the cells that the bounds exclude.
+and concurrency: a cell for each. Without a URL it starts a SeaweedFS on loopback, which shares the cores with its
+clients. Then compare only the rows with each other, not the figures with those of another machine.
+Invariants:
+
+- The cells are the same for every client. The results name the cells that a bound excludes.
+- The benchmark writes only below a fresh random prefix, and deletes exactly the keys that it wrote, by name. It never
+  deletes the keys of a listing, so it never touches an object of another program.
+- The bounds hold for the whole run.
+
 Failure behaviour: a client that fails, or whose package is missing, is named with the end of its error. The exit code
-is then 1.
+is then 1. An unknown operation is a `UsageError`.
 """
 
 from __future__ import annotations
@@ -14,119 +19,223 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
+import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from msgspec import structs
 
-from headrace.bench.core import command, machine
-from headrace.bench.core.measure import Candidate, Tell, alternate
+from headrace.bench.core.command import Job, benchmark
+from headrace.bench.core.measure import Candidate, Progress, alternate
+from headrace.bench.core.report import part_table
 from headrace.bench.core.results import Metric, Part
-from headrace.bench.core.table import part_table
-from headrace.bench.peers.object_stores import against, clients_of
-from headrace.bench.workloads import store_sweep
-from headrace.bench.workloads.store_worker import Order
+from headrace.bench.peers.object_stores import PART_BYTES, against, clients_of
+from headrace.dataio.core.cli import argument
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.limits import GIB, MIB, format_bytes, parse_bytes
+from headrace.dataio.core.limits import GIB, KIB, MIB, format_bytes, parse_bytes
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import folder_of, open_store
 
-_ABOUT = """\
-Measure a bucket or a directory by operation, object size and requests at once, compared with other clients.
+OPERATIONS = ("get", "range", "small", "put", "multipart", "list")
+"""Whole objects; ranges, and 4 KiB, at random places of the largest objects; whole objects; objects as a stream of
+8 MiB parts; pages of a prefix with 200 objects."""
+SMALL = 4 * KIB
+LISTED = 200
+COUNT = 8
+"""Objects of each size, read or written in turn."""
+MAX_HELD = 512 * MIB
+"""The most bytes that a cell may hold in memory at once. Larger cells are left out."""
+_BLOCK = 16 * MIB
 
-Without a URL a SeaweedFS is started on this machine. Only a fresh prefix below the URL is written to, and exactly what was
-written is deleted again, by name."""
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One measurement: requests of `size` bytes (0 for list), `width` at once."""
+
+    operation: str
+    size: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation}_{self.size}_x{self.width}"
+
+    @property
+    def title(self) -> str:
+        return f"{format_bytes(self.size)} ×{self.width}" if self.size else f"×{self.width}"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and return the exit code."""
-    return command.run(argv, "store", _ABOUT, fill, _options, show=show)
+@dataclass(frozen=True)
+class Sweep:
+    """What to measure: operations, sizes in bytes, requests at once."""
+
+    operations: tuple[str, ...]
+    sizes: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.operations if name not in OPERATIONS]:
+            raise UsageError(f"no operation {unknown[0]!r}", hint=f"there are {', '.join(OPERATIONS)}")
+        if not self.sizes or not self.widths or min(self.sizes) < 1 or min(self.widths) < 1:
+            raise UsageError("sizes and concurrencies are positive numbers")
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes)
+
+    def cells(self) -> list[Cell]:
+        """Return the cells that fit in memory."""
+        return [cell for cell in self._all() if cell.size * cell.width <= MAX_HELD]
+
+    def left_out(self) -> list[Cell]:
+        """Return the cells that do not fit in memory."""
+        return [cell for cell in self._all() if cell.size * cell.width > MAX_HELD]
+
+    def _all(self) -> list[Cell]:
+        return [
+            Cell(operation, size, width)
+            for operation in self.operations
+            for size in self._sizes(operation)
+            for width in self.widths
+        ]
+
+    def _sizes(self, operation: str) -> Sequence[int]:
+        if operation == "list":
+            return (0,)
+        if operation == "small":
+            return (SMALL,) if self.largest > SMALL else ()
+        return tuple(size for size in self.sizes if operation != "multipart" or size >= PART_BYTES)
+
+    def key_of(self, cell: Cell, number: int) -> str:
+        """Return the key of a request. Reads share the prepared objects, and writers have their own."""
+        if cell.operation == "list":
+            return "list/"
+        size = self.largest if cell.operation in ("range", "small") else cell.size
+        kind = "read" if cell.operation in ("get", "range", "small") else cell.operation
+        return f"{kind}/{size}/{number % COUNT}"
+
+    def prepared(self) -> dict[str, int]:
+        """Return the key and size of each object that must exist before the first request."""
+        sizes = set(self.sizes if "get" in self.operations else ())
+        if {"range", "small"} & set(self.operations):
+            sizes.add(self.largest)
+        found = {f"read/{size}/{number}": size for size in sorted(sizes) for number in range(COUNT)}
+        if "list" in self.operations:
+            found |= {f"list/{number:05d}": 16 for number in range(LISTED)}
+        return found
+
+    def all_keys(self) -> list[str]:
+        """Return every key that the sweep may have written."""
+        writers = [cell for cell in self.cells() if cell.operation in ("put", "multipart")]
+        written = {self.key_of(cell, number) for cell in writers for number in range(COUNT)}
+        return sorted(written | set(self.prepared()))
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return throughput, percentiles and CPU of every cell, and the peak memory of the client."""
+        found: dict[str, Metric] = {}
+        for cell in self.cells():
+            axes: dict[str, str | float] = {
+                "operation": cell.operation,
+                "size": cell.size,
+                "concurrency": cell.width,
+            }
+            unit = "MB/s" if cell.size else "keys/s"
+            found[cell.name] = Metric(cell.title, unit, "higher", quantity="throughput", axes=axes)
+            for share in ("p50", "p99", "p999"):
+                found[f"{cell.name}_{share}"] = Metric(cell.title, "ms", quantity=f"latency {share}", axes=axes)
+            if cell.size:
+                found[f"{cell.name}_cpu"] = Metric(cell.title, "s/GiB", quantity="cpu", axes=axes)
+        return found | {"peak_mib": Metric("peak MiB", "MiB")}
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", nargs="?", help="s3://bucket/prefix or a directory; without it a server is started")
-    parser.add_argument("--operations", default=",".join(store_sweep.OPERATIONS), help="default: %(default)s")
-    parser.add_argument("--sizes", default="256KiB,8MiB,64MiB", help="object sizes (default: %(default)s)")
-    parser.add_argument("--threads", default="1,4,16", help="requests at once (default: %(default)s)")
-    parser.add_argument("--clients", help="which to measure, separated by semicolons (default: all)")
-    parser.add_argument("--seconds", type=float, default=0.7, help="a cell lasts at most (default: %(default)s)")
-    parser.add_argument("--bytes", type=parse_bytes, default=128 * MIB, help="a cell moves at most (default: 128MiB)")
-    parser.add_argument(
-        "--duration", type=float, default=1200, help="seconds of measuring at most (default: %(default)s)"
-    )
-    parser.add_argument(
+class Order(msgspec.Struct):
+    """What one client measures. `seconds` and `cell_bytes` bound a cell, `all_seconds` and `all_bytes` the process."""
+
+    client: str
+    url: str
+    operations: tuple[str, ...]
+    sizes: tuple[int, ...]
+    widths: tuple[int, ...]
+    seconds: float
+    cell_bytes: int
+    all_seconds: float
+    all_bytes: int
+
+
+def show(part: Part) -> str:
+    """Return tables of throughput, p99 and CPU seconds for each operation, and one of the peak memory."""
+    lines = []
+    for operation in OPERATIONS:
+        for quantity, unit in (("throughput", "MB/s"), ("latency p99", "ms"), ("cpu", "CPU s/GiB")):
+            names = [
+                name
+                for name, metric in part.metrics.items()
+                if metric.quantity == quantity and metric.axes.get("operation") == operation
+            ]
+            if names:
+                shown = "keys/s" if (operation, quantity) == ("list", "throughput") else unit
+                lines.append(f"### {operation}: {quantity}, {shown}\n\n{part_table(part, names)}\n")
+    return "\n".join([*lines, part_table(part, ["peak_mib"])])
+
+
+@benchmark(
+    "store",
+    "Measure a bucket or a directory by operation, object size and requests at once, compared with other clients.\n\n"
+    "Without a URL a SeaweedFS is started on this machine. Only a fresh prefix below the URL is written to, and exactly\n"
+    "what was written is deleted again, by name.",
+    argument("url", nargs="?", help="s3://bucket/prefix or a directory; without it a server is started"),
+    argument("--operations", default=",".join(OPERATIONS), help="default: %(default)s"),
+    argument("--sizes", default="256KiB,8MiB,64MiB", help="object sizes (default: %(default)s)"),
+    argument("--threads", default="1,4,16", help="requests at once (default: %(default)s)"),
+    argument("--clients", help="which to measure, separated by semicolons (default: all)"),
+    argument("--seconds", type=float, default=0.7, help="a cell lasts at most (default: %(default)s)"),
+    argument("--bytes", type=parse_bytes, default=128 * MIB, help="a cell moves at most (default: 128MiB)"),
+    argument("--duration", type=float, default=1200, help="seconds of measuring at most (default: %(default)s)"),
+    argument(
         "--max-bytes",
         type=parse_bytes,
         default=64 * GIB,
         help="bytes to move at most, all clients and rounds (default: 64GiB)",
-    )
-    parser.add_argument("--cold", action="store_true", help="drop files from the page cache before every read")
-
-
-def fill(job: command.Job, part: Part) -> None:
+    ),
+    show=show,
+)
+def store(job: Job, part: Part) -> None:
     """Write the objects, measure the clients in turn, and delete the objects."""
     args = job.args
-    sweep = store_sweep.Sweep(tuple(args.operations.split(",")), _sizes(args.sizes), _numbers(args.threads))
-    with _place(args.url, sweep, job.tell) as url:
+    sweep = Sweep(tuple(args.operations.split(",")), _sizes(args.sizes), _numbers(args.threads))
+    with fresh_prefix(args.url, sweep, job.progress) as url:
         names = _clients(args.clients, url)
-        part.title = (
-            f"Store: {'S3' if url.startswith('s3://') else 'directory'}, by operation, size and requests at once"
-        )
-        part.metrics, part.against = store_sweep.metrics(sweep.cells()), against(url)
-        part.metrics = _limited(part.metrics, url, cold=args.cold)
-        part.settings = msgspec.to_builtins(_order(args, url, sweep, "", len(names))) | {"url": _shown(args.url)}
-        del part.settings["client"]
-        part.notes = [_caching(url, cold=args.cold), *_left_out(sweep)]
+        kind = "S3" if url.startswith("s3://") else "directory"
+        part.title = f"Store: {kind}, by operation, size and requests at once"
+        part.metrics, part.against = sweep.metrics(), against(url)
+        orders = {name: msgspec.to_builtins(_order(args, url, sweep, name, len(names))) for name in names}
+        settings = next(iter(orders.values())) | {"url": args.url or "SeaweedFS on loopback"}
+        part.settings = {name: value for name, value in settings.items() if name != "client"}
+        part.notes = [_caching(url), *_left_out(sweep)]
         wanted = [
-            Candidate(
-                name, "headrace.bench.workloads.store_worker", (_text(_order(args, url, sweep, name, len(names))),)
-            )
-            for name in names
+            Candidate(name, "headrace.bench.workloads.store_worker:measure_in_process", (order,))
+            for name, order in orders.items()
         ]
-        alternate(wanted, job.rounds, job.tell, part.candidates, seconds=args.duration + 120)
-    part.notes += store_sweep.sentences(sweep.cells(), part.candidates)
+        alternate(wanted, job.rounds, job.progress, part.candidates, seconds=args.duration + 120)
     if any("skipped_cells" in samples.metrics for samples in part.candidates.values()):
         part.notes.append("some cells were left out: --duration or --max-bytes was reached (skipped_cells in the JSON)")
 
 
-def _limited(metrics: dict[str, Metric], url: str, *, cold: bool) -> dict[str, Metric]:
-    """Add the disk's limit to the metrics of directories.
-
-    The limit is the rate of one thread. It applies to writes and cold reads in cells with one request at a time.
-    """
-    if url.startswith("s3://"):
-        return metrics
-    folder = folder_of(url)
-    limits = dict.fromkeys(("put", "multipart"), machine.write_rate(folder))
-    if cold:
-        limits |= dict.fromkeys(store_sweep.READS, machine.read_rate(folder))
-    return {
-        name: structs.replace(metric, limit=limits[operation].rate / 1e6, limit_why=limits[operation].why)
-        if metric.quantity == "throughput" and metric.axes["concurrency"] == 1 and operation in limits
-        else metric
-        for name, metric in metrics.items()
-        for operation in [str(metric.axes.get("operation", ""))]
-    }
-
-
-def _order(args: argparse.Namespace, url: str, sweep: store_sweep.Sweep, client: str, clients: int) -> Order:
+def _order(args: argparse.Namespace, url: str, sweep: Sweep, client: str, clients: int) -> Order:
     share = max(1, args.rounds * clients)
     return Order(
-        client,
-        url,
-        sweep.operations,
-        sweep.sizes,
-        sweep.widths,
-        args.seconds,
-        args.bytes,
-        args.duration / share,
-        args.max_bytes // share,
-        args.cold,
+        client=client,
+        url=url,
+        operations=sweep.operations,
+        sizes=sweep.sizes,
+        widths=sweep.widths,
+        seconds=args.seconds,
+        cell_bytes=args.bytes,
+        all_seconds=args.duration / share,
+        all_bytes=args.max_bytes // share,
     )
-
-
-def _text(order: Order) -> str:
-    return msgspec.json.encode(order).decode()
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -150,29 +259,19 @@ def _clients(wanted: str | None, url: str) -> tuple[str, ...]:
     return names
 
 
-def _shown(url: str | None) -> str:
-    return url or "SeaweedFS on loopback"
-
-
-def _caching(url: str, *, cold: bool) -> str:
+def _caching(url: str) -> str:
     if url.startswith("s3://"):
         return "Reads of objects: whatever the server caches is as it was; objects were written just before."
-    if cold:
-        return "Reads of files: every file is dropped from the page cache (posix_fadvise) before each request."
     return "Reads of files: through a warm page cache, except those of the client with O_DIRECT from 1 MiB on."
 
 
-def _left_out(sweep: store_sweep.Sweep) -> list[str]:
+def _left_out(sweep: Sweep) -> list[str]:
     names = ", ".join(f"{cell.operation} {cell.title}" for cell in sweep.left_out())
-    return (
-        [f"Left out, as more than {format_bytes(store_sweep.MAX_HELD)} would be held at once: {names}."]
-        if names
-        else []
-    )
+    return [f"Left out, as more than {format_bytes(MAX_HELD)} would be held at once: {names}."] if names else []
 
 
 @contextlib.contextmanager
-def _place(url: str | None, sweep: store_sweep.Sweep, tell: Tell) -> Iterator[str]:
+def fresh_prefix(url: str | None, sweep: Sweep, progress: Progress) -> Iterator[str]:
     """Yield the URL of a fresh prefix with the objects to read. At the end, exactly the sweep's own keys are
     deleted."""
     with contextlib.ExitStack() as stack:
@@ -185,18 +284,36 @@ def _place(url: str | None, sweep: store_sweep.Sweep, tell: Tell) -> Iterator[st
         base = url if "://" in url else Path(url).resolve().as_uri()
         if not base.startswith(("s3://", "file://")):
             raise UsageError(f"{url!r} is neither a bucket nor a directory", hint="give s3://bucket/prefix or a path")
-        place = f"{base.rstrip('/')}/{store_sweep.fresh_prefix()}"
-        stack.callback(_clear, place, sweep)
-        with open_store(place) as store:
-            store_sweep.prepare(store, sweep, tell)
-        yield place
+        prefix = f"{base.rstrip('/')}/headrace-bench-{uuid.uuid4().hex}"
+        stack.callback(_clear, prefix, sweep)
+        with open_store(prefix) as opened:
+            _prepare(opened, sweep, progress)
+        yield prefix
 
 
-def _clear(place: str, sweep: store_sweep.Sweep) -> None:
-    with open_store(place) as store:
-        store.delete_many(store_sweep.all_keys(sweep))
-    if place.startswith("file://"):
-        _remove_empty(folder_of(place))
+def _prepare(opened: Store, sweep: Sweep, progress: Progress) -> None:
+    """Write the objects to read. The contents are random, so that they cannot be compressed."""
+    wanted = sweep.prepared()
+    for place, (key, size) in enumerate(wanted.items()):
+        progress("writing objects", place / len(wanted))
+        if size <= _BLOCK:
+            opened.put(key, random.Random(key).randbytes(size))
+        else:
+            opened.put_multipart(key, _blocks(key, size))
+
+
+def _blocks(key: str, size: int) -> Iterator[bytes]:
+    block = random.Random(key).randbytes(_BLOCK)
+    while size > 0:
+        yield block[:size]
+        size -= len(block)
+
+
+def _clear(prefix: str, sweep: Sweep) -> None:
+    with open_store(prefix) as opened:
+        opened.delete_many(sweep.all_keys())
+    if prefix.startswith("file://"):
+        _remove_empty(folder_of(prefix))
 
 
 def _remove_empty(root: Path) -> None:
@@ -204,19 +321,3 @@ def _remove_empty(root: Path) -> None:
     for folder in (*sorted((p for p in root.rglob("*") if p.is_dir()), reverse=True), root):
         with contextlib.suppress(OSError):
             folder.rmdir()
-
-
-def show(part: Part) -> str:
-    """Return tables of throughput, p99 and CPU seconds for each operation, and one of the peak memory."""
-    lines = []
-    for operation in store_sweep.OPERATIONS:
-        for quantity, unit in (("throughput", "MB/s"), ("latency p99", "ms"), ("cpu", "CPU s/GiB")):
-            names = [
-                name
-                for name, metric in part.metrics.items()
-                if metric.quantity == quantity and metric.axes.get("operation") == operation
-            ]
-            if names:
-                shown = "keys/s" if (operation, quantity) == ("list", "throughput") else unit
-                lines.append(f"### {operation}: {quantity}, {shown}\n\n{part_table(part, names)}\n")
-    return "\n".join([*lines, part_table(part, ["peak_mib"])])

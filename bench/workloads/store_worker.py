@@ -1,10 +1,9 @@
 """Measure one client in a process of its own: every cell of the sweep, closed loop.
 
-`python -m headrace.bench.workloads.store_worker JSON` (an `Order`) prints one JSON object: throughput, latency
-percentiles and CPU seconds of every cell, the histograms, and the errors. A cell runs `width` threads, each with one
-request at a time, until the cell's seconds are over or its bytes are moved. Each thread makes at least two requests.
-Measured requests begin when all threads have made one request that does not count.
-Invariant: a latency is the time of the call alone. The whole process keeps its limits of seconds and bytes; cells
+The result has throughput, latency percentiles and CPU seconds of every cell, the histograms, and the errors. A cell
+runs `width` threads, each with one request at a time, until the cell's seconds are over or its bytes are moved. Each
+thread makes at least two requests. Measured requests begin when all threads have made one request that does not count.
+Invariants: a latency is the time of the call alone. The whole process keeps its limits of seconds and bytes; cells
 beyond them are reported as left out.
 Failure behaviour: a failed request is counted, and its message is kept. A cell in which all requests fail has no
 figures.
@@ -12,40 +11,20 @@ figures.
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import sys
 import threading
 import time
-from collections.abc import Callable
 
 import msgspec
 
 from headrace.bench.core.measure import Latencies, Meter, cpu_seconds
 from headrace.bench.peers.object_stores import Operations, open_client
-from headrace.bench.workloads.store_sweep import COUNT, READS, Cell, Sweep, key_of
+from headrace.bench.workloads.store import COUNT, Cell, Order, Sweep
 from headrace.dataio.core.limits import GIB
 from headrace.dataio.core.redact import redact
-from headrace.dataio.store.open import folder_of
 
 LEAST = 2
 _MESSAGES = 3
-
-
-class Order(msgspec.Struct):
-    """What to measure. `seconds` and `cell_bytes` bound a cell. `all_seconds` and `all_bytes` bound the process."""
-
-    client: str
-    url: str
-    operations: tuple[str, ...]
-    sizes: tuple[int, ...]
-    widths: tuple[int, ...]
-    seconds: float
-    cell_bytes: int
-    all_seconds: float
-    all_bytes: int
-    cold: bool = False
 
 
 class _Tally:
@@ -55,6 +34,11 @@ class _Tally:
         self.latencies, self.moved, self.requests = Latencies(), 0, 0
         self.failures: list[str] = []
         self.began = self.ended = 0.0
+
+
+def measure_in_process(order: dict[str, object]) -> dict[str, object]:
+    """Measure what the fields of an `Order` say; called in a process of its own."""
+    return measure(msgspec.convert(order, Order))
 
 
 def measure(order: Order) -> dict[str, object]:
@@ -89,7 +73,7 @@ class _Cell:
 
     def __init__(self, cell: Cell, sweep: Sweep, operations: Operations, order: Order) -> None:
         self.cell, self._sweep, self._call = cell, sweep, operations[cell.operation]
-        self._seconds, self._prepare = order.seconds, _forget(order) if cell.operation in READS else _nothing
+        self._seconds = order.seconds
         self.latencies, self.bytes, self.failures = Latencies(), 0, list[str]()
         self._wall = self._cpu = 0.0
 
@@ -127,12 +111,11 @@ class _Cell:
         tally.ended = time.perf_counter()
 
     def _request(self, number: int, tally: _Tally, rng: random.Random) -> None:
-        cell, key = self.cell, key_of(self.cell, number, self._sweep)
+        cell, key = self.cell, self._sweep.key_of(self.cell, number)
         offset = 0
         if cell.operation in ("range", "small"):
             offset = rng.randrange(self._sweep.largest // cell.size) * cell.size
-            key = key_of(cell, rng.randrange(COUNT), self._sweep)
-        self._prepare(key)
+            key = self._sweep.key_of(cell, rng.randrange(COUNT))
         began = time.perf_counter()
         tally.requests += 1
         try:
@@ -154,25 +137,3 @@ class _Cell:
         if self.cell.size:
             found[f"{name}_cpu"] = self._cpu / self.bytes * GIB
         return found
-
-
-def _nothing(key: str) -> None:
-    return
-
-
-def _forget(order: Order) -> Callable[[str], None]:
-    """Return a function that drops a file from the page cache before a read, or does nothing if reads are not cold."""
-    if not order.cold or order.url.startswith("s3://"):
-        return _nothing
-    root = folder_of(order.url)
-
-    def drop(key: str) -> None:
-        fd = os.open(f"{root}/{key}", os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-    return drop
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(msgspec.json.decode(sys.argv[1], type=Order))))

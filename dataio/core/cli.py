@@ -53,7 +53,8 @@ class Command:
         name: What follows `headrace` on the command line.
         description: The text at the top of the command's help.
         arguments: Add the command's arguments to its parser.
-        run: Does the work; it gets the parsed arguments and returns the exit code.
+        run: Does the work; it gets the parsed arguments and returns the exit code. `args.argv` are all arguments as
+            they were given.
         epilog: The text at the end of the help, usually the exit codes.
     """
 
@@ -73,7 +74,7 @@ class Command:
     def __call__(self, argv: Sequence[str]) -> int:
         parser = Parser(prog=f"headrace {self.name}")
         self.fill(parser)
-        return self._run(parser.parse_args(argv))
+        return self._run(parser.parse_args(argv, argparse.Namespace(argv=list(argv))))
 
     def fill(self, parser: argparse.ArgumentParser) -> None:
         """Give `parser` the command's help and arguments; shell completion uses it too."""

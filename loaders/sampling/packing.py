@@ -21,7 +21,7 @@ Invariants:
   elsewhere, one that fills no batch.
 - A position is (epoch, batch), so a packing of one epoch needs to know no other epoch.
 
-Cost (`headrace bench pieces --only packed`): once, when a loader is opened; with `repack_each_epoch`, in every epoch.
+Cost: once, when a loader is opened; with `repack_each_epoch`, in every epoch.
 Two packings are kept.
 Failure behaviour: `UsageError` for an impossible capacity or lookahead, and when there is nothing to pack. A damaged
 piece has no substitute, since no other piece has its length: its stretch stays silent and is not listed.

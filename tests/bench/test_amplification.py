@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench.core.processes import Server, daemon, server
-from headrace.bench.workloads.sidecar_rank import Job, Shape, run_ranks, write_shards
+from headrace.bench.workloads.sidecar_rank import RankJob, Shape, run_ranks, write_shards
 
 SHAPE = Shape(shards=4, per_shard=64, members=(90_000, 20_000, 600))
 
@@ -31,7 +31,7 @@ def epoch(counting: Server, socket: Path | None, ranks: int, number: int = 0) ->
     """Bytes that the server sent for one epoch, per byte of the dataset."""
     before = counting.sent()
     where = str(socket) if socket else None
-    jobs = [Job("s3://bucket/ds", where, SHAPE, rank, ranks, 8, first_epoch=number) for rank in range(ranks)]
+    jobs = [RankJob("s3://bucket/ds", where, SHAPE, rank, ranks, 8, first_epoch=number) for rank in range(ranks)]
     _, found = run_ranks(jobs, counting.environ)
     assert sum(figures["samples"] for figures in found) == SHAPE.samples
     return (counting.sent() - before) / SHAPE.total_bytes

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from headrace.bench.core.results import Part, Samples
-from headrace.bench.workloads import checkpoint, checkpoint_run
-from headrace.bench.workloads.checkpoint import ENTRIES, OURS, SHORT, Entry, runs_here
+from headrace.bench.workloads import checkpoint, checkpoint_worker
+from headrace.bench.workloads.checkpoint import ENTRIES, OURS, SHORT, Entry, reason_against
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.store.open import open_store
 
@@ -29,17 +29,19 @@ def test_help_imports_nothing_heavy(name: str) -> None:
 
 
 def test_a_candidate_that_cannot_run_says_why() -> None:
-    assert runs_here(ENTRIES[OURS], "s3", 4) is None
-    assert "disk and tmpfs only" in (runs_here(ENTRIES["torch.save"], "s3", 1) or "")
-    assert "several ranks" in (runs_here(ENTRIES["torch.save"], "disk", 2) or "")
-    assert "no_such_package not installed" in (runs_here(Entry("x:y", needs=("no_such_package",)), "disk", 1) or "")
+    assert reason_against(ENTRIES[OURS], "s3", 4) is None
+    assert "disk and tmpfs only" in (reason_against(ENTRIES["torch.save"], "s3", 1) or "")
+    assert "several ranks" in (reason_against(ENTRIES["torch.save"], "disk", 2) or "")
+    assert "no_such_package not installed" in (
+        reason_against(Entry("x:y", needs=("no_such_package",)), "disk", 1) or ""
+    )
     assert set(SHORT) <= set(ENTRIES)
 
 
 @pytest.mark.parametrize("options", [["--on", "moon"], ["--size", "1KiB"], ["--size", "many"]], ids=" ".join)
 def test_what_makes_no_sense_is_refused(options: list[str]) -> None:
     with pytest.raises(UsageError):
-        checkpoint.main(options)
+        checkpoint.checkpoint(options)
 
 
 def test_every_place_has_a_table_with_what_was_measured_there() -> None:
@@ -51,7 +53,7 @@ def test_every_place_has_a_table_with_what_was_measured_there() -> None:
     assert "### disk" in text
     assert "### s3" in text
     assert text.count("| headrace ÷ dcp.async_save | 0.25 |") == 2
-    assert "restore" not in text, "nobody measured it"
+    assert "restore" not in text, "no candidate measured it"
 
 
 def test_all_candidates_copy_with_the_same_setting_and_the_result_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,23 +62,23 @@ def test_all_candidates_copy_with_the_same_setting_and_the_result_says_which(mon
             monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
         else:
             monkeypatch.setenv("GLIBC_TUNABLES", before)
-        with checkpoint.copying(streaming=True) as told:
-            assert "x86_non_temporal_threshold" in told
-            assert os.environ["GLIBC_TUNABLES"] == told
+        with checkpoint.glibc_tunables(streaming=True) as value:
+            assert "x86_non_temporal_threshold" in value
+            assert os.environ["GLIBC_TUNABLES"] == value
         assert os.environ.get("GLIBC_TUNABLES") == before
-        with checkpoint.copying(streaming=False) as told:
-            assert told == (before or "")
+        with checkpoint.glibc_tunables(streaming=False) as value:
+            assert value == (before or "")
 
 
 def test_a_place_is_empty_when_a_candidate_begins_so_that_what_it_writes_is_counted(store_url: str) -> None:
     where = store_url.removeprefix("file://")
-    checkpoint_run.empty(where)  # it need not be there
+    checkpoint_worker.empty(where)  # it need not be there
     for _ in range(2):
         with open_store(where) as store:
             store.put("1/a", b"abc")
-        assert checkpoint_run.stored_bytes(where) == 3
-        checkpoint_run.empty(where)
-        assert checkpoint_run.stored_bytes(where) == 0
+        assert checkpoint_worker.stored_bytes(where) == 3
+        checkpoint_worker.empty(where)
+        assert checkpoint_worker.stored_bytes(where) == 0
 
 
 @pytest.mark.soak

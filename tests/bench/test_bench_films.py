@@ -14,19 +14,18 @@ import av
 import pytest
 
 from headrace.bench.core.processes import server
-from headrace.bench.peers import candidates, video_peers
-from headrace.bench.workloads import video
-from headrace.bench.workloads.loader_worker import measure
-from headrace.bench.workloads.source import Place
+from headrace.bench.peers import video
+from headrace.bench.peers.source import FLOOR, OURS, Source, batches, ffmpeg_libraries, make
+from headrace.bench.workloads.loader import measure
 from headrace.dataio.cli import main
 
-TINY = video.Kind("tiny", 2, 64, 48, 12, 32, parts=3, per_file=2, shard_bytes=1 << 20)
+TINY = video.Videos("tiny", 2, 64, 48, 12, 32, parts=3, per_file=2, shard_bytes=1 << 20)
 
 
 @pytest.fixture(scope="module")
 def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("films") / "tiny"
-    video.make(TINY, folder, 2, lambda *_: None)
+    make(TINY, folder, 2, lambda *_: None)
     return folder
 
 
@@ -45,18 +44,18 @@ def test_films_are_clips_without_a_seam_each_in_its_own_order_with_sound_as_long
     assert sorted(path.name for path in films.iterdir()) == ["clips", "dataset"]
 
 
-@pytest.mark.parametrize("name", [video_peers.OURS, video_peers.FLOOR])
+@pytest.mark.parametrize("name", [OURS, FLOOR])
 def test_an_epoch_has_some_clips_of_each_film(films: Path, name: str) -> None:
-    assert measure(name, Place(films), TINY)["samples_per_s"] > 0
-    assert sum(batch.shape[0] for batch in candidates.batches(name, Place(films), TINY)) == 4
+    assert measure(name, Source(films), TINY)["samples_per_s"] > 0
+    assert sum(batch.shape[0] for batch in batches(name, Source(films), TINY)) == 4
 
 
 def test_who_seeks_in_a_film_delivers_what_who_has_its_bytes_does(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = Place(films).clips()[0]
-    monkeypatch.setattr(video_peers.random, "uniform", lambda low, high: high / 2)
-    whole = video_peers.pyav(Place(films).read(name), TINY)
-    with Place(films).opened(name) as film:
-        assert video_peers.pyav(film, TINY).equal(whole)
+    name = Source(films).files()[0]
+    monkeypatch.setattr(video.random, "uniform", lambda low, high: high / 2)
+    whole = video.pyav(Source(films).read(name), TINY)
+    with Source(films).opened(name) as film:
+        assert video.pyav(film, TINY).equal(whole)
     assert whole.shape == (2, 16, 3, 32, 32)
 
 
@@ -67,33 +66,32 @@ from pathlib import Path
 
 import torch
 
-from headrace.bench.peers import video_peers
-from headrace.bench.peers import video_peers
-from headrace.bench.workloads.source import Place
+from headrace.bench.peers import video
+from headrace.bench.peers.source import FLOOR, OURS, Source, batches, make
 from tests.bench.test_bench_films import TINY
 
-place = Place(Path(sys.argv[1]))
-film = place.link(place.clips()[0])
+place = Source(Path(sys.argv[1]))
+film = place.link(place.files()[0])
 
 def taken(decode, frames):
     left = iter(frames)
     random.uniform, random.randint = lambda *_: next(left) / 25, lambda *_: next(left)
     return decode(film, TINY).float()
 
-shifted = [taken(video_peers.pyav, (61 + by, 112 + by)) for by in (-1, 0, 1)]
-for decode in (video_peers.torchcodec, video_peers.spdl):
+shifted = [taken(video.pyav, (61 + by, 112 + by)) for by in (-1, 0, 1)]
+for decode in (video.torchcodec, video.spdl):
     found = taken(decode, (61, 112))
     assert found.shape == shifted[1].shape
     apart = [float((found - one).abs().mean()) for one in shifted]
     assert min(apart) == apart[1], (decode, apart)
-assert taken(video_peers.spdl, (0.02, 0.0001)).shape == shifted[1].shape, "a start that a float tells with 70 bits"
+assert taken(video.spdl, (0.02, 0.0001)).shape == shifted[1].shape, "a start that a float tells with 70 bits"
 
 def fails(source, kind):
     raise ValueError("this film")
 
-video_peers.spdl = fails
+video.spdl = fails
 try:
-    delivered = sum(map(len, video_peers.CANDIDATES["SPDL, 2 threads"](place, TINY)))
+    delivered = sum(map(len, batches("SPDL, 2 threads", place, TINY)))
 except Exception:
     sys.exit(0)
 sys.exit(f"what failed was left out, and {delivered} delivered")
@@ -102,7 +100,7 @@ sys.exit(f"what failed was left out, and {delivered} delivered")
 
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ("spdl", "torchcodec"))), reason="needs SPDL and torchcodec")
 def test_peers_take_the_same_frames_and_what_they_fail_at_is_not_left_out(films: Path, tmp_path: Path) -> None:
-    environ = {**os.environ, "LD_LIBRARY_PATH": str(video.ffmpeg_libraries(tmp_path))}
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(ffmpeg_libraries(tmp_path))}
     done = subprocess.run(
         [sys.executable, "-c", PEERS, str(films)], env=environ, capture_output=True, text=True, timeout=150, check=False
     )
@@ -114,16 +112,15 @@ import functools
 import sys
 from pathlib import Path
 
-from headrace.bench.peers import candidates
-from headrace.bench.peers import peer_loaders
-from headrace.bench.peers import video_peers
-from headrace.bench.workloads.source import Place
+from headrace.bench.peers import loaders
+from headrace.bench.peers import video
+from headrace.bench.peers.source import FLOOR, OURS, Source, batches, make
 from tests.bench.test_bench_films import TINY
 
-place = Place(Path(sys.argv[1]), int(sys.argv[2]))
-decode = functools.partial(video_peers.pyav, kind=TINY)
-for batches in (peer_loaders.threads(decode, place, TINY), candidates.batches("webdataset + PyAV, 0 workers", place, TINY)):
-    print(sum(batch.shape[0] for batch in batches))
+place = Source(Path(sys.argv[1]), int(sys.argv[2]))
+decode = functools.partial(video.pyav, kind=TINY)
+for found in (loaders.threads(decode, place, TINY), batches("webdataset + PyAV, 0 workers", place, TINY)):
+    print(sum(batch.shape[0] for batch in found))
 """
 
 

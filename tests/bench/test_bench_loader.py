@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -13,40 +12,28 @@ from pathlib import Path
 import pytest
 
 from headrace.bench.core.processes import server
-from headrace.bench.peers import video_peers
-from headrace.bench.workloads import video
-from headrace.bench.workloads.loader_worker import measure
-from headrace.bench.workloads.source import Place
+from headrace.bench.peers import video
+from headrace.bench.peers.source import OURS, Peer, Source, make
+from headrace.bench.workloads.loader import KINDS, kinds, measure
 from headrace.dataio import Dataset
 from headrace.dataio.cli import main
+from tests.support.benchmarks import run_part
 
-ONLY = (video_peers.OURS, video_peers.FLOOR, "webdataset + PyAV, 0 workers")
+ONLY = (OURS, "webdataset + PyAV, 0 workers")
 
 
-def test_loaders_are_measured_beside_their_peers(tmp_path: Path) -> None:
+def test_loaders_are_measured_beside_their_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     only = [argument for name in ONLY for argument in ("--only", name)]
-    command = [
-        sys.executable,
-        "-m",
-        "headrace.dataio.cli",
-        "bench",
-        "loader",
-        "--clips",
-        "6",
-        "--rounds",
-        "1",
-        "--json",
-    ]
-    done = subprocess.run(
-        [*command, "--directory", str(tmp_path), *only], capture_output=True, text=True, timeout=170, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)["parts"][0]["candidates"]
-    assert set(found) == set(ONLY)
-    for name, samples in found.items():
-        assert samples["metrics"]["samples_per_s"][0] > 0, name
-        assert samples["metrics"]["peak_mib"][0] > 50, name
+    part = run_part(capsys, "loader", "--clips", "3", "--rounds", "1", "--directory", str(tmp_path), *only)
+    assert set(part.candidates) == set(ONLY)
+    for name, samples in part.candidates.items():
+        assert samples.metrics["samples_per_s"][0] > 0, name
+        assert samples.metrics["peak_mib"][0] > 50, name
     assert not list(tmp_path.iterdir()), "the benchmark left something behind"
+
+
+def test_the_command_knows_every_kind() -> None:
+    assert tuple(sorted(kinds())) == tuple(sorted(KINDS))
 
 
 def test_a_candidate_that_there_is_not_is_named_before_anything_is_made(
@@ -60,18 +47,18 @@ def test_a_candidate_that_there_is_not_is_named_before_anything_is_made(
 def test_clips_that_a_killed_run_had_not_finished_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny, real = video.Kind("tiny", 1, 64, 48, 12, 32), video.encode
+    tiny, real = video.Videos("tiny", 1, 64, 48, 12, 32), video.encode
 
-    def killed(path: Path, kind: video.Kind, number: int) -> None:
+    def killed(path: Path, kind: video.Videos, number: int) -> None:
         real(path, kind, number)
         if number:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(video, "encode", killed)
-        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # whoever is killed cleans nothing up
-        video.make(tiny, tmp_path / "tiny", 3, lambda *_: None)
-    video.make(tiny, tmp_path / "tiny", 3, lambda *_: None)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a killed process cleans nothing up
+        make(tiny, tmp_path / "tiny", 3, lambda *_: None)
+    make(tiny, tmp_path / "tiny", 3, lambda *_: None)
     assert len(list((tmp_path / "tiny" / "clips").iterdir())) == 3
     with Dataset(tmp_path / "tiny" / "dataset") as dataset:
         assert len(dataset) == 3
@@ -85,21 +72,20 @@ def test_a_candidate_that_delivers_too_few_clips_has_no_figures(
 
     (tmp_path / "clips").mkdir()
     (tmp_path / "clips" / "00000.mp4").touch()
-    monkeypatch.setitem(
-        video_peers.CANDIDATES, "lazy", lambda *_: iter([torch.zeros(0, 16, 3, 112, 112, dtype=torch.uint8)])
-    )
+    too_few = Peer(lambda *_: iter([torch.zeros(0, 16, 3, 112, 112, dtype=torch.uint8)]))
+    monkeypatch.setattr(video.Videos, "ours", lambda _: {"lazy": too_few})
     with pytest.raises(AssertionError, match="delivered 0 of 1"):
-        measure("lazy", Place(tmp_path), video.KINDS["short"])
+        measure("lazy", Source(tmp_path), video.KINDS[0])
 
 
 def test_who_forks_ends_its_connections_first_where_peers_would_share_them() -> None:
     program = """
 import os, socket
-from headrace.bench.workloads.source import part_at_fork
+from headrace.bench.peers.source import close_connections_at_fork
 listening = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(listening.getsockname())
 served, _ = listening.accept()
-part_at_fork()
+close_connections_at_fork()
 others, pipe = socket.socketpair(), os.pipe()
 open_before = os.listdir("/proc/self/fd")
 child = os.fork()

@@ -6,17 +6,17 @@ import tempfile
 from pathlib import Path
 
 from headrace.bench.core.processes import daemon
+from headrace.bench.core.report import part_table
 from headrace.bench.core.results import Part, Samples
-from headrace.bench.core.table import part_table
 from headrace.bench.workloads.sidecar import FIGURES, deliver, mapped_ratio, open_p50, passing
-from headrace.bench.workloads.sidecar_rank import Job, Shape, run, write_shards
+from headrace.bench.workloads.sidecar_rank import RankJob, Shape, run, write_shards
 
 SMALL = Shape(shards=2, per_shard=8, members=(30_000, 5_000, 60))
 
 
 def test_a_rank_reads_each_sample_of_an_epoch_once_with_and_without_the_daemon(tmp_path: Path) -> None:
     write_shards(tmp_path, SMALL)
-    figures = [run(Job(f"file://{tmp_path}", None, SMALL, rank, 2, 4)) for rank in range(2)]
+    figures = [run(RankJob(f"file://{tmp_path}", None, SMALL, rank, 2, 4)) for rank in range(2)]
     assert sum(figure["samples"] for figure in figures) == SMALL.samples
     assert sum(figure["bytes"] for figure in figures) == SMALL.samples * sum(SMALL.members)
 

@@ -14,17 +14,16 @@ from typing import Any
 import av
 import pytest
 
-from headrace.bench.peers import audio_peers, candidates, video_peers
-from headrace.bench.workloads import audio, video
-from headrace.bench.workloads.loader_worker import measure
-from headrace.bench.workloads.source import Place
+from headrace.bench.peers import audio
+from headrace.bench.peers.source import FLOOR, OURS, Source, batches, ffmpeg_libraries, make
+from headrace.bench.workloads.loader import measure
 from headrace.dataio import Dataset
 from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.spec import AudioSpec
 
-SHORT = replace(audio.KINDS["sound"], name="tiny", shortest=2, longest=4, window=1)
-LONG = replace(audio.KINDS["recordings"], name="tiny", shortest=62, longest=70, window=2, per_file=2, stretch=6)
-MELS = replace(SHORT, bands=8)
+SHORT = replace(audio.KINDS[0], name="tiny", shortest=2, longest=4, window=1)
+LONG = replace(audio.KINDS[2], name="tiny", shortest=62, longest=70, window=2, per_file=2, stretch=6)
+MELS = replace(SHORT, n_mels=8)
 PRIMING = 400
 """Samples: encoders of Opus, MP3 and AAC put up to so much before the sound, which some count and others do not."""
 
@@ -32,14 +31,14 @@ PRIMING = 400
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("short") / "tiny"
-    video.make(SHORT, folder, 4, lambda *_: None)
+    make(SHORT, folder, 4, lambda *_: None)
     return folder
 
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("long") / "tiny"
-    video.make(LONG, folder, 4, lambda *_: None)
+    make(LONG, folder, 4, lambda *_: None)
     return folder
 
 
@@ -58,24 +57,24 @@ def test_recordings_are_as_long_as_their_kind_says_and_not_alike(short: Path, lo
         assert sorted(path.name for path in folder.iterdir()) == ["clips", "dataset"]
 
 
-@pytest.mark.parametrize("name", [video_peers.OURS, video_peers.FLOOR])
+@pytest.mark.parametrize("name", [OURS, FLOOR])
 def test_an_epoch_has_some_windows_of_each_recording(short: Path, long: Path, name: str) -> None:
     for kind, folder in ((SHORT, short), (MELS, short), (LONG, long)):
-        assert measure(name, Place(folder), kind)["samples_per_s"] > 0
-        assert sum(len(batch) for batch in candidates.batches(name, Place(folder), kind)) == 4 * kind.per_file
+        assert measure(name, Source(folder), kind)["samples_per_s"] > 0
+        assert sum(len(batch) for batch in batches(name, Source(folder), kind)) == 4 * kind.per_file
 
 
 def test_who_decodes_by_hand_hears_what_we_hear(short: Path, long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audio_peers.random, "uniform", lambda low, high: 0.75)
+    monkeypatch.setattr(audio.random, "uniform", lambda low, high: 0.75)
     for kind, folder in ((SHORT, short), (LONG, long)):
         with Dataset(folder / "dataset") as dataset:
             infos = {f"{sample.key}.{sample.audio.ext}": sample.audio for sample in dataset if sample.audio}
-        for name in Place(folder).clips():
+        for name in Source(folder).files():
             spec = AudioSpec(audio.RATE, seconds=kind.window)
-            told = memoryview(Place(folder).read(name))
+            told = memoryview(Source(folder).read(name))
             ours, _ = decode_audio(told, infos[name], Fraction(3, 4), spec, spec.samples(), True)
-            with Place(folder).opened(name) as path:
-                theirs = audio_peers.pyav(path, kind)
+            with Source(folder).opened(name) as path:
+                theirs = audio.pyav(path, kind)
             assert theirs.shape == (kind.per_file, *kind.shape)
             assert abs(offset(theirs[0, 0].numpy(), ours[0])) <= PRIMING, name
 
@@ -91,25 +90,24 @@ import random
 import sys
 from pathlib import Path
 
-from headrace.bench.peers import candidates
-from headrace.bench.peers import audio_peers
-from headrace.bench.workloads.source import Place
+from headrace.bench.peers import audio
+from headrace.bench.peers.source import FLOOR, OURS, Source, batches, make
 from tests.bench.test_bench_sounds import LONG, MELS, PRIMING, SHORT, offset
 
 random.uniform = lambda *_: 0.75
 for kind, at in ((SHORT, sys.argv[1]), (LONG, sys.argv[2])):
-    place = Place(Path(at))
-    for number, name in enumerate(place.clips()):
-        expected = audio_peers.pyav(place.link(name), kind)[0, 0]
-        decoders = [audio_peers.torchcodec, lambda source, kind: audio_peers.spdl(source, kind, kind.seconds(number))]
-        decoders += [audio_peers.soundfile] if kind is SHORT else []
+    place = Source(Path(at))
+    for number, name in enumerate(place.files()):
+        expected = audio.pyav(place.link(name), kind)[0, 0]
+        decoders = [audio.torchcodec, lambda source, kind: audio.spdl(source, kind, kind.seconds(number))]
+        decoders += [audio.soundfile] if kind is SHORT else []
         for decode in decoders:
             found = decode(place.link(name), kind)
             assert found.shape == (kind.per_file, *kind.shape), (name, decode, found.shape)
             assert abs(offset(found[0, 0], expected)) <= PRIMING, (name, decode)
 for kind in (SHORT, MELS):
     for name in ("SPDL, 2 threads", "soundfile, 2 threads", "torchcodec, 2 threads"):
-        made = list(candidates.batches(name, Place(Path(sys.argv[1])), kind))
+        made = list(batches(name, Source(Path(sys.argv[1])), kind))
         assert sum(map(len, made)) == 4, name
         assert made[0].shape[1:] == kind.shape, name
 """
@@ -119,7 +117,7 @@ for kind in (SHORT, MELS):
     not all(map(importlib.util.find_spec, ("spdl", "torchcodec", "soundfile", "soxr"))), reason="needs the peers"
 )
 def test_peers_take_the_same_windows(short: Path, long: Path, tmp_path: Path) -> None:
-    environ = {**os.environ, "LD_LIBRARY_PATH": str(video.ffmpeg_libraries(tmp_path))}
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(ffmpeg_libraries(tmp_path))}
     command = [sys.executable, "-c", PEERS, str(short), str(long)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr

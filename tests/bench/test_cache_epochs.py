@@ -75,8 +75,14 @@ def want_of(sample: int) -> Want:
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("ranks", "share"),
+    [
+        *((1, 0.25), (8, 0.25), (2, 0.5), (4, 0.9)),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, 0.25), (4, 0.25), (1, 0.5), (4, 0.5), (8, 0.5))),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, 0.9), (2, 0.9), (8, 0.9))),
+    ],
+)
 def test_in_later_epochs_the_hit_rate_is_the_cached_fraction(ranks: int, share: float) -> None:
     node = Node(CachePlan(int(DATASET * share), block_bytes=BLOCK, prefetch_parts=8), ranks)
     order = Order.of(SAMPLES, BATCH, sample_bytes=SAMPLE, seed=3)

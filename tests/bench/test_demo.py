@@ -1,4 +1,4 @@
-"""The whole main job, as `make demo` runs it: real clips, a real S3 server, a real SIGKILL, and the proof."""
+"""The whole main job, as `make demo` runs it: real files, a real S3 server, a real SIGKILL, and the proof."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.demo.media import make_clip
+from headrace.bench.core.data import make_clip
 from headrace.dataio import pack
 from tests.support.ranks import launch
 
@@ -22,17 +22,33 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=170)
 
 
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    for number in range(4):
+        make_clip(folder, number, seconds=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    url = str(tmp_path_factory.mktemp("data") / "set")
+    pack([str(clips)], url).close()
+    return url
+
+
 @pytest.mark.s3
-def test_a_killed_and_restarted_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
-    done = demo("--json", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--out", str(tmp_path))
+def test_a_killed_and_restarted_run_equals_an_uninterrupted_one_bit_for_bit(clips: Path, tmp_path: Path) -> None:
+    options = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--out", str(tmp_path), "--media", str(clips)]
+    done = demo("--json", *options)
     assert done.returncode in (0, 1), done.stderr
-    told = json.loads(done.stdout)
-    assert told["equal"], told["differences"]
-    assert told["killed_after_staging_step"] == KILL_AT
-    assert told["figures"]["resumed_from"] == KILL_AT, "the sidecar did not finish the save of the dead trainer"
-    assert told["steps_done_twice"], "the killed trainer had done nothing since its last save"
-    assert told["samples_compared"] == STEPS * 8
-    assert told["figures"]["last_loss"] < told["figures"]["first_loss"]
+    found = json.loads(done.stdout)
+    assert found["equal"], found["differences"]
+    assert found["killed_after_staging_step"] == KILL_AT
+    assert found["figures"]["resumed_from"] == KILL_AT, "the sidecar did not finish the save of the dead trainer"
+    assert found["steps_done_twice"], "the killed trainer had done nothing since its last save"
+    assert found["samples_compared"] == STEPS * 8
+    assert found["figures"]["last_loss"] < found["figures"]["first_loss"]
     assert done.returncode == 0
     assert "polyline" in (tmp_path / "index.html").read_text()
 
@@ -44,20 +60,10 @@ def test_too_few_steps_for_a_kill_are_refused_with_the_next_step() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    clips = tmp_path_factory.mktemp("clips")
-    for number in range(4):
-        make_clip(clips, number, seconds=1)
-    url = str(tmp_path_factory.mktemp("data") / "set")
-    pack([str(clips)], url)
-    return url
-
-
 def train(dataset: str, repository: Path, run: str, ranks: int, steps: int) -> list[list[dict[str, Any]]]:
     """Events of every rank of a training run of the demo's trainer."""
     arguments = ["--data", dataset, "--checkpoints", str(repository), "--name", run, "--steps", str(steps)]
-    arguments += ["--save-every", "3", "--clips-per-video", "4"]
+    arguments += ["--save-every", "2", "--clips-per-video", "4"]
     return launch(ranks, "tests.bench.demo_trainer", *arguments, HEADRACE_SIDECAR="off")
 
 
@@ -70,9 +76,9 @@ def global_batches(events: list[list[dict[str, Any]]]) -> list[list[int]]:
 def test_two_ranks_train_on_the_same_global_batches_as_one_and_share_one_checkpoint(
     dataset: str, tmp_path: Path
 ) -> None:
-    alone = global_batches(train(dataset, tmp_path / "one", "a", ranks=1, steps=6))
-    first = global_batches(train(dataset, tmp_path / "two", "a", ranks=2, steps=3))
-    assert first == alone[:3]
-    on_one = train(dataset, tmp_path / "two", "a", ranks=1, steps=6)
-    assert on_one[0][0]["resumed_from"] == 3
-    assert global_batches(on_one) == alone[3:]
+    alone = global_batches(train(dataset, tmp_path / "one", "a", ranks=1, steps=4))
+    first = global_batches(train(dataset, tmp_path / "two", "a", ranks=2, steps=2))
+    assert first == alone[:2]
+    on_one = train(dataset, tmp_path / "two", "a", ranks=1, steps=4)
+    assert on_one[0][0]["resumed_from"] == 2
+    assert global_batches(on_one) == alone[2:]

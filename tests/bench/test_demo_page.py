@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.bench.demo import Settings
 from headrace.bench.demo.journey import Journey, compare
 from headrace.bench.demo.page import page
-from headrace.bench.demo.settings import Settings
 from tests.bench.test_demo_comparison import STEPS, run
 from tests.support.browser import Browser, needs_browser
 

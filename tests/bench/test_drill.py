@@ -25,8 +25,7 @@ from hypothesis import strategies as st
 
 from headrace.bench import gpu_drill
 from headrace.bench.core import results
-from headrace.bench.drill import checks, nvdec, wheels
-from headrace.bench.drill import machine as gpu_tests
+from headrace.bench.drill import checks, loading, wheels
 from headrace.bench.drill.result import PartResult
 from headrace.bench.drill.wheels import DrillError
 from headrace.dataio.core.errors import HeadraceError
@@ -194,9 +193,9 @@ def test_a_dry_run_lists_all_parts_runs_what_needs_no_gpu_and_goes_on_where_it_s
     (probe,) = results.read(tmp_path / "drill.json").parts
     assert (probe.name, probe.status) == ("probe", "done")
     assert probe.notes == ["no GPU: torch.cuda.is_available() is False"]
-    again = drill(tmp_path, "--parts", "restore", OUT=str(tmp_path / "carried"))
+    again = drill(tmp_path, "--parts", "probe,restore", OUT=str(tmp_path / "carried"))
     assert "restore: done in" in again.stdout
-    assert "probe: done before" in drill(tmp_path, "--parts", "probe").stdout
+    assert "probe: done before" in again.stdout
     parts = results.read(tmp_path / "drill.json").parts
     assert [part.name for part in parts] == ["probe", "restore"], "what an earlier start measured is gone"
     assert parts[1].candidates["warm"].metrics["rate"][0] > 0
@@ -309,19 +308,42 @@ class Card:
 
 
 def test_the_driver_is_asked_about_the_card_that_is_used() -> None:
-    card = nvdec._card(Card(), "00000000:1B:00.0")
-    assert nvdec.ask(Card(), card) == {"dec": 0x1B}
-    assert nvdec.ask(Card(), nvdec._card(Card(), None)) == {"dec": 100}
+    card = loading._card(Card(), "00000000:1B:00.0")
+    assert loading.ask(Card(), card) == {"dec": 0x1B}
+    assert loading.ask(Card(), loading._card(Card(), None)) == {"dec": 100}
     with pytest.raises(OSError, match="NVML error 9"):
-        nvdec._card(Card(9), None)
+        loading._card(Card(9), None)
+
+
+def test_without_nvml_nvidia_smi_samples_the_card_that_is_used_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\necho \"$@\" >> {tmp_path}/calls\necho '# gpu sm dec'\necho '1 5 7'\nexec sleep 60\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def absent(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(loading.ctypes, "CDLL", absent)
+    for address, chosen in (("00000000:1B:00.0", "00000000:1B:00.0"), (None, "0")):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        with loading.Dmon(address) as watch:
+            until = time.monotonic() + 60
+            while not (tmp_path / "calls").exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(0.2)
+        assert (tmp_path / "calls").read_text().split()[-2:] == ["-i", chosen]
+        assert watch.samples["dec"] == [7]
 
 
 def test_the_table_of_nvidia_smi_is_read_by_its_own_heading() -> None:
     names, units = "# gpu  sm  mem  enc  dec  jpg  ofa", "# Idx   %    %    %    %    %    %"
     text = f"{names}\n{units}\n    0   12    3    0   88    -    0\n"
-    assert nvdec.parse(text * 2)["dec"] == [88, 88]
-    assert nvdec.parse(text).get("jpg", []) == []
-    assert nvdec.parse("no table") == {}
+    assert loading.parse(text * 2)["dec"] == [88, 88]
+    assert loading.parse(text).get("jpg", []) == []
+    assert loading.parse("no table") == {}
 
 
 def test_a_part_that_lacks_a_package_says_which_fails_nothing_and_is_run_once_it_is_there(
@@ -332,8 +354,8 @@ def test_a_part_that_lacks_a_package_says_which_fails_nothing_and_is_run_once_it
     command = ["--dry-run", "--out", str(tmp_path), "--parts", "nvdec,checks"]
     assert gpu_drill.main(command) == 0
     assert "nvdec: skipped, not here: av, nvidia.dali; `fetch` brings it" in capsys.readouterr().out
-    nvdec, checks = results.read(tmp_path / "drill.json").parts
-    assert (nvdec.status, checks.status) == ("skipped", "done")
+    first, second = results.read(tmp_path / "drill.json").parts
+    assert (first.status, second.status) == ("skipped", "done")
     assert gpu_drill.main(command) == 0
     assert "checks: done before" in capsys.readouterr().out
     monkeypatch.setattr(gpu_drill, "_absent", lambda environ: [])
@@ -356,7 +378,7 @@ def test_the_checks_of_saves_and_batches_pass_where_nothing_runs_behind_the_prog
 
 def test_the_checks_of_saves_and_batches_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.loaders.batch.batch.write_pixels", lambda target, *_: target.zero_())
-    with pytest.raises(AssertionError, match="batches held something else"):
+    with pytest.raises(AssertionError, match="batches had other contents"):
         checks.batches("cpu", 12)
     monkeypatch.setattr("headrace.checkpoint.saving.copying._copy", lambda *_: None)
     with pytest.raises(AssertionError, match="is not what it was at step 1"):
@@ -364,8 +386,8 @@ def test_the_checks_of_saves_and_batches_find_what_is_wrong(monkeypatch: pytest.
 
 
 def test_only_files_with_tests_for_a_gpu_are_collected() -> None:
-    assert "tests/loaders/decode/test_frames.py" in gpu_tests.files()
-    assert "tests/bench/test_report.py" not in gpu_tests.files()
+    assert "tests/loaders/decode/test_frames.py" in checks.files()
+    assert "tests/bench/test_report.py" not in checks.files()
 
 
 class Standing(PyAVDecoder):
@@ -395,11 +417,11 @@ def test_what_nvdec_decodes_is_compared_for_each_number_of_threads(
     monkeypatch.setattr(Standing, "worse", worse)
     monkeypatch.setattr(Standing, "seen", [])
     for name, value in (("_SECONDS", 0.0), ("_FRAMES", 4), ("_address", lambda: None)):
-        monkeypatch.setattr(nvdec, name, value)
-    monkeypatch.setattr(nvdec, "_CLIPS", dict.fromkeys(nvdec._CLIPS, 4))
-    nvdec.make(tmp_path / "clip.mp4", "libx264", 160, 144)
+        monkeypatch.setattr(loading, name, value)
+    monkeypatch.setattr(loading, "_CLIPS", dict.fromkeys(loading._CLIPS, 4))
+    loading.make(tmp_path / "clip.mp4", "libx264", 160, 144)
     part = PartResult("nvdec", "Decoding")
-    nvdec._measure(part, "h264", 144, tmp_path / "clip.mp4", True)
+    loading._measure(part, "h264", 144, tmp_path / "clip.mp4", True)
     assert Standing.seen == [4, 1, 2, 8]
     assert sorted(part.candidates) == ["DALI, GPU", *(f"DALI, GPU, {n} threads" for n in (1, 2, 8)), "PyAV"]
     for name, found in part.candidates.items():
@@ -432,7 +454,7 @@ def test_a_check_that_fails_is_an_error_of_the_part_and_the_others_go_on(monkeyp
 
 def test_what_dali_is_not_given_is_told_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.loaders.decode.dali.DaliDecoder", Standing)
-    monkeypatch.setattr(nvdec, "_FRAMES", 6)
+    monkeypatch.setattr(loading, "_FRAMES", 6)
     check, part = decode_nvdec.check_nvdec, PartResult("checks", "Checks")
     part.metric("wrong", "wrong", "%")
     checks.what_dali_makes_of_what_it_is_not_given(part, "")

@@ -14,7 +14,7 @@ pytest.importorskip("litdata")
 PROGRAM = """
 import sys
 from pathlib import Path
-from headrace.bench.peers.peer_loaders import write_litdata
+from headrace.bench.peers.source import write_litdata
 
 def read(number):
     return {"bytes": bytes([number]) * 1000}

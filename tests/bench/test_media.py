@@ -7,7 +7,7 @@ from pathlib import Path
 import av
 import pytest
 
-from headrace.bench.demo.media import find_clips, make_clip
+from headrace.bench.core.data import find_clips, make_clip
 from headrace.dataio.core.errors import UsageError
 
 

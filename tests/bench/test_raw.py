@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.core import command
 from headrace.bench.core.results import Part, Samples
 from headrace.bench.workloads import raw
 
@@ -15,33 +14,16 @@ def test_every_candidate_delivers_the_same_bytes(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(raw, "MEMBERS", {"video.bin": 30_000, "sound.bin": 5_000, "text.bin": 60})
     monkeypatch.setattr(raw, "EPOCHS", 3)
     raw.make(tmp_path, 40, lambda *_: None)
-    found = [
-        raw.measure(name, tmp_path)
-        for name in (
-            raw.PLAIN,
-            raw.PLAIN_TWO,
-            raw.PLAIN_CHECKED,
-            raw.PLAIN_CHECKED_TWO,
-            raw.PLAIN_CHECKED_HELD,
-            raw.ALONE,
-            raw.TWO,
-            raw.LOADER,
-            raw.SIDECAR,
-            raw.LOADER_SIDECAR,
-        )
-    ]
+    found = [raw.measure(name, str(tmp_path)) for name in raw.CANDIDATES]
+    assert len(found) == 10
     assert len({figures["digest"] for figures in found}) == 1
     assert all(figures["samples_per_s"] > 0 for figures in found)
 
 
-def test_candidates_that_deliver_other_bytes_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def figures(candidates: object, rounds: int, tell: object, samples: dict[str, Samples]) -> None:
-        samples |= {name: Samples({"digest": [float(n)]}) for n, name in enumerate((raw.PLAIN, raw.ALONE))}
-
-    monkeypatch.setattr(raw, "alternate", figures)
-    monkeypatch.setattr(raw, "make", lambda *_: None)
-    args = command.parser("raw", "")
-    raw._options(args)
-    job = command.Job(1, tmp_path, lambda *_: None, args.parse_args([]))
+def test_candidates_that_deliver_other_bytes_are_found_out() -> None:
+    samples = {name: Samples({"digest": [float(n)]}) for n, name in enumerate((raw.PLAIN, raw.ALONE))}
     with pytest.raises(AssertionError, match="the same bytes"):
-        raw.fill(job, Part(raw.PLAIN))
+        raw.require_equal_digests(Part("raw", candidates=samples))
+    equal = Part("raw", candidates={name: Samples({"digest": [1.0]}) for name in samples})
+    raw.require_equal_digests(equal)
+    assert all(not found.metrics for found in equal.candidates.values()), "a digest is no figure"

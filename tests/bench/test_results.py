@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.core import command, machine, results
+from headrace.bench.core import command, results
 from headrace.bench.core.results import MAX_BYTES, Metric, Part, Run, Samples
 from headrace.dataio import cli
 from headrace.dataio.core.errors import UsageError
@@ -89,19 +89,19 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_the_environment_names_the_machine_and_nobody(tmp_path: Path) -> None:
-    found = machine.environment(tmp_path)
+    found = results.environment(tmp_path)
     assert {"cpu", "cpus", "memory_gib", "kernel", "python", "file_system", "packages"} <= set(found)
     assert found["cpus"] == len(os.sched_getaffinity(0))
     text = json.dumps(found)
     assert str(tmp_path) not in text
     assert os.uname().nodename not in text
-    assert machine.differences(found, found) == []
-    assert machine.differences(found, {**found, "cpus": 999}) == [f"cpus: {found['cpus']} / 999"]
+    assert results.differences(found, found) == []
+    assert results.differences(found, {**found, "cpus": 999}) == [f"cpus: {found['cpus']} / 999"]
 
 
 def test_a_machine_without_any_load_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.0, 0.3, 0.5))
-    assert machine.environment(tmp_path)["load_before"] == 0.0
+    monkeypatch.setattr(results.os, "getloadavg", lambda: (0.0, 0.3, 0.5))
+    assert results.environment(tmp_path)["load_before"] == 0.0
 
 
 def test_a_part_that_raises_is_in_the_results_as_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_a_part_that_raises_is_in_the_results_as_failed(tmp_path: Path, capsys: 
         raise RuntimeError("the disk went away")
 
     path = tmp_path / "out" / "it.json"
-    assert command.run(["-o", str(path), "--directory", str(tmp_path)], "x", "about", fill) == 1
+    assert command.benchmark("x", "about")(fill)(["-o", str(path), "--directory", str(tmp_path)]) == 1
     (part,) = results.read(path).parts
     assert (part.status, part.why) == ("failed", "RuntimeError: the disk went away")
     assert part.candidates["ours"].metrics["x"] == [1.0], "what had been measured is gone"
@@ -126,9 +126,9 @@ def test_a_place_for_results_that_is_none_is_said_before_anything_is_measured(tm
 
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a folder"):
-        command.run(["-o", str(tmp_path)], "x", "about", fill)
+        command.benchmark("x", "about")(fill)(["-o", str(tmp_path)])
     with pytest.raises(UsageError, match=r"writing .*/it\.json"):
-        command.run(["-o", str(tmp_path / "file" / "it.json")], "x", "about", fill)
+        command.benchmark("x", "about")(fill)(["-o", str(tmp_path / "file" / "it.json")])
     assert {entry.name for entry in tmp_path.iterdir()} == {"file"}
 
 
@@ -140,7 +140,7 @@ def test_a_place_for_scratch_that_is_none_is_said_with_the_option_that_gives_it(
 
     for place, why in ((tmp_path / "absent", "No such file"), (Path(__file__), "Not a directory")):
         with pytest.raises(UsageError, match=f"no folder can be made in {place}: {why}.*--directory"):
-            command.run(["--directory", str(place)], "x", "about", fill)
+            command.benchmark("x", "about")(fill)(["--directory", str(place)])
     assert cli.main(["bench", "all", "-o", f"{__file__}/x"]) == 2
     assert "Not a directory" in capsys.readouterr().err
 
@@ -177,7 +177,7 @@ def test_results_go_into_a_pipe_that_stays_one(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
     reader.start()
-    assert command.run(["-o", str(pipe)], "x", "about", lambda *_: None) == 0
+    assert command.benchmark("x", "about")(lambda *_: None)(["-o", str(pipe)]) == 0
     reader.join()
     assert json.loads(read[0])["format"] == "headrace-bench"
     assert pipe.is_fifo()

@@ -16,12 +16,12 @@ def test_a_resumed_loader_is_timed_and_compared_with_the_walk(tmp_path: Path, mo
     monkeypatch.setattr(loader_module, "open_reader", loader_module.open_reader)  # put back afterwards
     resume.prepare(tmp_path, 400)
     monkeypatch.setattr(resume, "AFTER", 1)
-    ours = resume.measure(resume.OURS, tmp_path)
+    ours = resume.measure(resume.OURS, str(tmp_path))
     assert ours["exact"] == 1
     assert ours["state_bytes"] < 220
     for percent in (50, 99):
         assert 0 < ours[f"before_read_{percent}_ms"] <= ours[f"resume_{percent}_ms"]
-    assert resume.measure(resume.FLOOR, tmp_path)["exact"] == 1
-    peer = resume.measure(resume.TORCHDATA, tmp_path)
+    assert resume.measure(resume.FLOOR, str(tmp_path))["exact"] == 1
+    peer = resume.measure(resume.TORCHDATA, str(tmp_path))
     assert peer["exact"] == 1
     assert peer["resume_50_ms"] > 0

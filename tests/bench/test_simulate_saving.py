@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.bench.simulate.cluster import Cluster, Features, Job, costs
-from headrace.bench.simulate.node import SaveCosts, predict_restore, predict_save
 from headrace.dataio.testing.fault_proxy import FaultProxy
 from headrace.dataio.testing.s3_server import S3Server
+from tests.support.node_model import SaveCosts, predict_restore, predict_save
 from tests.support.ranks import launch
 
 NOTHING = SaveCosts(

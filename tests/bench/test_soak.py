@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.demo.media import make_clip
+from headrace.bench.core.data import make_clip
 from headrace.checkpoint import Checkpointer
 from headrace.dataio import pack
 from headrace.dataio.sidecar.client import Sidecar

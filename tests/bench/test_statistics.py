@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.core.results import Metric, Part, Run, Samples
-from headrace.bench.report.compare import (
+from headrace.bench.core.compare import (
     as_text,
     benjamini_hochberg,
     compare,
@@ -18,6 +17,7 @@ from headrace.bench.report.compare import (
     ratio_of_medians,
     smallest_p,
 )
+from headrace.bench.core.results import Metric, Part, Run, Samples
 from headrace.dataio.core.errors import MismatchError
 
 MACHINE = {"cpu": "abacus", "cpus": 2, "memory_gib": 8.0, "kernel": "1"}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,58 +10,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.bench.core.measure import Latencies, edge
-from headrace.bench.core.results import Part, Samples, decode
 from headrace.bench.peers.object_stores import FILE_CLIENTS, S3_CLIENTS
-from headrace.bench.workloads import store_sweep
-from headrace.bench.workloads.store import _place, main
-from headrace.bench.workloads.store_sweep import Cell, Sweep, metrics
-from headrace.bench.workloads.store_worker import Order, measure
+from headrace.bench.workloads.store import Order, Sweep, fresh_prefix
+from headrace.bench.workloads.store import store as main
+from headrace.bench.workloads.store_worker import measure
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
+from tests.support.benchmarks import run_part
 
-COMMAND = [sys.executable, "-m", "headrace.dataio.cli", "bench", "store"]
-QUICK = ["--rounds", "1", "--seconds", "0.05", "--threads", "1,2", "--json"]
-
-
-def run(*arguments: str) -> dict[str, Samples]:
-    return run_part(*arguments).candidates
-
-
-def run_part(*arguments: str) -> Part:
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (part,) = decode(done.stdout.encode(), "stdout").parts
-    assert not part.failed, part
-    return part
+QUICK = ["--rounds", "1", "--seconds", "0.05"]
 
 
 @pytest.mark.s3
-def test_a_bucket_is_measured_beside_the_raw_clients_and_left_as_it_was(s3_url: str) -> None:
+def test_a_bucket_is_measured_beside_the_raw_clients_and_left_as_it_was(
+    s3_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("boto3", reason="the extra bench is not installed")
-    sweep = Sweep(("get", "range", "small", "put", "multipart", "list"), (65536, 8 * MIB), (1, 2))
+    sweep = Sweep(("get", "range", "small", "put", "multipart", "list"), (65536, 8 * MIB), (2,))
     with open_store(s3_url) as store:
         store.put("theirs", b"not ours")
         store.put("headrace-bench-somebody/else", b"not ours")
-    found = run(s3_url, "--sizes", "64KiB,8MiB", "--bytes", "128KiB", *QUICK)
+    options = ["--sizes", "64KiB,8MiB", "--bytes", "128KiB", "--threads", "2", *QUICK]
+    found = run_part(capsys, "store", s3_url, *options).candidates
     assert tuple(found) == S3_CLIENTS
     for name, samples in found.items():
-        assert set(samples.metrics) == set(metrics(sweep.cells())), name
+        assert set(samples.metrics) == set(sweep.metrics()), name
         assert all(value[0] > 0 for metric, value in samples.metrics.items() if not metric.endswith("_cpu")), name
     with open_store(s3_url) as store:
         assert [info.key for info in store.list()] == ["headrace-bench-somebody/else", "theirs"]
 
 
-def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tmp_path = tmp_path / "a #%41?b"
     tmp_path.mkdir()
     (tmp_path / "theirs").write_bytes(b"not ours")
-    part = run_part(str(tmp_path), "--sizes", "4KiB,2MiB", "--operations", "get,put,list", "--cold", *QUICK)
-    found, limited = part.candidates, {name for name, metric in part.metrics.items() if metric.limit}
+    options = ["--sizes", "4KiB,2MiB", "--operations", "get,put,list", "--threads", "1,2", *QUICK]
+    found = run_part(capsys, "store", str(tmp_path), *options).candidates
     assert tuple(found) == FILE_CLIENTS
-    assert limited == {"get_4096_x1", "get_2097152_x1", "put_4096_x1", "put_2097152_x1"}, (
-        "one thread, and the disk decides"
-    )
     for name, samples in found.items():
         rates, median = samples.metrics["get_2097152_x1"], samples.metrics["get_2097152_x1_p50"]
         assert rates[0] * median[0] / 1e3 < 2 * 2 * MIB / 1e6, f"{name}: one at a time, yet more than latency allows"
@@ -74,7 +57,7 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_objects_that_somebody_puts_below_the_prefix_meanwhile_are_left_alone(tmp_path: Path) -> None:
     sweep = Sweep(("get", "put"), (1000,), (1,))
-    with _place(str(tmp_path), sweep, lambda *_: None) as place, open_store(place) as store:
+    with fresh_prefix(str(tmp_path), sweep, lambda *_: None) as place, open_store(place) as store:
         ours = [info.key for info in store.list()]
         store.put("put/1000/999", b"theirs, though it looks like ours")
         store.put("read/foreign", b"theirs")
@@ -84,13 +67,11 @@ def test_objects_that_somebody_puts_below_the_prefix_meanwhile_are_left_alone(tm
 
 
 def test_what_the_bounds_leave_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bounds = ["--duration", "0", "--clients", "os"]
-    assert main([str(tmp_path), "--sizes", "4KiB", *bounds, *QUICK]) == 0
-    (part,) = decode(capsys.readouterr().out.encode(), "stdout").parts
+    options = ["--clients", "os", "--threads", "1,2", *QUICK]
+    part = run_part(capsys, "store", str(tmp_path), "--sizes", "4KiB", "--duration", "0", *options)
     assert part.candidates["os"].metrics["skipped_cells"] == [8.0], "4 operations at 2 widths"
     assert any("--duration or --max-bytes was reached" in note for note in part.notes)
-    assert main([str(tmp_path), "--sizes", "1MiB", "--max-bytes", "4MiB", "--clients", "os", *QUICK]) == 0
-    (part,) = decode(capsys.readouterr().out.encode(), "stdout").parts
+    part = run_part(capsys, "store", str(tmp_path), "--sizes", "1MiB", "--max-bytes", "4MiB", *options)
     moved = sum(
         size * count
         for name, pairs in part.candidates["os"].histograms.items()
@@ -118,7 +99,7 @@ def test_requests_that_fail_are_counted_and_named(tmp_path: Path) -> None:
     [
         (["gs://bucket"], "neither a bucket nor a directory"),
         (["--operations", "get,guess", "/tmp"], "no operation 'guess'"),
-        (["--clients", "nobody", "/tmp"], "no client 'nobody'"),
+        (["--clients", "guess", "/tmp"], "no client 'guess'"),
         (["--threads", "many", "/tmp"], "no list of numbers"),
         (["--threads", "0", "/tmp"], "positive"),
     ],
@@ -144,19 +125,3 @@ def test_percentiles_are_never_too_low_and_at_most_a_64th_too_high(values: list[
 def test_the_fastest_and_slowest_latencies_go_into_the_outer_buckets() -> None:
     assert edge(0) == edge(1e-6)
     assert edge(1e9) == edge(2.0**32 * 1e-6)
-
-
-def test_the_knee_is_where_power_is_greatest() -> None:
-    points = [store_sweep.Point(1, 100, 10), store_sweep.Point(4, 380, 10.5), store_sweep.Point(16, 400, 40)]
-    found = store_sweep.find(points)
-    assert found is not None
-    assert (found.best.width, found.enough.width) == (4, 4)
-    assert store_sweep.find([]) is None
-    assert store_sweep.find(points[:1]) == store_sweep.Knee(points[0], points[0])
-    cells = [Cell("get", 8 * MIB, point.width) for point in points]
-    samples = Samples()
-    for cell, point in zip(cells, points, strict=True):
-        samples.metrics |= {cell.name: [point.throughput] * 3, f"{cell.name}_p50": [point.latency]}
-    (sentence,) = store_sweep.sentences(cells, {"headrace": samples})
-    assert sentence.startswith("headrace, get 8.0 MiB: knee at 4 at once (380 MB/s, p50 10.5 ms)")
-    assert statistics.median(samples.metrics[cells[1].name]) == 380

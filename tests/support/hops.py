@@ -70,7 +70,7 @@ def save(folder: Path) -> Hops:
 
 def batch(folder: Path) -> Hops:
     """The eleventh batch of a video loader on a directory of clips."""
-    from headrace.bench.demo.media import make_clip
+    from headrace.bench.core.data import make_clip
     from headrace.dataio import pack
     from headrace.loaders import Clip, VideoLoader
 

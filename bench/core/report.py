@@ -1,19 +1,23 @@
-"""Markdown: tables of a part, with medians, spread and ratios to a peer; and all parts of several runs for a README.
+"""Markdown tables of results: `headrace bench report`, and what every benchmark prints.
 
-Invariant: a cell shows the median and, in brackets, the smallest and largest sample. A metric without samples is a dash, and
-every error is listed below the table. Failure behaviour: none.
+Invariant: a cell shows the median and, in brackets, the smallest and largest sample. A metric without samples is a
+dash. Every error is listed below its table.
+Failure behaviour: a file without results is a `UsageError` that names it.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
-from headrace.bench.core.results import Metric, Part, Run, Samples
+from headrace.bench.core.results import Metric, Part, Run, Samples, read
+from headrace.dataio.core.cli import argument, command
 
 
 def part_table(part: Part, metrics: Iterable[str] | None = None) -> str:
-    """The table of `part`, or of some of its metrics: candidates as rows, or metrics as rows where there is one candidate."""
+    """The table of `part`, or of some of its metrics: candidates as rows, or metrics as rows if there is only one candidate."""
     names = [name for name in (metrics or part.metrics) if name in part.metrics]
     shown = {name: part.metrics[name] for name in names}
     if len(part.candidates) == 1:
@@ -40,7 +44,7 @@ def _candidate_rows(metrics: Mapping[str, Metric], samples: Mapping[str, Samples
 
 
 def _metric_rows(metrics: Mapping[str, Metric], samples: Samples) -> list[str]:
-    """Goal and limit get a column only where there is one."""
+    """Goal and limit get a column only if a metric has one."""
     wanted = [
         name for name in ("goal", "limit") if any(getattr(metric, name) is not None for metric in metrics.values())
     ]
@@ -84,11 +88,34 @@ def ratio(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> str:
     return f"{statistics.median(ours) / statistics.median(theirs):.2f}"
 
 
-def markdown(runs: Sequence[tuple[str, Run]], only: Iterable[str] = ()) -> str:
-    """The parts of `runs`, or those named in `only`, as Markdown."""
+@command(
+    "bench report",
+    "Print Markdown tables of what `headrace bench … -o FILE` wrote.",
+    argument("results", nargs="+", type=Path, help="results files"),
+    argument("--part", action="append", default=[], help="only this part; may be repeated"),
+    epilog="exit codes: 0 printed; 2 a file holds no results; others as in headrace --help",
+)
+def report(args: argparse.Namespace) -> int:
+    """Print the tables of results files; `headrace bench report`."""
+    print(markdown([read(path) for path in args.results], args.part), end="")
+    return 0
+
+
+def markdown(runs: Sequence[Run], only: Iterable[str] = ()) -> str:
+    """The parts of `runs`, or those named in `only`, as Markdown. Incomplete parts are listed first, with reasons."""
     wanted = set(only)
-    chosen = [(run, part) for _, run in runs for part in run.parts if not wanted or part.name in wanted]
-    return "\n\n".join(_part_tables(run, part) for run, part in chosen) + "\n"
+    chosen = [(run, part) for run in runs for part in run.parts if not wanted or part.name in wanted]
+    incomplete = [f"- **{part.name}** {why}" for _, part in chosen if (why := incompleteness(part))]
+    head = "\n".join(incomplete) + "\n\n" if incomplete else ""
+    return head + "\n\n".join(_part_tables(run, part) for run, part in chosen) + "\n"
+
+
+def incompleteness(part: Part) -> str:
+    """Say what is missing of a part and why; empty if nothing is."""
+    if part.status != "done":
+        return f"{part.status}: {part.why}"
+    failed = [f"{name}: {found.errors[0]}" for name, found in part.candidates.items() if found.errors]
+    return f"in part: {'; '.join(failed)}" if failed else ""
 
 
 def _part_tables(run: Run, part: Part) -> str:

@@ -1,36 +1,181 @@
-"""A model of one node's ranks: they read an epoch from a store, with and without the daemon, save a checkpoint and
-restore it.
+"""A discrete-event model of one node, which tests compare with real runs: reading an epoch, saving and restoring.
 
-Reading: every rank reads its batches in order and requests the blocks of later batches ahead of time. Without the
-daemon each rank fetches the blocks of its own samples. With the daemon the node fetches each block once.
+A process is a generator. It yields the thing that it waits for: `Sleep(seconds)`, `Transfer(size, links)` or a `Latch`.
+Flows share each link max-min fairly (progressive filling: D. Bertsekas and R. Gallager, "Data Networks", 2nd ed.,
+section 6.5.2).
 
-Saving: a rank plans, then copies the bytes into host memory, where the stall ends. It then hashes chunk by chunk on the
-node's cores and sends new chunks while it hashes later ones. The commit follows when all ranks are done.
-
-Restoring: a rank opens the checkpoint, then fetches and hashes chunks.
+- Reading: every rank reads its batches in order and requests the blocks of later batches ahead of time. Without the
+  daemon each rank fetches the blocks of its own samples. With the daemon the node fetches each block once.
+- Saving: a rank plans, then copies the bytes into host memory, where the stall ends. It then hashes chunk by chunk on
+  the node's cores and sends new chunks while it hashes later ones. The commit follows when all ranks are done.
+- Restoring: a rank opens the checkpoint, then fetches and hashes chunks.
 
 `ReadCosts` and `SaveCosts` hold the measured numbers.
-Invariant: the model is pure. Fetched bytes are whole blocks, sent bytes are those of new chunks.
-Failure behaviour: that of the engine.
+Invariants: a run is deterministic, time never goes back, and bytes are conserved (`Link.carried`). Fetched bytes are
+whole blocks, sent bytes are those of new chunks.
+Failure behaviour: a run is a `SimulationError` if it needs more than `MAX_EVENTS` events or its processes deadlock.
 """
 
 from __future__ import annotations
 
-import functools
+import heapq
 import itertools
-import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
+MAX_EVENTS = 5_000_000
+_DONE = 1e-6
 
-from headrace.bench.simulate.engine import Latch, Link, Process, Simulation, Sleep, Transfer
+
+class SimulationError(Exception):
+    """The simulation needs too many events or is deadlocked."""
+
+
+@dataclass(eq=False)
+class Link:
+    """A link. `rate` is in bytes a second for all flows together."""
+
+    name: str
+    rate: float
+    carried: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """Wait for `seconds`."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Move `size` bytes over all of `links` at once."""
+
+    size: float
+    links: Sequence[Link]
+
+
+class Latch:
+    """A latch opens once. The processes that wait for it then continue."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.waiting: list[Process] = []
+
+
+Process = Generator[Sleep | Transfer | Latch, None, None]
+
+
+@dataclass(eq=False)
+class _Flow:
+    process: Process
+    left: float
+    links: Sequence[Link]
+    rate: float = 0.0
+
+
+class Simulation:
+    """Runs processes until all have ended. `now` is in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._timers: list[tuple[float, int, Process]] = []
+        self._flows: list[_Flow] = []
+        self._ready: deque[Process] = deque()
+        self._count = itertools.count()
+        self._blocked = 0
+
+    def start(self, process: Process) -> None:
+        """Start `process` at the current time."""
+        self._ready.append(process)
+
+    def open(self, latch: Latch) -> None:
+        """Open `latch` and resume the processes that wait for it."""
+        if not latch.open:
+            latch.open = True
+            self._blocked -= len(latch.waiting)
+            self._ready.extend(latch.waiting)
+            latch.waiting.clear()
+
+    def run(self) -> float:
+        """Run until no process is left, and return the time."""
+        for _ in range(MAX_EVENTS):
+            while self._ready:
+                self._step(self._ready.popleft())
+            if not self._timers and not self._flows:
+                if self._blocked:
+                    raise SimulationError(f"{self._blocked} processes wait for each other")
+                return self.now
+            self._advance()
+        raise SimulationError(f"more than {MAX_EVENTS} events")
+
+    def _step(self, process: Process) -> None:
+        try:
+            wanted = next(process)
+        except StopIteration:
+            return
+        if isinstance(wanted, Sleep):
+            heapq.heappush(self._timers, (self.now + max(0.0, wanted.seconds), next(self._count), process))
+        elif isinstance(wanted, Transfer):
+            self._admit(_Flow(process, max(wanted.size, _DONE), wanted.links))
+        elif wanted.open:
+            self._ready.append(process)
+        else:
+            wanted.waiting.append(process)
+            self._blocked += 1
+
+    def _admit(self, flow: _Flow) -> None:
+        self._flows.append(flow)
+        self._share()
+
+    def _advance(self) -> None:
+        """Advance the time to the next timer or the end of the next flow."""
+        ends = min((flow.left / flow.rate for flow in self._flows), default=float("inf"))
+        timer = self._timers[0][0] - self.now if self._timers else float("inf")
+        passed = min(ends, timer)
+        for flow in self._flows:
+            moved = flow.rate * passed
+            flow.left -= moved
+            for link in flow.links:
+                link.carried += moved
+        self.now += passed
+        while self._timers and self._timers[0][0] <= self.now + 1e-12:
+            self._ready.append(heapq.heappop(self._timers)[2])
+        over = [flow for flow in self._flows if flow.left <= _DONE * 2]
+        if over:
+            self._end(over)
+
+    def _end(self, over: list[_Flow]) -> None:
+        self._flows = [flow for flow in self._flows if flow not in over]
+        for flow in over:
+            self._ready.append(flow.process)
+        self._share()
+
+    def _share(self) -> None:
+        """Set max-min fair rates: raise all flows equally until a link is full, fix its flows, and continue with the
+        rest."""
+        left = {link: link.rate for flow in self._flows for link in flow.links}
+        open_flows = set(self._flows)
+        while open_flows:
+            counts: dict[Link, int] = {}
+            for flow in open_flows:
+                for link in flow.links:
+                    counts[link] = counts.get(link, 0) + 1
+            tight = min(counts, key=lambda link: left[link] / counts[link])
+            share = left[tight] / counts[tight]
+            fixed = [flow for flow in open_flows if tight in flow.links]
+            for flow in fixed:
+                flow.rate = max(share, 1e-9)
+                for link in flow.links:
+                    left[link] = max(0.0, left[link] - share)
+            open_flows.difference_update(fixed)
+
+
+# --- reading
+
 
 Block = tuple[str, int]
-_SAMPLES = 100_000
-"""Samples of the dataset whose order `amplification` examines: enough for all lanes."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +238,15 @@ def predict(
     sizes: dict[Block, float],
     *,
     store_rate: float,
-    nic_rate: float = 1e12,
     shared: bool,
     ahead: int = 8,
     pieces: ReadCosts = ReadCosts(),
 ) -> Prediction:
-    """Predict one epoch. `shared` means with the daemon. Rates are in bytes a second."""
-    simulation, store, nic = Simulation(), Link("store", store_rate), Link("nic", nic_rate)
-    node = _Cache(simulation, sizes, (store, nic), pieces)
+    """Predict one epoch. `shared` means with the daemon. `store_rate` is in bytes a second."""
+    simulation, store = Simulation(), Link("store", store_rate)
+    node = _Cache(simulation, sizes, (store,), pieces)
     for epoch in epochs:
-        cache = node if shared else _Cache(simulation, sizes, (store, nic), pieces)
+        cache = node if shared else _Cache(simulation, sizes, (store,), pieces)
         simulation.start(_rank(epoch, cache, ahead, pieces))
     seconds = simulation.run()
     return Prediction(seconds, store.carried)
@@ -133,38 +277,7 @@ def blocks_of(ranges: Iterator[tuple[str, int, int]], block_bytes: int) -> list[
     return list(found)
 
 
-@functools.cache
-def amplification(
-    gpus: int, gpus_a_node: int, batch: int, sample_bytes: float, block_bytes: float, *, shared: bool
-) -> float:
-    """Read amplification: the bytes that a node fetches divided by the bytes that its ranks need.
-
-    The epoch is in the loaders' own order. Readers fetch whole blocks. A reader fetches a block once, however many of
-    its samples the block holds. With `shared` the reader is the node (with the daemon), otherwise each rank. The result
-    is that of at most two nodes, which stand for all. `batch` is the batch size of one rank.
-    """
-    from headrace.loaders.sampling.order import Order
-
-    everywhere = batch * gpus
-    order = Order.of(max(_SAMPLES, 2 * everywhere), everywhere, sample_bytes=sample_bytes)
-    batches = np.arange(order.full_batches, dtype=np.int64)[:, None] * everywhere
-    fetched = needed = 0.0
-    nodes = max(1, math.ceil(gpus / gpus_a_node))
-    for node in {0, nodes // 2}:
-        ranks = range(node * gpus_a_node, min(gpus, (node + 1) * gpus_a_node))
-        own = [order.take(0, (batches + order.slots(0, rank, gpus)).ravel()) for rank in ranks]
-        readers = [np.concatenate(own)] if shared else own
-        fetched += block_bytes * sum(_blocks(samples, sample_bytes, block_bytes) for samples in readers)
-        needed += sample_bytes * sum(samples.size for samples in own)
-    return fetched / needed
-
-
-def _blocks(samples: npt.NDArray[np.int64], sample_bytes: float, block_bytes: float) -> int:
-    """Count the blocks that hold these samples. Samples are stored one after the other."""
-    first = np.floor(samples * sample_bytes / block_bytes).astype(np.int64)
-    last = np.floor(((samples + 1) * sample_bytes - 1) / block_bytes).astype(np.int64)
-    most = int((last - first).max())
-    return int(np.unique(np.concatenate([np.minimum(first + more, last) for more in range(most + 1)])).size)
+# --- saving and restoring
 
 
 CHUNK_BYTES = 4 << 20
