@@ -38,7 +38,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.workers import jobs
 from headrace.dataio.shards.workers.jobs import Pictures, PicturesJob, ask, local_copy, seconds_for
-from headrace.dataio.shards.workers.pool import WorkerPool
+from headrace.dataio.shards.workers.worker_pool import WorkerPool
 
 MAX_SAMPLES, MAX_FRAMES = 1000, 16
 PICTURE_BYTES = 32 * limits.MIB

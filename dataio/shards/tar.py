@@ -2,14 +2,14 @@
 
 Purpose: shards have WebDataset's layout. Member `<key>.<ext>` belongs to the sample `<key>`, and the members of a
 sample are adjacent. Any tar program, `webdataset` and DALI can read these shards. Shards made by other programs are
-read in place.
+indexed in place.
 
 Invariants:
 
 * The same input gives the same bytes. Headers hold no time, owner or other data of the machine.
 * The layout of a shard depends only on names and lengths. So the offset of every payload is known before the first byte
   is sent. `stream` holds one part of a payload in memory at a time.
-* Every entry that `scan` yields is a regular file inside the archive, with a relative name without `..`.
+* Every member that `scan` yields is a regular file inside the archive, with a relative name without `..`.
 
 Failure behaviour: writing raises `TransientError` if the length of a payload differs from the layout. Reading raises
 `CorruptionError` for a damaged or truncated archive, and `UnsupportedError` for members that a shard may not hold. Read
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 BLOCK = 512
 END = bytes(2 * BLOCK)
-_WINDOW = 64 * limits.KIB
-_NAME = re.compile(r"(?P<key>(?:.*/)?[^/.]+)\.(?P<ext>[^/]+)", re.DOTALL)
+_BUFFER_BYTES = 64 * limits.KIB
+_MEMBER_NAME = re.compile(r"(?P<key>(?:.*/)?[^/.]+)\.(?P<ext>[^/]+)", re.DOTALL)
 _SIZE_LIMIT = 1 << 62
 _COMPRESSION = {
     b"\x1f\x8b": "gzip",
@@ -50,7 +50,7 @@ _DALI_VERSION = "v1.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class MemberLayout:
     """One member in the layout of a shard: its header bytes, and the offset and length of its payload."""
 
     name: str
@@ -60,7 +60,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TarMember:
     """One regular file found in a shard. `header` is the offset of its first header, `offset` that of its payload."""
 
     name: str
@@ -75,7 +75,7 @@ class Entry:
 
 
 def header_for(name: str, length: int) -> bytes:
-    """The header of a regular file: a ustar header, preceded by a pax header if the name or the length needs one."""
+    """Return the header of a regular file: ustar, preceded by a pax header if the name or the length needs one."""
     info = tarfile.TarInfo(name)
     info.size, info.mode, info.mtime = length, 0o644, 0
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")
@@ -87,23 +87,23 @@ def padded(length: int) -> int:
 
 
 def member_bytes(name: str, length: int) -> int:
-    """The bytes that a member takes in a shard, including header and padding."""
+    """Return the bytes that a member takes in a shard, including header and padding."""
     return len(header_for(name, length)) + padded(length)
 
 
-def layout(members: Iterable[tuple[str, int]]) -> tuple[list[Placed], int]:
-    """Lay out (name, length) members in sequence. Returns the placed members and the size of the archive."""
-    placed, position = [], 0
+def layout(members: Iterable[tuple[str, int]]) -> tuple[list[MemberLayout], int]:
+    """Lay out (name, length) members in sequence. Return their layouts, and the size of the archive in bytes."""
+    layouts, position = [], 0
     for name, length in members:
         header = header_for(name, length)
-        placed.append(Placed(name, header, position + len(header), length))
+        layouts.append(MemberLayout(name, header, position + len(header), length))
         position += len(header) + padded(length)
-    return placed, position + len(END)
+    return layouts, position + len(END)
 
 
-def stream(placed: Sequence[Placed], payloads: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """Yield the archive's bytes in parts. `payloads` yields the parts of each member, in the order of `placed`."""
-    for member, parts in zip(placed, payloads, strict=True):
+def stream(layouts: Sequence[MemberLayout], payloads: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """Yield the archive's bytes in parts. `payloads` yields the parts of each member, in the order of `layouts`."""
+    for member, parts in zip(layouts, payloads, strict=True):
         yield member.header
         length = 0
         for part in parts:
@@ -123,7 +123,10 @@ def stream(placed: Sequence[Placed], payloads: Iterable[Iterable[bytes]]) -> Ite
 # --- reading
 
 ReadAt = Callable[[int, int], bytes]
-"""(offset, length) → exactly these bytes. It is never called for bytes beyond the archive's size."""
+"""A function of an offset and a length that returns exactly these bytes.
+
+It is never called for bytes beyond the archive's size.
+"""
 
 
 def compressed_by(head: bytes) -> str | None:
@@ -131,68 +134,68 @@ def compressed_by(head: bytes) -> str | None:
     return next((program for magic, program in _COMPRESSION.items() if head.startswith(magic)), None)
 
 
-def scan(read_at: ReadAt, size: int, shard: str) -> Iterator[Entry]:
-    """Yield the members of an archive of `size` bytes, in order. Errors call it `shard`.
+def scan(read_at: ReadAt, size: int, shard: str) -> Iterator[TarMember]:
+    """Yield the members of an archive of `size` bytes, in order. `shard` is its name in errors.
 
     Directories, and members whose names have no key and extension (no dot, or a leading dot), are skipped as in
     WebDataset.
     """
-    window = _Window(read_at, size)
+    buffer = _ReadBuffer(read_at, size)
     position = 0
     while True:
-        start, extended, extended_bytes = position, dict[str, str](), 0
+        start, extensions, extended_bytes = position, dict[str, str](), 0
         while True:
-            block = _header_at(window, position, size, shard)
+            block = _read_header(buffer, position, size, shard)
             if block is None:
                 if position != start:
                     raise CorruptionError(f"{shard}: the archive ends after an extended header at offset {start}")
                 return
-            kind = block[156:157]
-            if kind not in (b"x", b"g", b"L"):
+            type_flag = block[156:157]
+            if type_flag not in (b"x", b"g", b"L"):
                 break
             length = _number(block[124:136], shard, position)
             extended_bytes += length
             if extended_bytes > limits.TAR_HEADER_BYTES:
                 raise UnsupportedError(f"{shard}: extended header at offset {position} is larger than a shard may hold")
             _check_inside(position + BLOCK, length, size, shard, position)
-            extended |= _extended(kind, window.read(position + BLOCK, length), shard, position)
+            extensions |= _parse_extended(type_flag, buffer.read(position + BLOCK, length), shard, position)
             position += BLOCK + padded(length)
-        name, length = _name_and_length(block, extended, shard, position)
-        _check_kind(kind, name, shard, position)
+        name, length = _name_and_length(block, extensions, shard, position)
+        _check_type(type_flag, name, shard, position)
         _check_inside(position + BLOCK, length, size, shard, position)
-        match = _NAME.fullmatch(name)
-        if kind != b"5" and match is not None:
-            yield Entry(name, match["key"], match["ext"].lower(), start, position + BLOCK, length)
+        match = _MEMBER_NAME.fullmatch(name)
+        if type_flag != b"5" and match is not None:
+            yield TarMember(name, match["key"], match["ext"].lower(), start, position + BLOCK, length)
         position += BLOCK + padded(length)
 
 
-def samples(read_at: ReadAt, size: int, shard: str) -> Iterator[tuple[str, Iterator[Entry]]]:
+def samples(read_at: ReadAt, size: int, shard: str) -> Iterator[tuple[str, Iterator[TarMember]]]:
     """Yield the samples of the archive: the key and the members of each run of adjacent members with the same key.
 
-    The caller must consume the members of a sample before it requests the next sample. Raises `UnsupportedError` at the
-    first member beyond `MAX_SAMPLE_MEMBERS`.
+    The caller must consume the members of a sample before it requests the next sample. The first member beyond
+    `MAX_SAMPLE_MEMBERS` raises `UnsupportedError`.
     """
     for key, run in itertools.groupby(scan(read_at, size, shard), key=lambda entry: entry.key):
-        yield key, _bounded(run, key, shard)
+        yield key, _at_most_max(run, key, shard)
 
 
 def too_many(key: str) -> str:
-    """The error text for a sample with too many members."""
+    """Return the error text for a sample with too many members."""
     return f"the sample {key!r} has more than {MAX_SAMPLE_MEMBERS} members"
 
 
-def _bounded(run: Iterator[Entry], key: str, shard: str) -> Iterator[Entry]:
+def _at_most_max(run: Iterator[TarMember], key: str, shard: str) -> Iterator[TarMember]:
     for number, entry in enumerate(run):
         if number == MAX_SAMPLE_MEMBERS:
             raise UnsupportedError(
                 f"{shard}: {too_many(key)}, up to that at offset {entry.header}",
-                hint="give each sample a key of its own: what comes before the first dot of a name",
+                hint="give each sample its own key: the part of a name before the first dot",
             )
         yield entry
 
 
-class _Window:
-    """Reads ahead by one window, so that small members cost one read for many headers."""
+class _ReadBuffer:
+    """Reads at least `_BUFFER_BYTES` at a time, so that one read covers the headers of many small members."""
 
     def __init__(self, read_at: ReadAt, size: int) -> None:
         self._read_at, self._size = read_at, size
@@ -200,19 +203,19 @@ class _Window:
 
     def read(self, offset: int, length: int) -> bytes:
         if not self._start <= offset <= offset + length <= self._start + len(self._bytes):
-            ahead = min(max(length, _WINDOW), self._size - offset)
+            ahead = min(max(length, _BUFFER_BYTES), self._size - offset)
             self._start, self._bytes = offset, self._read_at(offset, ahead)
         at = offset - self._start
         return self._bytes[at : at + length]
 
 
-def _header_at(window: _Window, position: int, size: int, shard: str) -> bytes | None:
-    """Read and check the header block at `position`. None at the end-of-archive mark."""
+def _read_header(buffer: _ReadBuffer, position: int, size: int, shard: str) -> bytes | None:
+    """Read and check the header block at `position`. Return None at the end-of-archive mark."""
     if position + BLOCK > size:
         raise CorruptionError(f"{shard}: truncated: no end-of-archive mark at offset {position}, the size is {size}")
-    block = window.read(position, BLOCK)
+    block = buffer.read(position, BLOCK)
     if not any(block):
-        if position + 2 * BLOCK > size or any(window.read(position + BLOCK, BLOCK)):
+        if position + 2 * BLOCK > size or any(buffer.read(position + BLOCK, BLOCK)):
             raise CorruptionError(f"{shard}: truncated or damaged end-of-archive mark at offset {position}")
         return None
     blanked = block[:148] + b" " * 8 + block[156:]
@@ -234,18 +237,18 @@ def _number(field: bytes, shard: str, position: int) -> int:
     return int(text or b"0", 8)
 
 
-def _extended(kind: bytes, data: bytes, shard: str, position: int) -> dict[str, str]:
+def _parse_extended(type_flag: bytes, data: bytes, shard: str, position: int) -> dict[str, str]:
     try:
-        if kind == b"L":
+        if type_flag == b"L":
             return {"path": data.split(b"\0", 1)[0].decode()}
         records = dict(_pax_records(data))
     except ValueError as error:
         raise CorruptionError(f"{shard}: damaged extended header at offset {position}: {error}") from error
     if any(key.startswith("GNU.sparse") for key in records):
         raise UnsupportedError(f"{shard}: sparse member at offset {position}")
-    if kind == b"g" and records.keys() & {"path", "size", "linkpath"}:
+    if type_flag == b"g" and records.keys() & {"path", "size", "linkpath"}:
         raise UnsupportedError(f"{shard}: global header at offset {position} sets a path or a size")
-    return records if kind == b"x" else {}
+    return records if type_flag == b"x" else {}
 
 
 def _pax_records(data: bytes) -> Iterator[tuple[str, str]]:
@@ -262,8 +265,8 @@ def _pax_records(data: bytes) -> Iterator[tuple[str, str]]:
         at = end
 
 
-def _name_and_length(block: bytes, extended: dict[str, str], shard: str, position: int) -> tuple[str, int]:
-    size_text = extended.get("size")
+def _name_and_length(block: bytes, extensions: dict[str, str], shard: str, position: int) -> tuple[str, int]:
+    size_text = extensions.get("size")
     if size_text is None:
         length = _number(block[124:136], shard, position)
     elif size_text.isascii() and size_text.isdigit() and len(size_text) < 20:
@@ -272,8 +275,8 @@ def _name_and_length(block: bytes, extended: dict[str, str], shard: str, positio
         raise CorruptionError(
             f"{shard}: extended header before offset {position} gives the impossible size {size_text!r}"
         )
-    if "path" in extended:
-        return extended["path"], length
+    if "path" in extensions:
+        return extensions["path"], length
     raw = block[:100].split(b"\0", 1)[0]
     prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
     try:
@@ -282,8 +285,8 @@ def _name_and_length(block: bytes, extended: dict[str, str], shard: str, positio
         raise UnsupportedError(f"{shard}: name at offset {position} is not UTF-8") from error
 
 
-def _check_kind(kind: bytes, name: str, shard: str, position: int) -> None:
-    kinds = {
+def _check_type(type_flag: bytes, name: str, shard: str, position: int) -> None:
+    types = {
         b"1": "hard link",
         b"2": "symbolic link",
         b"3": "device",
@@ -291,8 +294,8 @@ def _check_kind(kind: bytes, name: str, shard: str, position: int) -> None:
         b"6": "pipe",
         b"S": "sparse file",
     }
-    if kind not in (b"0", b"\0", b"5"):
-        what = kinds.get(kind, f"member of kind {kind!r}")
+    if type_flag not in (b"0", b"\0", b"5"):
+        what = types.get(type_flag, f"member of kind {kind!r}")
         raise UnsupportedError(f"{shard}: {name!r} at offset {position} is a {what}; a shard holds only regular files")
     segments = name.rstrip("/").split("/")
     if not name or name.startswith("/") or ".." in segments or "\0" in name or "\\" in name:

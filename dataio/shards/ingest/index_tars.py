@@ -35,7 +35,7 @@ import xxhash
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
 from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest.patterns import FoundShards, find, prefix_in
-from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.report import PackReport, Skipped
 from headrace.dataio.shards.ingest.tar_scanner import (
     IndexProgress,

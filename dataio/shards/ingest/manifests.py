@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError, UsageError
-from headrace.dataio.shards.ingest.remote import is_url, joined
+from headrace.dataio.shards.ingest.source_stores import is_url, joined
 
 EXTENSIONS = frozenset(["csv", "tsv", "jsonl", "ndjson", "parquet"])
 _BATCH = 1024

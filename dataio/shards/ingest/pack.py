@@ -37,13 +37,13 @@ from headrace.dataio.core import crashpoints, limits
 from headrace.dataio.core.errors import ConflictError, UsageError
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.shards.dataset import Dataset, use_or_open
-from headrace.dataio.shards.ingest import packing, plan
+from headrace.dataio.shards.ingest import plan, unit_packer
 from headrace.dataio.shards.ingest.manifests import USUAL, Columns
-from headrace.dataio.shards.ingest.packing import error_of
 from headrace.dataio.shards.ingest.plan import Journal
-from headrace.dataio.shards.ingest.remote import Remote
 from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped, WorkerReport
+from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import Gathered, Group, gather
+from headrace.dataio.shards.ingest.unit_packer import error_of
 from headrace.dataio.shards.media.messages import TEXT_BYTES, Recipe, check_recipe
 from headrace.dataio.shards.query import conditions as query
 from headrace.dataio.shards.query.open_index import OpenIndex
@@ -188,7 +188,7 @@ class _Job:
         self._recipe = check_recipe(recipe)
         self._settings = plan.Settings(shard_bytes=shard_bytes, recipe=recipe, strict=strict)
         self._captions, self._columns, self._progress, self._workers = captions, columns, progress, workers
-        self._engine, self.remote = packing.named(engine), Remote(source_options)
+        self._engine, self.remote = unit_packer.named(engine), SourceStores(source_options)
         self._started = time.monotonic()
 
     def pack(self, store: Store, sources: Sources, name: str | None) -> tuple[PackReport, int]:
@@ -300,7 +300,9 @@ class _Work:
         shards = [shard.key for packed in self.journal.records(len(self.units)) for shard in packed.shards]
         return document if shards and there.issuperset(shards) else None
 
-    def run(self, engine: packing.Engine, workers: int | None, tally: _Tally, remote: Remote) -> Sequence[WorkerReport]:
+    def run(
+        self, engine: unit_packer.Engine, workers: int | None, tally: _Tally, remote: SourceStores
+    ) -> Sequence[WorkerReport]:
         """Pack the units that have no record."""
         todo = []
         done = self.journal.done()

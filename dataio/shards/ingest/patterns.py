@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
-from headrace.dataio.shards.ingest.remote import as_regex
 from headrace.dataio.shards.ingest.report import Skipped
+from headrace.dataio.shards.ingest.source_stores import as_regex
 from headrace.dataio.store.base import Location, ObjectInfo, Store
 from headrace.dataio.store.mounts import MAX_MOUNTS, url_of
 

@@ -34,11 +34,11 @@ import ray.exceptions
 from headrace.dataio.core import errors
 from headrace.dataio.core.errors import HeadraceError, TransientError, UnsupportedError
 from headrace.dataio.core.files import scratch_folder
-from headrace.dataio.shards.ingest.packing import pack_units
 from headrace.dataio.shards.ingest.plan import Journal, Settings, Step, Unit, decode_unit, encode_unit
-from headrace.dataio.shards.ingest.pool import ProbePool
-from headrace.dataio.shards.ingest.remote import Remote
+from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.report import WorkerReport
+from headrace.dataio.shards.ingest.source_stores import SourceStores
+from headrace.dataio.shards.ingest.unit_packer import pack_units
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
@@ -66,7 +66,7 @@ class _Packer:
         self._store = open_store(url, storage_options=options)
         self._journal = Journal(self._store, plan)
         self._settings = msgspec.msgpack.decode(settings, type=Settings)
-        self._pool = ProbePool(1, remote=Remote())
+        self._pool = ProbePool(1, remote=SourceStores())
         self._name = f"{socket.gethostname()}:{os.getpid()}"
 
     def pack(self, unit: bytes) -> bytes:
@@ -106,7 +106,7 @@ def run(
     workers: int | None,
     scratch: str,
     step: Step,
-    remote: Remote,
+    remote: SourceStores,
 ) -> Sequence[WorkerReport]:
     """Pack on the cluster that `RAY_ADDRESS` names, or that the caller has joined.
 

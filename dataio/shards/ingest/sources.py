@@ -47,8 +47,8 @@ from pathlib import Path
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest.manifests import EXTENSIONS, USUAL, Columns, Row, rows
-from headrace.dataio.shards.ingest.remote import WILDCARD, Info, Remote, is_url
 from headrace.dataio.shards.ingest.report import Skipped
+from headrace.dataio.shards.ingest.source_stores import WILDCARD, Info, SourceStores, is_url
 from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, passed_over
 from headrace.dataio.shards.media.messages import Span
 from headrace.dataio.store.base import check_key
@@ -116,7 +116,7 @@ class _Found:
 def gather(
     sources: Iterable[str | os.PathLike[str]],
     columns: Columns = USUAL,
-    remote: Remote | None = None,
+    remote: SourceStores | None = None,
     apart: str | None = None,
 ) -> Gathered:
     """Group the files of all sources into samples.
@@ -124,7 +124,7 @@ def gather(
     `columns` names the columns of manifests. `apart` is the URL of a dataset whose files are no input.
     """
     if remote is None:
-        with Remote() as own:
+        with SourceStores() as own:
             return gather(sources, columns, own, apart)
     found: dict[str, _Found] = {}
     collected = _Collected(remote)
@@ -158,7 +158,7 @@ def _is_below(folder: str, path: str) -> bool:
 class _Collected:
     """The groups found so far, and the skipped and ignored files."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: SourceStores) -> None:
         self._remote = remote
         self.groups: list[Group] = []
         self.skipped: list[Skipped] = []
@@ -237,7 +237,7 @@ class _Collected:
 
 
 @contextlib.contextmanager
-def _open_tar(path: str, remote: Remote) -> Iterator[tar.ReadAt]:
+def _open_tar(path: str, remote: SourceStores) -> Iterator[tar.ReadAt]:
     """Open the archive at a path or a URL, and yield a function that reads a range of it."""
     if is_url(path):
         yield remote.reader(path)
@@ -279,7 +279,7 @@ def _local(source: str) -> str:
     return "/" + urllib.parse.unquote(path)
 
 
-def _expand(source: str, remote: Remote, skipped: list[Skipped]) -> Iterator[_Found]:
+def _expand(source: str, remote: SourceStores, skipped: list[Skipped]) -> Iterator[_Found]:
     path = Path(source)
     if is_url(source):
         yield from _remote(source, remote, skipped)
@@ -311,7 +311,7 @@ def _walk(root: str, folder: str, skipped: list[Skipped]) -> Iterator[_Found]:
         yield from (_Found(root, os.path.join(at, name)) for name in sorted(files) if not name.startswith("."))
 
 
-def _remote(source: str, remote: Remote, skipped: list[Skipped]) -> Iterator[_Found]:
+def _remote(source: str, remote: SourceStores, skipped: list[Skipped]) -> Iterator[_Found]:
     matches = remote.find(source)
     for url, info in matches.objects.items():
         parts = url[len(matches.root) + 1 :].split("/")

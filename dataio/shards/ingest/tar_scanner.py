@@ -30,11 +30,11 @@ from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest.patterns import FoundShards
-from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.report import PackReport, Skipped
 from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.container import SAMPLE_EXTENSIONS, not_read, passed_over
-from headrace.dataio.shards.media.messages import Described, Failure
+from headrace.dataio.shards.media.messages import Description, Failure
 from headrace.dataio.shards.pieces import Hasher, size_for
 from headrace.dataio.shards.readahead import ReadAhead
 from headrace.dataio.shards.sample import Member, Sample
@@ -201,7 +201,7 @@ class TarScanner:
             else:
                 yield raw
 
-    def _read_member(self, raw: _RawSample, entry: tar.Entry, ahead: ReadAhead, folder: Path) -> None:
+    def _read_member(self, raw: _RawSample, entry: tar.TarMember, ahead: ReadAhead, folder: Path) -> None:
         if raw.offset < 0:
             raw.offset = entry.header
         if any(member.ext == entry.ext for member in raw.members):
@@ -250,7 +250,7 @@ class TarScanner:
     def _skip(self, what: str, code: str, reason: str) -> None:
         self._reporter.skip(Skipped(f"{self._shard.url}: {what}", code, reason))
 
-    def _accept(self, raw: _RawSample, facts: Described) -> None:
+    def _accept(self, raw: _RawSample, facts: Description) -> None:
         key = self._prefix + raw.key.removeprefix("./") if self._prefix else raw.key
         sample = Sample(
             id=0,
@@ -280,11 +280,11 @@ class TarScanner:
         self._reporter.notes += [f"{key}: {note}" for note in notes]
 
 
-_NO_MEDIA = Described(files=(), duration=0.0, video=None, audio=None, text=None, fields="{}", notes=())
+_NO_MEDIA = Description(files=(), duration=0.0, video=None, audio=None, text=None, fields="{}", notes=())
 """The description of a sample without media, text or JSON."""
 
 
-def _with_heads(members: list[Member], facts: Described) -> Iterator[Member]:
+def _with_heads(members: list[Member], facts: Description) -> Iterator[Member]:
     """Yield the members with the heads and marks that the workers found.
 
     The digests stay those of the bytes that this pass read.

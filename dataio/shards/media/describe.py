@@ -39,7 +39,7 @@ from headrace.dataio.shards.media.container import (
     not_read,
     passed_over,
 )
-from headrace.dataio.shards.media.messages import TEXT_BYTES, Answer, Described, Failure, FileFact, Request
+from headrace.dataio.shards.media.messages import TEXT_BYTES, Answer, Description, Failure, FileInfo, Request
 from headrace.dataio.shards.media.probe import Probe, probe
 from headrace.dataio.shards.pieces import Hasher, runs, size_for
 from headrace.dataio.shards.sample import AudioInfo, VideoInfo
@@ -82,7 +82,7 @@ def describe(files: Request) -> Answer:
         most = limits.format_bytes(limits.PROBE_MEMORY_BYTES)
         return Failure(at, CapacityError.code, f"reading it takes more than {most} of memory")
     video, audio, duration = _choose(probes)
-    return Described(
+    return Description(
         files=tuple(facts),
         duration=duration,
         video=video,
@@ -115,13 +115,13 @@ def _choose(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, fl
     return best.video, audio, best.duration
 
 
-def _fact(ext: str, path: str) -> FileFact:
+def _fact(ext: str, path: str) -> FileInfo:
     with open(path, "rb", buffering=0) as file:
         info = os.fstat(file.fileno())
         hasher = Hasher(size_for(info.st_size))
         while chunk := file.read(_READ):
             hasher.update(chunk)
-    return FileFact(ext, path, info.st_size, info.st_mtime_ns, hasher.whole(), hasher.pieces())
+    return FileInfo(ext, path, info.st_size, info.st_mtime_ns, hasher.whole(), hasher.pieces())
 
 
 def _bytes(path: str, most: int) -> bytes:
@@ -173,7 +173,7 @@ _Marks = tuple[tuple[int, int], ...]
 """For each marked frame, its offset in bytes and the number of samples before it."""
 
 
-def with_head(fact: FileFact, probe: Probe) -> FileFact:
+def with_head(fact: FileInfo, probe: Probe) -> FileInfo:
     """Return the file's facts with its head, if it has pieces. `probe` describes its streams."""
     if fact.pieces is None:
         return fact
@@ -191,7 +191,7 @@ def with_head(fact: FileFact, probe: Probe) -> FileFact:
     return replace(fact, pieces=replace(fact.pieces, head=runs(found), marks=marks))
 
 
-def _marks(fact: FileFact, probe: Probe) -> _Marks:
+def _marks(fact: FileInfo, probe: Probe) -> _Marks:
     """Return the first frame that begins in each piece, and the samples before it.
 
     There are none unless all frames have the same length.
@@ -228,7 +228,7 @@ def _places(path: str, probe: Probe) -> tuple[_Place, _Place]:
     return (probe.audio.stream, start + length // 2), (probe.audio.stream, start + length * 9 // 10)
 
 
-def _touched(fact: FileFact, place: _Place | None) -> set[int]:
+def _touched(fact: FileInfo, place: _Place | None) -> set[int]:
     """Return the pieces that libav reads up to the first packet at `place`, in both ways of opening.
 
     Without a place, they are those that opening reads.
@@ -253,7 +253,7 @@ def _named(path: str) -> Any:
 
 
 @contextmanager
-def _opened(fact: FileFact, trusting: bool) -> Iterator[tuple[Any, _Recording]]:
+def _opened(fact: FileInfo, trusting: bool) -> Iterator[tuple[Any, _Recording]]:
     """Open the container as loaders do."""
     assert fact.pieces is not None
     with open(fact.path, "rb", buffering=0) as real:

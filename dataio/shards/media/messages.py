@@ -22,7 +22,7 @@ TEXT_BYTES = 1 * limits.MIB
 """The most bytes of a sample's text."""
 
 
-class FileFact(msgspec.Struct, frozen=True):
+class FileInfo(msgspec.Struct, frozen=True):
     """One file as it was read. The packer checks that it has not changed since."""
 
     ext: str
@@ -33,10 +33,10 @@ class FileFact(msgspec.Struct, frozen=True):
     pieces: Pieces | None = None
 
 
-class Described(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
+class Description(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
     """The facts of a sample. `fields` is a JSON object as text."""
 
-    files: tuple[FileFact, ...]
+    files: tuple[FileInfo, ...]
     duration: float
     video: VideoInfo | None
     audio: AudioInfo | None
@@ -49,7 +49,7 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True):
     """One sample made from a group's files. Its key is the group's key plus `suffix`."""
 
     suffix: str
-    described: Described
+    described: Description
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
@@ -127,7 +127,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     fields: str | None = None
 
 
-Answer = Described | Failure
+Answer = Description | Failure
 Outcome = Prepared | Failure
 
 

@@ -47,7 +47,7 @@ from headrace.dataio.shards.versions.documents import Shard, VersionDocument
 from headrace.dataio.shards.versions.mounting import with_mounts
 from headrace.dataio.shards.workers import jobs
 from headrace.dataio.shards.workers.jobs import decode_sample
-from headrace.dataio.shards.workers.pool import WorkerPool
+from headrace.dataio.shards.workers.worker_pool import WorkerPool
 from headrace.dataio.store.base import Store
 
 __all__ = ["Finding", "ObjectReport", "VerifyProgress", "VerifyReport", "verify"]

@@ -139,7 +139,7 @@ def _walk(
     step(ahead.size - at)
 
 
-def _check_header(entry: tar.Entry, member: Wanted, shard: str, result: ShardCheck) -> None:
+def _check_header(entry: tar.TarMember, member: Wanted, shard: str, result: ShardCheck) -> None:
     key = entry.key.removeprefix("./")
     same = member.key == entry.key or (shard.startswith(PREFIX) and ("/" + member.key).endswith("/" + key))
     if not same or entry.ext != member.ext or entry.length != member.length:
@@ -147,7 +147,7 @@ def _check_header(entry: tar.Entry, member: Wanted, shard: str, result: ShardChe
         result.unsound("header", f"the header at offset {entry.header} is of {found}, the index has {named}", member)
 
 
-def _check_padding(ahead: ReadAhead, entry: tar.Entry, result: ShardCheck) -> None:
+def _check_padding(ahead: ReadAhead, entry: tar.TarMember, result: ShardCheck) -> None:
     end = entry.offset + entry.length
     padding = ahead.read_at(end, min(tar.padded(entry.length), ahead.size - entry.offset) - entry.length)
     if any(padding):

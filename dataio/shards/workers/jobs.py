@@ -26,8 +26,8 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError
 from headrace.dataio.shards import members
 from headrace.dataio.shards.sample import Sample
-from headrace.dataio.shards.workers.pool import WorkerPool, run_module
 from headrace.dataio.shards.workers.worker import DECODE_HELLO
+from headrace.dataio.shards.workers.worker_pool import WorkerPool, run_module
 from headrace.dataio.store.base import Store
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.dataio.shards.media.describe import with_head
-from headrace.dataio.shards.media.messages import FileFact
+from headrace.dataio.shards.media.messages import FileInfo
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.pieces import Hasher
 from headrace.dataio.shards.sample import AudioInfo, Member, Pieces
@@ -71,7 +71,7 @@ class Long:
         hasher = Hasher(SIZE)
         hasher.update(data)
         found = probe(path)
-        fact = with_head(FileFact("mp3", str(path), len(data), 0, 0, hasher.pieces()), found)
+        fact = with_head(FileInfo("mp3", str(path), len(data), 0, 0, hasher.pieces()), found)
         assert found.audio is not None
         assert fact.pieces is not None
         self.info: AudioInfo = found.audio

@@ -15,8 +15,8 @@ import pytest
 from headrace.dataio import Dataset, pack
 from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, TransientError, UsageError
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest import packing
-from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.ingest import unit_packer
+from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.report import Progress
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.store.base import Store
@@ -177,7 +177,7 @@ describe.describe = spoilt
 worker.serve_probes()
 """
     monkeypatch.setattr(
-        packing,
+        unit_packer,
         "ProbePool",
         lambda workers, **_: ProbePool(
             workers, lambda g: 0.5 if g.key == "video/2" else 60.0, [sys.executable, "-c", stub]

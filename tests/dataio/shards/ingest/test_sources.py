@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest.sources import gather
-from headrace.dataio.shards.tar import _NAME
+from headrace.dataio.shards.tar import _MEMBER_NAME
 
 
 def tree(root: Path, *names: str) -> Path:
@@ -149,7 +149,7 @@ def test_keys_are_deterministic_and_safe_whatever_the_names(
         return  # two names that become one key
     assert gather(shuffled).groups == groups == gather([root, *paths]).groups or any(s.startswith(".") for s in stems)
     for group in groups:
-        match = _NAME.fullmatch(f"{group.key}.mp4")
+        match = _MEMBER_NAME.fullmatch(f"{group.key}.mp4")
         assert match is not None
         assert match["key"] == group.key
         assert ".." not in group.key.split("/")

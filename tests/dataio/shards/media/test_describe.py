@@ -22,9 +22,9 @@ from headrace.dataio.shards.media.describe import PROMOTED_STRING, describe
 from headrace.dataio.shards.media.messages import (
     TEXT_BYTES,
     Clip,
-    Described,
+    Description,
     Failure,
-    FileFact,
+    FileInfo,
     Prepared,
     decode_outcome,
     encode_outcome,
@@ -50,9 +50,9 @@ def beside(clip: Path, ext: str, content: bytes) -> Path:
     return path
 
 
-def described(*paths: Path) -> Described:
+def described(*paths: Path) -> Description:
     answer = describe(request(*paths))
-    assert isinstance(answer, Described), answer
+    assert isinstance(answer, Description), answer
     return answer
 
 
@@ -96,7 +96,7 @@ def test_sound_comes_from_the_video_itself_or_else_from_beside_it(clip: Path, ma
     assert (silent.video.ext, silent.audio.ext, silent.audio.sample_rate) == ("mp4", "wav", 8000)
     assert silent.duration == pytest.approx(6 / 30)
     own = describe([("mkv", str(media / "pancake_h264.mkv")), ("wav", str(media / "action.wav"))])
-    assert isinstance(own, Described)
+    assert isinstance(own, Description)
     assert own.audio is not None
     assert own.audio.ext == "mkv"
 
@@ -174,18 +174,18 @@ def film(packets: bytes, path: Path, options: dict[str, str]) -> Path:
     return path
 
 
-def described_file(path: Path) -> tuple[FileFact, Described]:
+def described_file(path: Path) -> tuple[FileInfo, Description]:
     found = describe([(path.suffix[1:], str(path))])
-    assert isinstance(found, Described)
+    assert isinstance(found, Description)
     return found.files[0], found
 
 
-def head_of(fact: FileFact) -> set[int]:
+def head_of(fact: FileInfo) -> set[int]:
     assert fact.pieces is not None
     return {number for first, many in fact.pieces.head for number in range(first, first + many)}
 
 
-def count(fact: FileFact) -> int:
+def count(fact: FileInfo) -> int:
     assert fact.pieces is not None
     return len(fact.pieces.digests) // 8
 

@@ -18,7 +18,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.index.rows import to_row
 from headrace.dataio.shards.ingest.index_tars import index
 from headrace.dataio.shards.media import images
-from headrace.dataio.shards.media.messages import Clip, Described, Prepared, decode_outcome, encode_outcome
+from headrace.dataio.shards.media.messages import Clip, Description, Prepared, decode_outcome, encode_outcome
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import Color, KeyFrame
 from headrace.dataio.shards.summary import summary
@@ -165,7 +165,7 @@ def test_real_clips_have_the_colour_of_their_headers(media: Path, name: str) -> 
 
 def test_a_worker_answers_with_the_colour(tmp_path: Path) -> None:
     video = probe(make(tmp_path / "a.mp4", colorspace=1, color_range=1, color_primaries=1, color_trc=1)).video
-    described = Described(files=(), duration=0.3, video=video, audio=None, text=None, fields="{}", notes=())
+    described = Description(files=(), duration=0.3, video=video, audio=None, text=None, fields="{}", notes=())
     answer = decode_outcome(encode_outcome(Prepared((Clip(suffix="", described=described),))))
     assert isinstance(answer, Prepared)
     assert answer.clips[0].described.video == video

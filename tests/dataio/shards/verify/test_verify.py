@@ -29,7 +29,7 @@ from headrace.dataio.shards.verify.run import verify
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.workers import jobs
 from headrace.dataio.shards.workers.jobs import decode_sample
-from headrace.dataio.shards.workers.pool import WorkerPool
+from headrace.dataio.shards.workers.worker_pool import WorkerPool
 from headrace.dataio.store.base import Store
 
 

@@ -1,11 +1,11 @@
-"""Inputs in stores: `Remote` finds them, looks them up, and copies a few at a time to the worker's machine.
+"""Inputs in stores: `SourceStores` finds them, looks them up, and copies a few at a time to the worker's machine.
 
 Purpose: `pack` accepts `s3://bucket/folder`, globs, manifests and tars in stores like local ones. It accepts every
 other URL that `open_store` opens, too.
 
 Invariants:
 
-* `Remote` opens one store per bucket, at first use, with this process's own credentials or `options`.
+* `SourceStores` opens one store per bucket, at first use, with this process's own credentials or `options`.
 * It copies an object in pieces of `_PIECE` bytes, so memory is bounded regardless of the object's size.
 * `is_url` tells a URL from a path.
 
@@ -64,7 +64,7 @@ class Matches:
     globbed: bool = False
 
 
-class Remote:
+class SourceStores:
     """The stores of a pack's inputs. It is a context manager, and threads can share it."""
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

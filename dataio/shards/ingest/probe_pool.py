@@ -4,7 +4,7 @@ The pool first copies the files that lie in stores into the scratch folder of th
 once as are in flight.
 
 Invariants: at most `_AHEAD` samples per worker are in flight. Results come in the order of the groups.
-`headrace.dataio.shards.workers.pool` enforces the time limits and restarts workers.
+`headrace.dataio.shards.workers.worker_pool` enforces the time limits and restarts workers.
 Failure behaviour: a hang is a `Failure` with code "deadline". A crash is a `Failure` with code "corruption". If a
 worker cannot start at all, no file is at fault, and the pool raises `UnsupportedError`.
 """
@@ -22,7 +22,7 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, DeadlineError
-from headrace.dataio.shards.ingest.remote import Remote, is_url
+from headrace.dataio.shards.ingest.source_stores import SourceStores, is_url
 from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.messages import (
     Answer,
@@ -34,8 +34,8 @@ from headrace.dataio.shards.media.messages import (
     decode_outcome,
     encode_task,
 )
-from headrace.dataio.shards.workers.pool import WorkerPool, run_module
 from headrace.dataio.shards.workers.worker import PROBE_HELLO
+from headrace.dataio.shards.workers.worker_pool import WorkerPool, run_module
 
 _AHEAD = 4
 _ANSWER_BYTES = 256 * limits.MIB
@@ -62,7 +62,7 @@ class ProbePool:
         workers: int | None = None,
         seconds: Callable[[Group], float] | None = None,
         command: Sequence[str] = _COMMAND,
-        remote: Remote | None = None,
+        remote: SourceStores | None = None,
     ) -> None:
         self._seconds, self._remote = seconds, remote
         self._pool = WorkerPool(command, PROBE_HELLO, workers, answer_bytes=_ANSWER_BYTES)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core.errors import UnsupportedError
-from headrace.dataio.shards.ingest.pool import ProbePool, seconds_for
+from headrace.dataio.shards.ingest.probe_pool import ProbePool, seconds_for
 from headrace.dataio.shards.ingest.sources import Group
-from headrace.dataio.shards.media.messages import Described, Failure
+from headrace.dataio.shards.media.messages import Description, Failure
 
 # a worker that misbehaves for some names and else answers like the real one
 STUB = """
@@ -88,7 +88,7 @@ def test_a_hang_and_crashes_cost_their_own_files_only(tmp_path: Path, make_clip,
         "crash": ("corruption", "reading it crashed the decoder (SIGSEGV)"),
         "exit": ("corruption", "reading it crashed the decoder (exit code 3)"),
     }
-    assert all(isinstance(a, Described) for group, a in answers if group.key not in failures)
+    assert all(isinstance(a, Description) for group, a in answers if group.key not in failures)
     assert {name for _, name in log(tmp_path)} >= {"hang.mp4", "crash.mp4", "exit.mp4"}  # the faults fired
     for pid, _ in log(tmp_path):
         wait_until_gone(pid)
@@ -142,7 +142,7 @@ def test_a_hanging_worker_dies_with_its_killed_parent(tmp_path: Path, make_clip,
     parent = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from headrace.dataio.shards.ingest.pool import ProbePool
+        from headrace.dataio.shards.ingest.probe_pool import ProbePool
         from headrace.dataio.shards.ingest.sources import Group
         with ProbePool(1, lambda _: 600.0, [sys.executable, "-c", sys.argv[2]]) as pool:
             list(pool.describe([Group("hang", (("mp4", sys.argv[1]),), 1)]))

@@ -45,11 +45,11 @@ from headrace.dataio.core.errors import (
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest.plan import Journal, Packed, Settings, Step, Unit
-from headrace.dataio.shards.ingest.pool import ProbePool, scratch_of
-from headrace.dataio.shards.ingest.remote import Remote
+from headrace.dataio.shards.ingest.probe_pool import ProbePool, scratch_of
 from headrace.dataio.shards.ingest.report import Skipped, WorkerReport
+from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import Group
-from headrace.dataio.shards.media.messages import Clip, Failure, FileFact, Outcome
+from headrace.dataio.shards.media.messages import Clip, Failure, FileInfo, Outcome
 from headrace.dataio.shards.sample import Member, Sample
 from headrace.dataio.shards.versions.documents import Shard
 from headrace.dataio.store.base import Store
@@ -112,7 +112,7 @@ class _Pending:
     clip: Clip
 
     @property
-    def files(self) -> tuple[FileFact, ...]:
+    def files(self) -> tuple[FileInfo, ...]:
         return self.clip.described.files
 
 
@@ -203,7 +203,7 @@ class _Writer:
             shutil.rmtree(folder, ignore_errors=True)
         self._folders = []
 
-    def _add_rows(self, shard: str, placed: Iterator[tar.Placed]) -> None:
+    def _add_rows(self, shard: str, placed: Iterator[tar.MemberLayout]) -> None:
         for item in self._pending:
             described = item.clip.described
             sample = Sample(
@@ -229,7 +229,7 @@ def _is_stored(store: Store, key: str, size: int) -> bool:
         return False
 
 
-def _read_unchanged(fact: FileFact) -> Iterator[bytes]:
+def _read_unchanged(fact: FileInfo) -> Iterator[bytes]:
     hasher = xxhash.xxh3_64()
     try:
         with open(fact.path, "rb", buffering=0) as file:
@@ -242,13 +242,15 @@ def _read_unchanged(fact: FileFact) -> Iterator[bytes]:
         raise _changed(fact, "changed while it was being packed")
 
 
-def _changed(fact: FileFact, what: str) -> TransientError:
+def _changed(fact: FileInfo, what: str) -> TransientError:
     return TransientError(f"{fact.path} {what}", hint="pack again when nothing writes to the input")
 
 
 # --- engines
 
-Engine = Callable[[Store, Journal, Sequence[Unit], Settings, int | None, str, Step, Remote], Sequence[WorkerReport]]
+Engine = Callable[
+    [Store, Journal, Sequence[Unit], Settings, int | None, str, Step, SourceStores], Sequence[WorkerReport]
+]
 
 
 def local(
@@ -259,7 +261,7 @@ def local(
     workers: int | None,
     scratch: str,
     step: Step,
-    remote: Remote,
+    remote: SourceStores,
 ) -> Sequence[WorkerReport]:
     """Pack on this machine; `workers` processes read the media."""
     started = time.monotonic()

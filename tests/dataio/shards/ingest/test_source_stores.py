@@ -14,8 +14,8 @@ import pytest
 
 from headrace.dataio import Dataset, append, pack
 from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
-from headrace.dataio.shards.ingest import remote as remotes
-from headrace.dataio.shards.ingest.remote import Remote
+from headrace.dataio.shards.ingest import source_stores as remotes
+from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
@@ -104,7 +104,7 @@ def test_a_pack_of_a_bucket_that_is_killed_goes_on_where_it_was(clips: Path, s3_
 
 
 def test_what_a_bucket_does_not_hold_and_what_changes_meanwhile_is_said(tmp_path: Path) -> None:
-    with open_store("memory://inputs") as store, Remote() as remote:
+    with open_store("memory://inputs") as store, SourceStores() as remote:
         store.put("in/a.wav", bytes(3000))
         store.put("in/b..c/.x/d.wav", b"hidden")
         with pytest.raises(NotFoundError, match="no object and no folder memory://inputs/nowhere"):
@@ -119,7 +119,7 @@ def test_what_a_bucket_does_not_hold_and_what_changes_meanwhile_is_said(tmp_path
         store.put("in/a.wav", bytes(2000))
         with pytest.raises(TransientError, match="changed while it was being packed"):
             remote.copy_whole("memory://inputs/in/a.wav", 3000, str(tmp_path / "a.wav"))
-        stopped = Remote()
+        stopped = SourceStores()
         stopped.stop()
         with pytest.raises(TransientError, match="given up"):
             stopped.copy("memory://inputs/in/a.wav", 0, 2000, str(tmp_path / "a.wav"))
@@ -138,10 +138,10 @@ def test_a_full_scratch_folder_stops_the_packing_and_skips_nothing(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headrace.dataio.core.errors import CapacityError
-    from headrace.dataio.shards.ingest import packing
+    from headrace.dataio.shards.ingest import unit_packer
     from headrace.dataio.shards.media.messages import Failure
 
-    inside, failed = packing.ProbePool.prepare, list[str]()
+    inside, failed = unit_packer.ProbePool.prepare, list[str]()
 
     def full(self, groups, recipe, scratch):
         for group, outcome in inside(self, groups, recipe, scratch):
@@ -150,7 +150,7 @@ def test_a_full_scratch_folder_stops_the_packing_and_skips_nothing(
                 outcome = Failure(group.files[0][1], "capacity", "No space left on device", ours=True)
             yield group, outcome
 
-    monkeypatch.setattr(packing.ProbePool, "prepare", full)
+    monkeypatch.setattr(unit_packer.ProbePool, "prepare", full)
     with pytest.raises(CapacityError, match="no room"):
         pack(clips, tmp_path / "ds")
     assert failed == ["day1/c1"]
