@@ -3,9 +3,9 @@
 
 Purpose: this module chooses the size of pieces, computes their digests while the bytes are streamed, and verifies
 pieces. It does no I/O.
-Invariants: a file of `LEAST` bytes or more has pieces of `SIZE` bytes, or of the smallest larger power of two that
-gives at most `MOST` pieces. So the digests of a file take at most 16 KiB. Stored pieces are used only after `fault`
-found no fault.
+Invariants: a file of `MIN_FILE_BYTES` bytes or more has pieces of `MIN_PIECE_BYTES` bytes, or of the smallest larger power of two that
+gives at most `MAX_PIECES` pieces. So the digests of a file take at most 16 KiB. Stored pieces are used only after `find_fault`
+found no find_fault.
 Failure behaviour: none. Callers raise errors that name the file.
 """
 
@@ -19,20 +19,20 @@ import xxhash
 from headrace.dataio.core import limits
 from headrace.dataio.shards.sample import Pieces
 
-LEAST = 1 * limits.MIB
-SIZE = 256 * limits.KIB
-MOST = 2048
+MIN_FILE_BYTES = 1 * limits.MIB
+MIN_PIECE_BYTES = 256 * limits.KIB
+MAX_PIECES = 2048
 _DIGEST = 8
 
 Runs = tuple[tuple[int, int], ...]
 """Runs of pieces as (first, count), in order."""
 
 
-def size_for(length: int) -> int | None:
+def piece_size(length: int) -> int | None:
     """The size of the pieces of a file with this length, in bytes. None if the file has no pieces."""
-    if length < LEAST:
+    if length < MIN_FILE_BYTES:
         return None
-    return max(SIZE, 1 << (-(-length // MOST) - 1).bit_length())
+    return max(MIN_PIECE_BYTES, 1 << (-(-length // MAX_PIECES) - 1).bit_length())
 
 
 class Hasher:
@@ -55,7 +55,7 @@ class Hasher:
                 self._close()
 
     def _close(self) -> None:
-        self._digests += _stored(self._piece.intdigest())
+        self._digests += _digest_bytes(self._piece.intdigest())
         self._piece.reset()
         self._open = 0
 
@@ -72,9 +72,9 @@ class Hasher:
         return Pieces(self._size, bytes(self._digests))
 
 
-def is_right(pieces: Pieces, number: int, view: bytes | memoryview) -> bool:
+def matches(pieces: Pieces, number: int, view: bytes | memoryview) -> bool:
     """Whether the digest of these bytes is that of piece `number`."""
-    return pieces.digests[number * _DIGEST : (number + 1) * _DIGEST] == _stored(xxhash.xxh3_64_intdigest(view))
+    return pieces.digests[number * _DIGEST : (number + 1) * _DIGEST] == _digest_bytes(xxhash.xxh3_64_intdigest(view))
 
 
 def first_difference(one: Pieces, other: Pieces) -> int | None:
@@ -97,7 +97,7 @@ def runs(numbers: Iterable[int]) -> Runs:
     return tuple(found)
 
 
-def fault(pieces: Pieces, length: int) -> str:
+def find_fault(pieces: Pieces, length: int) -> str:
     """A description of what is invalid in the pieces of a file with this length. Empty if they are valid."""
     size = pieces.size
     if size < 1 or size & (size - 1):
@@ -115,5 +115,5 @@ def fault(pieces: Pieces, length: int) -> str:
     return ""
 
 
-def _stored(digest: int) -> bytes:
+def _digest_bytes(digest: int) -> bytes:
     return digest.to_bytes(_DIGEST, "little")

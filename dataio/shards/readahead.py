@@ -25,7 +25,7 @@ class ReadAhead:
 
     def __init__(self, store: Store, key: str, size: int, window: int = WINDOW) -> None:
         self._store, self._key, self.size, self._window = store, key, size, window
-        self._there: dict[int, Future[bytearray]] = {}
+        self._windows: dict[int, Future[bytearray]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
     def read_at(self, offset: int, length: int) -> bytes:
@@ -42,12 +42,12 @@ class ReadAhead:
             offset += len(piece)
 
     def _get(self, number: int) -> bytearray:
-        for old in [n for n in self._there if not number - 1 <= n <= number + 2]:
-            del self._there[old]
+        for old in [n for n in self._windows if not number - 1 <= n <= number + 2]:
+            del self._windows[old]
         for wanted in (number, number + 1):
-            if wanted not in self._there and wanted * self._window < self.size:
-                self._there[wanted] = self._thread.submit(self._fetch, wanted)
-        return self._there[number].result()
+            if wanted not in self._windows and wanted * self._window < self.size:
+                self._windows[wanted] = self._thread.submit(self._fetch, wanted)
+        return self._windows[number].result()
 
     def _fetch(self, number: int) -> bytearray:
         start = number * self._window
@@ -64,7 +64,7 @@ class ReadAhead:
     def close(self) -> None:
         """Wait for a read in progress, and release all windows."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._there.clear()
+        self._windows.clear()
 
     def __enter__(self) -> Self:
         return self

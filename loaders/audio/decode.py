@@ -25,7 +25,7 @@ from av.packet import Packet
 from av.video.stream import VideoStream
 
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.media.probe import DECODING_SOUND
+from headrace.dataio.shards.media.probe import AUDIO_DECODE_OPTIONS
 from headrace.dataio.shards.sample import AudioInfo, SoundMark
 from headrace.loaders.audio.excerpts import ogg
 from headrace.loaders.audio.excerpts.base import Excerpt, mark_before
@@ -92,7 +92,7 @@ def _read(data: Media, info: AudioInfo, read: Callable[[InputContainer, AudioStr
         stream = container.streams[info.stream] if info.stream < len(container.streams) else None
         if not isinstance(stream, AudioStream) or stream.codec_context is None:
             raise CorruptionError(f"stream {info.stream} is not the audio stream that the index lists")
-        stream.codec_context.options = DECODING_SOUND
+        stream.codec_context.options = AUDIO_DECODE_OPTIONS
         return read(container, stream)
 
 

@@ -264,7 +264,7 @@ def check_nvdec(window: Window, codec: str) -> None:
     if getattr(window.stream.codec_context, "field_order", 0) > _PROGRESSIVE:
         raise UnsupportedError("the stream is interlaced, and its fields may be pictures of their own")
     units = bitstream.length_size(codec, window.stream.codec_context.extradata)
-    if codec == "h264" and not bitstream.is_refresh(memoryview(window.packets[0]), units):
+    if codec == "h264" and not bitstream.is_idr(memoryview(window.packets[0]), units):
         raise UnsupportedError("the clip starts at a picture that is not an instantaneous refresh")
     base = window.stream.time_base
     if base is None or any((after - before) * base * 1000 < 1 for before, after in pairwise(window.times)):

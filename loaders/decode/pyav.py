@@ -264,7 +264,7 @@ def _frames(window: Window) -> Iterator[VideoFrame]:
             context.skip_frame = "DEFAULT" if packet.pts in wanted or number in needed else "NONREF"
         if window.bare:
             units = bitstream.length_size(codec, context.extradata)
-            packet.update(bitstream.without_messages(codec, memoryview(packet), units))
+            packet.update(bitstream.without_sei(codec, memoryview(packet), units))
         if codec == "ffv1" and context.extradata and bitstream.ffv1_damaged(memoryview(packet)):
             raise CorruptionError(f"a slice of the frame at time stamp {packet.pts} is damaged")
         yield from context.decode(packet)
@@ -278,7 +278,7 @@ def _in_lower_layers(window: Window, packets: Sequence[Packet[VideoStream]]) -> 
     if context.codec.canonical_name != "hevc":
         return set()
     units = bitstream.length_size("hevc", context.extradata)
-    layers = [bitstream.layer(memoryview(packet), units) for packet in packets]
+    layers = [bitstream.temporal_layer(memoryview(packet), units) for packet in packets]
     highest = max((layer for layer, _ in layers), default=0)
     return {number for number, (layer, referred) in enumerate(layers) if not referred and layer < highest}
 

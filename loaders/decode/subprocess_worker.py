@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
-from headrace.dataio.shards.media.messages import decode_other, encode_other
+from headrace.dataio.shards.media.messages import dec_hook, enc_hook
 from headrace.dataio.shards.sample import AudioInfo, VideoInfo
 from headrace.dataio.shards.workers.worker import die_with_parent, read_frame, write_frame
 from headrace.loaders.audio.decode import decode_audio
@@ -78,8 +78,8 @@ class Missing(msgspec.Struct, tag="missing"):
 
 Task = See | Listen
 Answer = Failed | Done | Missing
-encode_task = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
-decode_task = msgspec.msgpack.Decoder(Task, dec_hook=decode_other).decode
+encode_task = msgspec.msgpack.Encoder(enc_hook=enc_hook).encode
+decode_task = msgspec.msgpack.Decoder(Task, dec_hook=dec_hook).decode
 encode_answer = msgspec.msgpack.Encoder().encode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 

@@ -414,7 +414,7 @@ def _check_start(packet: Packet[VideoStream]) -> None:
             f"decoding cannot begin at the key frame of time stamp {packet.pts}, which the index lists",
             hint="index the dataset again",
         )
-    if codec == "h264" and bitstream.is_refresh(memoryview(packet), units):
+    if codec == "h264" and bitstream.is_idr(memoryview(packet), units):
         context.options = context.options | _EXPLODING
 
 

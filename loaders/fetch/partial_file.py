@@ -24,7 +24,7 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeError
-from headrace.dataio.shards.pieces import is_right
+from headrace.dataio.shards.pieces import matches
 from headrace.dataio.shards.sample import Member, Pieces
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.byte_ranges import Runs, merged
@@ -106,7 +106,7 @@ class PartialFile:
                 if view is not None:
                     self._right.setdefault(number, view)
         for number, view in list(self._there.items()):
-            if is_right(self._pieces, number, view):
+            if matches(self._pieces, number, view):
                 self._right[number] = self._there.pop(number)
         return Given(
             len(self),
@@ -133,11 +133,11 @@ class PartialFile:
                 self._fetch_on(number)
             view = self._there.pop(number)
             for look in self._looks:
-                if not is_right(self._pieces, number, view):
+                if not matches(self._pieces, number, view):
                     view = look(byte_ranges.ranges(self._member, ((number, 1),)))[0]
         except (NotFoundError, RangeError) as error:
             raise CorruptionError(f"{self._name}: {error.message}", hint=error.hint) from error
-        if not is_right(self._pieces, number, view):
+        if not matches(self._pieces, number, view):
             where = self._member.offset + number * self._pieces.size
             raise CorruptionError(
                 f"{self._name}: the {len(view)} bytes at {where} are not those that were packed",

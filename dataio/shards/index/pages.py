@@ -348,7 +348,7 @@ class RowDecoder:
                 raise self._bad(at, "pieces are those of no member")
             whole = members[one.member]
             pieces = Pieces(one.size, one.digests, tuple(one.head), tuple(one.marks))
-            fault = cut.fault(pieces, whole.length)
+            fault = cut.find_fault(pieces, whole.length)
             if fault:
                 raise self._bad(at, f"pieces of member {whole.ext!r}: {fault}")
             members[one.member] = Member(whole.ext, whole.offset, whole.length, whole.xxh3, pieces)

@@ -29,11 +29,11 @@ from typing import Any, TextIO
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError, UsageError
-from headrace.dataio.shards.ingest.source_stores import is_url, joined
+from headrace.dataio.shards.ingest.source_stores import is_url, join_url
 
 EXTENSIONS = frozenset(["csv", "tsv", "jsonl", "ndjson", "parquet"])
 _BATCH = 1024
-_CORRECT = "correct it there; every row counts"
+_FIX_HINT = "correct it there; every row counts"
 _FIELDS_BYTES = 1 * limits.MIB
 
 
@@ -49,7 +49,7 @@ class Columns:
     caption: str = "caption"
 
 
-USUAL = Columns()
+DEFAULT_COLUMNS = Columns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Row:
     fields: str | None
 
 
-def rows(manifest: Path, columns: Columns = USUAL, url: str | None = None) -> Iterator[Row]:
+def rows(manifest: Path, columns: Columns = DEFAULT_COLUMNS, url: str | None = None) -> Iterator[Row]:
     """Yield the rows of a manifest. Its suffix selects the format.
 
     If `manifest` is a local copy of an object, `url` is the URL of that object.
@@ -93,14 +93,14 @@ def _row(manifest: str, where: str, row: dict[str, Any], columns: Columns) -> Ro
     path = row.pop(columns.path)
     key, caption = row.pop(columns.key, None), row.pop(columns.caption, None)
     if not isinstance(path, str) or not path:
-        raise UsageError(f"{where}: the column {columns.path!r} holds no path, but {path!r}", hint=_CORRECT)
+        raise UsageError(f"{where}: the column {columns.path!r} holds no path, but {path!r}", hint=_FIX_HINT)
     if "\0" in path:
-        raise UsageError(f"{where}: {path!r} is no path", hint=_CORRECT)
+        raise UsageError(f"{where}: {path!r} is no path", hint=_FIX_HINT)
     if isinstance(key, int) and not isinstance(key, bool):
         key = str(key)
     for column, value in ((columns.key, key), (columns.caption, caption)):
         if value is not None and not isinstance(value, str):
-            raise UsageError(f"{where}: the column {column!r} holds no text, but {value!r}", hint=_CORRECT)
+            raise UsageError(f"{where}: the column {column!r} holds no text, but {value!r}", hint=_FIX_HINT)
     return Row(where, _resolved(manifest, where, path), key or None, caption or None, _fields(where, row))
 
 
@@ -108,29 +108,31 @@ def _resolved(manifest: str, where: str, path: str) -> str:
     """Return the row's path or URL. A relative path is resolved against the manifest."""
     if is_url(path):
         try:
-            return joined(*path.rsplit("/", 1))
+            return join_url(*path.rsplit("/", 1))
         except UsageError as error:
             raise UsageError(f"{where}: {error.message}", hint=error.hint) from error
     if not is_url(manifest):
         return str(Path(manifest).parent / path)
     if path.startswith("/"):
         raise UsageError(f"{where}: {path!r} is a path of one machine, in a manifest for all", hint="give URLs")
-    return joined(manifest.rpartition("/")[0], path)
+    return join_url(manifest.rpartition("/")[0], path)
 
 
 def _fields(where: str, row: dict[str, Any]) -> str | None:
     if not row:
         return None
     try:
-        text = json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(
+            {name: _json_value(value) for name, value in row.items()}, ensure_ascii=False, allow_nan=False
+        )
         if len(text.encode()) > _FIELDS_BYTES:
             raise ValueError(f"its fields are larger than {limits.format_bytes(_FIELDS_BYTES)}")
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: {error}", hint=_CORRECT) from error
+        raise UsageError(f"{where}: {error}", hint=_FIX_HINT) from error
     return text
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, datetime.date | datetime.time):
@@ -149,16 +151,16 @@ def _csv(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             names = next(reader, None)
             if not names or len(set(names)) != len(names):
-                raise UsageError(f"{name}: its first line must name the columns, each once", hint=_CORRECT)
+                raise UsageError(f"{name}: its first line must name the columns, each once", hint=_FIX_HINT)
             for cells in reader:
                 where = f"{name}, line {reader.line_num}"
                 if not cells:
                     continue
                 if len(cells) != len(names):
-                    raise UsageError(f"{where}: {len(cells)} cells in a table of {len(names)} columns", hint=_CORRECT)
+                    raise UsageError(f"{where}: {len(cells)} cells in a table of {len(names)} columns", hint=_FIX_HINT)
                 yield where, {name: _cell(cell) for name, cell in zip(names, cells, strict=True)}
         except csv.Error as error:
-            raise UsageError(f"{name}, line {reader.line_num}: {error}", hint=_CORRECT) from error
+            raise UsageError(f"{name}, line {reader.line_num}: {error}", hint=_FIX_HINT) from error
 
 
 def _lines(file: TextIO, name: str) -> Iterator[str]:
@@ -173,7 +175,7 @@ def _lines(file: TextIO, name: str) -> Iterator[str]:
 
 
 def _too_long(where: str) -> UsageError:
-    return UsageError(f"{where}: longer than {limits.format_bytes(_FIELDS_BYTES)}", hint=_CORRECT)
+    return UsageError(f"{where}: longer than {limits.format_bytes(_FIELDS_BYTES)}", hint=_FIX_HINT)
 
 
 def _cell(cell: str) -> Any:
@@ -201,9 +203,9 @@ def _json_lines(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_no_constant)
             except (ValueError, RecursionError) as error:
-                raise UsageError(f"{where}: not JSON: {error}", hint=_CORRECT) from error
+                raise UsageError(f"{where}: not JSON: {error}", hint=_FIX_HINT) from error
             if not isinstance(row, dict):
-                raise UsageError(f"{where}: a row must be a JSON object", hint=_CORRECT)
+                raise UsageError(f"{where}: a row must be a JSON object", hint=_FIX_HINT)
             yield where, row
 
 

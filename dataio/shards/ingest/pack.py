@@ -38,12 +38,12 @@ from headrace.dataio.core.errors import ConflictError, UsageError
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest import plan, unit_packer
-from headrace.dataio.shards.ingest.manifests import USUAL, Columns
+from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
 from headrace.dataio.shards.ingest.plan import Journal
 from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped, WorkerReport
 from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import Gathered, Group, gather
-from headrace.dataio.shards.ingest.unit_packer import error_of
+from headrace.dataio.shards.ingest.unit_packer import skip_error
 from headrace.dataio.shards.media.messages import TEXT_BYTES, Recipe, check_recipe
 from headrace.dataio.shards.query import conditions as query
 from headrace.dataio.shards.query.open_index import OpenIndex
@@ -54,10 +54,10 @@ from headrace.dataio.store.base import Store
 
 __all__ = ["Columns", "PackReport", "Progress", "Recipe", "Skipped", "append", "pack"]
 
-_AS_IT_IS = Recipe()
+_UNCHANGED = Recipe()
 
-_at_index = crashpoints.declare("pack.index-stored", "shards and index are stored; there is no version yet")
-_at_version = crashpoints.declare("pack.version-stored", "the version exists; the caller has not been told")
+_crash_after_index = crashpoints.declare("pack.index-stored", "shards and index are stored; there is no version yet")
+_crash_after_version = crashpoints.declare("pack.version-stored", "the version exists; the caller has not been told")
 
 Sources = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 
@@ -69,8 +69,8 @@ def pack(
     shard_bytes: int = 256 * limits.MIB,
     strict: bool = False,
     captions: Mapping[str, str] | None = None,
-    columns: Columns = USUAL,
-    recipe: Recipe = _AS_IT_IS,
+    columns: Columns = DEFAULT_COLUMNS,
+    recipe: Recipe = _UNCHANGED,
     engine: str = "local",
     progress: Callable[[Progress], None] | None = None,
     workers: int | None = None,
@@ -107,9 +107,9 @@ def pack(
         UsageError: two samples have the same key, or there is nothing to pack.
         ConflictError: another dataset exists at `url`.
     """
-    job = _Job(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers, source_options)
-    with job.remote:
-        return _opened(url, storage_options, lambda store: job.pack(store, sources, name))
+    job = _PackJob(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers, source_options)
+    with job.stores:
+        return _with_dataset(url, storage_options, lambda store: job.pack(store, sources, name))
 
 
 def append(
@@ -119,8 +119,8 @@ def append(
     shard_bytes: int = 256 * limits.MIB,
     strict: bool = False,
     captions: Mapping[str, str] | None = None,
-    columns: Columns = USUAL,
-    recipe: Recipe = _AS_IT_IS,
+    columns: Columns = DEFAULT_COLUMNS,
+    recipe: Recipe = _UNCHANGED,
     engine: str = "local",
     progress: Callable[[Progress], None] | None = None,
     workers: int | None = None,
@@ -142,22 +142,22 @@ def append(
         ConflictError: the dataset already has one of the keys. Remove the old sample first.
         NotFoundError: there is no dataset at `url`.
     """
-    job = _Job(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers, source_options)
-    with job.remote:
-        return _opened(
+    job = _PackJob(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers, source_options)
+    with job.stores:
+        return _with_dataset(
             url, storage_options, lambda store: job.append(store, sources, message, trust_mounts), trust_mounts
         )
 
 
-def _opened(
+def _with_dataset(
     url: str | os.PathLike[str] | Store,
     storage_options: Mapping[str, Any] | None,
-    work: Callable[[Store], tuple[PackReport, int]],
+    runner: Callable[[Store], tuple[PackReport, int]],
     trust_mounts: bool = False,
 ) -> Dataset:
     store, owned = use_or_open(url, storage_options)
     try:
-        report, version = work(store)
+        report, version = runner(store)
         dataset = Dataset(store, version, trust_mounts=trust_mounts)
     except BaseException:
         if owned:
@@ -168,7 +168,7 @@ def _opened(
     return dataset
 
 
-class _Job:
+class _PackJob:
     """One call of `pack` or `append`."""
 
     def __init__(
@@ -188,74 +188,74 @@ class _Job:
         self._recipe = check_recipe(recipe)
         self._settings = plan.Settings(shard_bytes=shard_bytes, recipe=recipe, strict=strict)
         self._captions, self._columns, self._progress, self._workers = captions, columns, progress, workers
-        self._engine, self.remote = unit_packer.named(engine), SourceStores(source_options)
+        self._engine, self.stores = unit_packer.find_engine(engine), SourceStores(source_options)
         self._started = time.monotonic()
 
     def pack(self, store: Store, sources: Sources, name: str | None) -> tuple[PackReport, int]:
         """Make version 1 of the dataset."""
         gathered = self._gather(sources, store)
-        tally = _Tally(gathered, self._settings.strict, self._progress)
+        reporter = _PackReporter(gathered, self._settings.strict, self._progress)
         journal = Journal(store, plan.digest(gathered.groups, self._settings, append=False))
-        work = _Work(store, journal, plan.units(gathered.groups, self._settings), self._settings)
+        runner = _UnitRunner(store, journal, plan.units(gathered.groups, self._settings), self._settings)
         if versions.list_versions(store):
-            found = work.published()
+            found = runner.published()
             if found is not None:
-                return self._finish(work, tally, (), found)
+                return self._finish(runner, reporter, (), found)
             versions.refuse_existing(store)
         name = name or versions.name_of(store)
         if not gathered.groups:
-            raise tally.nothing()
+            raise reporter.nothing_to_pack()
         versions.claim(store, name)
         journal.begin(0)
-        workers = work.run(self._engine, self._workers, tally, self.remote)
-        shards, parts = work.index(0, tally.nothing)
+        workers = runner.run(self._engine, self._workers, reporter, self.stores)
+        shards, parts = runner.index(0, reporter.nothing_to_pack)
         document = versions.new_document(name, shards, parts, version=1, parent=None, message="packed")
-        _at_index()
+        _crash_after_index()
         versions.publish(store, document)
-        _at_version()
-        return self._finish(work, tally, workers, document)
+        _crash_after_version()
+        return self._finish(runner, reporter, workers, document)
 
     def append(self, store: Store, sources: Sources, message: str, trust_mounts: bool) -> tuple[PackReport, int]:
         """Make the next version of the dataset."""
         newest, _ = versions.load(store)
         gathered = self._gather(sources, store)
-        tally = _Tally(gathered, self._settings.strict, self._progress)
+        reporter = _PackReporter(gathered, self._settings.strict, self._progress)
         if not gathered.groups:
-            raise tally.nothing()
+            raise reporter.nothing_to_pack()
         journal = Journal(store, plan.digest(gathered.groups, self._settings, append=True))
-        work = _Work(store, journal, plan.units(gathered.groups, self._settings), self._settings)
-        found = work.published()
+        runner = _UnitRunner(store, journal, plan.units(gathered.groups, self._settings), self._settings)
+        found = runner.published()
         if found is not None:
-            return self._finish(work, tally, (), found)
+            return self._finish(runner, reporter, (), found)
         if self._recipe.split is None:
-            _refuse_known(store, newest, {group.key for group in gathered.groups}, trust_mounts)
-        work.settings = msgspec.structs.replace(self._settings, salt=journal.begin(newest.version))
-        workers = work.run(self._engine, self._workers, tally, self.remote)
-        shards, parts = work.index(len(newest.index), tally.nothing)
-        _at_index()
+            _check_new_keys(store, newest, {group.key for group in gathered.groups}, trust_mounts)
+        runner.settings = msgspec.structs.replace(self._settings, salt=journal.begin(newest.version))
+        workers = runner.run(self._engine, self._workers, reporter, self.stores)
+        shards, parts = runner.index(len(newest.index), reporter.nothing_to_pack)
+        _crash_after_index()
 
         def build(base: versions.VersionDocument) -> versions.VersionDocument:
-            _refuse_known(store, base, work.keys, trust_mounts)
+            _check_new_keys(store, base, runner.keys, trust_mounts)
             return versions.new_document(
                 base.name,
                 base.shards + shards,
                 base.index + parts,
                 version=base.version + 1,
                 parent=base.version,
-                message=message or f"appended {limits.counted(len(work.keys), 'sample')}",
+                message=message or f"appended {limits.counted(len(runner.keys), 'sample')}",
                 mounts=base.mounts,
                 lineage=versions.Lineage(operation="append"),
             )
 
         document = versions.commit(store, build)
-        _at_version()
-        return self._finish(work, tally, workers, document)
+        _crash_after_version()
+        return self._finish(runner, reporter, workers, document)
 
     def _gather(self, sources: Sources, store: Store) -> Gathered:
         gathered = gather(
             [sources] if isinstance(sources, str | os.PathLike) else sources,
             self._columns,
-            self.remote,
+            self.stores,
             store.location.url,
         )
         known = {group.key for group in gathered.groups}
@@ -276,14 +276,18 @@ class _Job:
         return dataclasses.replace(group, caption=self._captions.get(group.key, group.caption))
 
     def _finish(
-        self, work: _Work, tally: _Tally, workers: Sequence[WorkerReport], document: versions.VersionDocument
+        self,
+        runner: _UnitRunner,
+        reporter: _PackReporter,
+        workers: Sequence[WorkerReport],
+        document: versions.VersionDocument,
     ) -> tuple[PackReport, int]:
-        report = work.report(tally, tuple(workers), time.monotonic() - self._started)
-        work.journal.delete()
+        report = runner.report(reporter, tuple(workers), time.monotonic() - self._started)
+        runner.journal.delete()
         return report, document.version
 
 
-class _Work:
+class _UnitRunner:
     """Packs the units of a plan and records them in the journal."""
 
     def __init__(self, store: Store, journal: Journal, units: list[plan.Unit], settings: plan.Settings) -> None:
@@ -296,29 +300,29 @@ class _Work:
         if not self.units or not self.journal.done() >= set(range(len(self.units))):
             return None
         document, _ = versions.load(self.store)
-        there = {shard.key for shard in document.shards}
+        published_shards = {shard.key for shard in document.shards}
         shards = [shard.key for packed in self.journal.records(len(self.units)) for shard in packed.shards]
-        return document if shards and there.issuperset(shards) else None
+        return document if shards and published_shards.issuperset(shards) else None
 
     def run(
-        self, engine: unit_packer.Engine, workers: int | None, tally: _Tally, remote: SourceStores
+        self, engine: unit_packer.Engine, workers: int | None, reporter: _PackReporter, stores: SourceStores
     ) -> Sequence[WorkerReport]:
         """Pack the units that have no record."""
-        todo = []
+        left = []
         done = self.journal.done()
         for unit in self.units:
             packed = self.journal.read(unit.number) if unit.number in done else None
             if packed is None:
-                todo.append(unit)
+                left.append(unit)
             else:
                 self.resumed += 1
-                tally.step(packed.groups, packed.bytes, len(packed.skipped))
-        if not todo:
+                reporter.step(packed.groups, packed.bytes, len(packed.skipped))
+        if not left:
             return ()
         with scratch_folder("headrace-pack-") as scratch:
-            return engine(self.store, self.journal, todo, self.settings, workers, scratch, tally.step, remote)
+            return engine(self.store, self.journal, left, self.settings, workers, scratch, reporter.step, stores)
 
-    def index(self, first: int, nothing: Callable[[], UsageError]) -> tuple[Any, Any]:
+    def index(self, first: int, nothing_to_pack: Callable[[], UsageError]) -> tuple[Any, Any]:
         """Store the index parts of all units, in order. Return all shards and all index parts."""
         shards, parts = list[versions.Shard](), PartWriter(self.store, first)
         for packed in self.journal.records(len(self.units)):
@@ -329,13 +333,13 @@ class _Work:
         if not shards:
             skipped = [item for packed in self.journal.records(len(self.units)) for item in packed.skipped]
             self.journal.delete()
-            raise _nothing(skipped) if skipped else nothing()
+            raise _nothing_to_pack(skipped) if skipped else nothing_to_pack()
         return tuple(shards), tuple(stored)
 
-    def report(self, tally: _Tally, workers: tuple[WorkerReport, ...], seconds: float) -> PackReport:
+    def report(self, reporter: _PackReporter, workers: tuple[WorkerReport, ...], seconds: float) -> PackReport:
         """Build the report from the records."""
         files = samples = shards = size = 0
-        skipped, notes = list(tally.skipped), list[str]()
+        skipped, notes = list(reporter.skipped), list[str]()
         for packed in self.journal.records(len(self.units)):
             files += packed.files
             samples += len(packed.samples)
@@ -350,14 +354,14 @@ class _Work:
             bytes=size,
             seconds=seconds,
             skipped=tuple(skipped),
-            ignored=tally.gathered.ignored,
+            ignored=reporter.gathered.ignored,
             notes=tuple(notes),
             resumed=self.resumed,
             workers=workers,
         )
 
 
-class _Tally:
+class _PackReporter:
     """Counts finished groups for `progress`, and applies `strict` to the inputs that could not be gathered."""
 
     def __init__(self, gathered: Gathered, strict: bool, progress: Callable[[Progress], None] | None) -> None:
@@ -366,7 +370,7 @@ class _Tally:
         self._skips = len(gathered.skipped)
         self._total = sum(group.bytes for group in gathered.groups)
         if strict and gathered.skipped:
-            raise error_of(gathered.skipped[0], "without strict it would be skipped")
+            raise skip_error(gathered.skipped[0], "without strict it would be skipped")
 
     def step(self, groups: int, size: int, skipped: int) -> None:
         """Add finished groups, their bytes and the skipped groups to the counts."""
@@ -377,12 +381,12 @@ class _Tally:
             done = Progress(self._groups, len(self.gathered.groups), self._bytes, self._total, self._skips)
             self._progress(done)
 
-    def nothing(self) -> UsageError:
+    def nothing_to_pack(self) -> UsageError:
         """Return the error for an empty input."""
-        return _nothing(self.skipped, self.gathered.ignored)
+        return _nothing_to_pack(self.skipped, self.gathered.ignored)
 
 
-def _nothing(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) -> UsageError:
+def _nothing_to_pack(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) -> UsageError:
     why, hint = "no media files were found", "give media files, or folders of them; nothing below DST is packed"
     if ignored:
         why = f"none of {limits.counted(len(ignored), 'file')} is media (such as {ignored[0]})"
@@ -394,7 +398,7 @@ def _nothing(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) -> UsageEr
     return UsageError(f"there is nothing to pack: {why}", hint=hint)
 
 
-def _refuse_known(store: Store, base: versions.VersionDocument, keys: set[str], trust_mounts: bool) -> None:
+def _check_new_keys(store: Store, base: versions.VersionDocument, keys: set[str], trust_mounts: bool) -> None:
     """Raise `ConflictError` if version `base` has one of `keys`."""
     mounted, _ = with_mounts(store, base, False, {}, trust_mounts)
     _, missing = query.rows_with_keys(OpenIndex(mounted, base), keys)

@@ -41,7 +41,7 @@ from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFound
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest.report import Skipped
 from headrace.dataio.shards.ingest.sources import Group
-from headrace.dataio.shards.media.messages import Recipe, decode_other, encode_other
+from headrace.dataio.shards.media.messages import Recipe, dec_hook, enc_hook
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions.documents import Shard
 from headrace.dataio.store.base import Store
@@ -82,7 +82,7 @@ def units(groups: Sequence[Group], settings: Settings) -> list[Unit]:
 def _runs(groups: Sequence[Group], limit: int) -> Iterator[tuple[Group, ...]]:
     run, total = list[Group](), len(tar.END)
     for group in groups:
-        size = _expected(group)
+        size = _packed_bytes(group)
         if run and (total + size > limit or len(run) >= UNIT_GROUPS):
             yield tuple(run)
             run, total = [], len(tar.END)
@@ -92,7 +92,7 @@ def _runs(groups: Sequence[Group], limit: int) -> Iterator[tuple[Group, ...]]:
         yield tuple(run)
 
 
-def _expected(group: Group) -> int:
+def _packed_bytes(group: Group) -> int:
     """Return the bytes that the group takes in a shard if no recipe changes it."""
     sizes = [(f"{group.key}.{ext}", size) for (ext, _), size in zip(group.files, group.sizes, strict=True)]
     for ext, text in (("txt", group.caption), ("json", group.fields)):
@@ -126,7 +126,7 @@ _RECORD_BYTES = 512 * limits.MIB
 _NAME = re.compile(r"(\d{8})\.unit")
 
 
-class Packed(msgspec.Struct, frozen=True, kw_only=True):
+class PackedUnit(msgspec.Struct, frozen=True, kw_only=True):
     """The result of packing one unit.
 
     The samples are numbered from 0. `files` counts only the input files that were packed. `groups` and `bytes` count
@@ -142,13 +142,13 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
-class _Begun(msgspec.Struct, frozen=True):
+class _Start(msgspec.Struct, frozen=True):
     base: int
     nonce: str
 
 
-encode_packed = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
-decode_packed = msgspec.msgpack.Decoder(Packed, dec_hook=decode_other).decode
+encode_packed = msgspec.msgpack.Encoder(enc_hook=enc_hook).encode
+decode_packed = msgspec.msgpack.Decoder(PackedUnit, dec_hook=dec_hook).decode
 
 
 class Journal:
@@ -164,11 +164,11 @@ class Journal:
         This is `base`, unless an earlier start of the same pack recorded another version.
         """
         key = f"{self._prefix}begun"
-        mine = msgspec.json.encode(_Begun(base, secrets.token_hex(16)))
+        mine = msgspec.json.encode(_Start(base, secrets.token_hex(16)))
         if self._store.put_if_absent(key, mine):
             return base
         try:
-            return msgspec.json.decode(self._store.get(key), type=_Begun).base
+            return msgspec.json.decode(self._store.get(key), type=_Start).base
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CorruptionError(f"{key} is damaged", hint="delete the folder packing/ and pack again") from error
 
@@ -177,23 +177,23 @@ class Journal:
         matches = (_NAME.fullmatch(info.key.removeprefix(self._prefix)) for info in self._store.list(self._prefix))
         return {int(match[1]) for match in matches if match}
 
-    def seal(self, number: int, packed: Packed) -> None:
+    def write(self, number: int, packed: PackedUnit) -> None:
         """Write the record of a packed unit."""
         body = encode_packed(packed)
         if len(body) > _RECORD_BYTES - 32:
             raise CapacityError("the index rows of one shard are too large", hint="pack into smaller shards")
         self._store.put(self._key(number), blake3.blake3(body).digest() + body)
 
-    def read(self, number: int) -> Packed | None:
+    def read(self, number: int) -> PackedUnit | None:
         """Return the record of a unit, or None if the record is missing or damaged."""
         with contextlib.suppress(NotFoundError, msgspec.MsgspecError):
             data = self._store.get(self._key(number), max_bytes=_RECORD_BYTES)
             if blake3.blake3(data[32:]).digest() == data[:32]:
-                packed: Packed = decode_packed(data[32:])
+                packed: PackedUnit = decode_packed(data[32:])
                 return packed
         return None
 
-    def records(self, count: int) -> Iterator[Packed]:
+    def records(self, count: int) -> Iterator[PackedUnit]:
         """Yield the records of all units in order. A missing or damaged record raises `CorruptionError`."""
         for number in range(count):
             packed = self.read(number)

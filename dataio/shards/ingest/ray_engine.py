@@ -42,11 +42,11 @@ from headrace.dataio.shards.ingest.unit_packer import pack_units
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
-_AHEAD = 2
+_UNITS_PER_ACTOR = 2
 _RESTARTS = 3
 
 
-class _Done(msgspec.Struct, frozen=True, kw_only=True):
+class _UnitResult(msgspec.Struct, frozen=True, kw_only=True):
     """An actor's answer. If packing failed, `code`, `message` and `hint` are those of the error."""
 
     worker: str
@@ -59,14 +59,14 @@ class _Done(msgspec.Struct, frozen=True, kw_only=True):
     hint: str = ""
 
 
-class _Packer:
+class _PackActor:
     """The actor: it packs units on a machine of the cluster."""
 
     def __init__(self, url: str, options: dict[str, Any], plan: str, settings: bytes) -> None:
         self._store = open_store(url, storage_options=options)
         self._journal = Journal(self._store, plan)
         self._settings = msgspec.msgpack.decode(settings, type=Settings)
-        self._pool = ProbePool(1, remote=SourceStores())
+        self._pool = ProbePool(1, stores=SourceStores())
         self._name = f"{socket.gethostname()}:{os.getpid()}"
 
     def pack(self, unit: bytes) -> bytes:
@@ -75,12 +75,12 @@ class _Packer:
         try:
             with scratch_folder("headrace-pack-") as scratch:
                 work = pack_units(
-                    self._store, self._journal, [decode_unit(unit)], self._settings, self._pool, scratch, _nobody
+                    self._store, self._journal, [decode_unit(unit)], self._settings, self._pool, scratch, _no_progress
                 )
                 ((_, packed),) = work
         except HeadraceError as error:
-            return _encode(_Done(worker=self._name, code=error.code, message=error.message, hint=error.hint))
-        done = _Done(
+            return _encode(_UnitResult(worker=self._name, code=error.code, message=error.message, hint=error.hint))
+        done = _UnitResult(
             worker=self._name,
             groups=packed.groups,
             bytes=packed.bytes,
@@ -90,51 +90,51 @@ class _Packer:
         return _encode(done)
 
 
-def _nobody(groups: int, size: int, skipped: int) -> None:
+def _no_progress(groups: int, size: int, skipped: int) -> None:
     pass
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Done).decode
+_decode = msgspec.msgpack.Decoder(_UnitResult).decode
 
 
 def run(
     store: Store,
     journal: Journal,
-    todo: Sequence[Unit],
+    units: Sequence[Unit],
     settings: Settings,
     workers: int | None,
     scratch: str,
     step: Step,
-    remote: SourceStores,
+    stores: SourceStores,
 ) -> Sequence[WorkerReport]:
     """Pack on the cluster that `RAY_ADDRESS` names, or that the caller has joined.
 
     Without a cluster, pack on this machine.
     """
     location = store.location
-    if not location.shareable or remote.options:
+    if not location.shareable or stores.options:
         raise UnsupportedError(
             "a store that was opened with secrets in its options, or sources with options, cannot be opened on other machines",
             hint="give credentials by environment variables or profiles on every machine",
         )
-    with _cluster(workers):
-        count = min(len(todo), workers or int(_cores()))
-        kind = ray.remote(num_cpus=1, max_restarts=_RESTARTS, max_task_retries=_RESTARTS)(_Packer)
+    with _connected(workers):
+        count = min(len(units), workers or int(_cluster_cores()))
+        actor_class = ray.remote(num_cpus=1, max_restarts=_RESTARTS, max_task_retries=_RESTARTS)(_PackActor)
         arguments = (location.url, dict(location.options), journal.plan, msgspec.msgpack.encode(settings))
-        actors = [kind.remote(*arguments) for _ in range(count)]
-        done = list(_results(actors, todo, step))
+        actors = [actor_class.remote(*arguments) for _ in range(count)]
+        done = list(_results(actors, units, step))
     names = sorted({item.worker for item in done})
-    return [_sum([item for item in done if item.worker == name]) for name in names]
+    return [_worker_report([item for item in done if item.worker == name]) for name in names]
 
 
-def _sum(items: list[_Done]) -> WorkerReport:
+def _worker_report(items: list[_UnitResult]) -> WorkerReport:
     groups, size = sum(item.groups for item in items), sum(item.bytes for item in items)
     return WorkerReport(items[0].worker, groups, size, sum(item.seconds for item in items))
 
 
 @contextmanager
-def _cluster(workers: int | None) -> Iterator[None]:
+def _connected(workers: int | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
@@ -155,14 +155,14 @@ def _cluster(workers: int | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def _results(actors: list[Any], todo: Sequence[Unit], step: Step) -> Iterator[_Done]:
-    waiting = iter(todo)
-    flying: dict[Any, Any] = {}
-    for actor in [actor for _ in range(_AHEAD) for actor in actors]:
-        _send(actor, waiting, flying)
-    while flying:
-        (ready, *_), _ = ray.wait(list(flying), num_returns=1)
-        actor = flying.pop(ready)
+def _results(actors: list[Any], units: Sequence[Unit], step: Step) -> Iterator[_UnitResult]:
+    waiting = iter(units)
+    in_flight: dict[Any, Any] = {}
+    for actor in [actor for _ in range(_UNITS_PER_ACTOR) for actor in actors]:
+        _send(actor, waiting, in_flight)
+    while in_flight:
+        (ready, *_), _ = ray.wait(list(in_flight), num_returns=1)
+        actor = in_flight.pop(ready)
         try:
             done = _decode(ray.get(ready))
         except ray.exceptions.RayError as error:
@@ -171,24 +171,28 @@ def _results(actors: list[Any], todo: Sequence[Unit], step: Step) -> Iterator[_D
                 hint="pack again; it goes on from here",
             ) from error
         if done.code:
-            raise _error(done)
+            raise _error_of(done)
         step(done.groups, done.bytes, done.skipped)
-        _send(actor, waiting, flying)
+        _send(actor, waiting, in_flight)
         yield done
 
 
-def _send(actor: Any, waiting: Iterator[Unit], flying: dict[Any, Any]) -> None:
+def _send(actor: Any, waiting: Iterator[Unit], in_flight: dict[Any, Any]) -> None:
     unit = next(waiting, None)
     if unit is not None:
-        flying[actor.pack.remote(encode_unit(unit))] = actor
+        in_flight[actor.pack.remote(encode_unit(unit))] = actor
 
 
-def _error(done: _Done) -> HeadraceError:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HeadraceError)]
-    kind = next((kind for kind in kinds if kind.code == done.code), HeadraceError)
-    return kind(done.message, hint=done.hint)
+def _error_of(done: _UnitResult) -> HeadraceError:
+    error_types = [
+        actor_class
+        for actor_class in vars(errors).values()
+        if isinstance(actor_class, type) and issubclass(actor_class, HeadraceError)
+    ]
+    actor_class = next((actor_class for actor_class in error_types if actor_class.code == done.code), HeadraceError)
+    return actor_class(done.message, hint=done.hint)
 
 
-def _cores() -> float:
+def _cluster_cores() -> float:
     found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # ray has no types here
     return found.get("CPU", 1)

@@ -6,7 +6,7 @@ other URL that `open_store` opens, too.
 Invariants:
 
 * `SourceStores` opens one store per bucket, at first use, with this process's own credentials or `options`.
-* It copies an object in pieces of `_PIECE` bytes, so memory is bounded regardless of the object's size.
+* It copies an object in pieces of `_COPY_BYTES` bytes, so memory is bounded regardless of the object's size.
 * `is_url` tells a URL from a path.
 
 Failure behaviour: errors of a store pass through, since no input is at fault if a store cannot be reached. An object
@@ -30,9 +30,9 @@ from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.store.base import ObjectInfo, Store, check_key
 from headrace.dataio.store.open import open_store
 
-_PIECE = 4 * limits.MIB
-_AGAIN = "pack again when nothing writes to the input"
-_FEW = 16
+_COPY_BYTES = 4 * limits.MIB
+_RETRY_HINT = "pack again when nothing writes to the input"
+_MAX_STATS = 16
 """Up to this many objects are looked up one by one. More objects are looked up in a listing."""
 _URL = re.compile(r"(?i)(?!file:)[a-z][a-z0-9+.-]*://")
 WILDCARD = re.compile(r"[*?\[]")
@@ -44,24 +44,24 @@ def is_url(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Info:
+class FileStat:
     """An object's size in bytes, and its modification time in nanoseconds."""
 
     size: int
-    stamp: int
+    modified_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Matches:
     """The objects that a source matches. Sample keys are relative to `root`.
 
-    `named` means that the source is one object, `globbed` that it has wildcards.
+    `is_named` means that the source is one object, `from_glob` that it has wildcards.
     """
 
     root: str
-    objects: Mapping[str, Info]
-    named: bool = False
-    globbed: bool = False
+    objects: Mapping[str, FileStat]
+    is_named: bool = False
+    from_glob: bool = False
 
 
 class SourceStores:
@@ -77,16 +77,16 @@ class SourceStores:
 
         If there is none, raise `NotFoundError`.
         """
-        bucket, key = _split(source)
+        bucket, key = _split_url(source)
         if WILDCARD.search(key):
             return self._matching(source, bucket, key)
         folder = f"{key.rstrip('/')}/" if key else ""
         if key and not key.endswith("/"):
             with contextlib.suppress(NotFoundError):
                 return Matches(
-                    posixpath.dirname(source), {source: _info(self._store(bucket).stat(check_key(key)))}, True
+                    posixpath.dirname(source), {source: _file_stat(self._store(bucket).stat(check_key(key)))}, True
                 )
-        found = {f"{bucket}/{one.key}": _info(one) for one in self._store(bucket).list(folder)}
+        found = {f"{bucket}/{one.key}": _file_stat(one) for one in self._store(bucket).list(folder)}
         if not found:
             raise NotFoundError(f"there is no object and no folder {source}", hint="check the address")
         return Matches(f"{bucket}/{folder}".rstrip("/"), found)
@@ -95,25 +95,25 @@ class SourceStores:
         literal = WILDCARD.split(key, maxsplit=1)[0]
         pattern = re.compile(as_regex(key), re.DOTALL)
         every = self._store(bucket).list(literal)
-        found = {f"{bucket}/{one.key}": _info(one) for one in every if pattern.fullmatch(one.key)}
+        found = {f"{bucket}/{one.key}": _file_stat(one) for one in every if pattern.fullmatch(one.key)}
         if not found:
             raise NotFoundError(f"nothing matches {source!r}", hint="check the pattern; ** goes through folders")
-        return Matches(f"{bucket}/{literal.rpartition('/')[0]}".rstrip("/"), found, globbed=True)
+        return Matches(f"{bucket}/{literal.rpartition('/')[0]}".rstrip("/"), found, from_glob=True)
 
-    def look(self, urls: Iterable[str]) -> dict[str, Info]:
+    def stat_many(self, urls: Iterable[str]) -> dict[str, FileStat]:
         """Return the size and time of those objects that exist."""
         by_bucket: dict[str, set[str]] = {}
         for url in urls:
-            bucket, key = _split(url)
+            bucket, key = _split_url(url)
             by_bucket.setdefault(bucket, set()).add(check_key(key))
         found = {}
         for bucket, keys in by_bucket.items():
-            for one in self._those(self._store(bucket), keys):
-                found[f"{bucket}/{one.key}"] = _info(one)
+            for one in self._stat_each(self._store(bucket), keys):
+                found[f"{bucket}/{one.key}"] = _file_stat(one)
         return found
 
-    def _those(self, store: Store, keys: set[str]) -> Iterator[ObjectInfo]:
-        if len(keys) > _FEW:
+    def _stat_each(self, store: Store, keys: set[str]) -> Iterator[ObjectInfo]:
+        if len(keys) > _MAX_STATS:
             yield from (one for one in store.list(posixpath.commonprefix([min(keys), max(keys)])) if one.key in keys)
             return
         for key in sorted(keys):
@@ -122,7 +122,7 @@ class SourceStores:
 
     def reader(self, url: str) -> Callable[[int, int], bytes]:
         """Return a function of an offset and a length that reads these bytes of the object."""
-        bucket, key = _split(url)
+        bucket, key = _split_url(url)
         store = self._store(bucket)
 
         def read_at(offset: int, length: int) -> bytes:
@@ -135,9 +135,9 @@ class SourceStores:
 
     def copy_whole(self, url: str, size: int, path: str) -> None:
         """Copy the object to a new file. `size` is the size that it had when it was found."""
-        info = self.look([url]).get(url)
+        info = self.stat_many([url]).get(url)
         if info is None or info.size != size:
-            raise TransientError(f"{url} changed while it was being packed", hint=_AGAIN)
+            raise TransientError(f"{url} changed while it was being packed", hint=_RETRY_HINT)
         self.copy(url, 0, size, path)
 
     def copy(self, url: str, offset: int, length: int, path: str) -> None:
@@ -145,15 +145,17 @@ class SourceStores:
         read_at = self.reader(url)
         try:
             with open(path, "wb", buffering=0) as file:
-                for at in range(0, length, _PIECE):
+                for at in range(0, length, _COPY_BYTES):
                     if self._stopped.is_set():
-                        raise TransientError(f"copying {url} was given up", hint=_AGAIN)
-                    file.write(read_at(offset + at, min(_PIECE, length - at)))
+                        raise TransientError(f"copying {url} was given up", hint=_RETRY_HINT)
+                    file.write(read_at(offset + at, min(_COPY_BYTES, length - at)))
         except (NotFoundError, RangeError) as error:  # the object vanished or shrank
-            raise TransientError(f"{url} changed while it was being packed: {error.message}", hint=_AGAIN) from error
+            raise TransientError(
+                f"{url} changed while it was being packed: {error.message}", hint=_RETRY_HINT
+            ) from error
 
     @contextlib.contextmanager
-    def copied(self, url: str, size: int) -> Iterator[Path]:
+    def local_copy(self, url: str, size: int) -> Iterator[Path]:
         """Copy the object to a local file with the same suffix. The copy exists until the `with` block ends."""
         with scratch_folder("headrace-pack-") as folder:
             path = Path(folder, "copy" + posixpath.splitext(url)[1])
@@ -184,7 +186,7 @@ class SourceStores:
         self.close()
 
 
-def _split(url: str) -> tuple[str, str]:
+def _split_url(url: str) -> tuple[str, str]:
     """Split a URL into the bucket's URL, such as `s3://bucket`, and the key."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
@@ -193,11 +195,11 @@ def _split(url: str) -> tuple[str, str]:
     return f"{scheme.lower()}://{bucket}", key
 
 
-def joined(folder: str, name: str) -> str:
+def join_url(folder: str, name: str) -> str:
     """Return the URL of `name`, which is relative to the URL `folder`."""
-    bucket, key = _split(f"{folder}/")
-    there = posixpath.normpath(posixpath.join("/", key, name))
-    return f"{bucket}{there}"
+    bucket, key = _split_url(f"{folder}/")
+    path = posixpath.normpath(posixpath.join("/", key, name))
+    return f"{bucket}{path}"
 
 
 def as_regex(glob: str) -> str:
@@ -220,5 +222,5 @@ def as_regex(glob: str) -> str:
     return "".join(out)
 
 
-def _info(one: ObjectInfo) -> Info:
-    return Info(one.size, int(one.modified * 1e9))
+def _file_stat(one: ObjectInfo) -> FileStat:
+    return FileStat(one.size, int(one.modified * 1e9))

@@ -18,7 +18,7 @@ Invariants:
   row's key, or else the path relative to the manifest.
 * A `.tar` gives the samples that it holds, under their keys in the tar. Only its headers are read here. The worker
   processes read the members, one sample at a time.
-* `apart` is the URL of the dataset that `pack` writes. `gather` leaves out its files, unless the user names a file
+* `exclude` is the URL of the dataset that `pack` writes. `gather` leaves out its files, unless the user names a file
   itself.
 * A sample needs at least one media file. In a folder, other files with its stem become its members. Files that belong
   to no media file are reported as `ignored`. Hidden files and symbolic links to folders are ignored without a report.
@@ -46,10 +46,10 @@ from pathlib import Path
 
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest.manifests import EXTENSIONS, USUAL, Columns, Row, rows
+from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, EXTENSIONS, Columns, Row, rows
 from headrace.dataio.shards.ingest.report import Skipped
-from headrace.dataio.shards.ingest.source_stores import WILDCARD, Info, SourceStores, is_url
-from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, passed_over
+from headrace.dataio.shards.ingest.source_stores import WILDCARD, FileStat, SourceStores, is_url
+from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, unused_media
 from headrace.dataio.shards.media.messages import Span
 from headrace.dataio.store.base import check_key
 
@@ -57,7 +57,7 @@ SIDECARS = ("json", "txt", "vtt")
 """The extensions of the files that join a manifest's media file, if they have the same stem."""
 _EXTENSION = re.compile(r"[\w+-]+")
 _COMPRESSED_TAR = re.compile(r"(?i).*\.(?:tgz|tbz2?|txz|tzst|tar\.\w+)")
-_NOT_IN_KEYS = re.compile(r"[.\\\x00-\x1f\x7f]")
+_FORBIDDEN_IN_KEYS = re.compile(r"[.\\\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +99,12 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _InputFile:
     root: str
     path: str
-    named: bool = False  # the user named this file; it was not found in a folder
-    matched: bool = False  # a glob matched this file
-    info: Info | None = None  # set if the listing gave it
+    is_named: bool = False  # the user named this file; it was not found in a folder
+    from_glob: bool = False  # a glob matched this file
+    info: FileStat | None = None  # set if the listing gave it
 
     @property
     def stem(self) -> tuple[str, str]:
@@ -115,38 +115,38 @@ class _Found:
 
 def gather(
     sources: Iterable[str | os.PathLike[str]],
-    columns: Columns = USUAL,
-    remote: SourceStores | None = None,
-    apart: str | None = None,
+    columns: Columns = DEFAULT_COLUMNS,
+    stores: SourceStores | None = None,
+    exclude: str | None = None,
 ) -> Gathered:
     """Group the files of all sources into samples.
 
-    `columns` names the columns of manifests. `apart` is the URL of a dataset whose files are no input.
+    `columns` names the columns of manifests. `exclude` is the URL of a dataset whose files are no input.
     """
-    if remote is None:
+    if stores is None:
         with SourceStores() as own:
-            return gather(sources, columns, own, apart)
-    found: dict[str, _Found] = {}
-    collected = _Collected(remote)
-    left_out = functools.partial(_is_below, _local(apart or "").rstrip("/"))
+            return gather(sources, columns, own, exclude)
+    found: dict[str, _InputFile] = {}
+    collected = _Collector(stores)
+    is_excluded = functools.partial(_is_below, _local(exclude or "").rstrip("/"))
     for source in sources:
-        for item in _expand(_local(os.fspath(source)), remote, collected.skipped):
+        for item in _expand(_local(os.fspath(source)), stores, collected.skipped):
             absolute = item.path if is_url(item.path) else os.path.abspath(item.path)
-            if item.named or not left_out(absolute):
+            if item.is_named or not is_excluded(absolute):
                 found.setdefault(absolute, item)
-    sets: dict[tuple[str, str], list[tuple[_Found, Info]]] = {}
+    by_stem: dict[tuple[str, str], list[tuple[_InputFile, FileStat]]] = {}
     for item in found.values():
         info = item.info or _stat(item.path, collected.skipped)
         if info is None:
             continue
-        if _ext(item.path) in EXTENSIONS and (item.named or item.matched):
+        if _ext(item.path) in EXTENSIONS and (item.is_named or item.from_glob):
             collected.add_manifest(item.path, info, columns)
         else:
-            sets.setdefault(item.stem, []).append((item, info))
-    for files in sets.values():
-        collected.add_set(files)
+            by_stem.setdefault(item.stem, []).append((item, info))
+    for files in by_stem.values():
+        collected.add_files(files)
     groups = sorted(collected.groups, key=lambda group: group.key)
-    _refuse_equal_keys(groups)
+    _check_unique_keys(groups)
     skipped = sorted(collected.skipped, key=lambda s: s.path)
     return Gathered(tuple(groups), tuple(skipped), tuple(sorted(collected.ignored)))
 
@@ -155,16 +155,16 @@ def _is_below(folder: str, path: str) -> bool:
     return bool(folder) and (path == folder or path.startswith(f"{folder}/"))
 
 
-class _Collected:
+class _Collector:
     """The groups found so far, and the skipped and ignored files."""
 
-    def __init__(self, remote: SourceStores) -> None:
-        self._remote = remote
+    def __init__(self, stores: SourceStores) -> None:
+        self._expand_url = stores
         self.groups: list[Group] = []
         self.skipped: list[Skipped] = []
         self.ignored: list[str] = []
 
-    def add_set(self, files: list[tuple[_Found, Info]]) -> None:
+    def add_files(self, files: list[tuple[_InputFile, FileStat]]) -> None:
         """Add the files that have one stem in one folder."""
         has_media = any(_ext(item.path) in KNOWN_EXTENSIONS for item, _ in files)
         members = [m for m in files if has_media and _EXTENSION.fullmatch(_ext(m[0].path))]
@@ -176,24 +176,24 @@ class _Collected:
         for item, info in (m for m in files if m not in members):
             if _ext(item.path) == "tar":
                 self._add_tar(item.path, info)
-            elif item.named:
-                reason = f"neither a media file nor of the same stem as one (media are {_media()})"
+            elif item.is_named:
+                reason = f"neither a media file nor of the same stem as one (media are {_media_list()})"
                 if _COMPRESSED_TAR.fullmatch(item.path):
                     reason = "a compressed tar: decompress it first, media is compressed already"
                 self.skipped.append(Skipped(item.path, UnsupportedError.code, reason))
             else:
                 self.ignored.append(item.path)
 
-    def _add_tar(self, path: str, info: Info) -> None:
+    def _add_tar(self, path: str, info: FileStat) -> None:
         groups = []
         try:
-            with _open_tar(path, self._remote) as read_at:
+            with _open_tar(path, self._expand_url) as read_at:
                 for key, spans in _tar_samples(path, info.size, read_at):
-                    group = _archived(key, sorted(spans, key=lambda span: span.ext), info.stamp)
+                    group = _tar_group(key, sorted(spans, key=lambda span: span.ext), info.modified_ns)
                     if len({span.ext for span in spans}) < len(spans):
                         self._skip_in(path, key, "two of its members have the same name")
                     elif not any(span.ext in KNOWN_EXTENSIONS for span in spans):
-                        self._skip_in(path, key, _without_media([span.ext for span in spans]))
+                        self._skip_in(path, key, _no_media_reason([span.ext for span in spans]))
                     else:
                         groups.append(group)
         except (CorruptionError, UnsupportedError) as error:
@@ -206,41 +206,41 @@ class _Collected:
     def _skip_in(self, path: str, key: str, reason: str) -> None:
         self.skipped.append(Skipped(f"{path}: sample {key!r}", UnsupportedError.code, reason))
 
-    def add_manifest(self, manifest: str, info: Info, columns: Columns) -> None:
+    def add_manifest(self, manifest: str, info: FileStat, columns: Columns) -> None:
         """Add one sample for each row of a manifest."""
         if is_url(manifest):
-            with self._remote.copied(manifest, info.size) as copy:
+            with self._expand_url.local_copy(manifest, info.size) as copy:
                 listed = list(rows(copy, columns, manifest))
         else:
             listed = list(rows(Path(manifest), columns))
-        beside = {path for row in listed if is_url(row.path) for path in (row.path, *_beside(row.path))}
-        there = self._remote.look(beside)
+        urls = {path for row in listed if is_url(row.path) for path in (row.path, *_sidecar_paths(row.path))}
+        existing = self._expand_url.stat_many(urls)
         for row in listed:
-            self._add_row(os.path.dirname(manifest), row, there)
+            self._add_row(os.path.dirname(manifest), row, existing)
 
-    def _add_row(self, folder: str, row: Row, there: Mapping[str, Info]) -> None:
-        """Add the sample of one row. `there` holds the objects that rows name, and their sidecar files."""
+    def _add_row(self, folder: str, row: Row, existing: Mapping[str, FileStat]) -> None:
+        """Add the sample of one row. `existing` holds the objects that rows name, and their sidecar files."""
         if _ext(row.path) not in KNOWN_EXTENSIONS:
-            raise UsageError(f"{row.where}: {row.path} is not a media file", hint=f"media are {_media()}")
+            raise UsageError(f"{row.where}: {row.path} is not a media file", hint=f"media are {_media_list()}")
         skipped: list[Skipped] = []
-        info = _look(row.path, skipped, there)
+        info = _stat_input(row.path, skipped, existing)
         if info is None:
             self.skipped += [Skipped(f"{row.where}: {s.path}", s.code, s.reason) for s in skipped]
             return
-        found = [(path, _look(path, [], there)) for path in _beside(row.path)]
-        members = [(_Found(folder, path), info) for path, info in ((row.path, info), *found) if info is not None]
+        found = [(path, _stat_input(path, [], existing)) for path in _sidecar_paths(row.path)]
+        members = [(_InputFile(folder, path), info) for path, info in ((row.path, info), *found) if info is not None]
         group = _group(members)
-        key = _clean(row.key) if row.key else group.key
+        key = _clean_key(row.key) if row.key else group.key
         if not key or set(key.split("/")) & {"", ".", ".."}:
             raise UsageError(f"{row.where}: {row.key or key!r} cannot be a key", hint="keys are relative, without '..'")
         self.groups.append(dataclasses.replace(group, key=key, caption=row.caption, fields=row.fields))
 
 
 @contextlib.contextmanager
-def _open_tar(path: str, remote: SourceStores) -> Iterator[tar.ReadAt]:
+def _open_tar(path: str, stores: SourceStores) -> Iterator[tar.ReadAt]:
     """Open the archive at a path or a URL, and yield a function that reads a range of it."""
     if is_url(path):
-        yield remote.reader(path)
+        yield stores.reader(path)
         return
     with open(path, "rb", buffering=0) as file:
 
@@ -262,7 +262,7 @@ def _tar_samples(path: str, size: int, read_at: tar.ReadAt) -> Iterator[tuple[st
         yield key.removeprefix("./"), tuple(Span(e.ext, path, e.offset, e.length) for e in run)
 
 
-def _archived(key: str, spans: list[Span], stamp: int) -> Group:
+def _tar_group(key: str, spans: list[Span], stamp: int) -> Group:
     files = tuple((span.ext, span.path) for span in spans)
     places = tuple((span.offset, span.length) for span in spans)
     sizes = tuple(span.length for span in spans)
@@ -279,14 +279,14 @@ def _local(source: str) -> str:
     return "/" + urllib.parse.unquote(path)
 
 
-def _expand(source: str, remote: SourceStores, skipped: list[Skipped]) -> Iterator[_Found]:
+def _expand(source: str, stores: SourceStores, skipped: list[Skipped]) -> Iterator[_InputFile]:
     path = Path(source)
     if is_url(source):
-        yield from _remote(source, remote, skipped)
+        yield from _expand_url(source, stores, skipped)
     elif path.is_dir():
         yield from _walk(str(path), str(path), skipped)
     elif os.path.lexists(source):
-        yield _Found(str(path.parent), str(path), True)
+        yield _InputFile(str(path.parent), str(path), True)
     elif WILDCARD.search(source):
         root = WILDCARD.split(source, maxsplit=1)[0].rpartition("/")[0] or ("/" if source[0] == "/" else ".")
         matches = sorted(glob.glob(source, recursive=True))
@@ -296,26 +296,26 @@ def _expand(source: str, remote: SourceStores, skipped: list[Skipped]) -> Iterat
             if os.path.isdir(match):
                 yield from _walk(root, match, skipped)
             else:
-                yield _Found(root, match, matched=True)
+                yield _InputFile(root, match, from_glob=True)
     else:
         raise NotFoundError(f"there is no file or folder {source!r}", hint="check the path")
 
 
-def _walk(root: str, folder: str, skipped: list[Skipped]) -> Iterator[_Found]:
-    def tell(error: OSError) -> None:
+def _walk(root: str, folder: str, skipped: list[Skipped]) -> Iterator[_InputFile]:
+    def report_error(error: OSError) -> None:
         reason = f"the folder cannot be read: {error.strerror or error}"
         skipped.append(Skipped(str(error.filename), AccessDeniedError.code, reason))
 
-    for at, folders, files in os.walk(folder, onerror=tell):
+    for at, folders, files in os.walk(folder, onerror=report_error):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (_Found(root, os.path.join(at, name)) for name in sorted(files) if not name.startswith("."))
+        yield from (_InputFile(root, os.path.join(at, name)) for name in sorted(files) if not name.startswith("."))
 
 
-def _remote(source: str, remote: SourceStores, skipped: list[Skipped]) -> Iterator[_Found]:
-    matches = remote.find(source)
+def _expand_url(source: str, stores: SourceStores, skipped: list[Skipped]) -> Iterator[_InputFile]:
+    matches = stores.find(source)
     for url, info in matches.objects.items():
         parts = url[len(matches.root) + 1 :].split("/")
-        if not parts[-1] or (any(part.startswith(".") for part in parts) and not matches.named):
+        if not parts[-1] or (any(part.startswith(".") for part in parts) and not matches.is_named):
             continue  # a folder marker, or a hidden object
         try:
             check_key(url.partition("://")[2])
@@ -324,23 +324,23 @@ def _remote(source: str, remote: SourceStores, skipped: list[Skipped]) -> Iterat
                 Skipped(url, UnsupportedError.code, "its key has an empty part, or characters that none may have")
             )
         else:
-            yield _Found(matches.root, url, matches.named, matches.globbed, info)
+            yield _InputFile(matches.root, url, matches.is_named, matches.from_glob, info)
 
 
-def _beside(path: str) -> list[str]:
+def _sidecar_paths(path: str) -> list[str]:
     """Return the paths that would be sidecar files of a manifest's media file."""
     return [f"{os.path.splitext(path)[0]}.{ext}" for ext in SIDECARS]
 
 
-def _look(path: str, skipped: list[Skipped], there: Mapping[str, Info]) -> Info | None:
+def _stat_input(path: str, skipped: list[Skipped], existing: Mapping[str, FileStat]) -> FileStat | None:
     if not is_url(path):
         return _stat(path, skipped)
-    if path not in there:
+    if path not in existing:
         skipped.append(Skipped(path, NotFoundError.code, "there is no such object"))
-    return there.get(path)
+    return existing.get(path)
 
 
-def _stat(path: str, skipped: list[Skipped]) -> Info | None:
+def _stat(path: str, skipped: list[Skipped]) -> FileStat | None:
     try:
         path.encode()
         info = os.stat(path)
@@ -350,7 +350,7 @@ def _stat(path: str, skipped: list[Skipped]) -> Info | None:
         skipped.append(Skipped(path, CorruptionError.code, f"cannot be read: {error.strerror or error}"))
     else:
         if stat.S_ISREG(info.st_mode):
-            return Info(info.st_size, info.st_mtime_ns)
+            return FileStat(info.st_size, info.st_mtime_ns)
         skipped.append(Skipped(path, UnsupportedError.code, "not a regular file"))
     return None
 
@@ -359,26 +359,26 @@ def _ext(path: str) -> str:
     return os.path.splitext(path)[1][1:].lower()
 
 
-def _without_media(extensions: list[str]) -> str:
+def _no_media_reason(extensions: list[str]) -> str:
     """Return the reason why a sample with these extensions is skipped."""
-    if apart := passed_over(extensions):
-        named = ", ".join(f".{ext}" for ext in apart)
-        return f"none of its media files ({named}) has the sample's own name; a sample has one video: make a sample of each"
-    return f"it has no media file (media are {_media()})"
+    if unused := unused_media(extensions):
+        names = ", ".join(f".{ext}" for ext in unused)
+        return f"none of its media files ({names}) has the sample's own name; a sample has one video: make a sample of each"
+    return f"it has no media file (media are {_media_list()})"
 
 
-def _media() -> str:
+def _media_list() -> str:
     return ", ".join(sorted(SAMPLE_EXTENSIONS))
 
 
-def _group(members: list[tuple[_Found, Info]]) -> Group:
+def _group(members: list[tuple[_InputFile, FileStat]]) -> Group:
     files: dict[str, str] = {}
     for item, _ in members:
-        twin = files.setdefault(_ext(item.path), item.path)
-        if twin != item.path:
-            raise UsageError(f"{twin} and {item.path} would be the same member of a sample", hint="rename one of them")
+        other = files.setdefault(_ext(item.path), item.path)
+        if other != item.path:
+            raise UsageError(f"{other} and {item.path} would be the same member of a sample", hint="rename one of them")
     first = min((item for item, _ in members), key=lambda item: item.path)
-    stamp = max(info.stamp for _, info in members)
+    stamp = max(info.modified_ns for _, info in members)
     sizes = {_ext(item.path): info.size for item, info in members}
     return Group(
         _key(first),
@@ -389,22 +389,22 @@ def _group(members: list[tuple[_Found, Info]]) -> Group:
     )
 
 
-def _key(item: _Found) -> str:
+def _key(item: _InputFile) -> str:
     if is_url(item.path):
         below = item.path.startswith(f"{item.root}/")
         inside = item.path[len(item.root) + 1 :] if below else item.path.partition("://")[2]
-        return _clean(os.path.splitext(inside)[0])
+        return _clean_key(os.path.splitext(inside)[0])
     relative = Path(os.path.relpath(item.path, item.root)).with_suffix("")
     if relative.parts[0] == "..":  # a manifest may name files anywhere
         relative = Path(*Path(os.path.abspath(item.path)).with_suffix("").parts[1:])
-    return "/".join(_NOT_IN_KEYS.sub("_", part) for part in relative.parts)
+    return "/".join(_FORBIDDEN_IN_KEYS.sub("_", part) for part in relative.parts)
 
 
-def _clean(key: str) -> str:
-    return "/".join(_NOT_IN_KEYS.sub("_", part) for part in key.split("/"))
+def _clean_key(key: str) -> str:
+    return "/".join(_FORBIDDEN_IN_KEYS.sub("_", part) for part in key.split("/"))
 
 
-def _refuse_equal_keys(groups: list[Group]) -> None:
+def _check_unique_keys(groups: list[Group]) -> None:
     for a, b in itertools.pairwise(groups):
         if a.key == b.key:
             raise UsageError(

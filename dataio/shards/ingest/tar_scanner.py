@@ -33,9 +33,9 @@ from headrace.dataio.shards.ingest.patterns import FoundShards
 from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.report import PackReport, Skipped
 from headrace.dataio.shards.ingest.sources import Group
-from headrace.dataio.shards.media.container import SAMPLE_EXTENSIONS, not_read, passed_over
+from headrace.dataio.shards.media.container import SAMPLE_EXTENSIONS, unsupported_media, unused_media
 from headrace.dataio.shards.media.messages import Description, Failure
-from headrace.dataio.shards.pieces import Hasher, size_for
+from headrace.dataio.shards.pieces import Hasher, piece_size
 from headrace.dataio.shards.readahead import ReadAhead
 from headrace.dataio.shards.sample import Member, Sample
 from headrace.dataio.shards.versions import documents as versions
@@ -212,7 +212,7 @@ class TarScanner:
             raw.files[path] = (entry.ext, entry.name)
             raw.bytes += entry.length
             parts = _copied_to(parts, path)
-        hasher = Hasher(size_for(entry.length))
+        hasher = Hasher(piece_size(entry.length))
         for part in parts:
             hasher.update(part)
         raw.members.append(Member(entry.ext, entry.offset, entry.length, hasher.whole(), hasher.pieces()))
@@ -267,8 +267,8 @@ class TarScanner:
         self._reporter.samples += 1
         self._reporter.members += len(raw.members)
         extensions = [member.ext for member in raw.members]
-        unread = not_read(extensions)
-        own_names = [ext for ext in passed_over(extensions) if ext not in _PROBED and "." in ext]
+        unread = unsupported_media(extensions)
+        own_names = [ext for ext in unused_media(extensions) if ext not in _PROBED and "." in ext]
         notes = (
             *facts.notes,
             *(

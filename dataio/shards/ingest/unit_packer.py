@@ -44,39 +44,41 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest.plan import Journal, Packed, Settings, Step, Unit
-from headrace.dataio.shards.ingest.probe_pool import ProbePool, scratch_of
+from headrace.dataio.shards.ingest.plan import Journal, PackedUnit, Settings, Step, Unit
+from headrace.dataio.shards.ingest.probe_pool import ProbePool, scratch_folder_of
 from headrace.dataio.shards.ingest.report import Skipped, WorkerReport
 from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import Group
-from headrace.dataio.shards.media.messages import Clip, Failure, FileInfo, Outcome
+from headrace.dataio.shards.media.messages import Clip, Failure, FileInfo, PrepareResult
 from headrace.dataio.shards.sample import Member, Sample
 from headrace.dataio.shards.versions.documents import Shard
 from headrace.dataio.store.base import Store
 
-_READ = 1 * limits.MIB
+_READ_BYTES = 1 * limits.MIB
 _log = get_logger(__name__)
 
-_at_shard = crashpoints.declare("pack.shard-stored", "shards are stored, and nothing refers to them")
-_at_unit = crashpoints.declare("pack.unit-sealed", "a unit's shards are stored and recorded; there is no version yet")
+_crash_after_shard = crashpoints.declare("pack.shard-stored", "shards are stored, and nothing refers to them")
+_crash_after_unit = crashpoints.declare(
+    "pack.unit-sealed", "a unit's shards are stored and recorded; there is no version yet"
+)
 
 
 def pack_units(
     store: Store,
     journal: Journal,
-    todo: Sequence[Unit],
+    units: Sequence[Unit],
     settings: Settings,
     pool: ProbePool,
     scratch: str,
     step: Callable[[int, int, int], None],
-) -> Iterator[tuple[Unit, Packed]]:
+) -> Iterator[tuple[Unit, PackedUnit]]:
     """Pack and record units one after the other. The workers prepare groups ahead.
 
     `scratch` is a folder for temporary files. `step` is called after each group with 1, the group's bytes, and whether
     it was skipped.
     """
-    owners = ((unit, position) for unit in todo for position in range(len(unit.groups)))
-    groups = (group for unit in todo for group in unit.groups)
+    owners = ((unit, position) for unit in units for position in range(len(unit.groups)))
+    groups = (group for unit in units for group in unit.groups)
     writer: _Writer | None = None
     for (unit, position), (group, outcome) in zip(owners, pool.prepare(groups, settings.recipe, scratch), strict=True):
         if position == 0:
@@ -86,12 +88,12 @@ def pack_units(
         step(1, group.bytes, isinstance(outcome, Failure))
         if position == len(unit.groups) - 1:
             packed = writer.finish()
-            journal.seal(unit.number, packed)
-            _at_unit()
+            journal.write(unit.number, packed)
+            _crash_after_unit()
             yield unit, packed
 
 
-def error_of(item: Skipped, hint: str) -> HeadraceError:
+def skip_error(item: Skipped, hint: str) -> HeadraceError:
     """Return the error that a skipped input raises with `strict`."""
     kinds: tuple[type[HeadraceError], ...] = (
         UnsupportedError,
@@ -130,14 +132,14 @@ class _Writer:
         self._notes: list[str] = []
         self._files = self._groups = self._bytes = 0
 
-    def add(self, group: Group, outcome: Outcome) -> None:
+    def add(self, group: Group, outcome: PrepareResult) -> None:
         """Add the outcome of one group. Its samples may be stored by a later call."""
         self._groups += 1
         self._bytes += group.bytes
-        folder = scratch_of(group, self._settings.recipe, self._scratch)
+        folder = scratch_folder_of(group, self._settings.recipe, self._scratch)
         if isinstance(outcome, Failure):
             shutil.rmtree(folder, ignore_errors=True)
-            if outcome.ours:
+            if outcome.scratch_full:
                 raise CapacityError(
                     f"files made on the way have no room in {self._scratch}: {outcome.reason}",
                     hint="free space, or name another folder with TMPDIR; the same command goes on from here",
@@ -152,7 +154,7 @@ class _Writer:
 
     def _skip(self, item: Skipped) -> None:
         if self._settings.strict:
-            raise error_of(item, "without strict it would be skipped")
+            raise skip_error(item, "without strict it would be skipped")
         _log.info("skipped %s: %s", item.path, item.reason)
         self._skipped.append(item)
 
@@ -164,12 +166,12 @@ class _Writer:
         self._pending_bytes += size
         self._notes += [f"{key}: {note}" for note in clip.described.notes]
 
-    def finish(self) -> Packed:
+    def finish(self) -> PackedUnit:
         """Store the last shard, and return the result of the unit."""
         if self._pending:
             self._store_shard()
         self._drop_folders()
-        return Packed(
+        return PackedUnit(
             shards=tuple(self._shards),
             samples=tuple(self._samples),
             skipped=tuple(self._skipped),
@@ -181,16 +183,16 @@ class _Writer:
 
     def _store_shard(self) -> None:
         members = [(f"{item.key}.{file.ext}", file) for item in self._pending for file in item.files]
-        placed, size = tar.layout((name, file.size) for name, file in members)
+        layouts, size = tar.layout((name, file.size) for name, file in members)
         content = msgspec.msgpack.encode([(name, file.size, file.xxh3) for name, file in members])
         if self._settings.salt:
             content += f"version {self._settings.salt}".encode()
         key = f"shards/{self._number:08}-{blake3.blake3(content).hexdigest()[:16]}.tar"
         if not _is_stored(self._store, key, size):
-            self._store.put_multipart(key, tar.stream(placed, (_read_unchanged(file) for _, file in members)))
-        _at_shard()
+            self._store.put_multipart(key, tar.stream(layouts, (_read_unchanged(file) for _, file in members)))
+        _crash_after_shard()
         self._shards.append(Shard(key=key, size=size, samples=len(self._pending)))
-        self._add_rows(key, iter(placed))
+        self._add_rows(key, iter(layouts))
         self._pending, self._pending_bytes = [], len(tar.END)
         self._drop_folders()
 
@@ -203,7 +205,7 @@ class _Writer:
             shutil.rmtree(folder, ignore_errors=True)
         self._folders = []
 
-    def _add_rows(self, shard: str, placed: Iterator[tar.MemberLayout]) -> None:
+    def _add_rows(self, shard: str, layouts: Iterator[tar.MemberLayout]) -> None:
         for item in self._pending:
             described = item.clip.described
             sample = Sample(
@@ -211,7 +213,7 @@ class _Writer:
                 key=item.key,
                 shard=shard,
                 members=tuple(
-                    Member(file.ext, next(placed).offset, file.size, file.xxh3, file.pieces) for file in item.files
+                    Member(file.ext, next(layouts).offset, file.size, file.xxh3, file.pieces) for file in item.files
                 ),
                 duration=described.duration,
                 video=described.video,
@@ -233,7 +235,7 @@ def _read_unchanged(fact: FileInfo) -> Iterator[bytes]:
     hasher = xxhash.xxh3_64()
     try:
         with open(fact.path, "rb", buffering=0) as file:
-            while chunk := file.read(_READ):
+            while chunk := file.read(_READ_BYTES):
                 hasher.update(chunk)
                 yield chunk
     except OSError as error:
@@ -253,30 +255,30 @@ Engine = Callable[
 ]
 
 
-def local(
+def run_local(
     store: Store,
     journal: Journal,
-    todo: Sequence[Unit],
+    units: Sequence[Unit],
     settings: Settings,
     workers: int | None,
     scratch: str,
     step: Step,
-    remote: SourceStores,
+    stores: SourceStores,
 ) -> Sequence[WorkerReport]:
     """Pack on this machine; `workers` processes read the media."""
     started = time.monotonic()
-    with ProbePool(workers, remote=remote) as pool:
-        for _ in pack_units(store, journal, todo, settings, pool, scratch, step):
+    with ProbePool(workers, stores=stores) as pool:
+        for _ in pack_units(store, journal, units, settings, pool, scratch, step):
             pass
-    groups = [group for unit in todo for group in unit.groups]
+    groups = [group for unit in units for group in unit.groups]
     size = sum(group.bytes for group in groups)
     return (WorkerReport(socket.gethostname(), len(groups), size, time.monotonic() - started),)
 
 
-def named(name: str) -> Engine:
+def find_engine(name: str) -> Engine:
     """Return the engine with this name, "local" or "ray"."""
     if name == "local":
-        return local
+        return run_local
     if name == "ray":
         try:
             from headrace.dataio.shards.ingest import ray_engine

@@ -33,12 +33,12 @@ _HEVC_PICTURES = range(32)
 _HEVC_REFERENCES = range(16)
 """The kinds of HEVC pictures whose lowest bit says whether pictures of the same temporal layer refer to them."""
 _MPEG4_PICTURE, _MPEG4_LAYERS, _MPEG4_B, _OTHER_ASPECT = 0xB6, range(0x20, 0x30), 2, 15
-_FFV1_CHECKED, _FFV1_PLAIN, _FFV1_MOST_SLICES = 8, 3, 1024
-_FFV1_STARTS = (0, 0x5E31029E)
+_FFV1_CHECKED, _FFV1_PLAIN, _FFV1_MAX_SLICES = 8, 3, 1024
+_FFV1_CRC_STARTS = (0, 0x5E31029E)
 """The start values of the checksums in versions 3 and 4."""
-_HEAD = 1024
+_HEAD_BYTES = 1024
 """The most bytes of a unit that are read."""
-_MOST_UNITS = 4096
+_MAX_UNITS = 4096
 
 
 def is_shown(codec: str, data: memoryview) -> bool:
@@ -53,15 +53,15 @@ def is_shown(codec: str, data: memoryview) -> bool:
     return True
 
 
-def length_size(codec: str, described: bytes | None) -> int:
+def length_size(codec: str, extradata: bytes | None) -> int:
     """Return the number of bytes in the length field of an H.264 or HEVC unit, from the stream's extradata.
 
     It is 0 if start codes separate the units.
     """
     at = {"h264": 4, "hevc": 21}.get(codec)
-    if at is None or described is None or len(described) <= at or described[0] != 1:
+    if at is None or extradata is None or len(extradata) <= at or extradata[0] != 1:
         return 0
-    return (described[at] & 3) + 1
+    return (extradata[at] & 3) + 1
 
 
 def starts_clean(codec: str, data: memoryview, length_size: int) -> bool:
@@ -73,12 +73,12 @@ def starts_clean(codec: str, data: memoryview, length_size: int) -> bool:
     return True
 
 
-def is_refresh(data: memoryview, length_size: int) -> bool:
+def is_idr(data: memoryview, length_size: int) -> bool:
     """Return whether the packet holds an H.264 IDR picture, so that later pictures refer to nothing before it."""
     return any(unit[0] & 31 == _H264_IDR for unit in _units(data, length_size))
 
 
-def layer(data: memoryview, length_size: int) -> tuple[int, bool]:
+def temporal_layer(data: memoryview, length_size: int) -> tuple[int, bool]:
     """Return the temporal layer of an HEVC picture, and whether later pictures of that layer may refer to it.
 
     Pictures of higher layers may always refer to it.
@@ -90,14 +90,14 @@ def layer(data: memoryview, length_size: int) -> tuple[int, bool]:
     return 0, True
 
 
-def without_messages(codec: str, data: memoryview, length_size: int) -> bytes:
+def without_sei(codec: str, data: memoryview, length_size: int) -> bytes:
     """Return the packet with its supplemental messages (SEI) turned into units that decoders ignore.
 
     The messages say nothing about pixels, except the digests of HEVC pictures. Those are in suffix messages, which
     stay.
     """
     found = bytearray(data)
-    for at, unit in _placed(data, length_size):
+    for at, unit in _units_at(data, length_size):
         if codec == "h264" and unit[0] & 31 == _H264_SEI:
             found[at] = unit[0] & 0xE0 | _H264_NOTHING
         elif codec == "hevc" and unit[0] >> 1 & 63 == _HEVC_SEI:
@@ -114,13 +114,13 @@ def ffv1_damaged(data: memoryview) -> bool:
     checked = _ffv1_slices(data, _FFV1_CHECKED)
     if checked is None:
         return _ffv1_slices(data, _FFV1_PLAIN) is None
-    return not any(all(_is_kept(data[at:end], start) for at, end in checked) for start in _FFV1_STARTS)
+    return not any(all(_crc_matches(data[at:end], start) for at, end in checked) for start in _FFV1_CRC_STARTS)
 
 
 def _ffv1_slices(data: memoryview, trailer: int) -> list[tuple[int, int]] | None:
     """Return the ranges of the slices, or None if they do not fill the packet."""
     found, end = list[tuple[int, int]](), len(data)
-    while end >= trailer and len(found) < _FFV1_MOST_SLICES:
+    while end >= trailer and len(found) < _FFV1_MAX_SLICES:
         size = int.from_bytes(data[end - trailer : end - trailer + 3], "big") + trailer
         if size > end:
             return None
@@ -129,16 +129,16 @@ def _ffv1_slices(data: memoryview, trailer: int) -> list[tuple[int, int]] | None
     return None if end else found
 
 
-_MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+_REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
-def _is_kept(data: memoryview, start: int) -> bool:
+def _crc_matches(data: memoryview, start: int) -> bool:
     """Return whether the CRC-32 of `data`, which begins at `start`, ends at `start`.
 
     FFV1's CRC-32 takes bits from the highest to the lowest, and zlib's the other way. Data and `start` are therefore
     mirrored.
     """
-    return ~zlib.crc32(bytes(data).translate(_MIRRORED), ~start & 0xFFFFFFFF) & 0xFFFFFFFF == start
+    return ~zlib.crc32(bytes(data).translate(_REVERSED_BITS), ~start & 0xFFFFFFFF) & 0xFFFFFFFF == start
 
 
 def _is_picture(unit: bytes) -> bool:
@@ -154,7 +154,7 @@ def _h264_starts(data: memoryview, length_size: int) -> bool:
         if kind == _H264_SEI:
             recovers = recovers or _recovers_at_once(_unescaped(unit[1:]))
         elif kind in (_H264_SLICE, _H264_PARTITION):
-            bits = _Bits(_unescaped(unit[1:32]))
+            bits = _BitReader(_unescaped(unit[1:32]))
             first_block = bits.golomb() == 0
             if only_i and first_block:  # the second field, which may refer to the first
                 break
@@ -178,13 +178,13 @@ def _recovers_at_once(messages: bytes) -> bool:
             value, at = value + messages[at], at + 1
             kind, size = (value, size) if name == "kind" else (kind, value)
         if kind == _RECOVERY_POINT:
-            bits = _Bits(messages[at : at + size])
+            bits = _BitReader(messages[at : at + size])
             return bits.golomb() == 0 and bits.take(1) == 1
         at += size
     return False
 
 
-def mpeg4_shown(described: bytes | None, packets: Iterable[memoryview]) -> Iterator[bool]:
+def mpeg4_shown(extradata: bytes | None, packets: Iterable[memoryview]) -> Iterator[bool]:
     """Yield for each packet of MPEG-4 part 2, in order, whether a new picture is shown at its time.
 
     A picture that is "not coded" shows no new picture: the one before stays. If a packet holds two pictures, the second
@@ -193,8 +193,8 @@ def mpeg4_shown(described: bytes | None, packets: Iterable[memoryview]) -> Itera
     A B-frame after a picture that is not coded raises `UnsupportedError`, since libav would let it refer to the wrong
     pictures.
     """
-    clock = next((_mpeg4_clock(unit) for kind, unit in _mpeg4_units(described or b"") if kind in _MPEG4_LAYERS), 0)
-    lent, missing = 0, False
+    clock = next((_mpeg4_clock(unit) for kind, unit in _mpeg4_units(extradata or b"") if kind in _MPEG4_LAYERS), 0)
+    carried, missing = 0, False
     for packet in packets:
         pictures = list[bytes]()
         for kind, unit in _mpeg4_units(bytes(packet)):
@@ -205,9 +205,9 @@ def mpeg4_shown(described: bytes | None, packets: Iterable[memoryview]) -> Itera
         if missing and pictures and pictures[0][:1] and pictures[0][0] >> 6 == _MPEG4_B:
             raise UnsupportedError("it has B-frames behind pictures that are not coded", hint="encode it anew")
         coded = sum(_is_coded(picture, clock) for picture in pictures)
-        missing = not coded + lent
+        missing = not coded + carried
         yield not missing
-        lent = max(0, lent + coded - 1)
+        carried = max(0, carried + coded - 1)
 
 
 def _mpeg4_units(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -231,7 +231,7 @@ def _is_coded(picture: bytes, clock: int) -> bool:
 
 def _mpeg4_clock(layer: bytes) -> int:
     """Return the number of bits of the fraction of a second, from the description of a layer."""
-    bits = _Bits(layer)
+    bits = _BitReader(layer)
     bits.take(9)
     if bits.take(1):
         bits.take(7)
@@ -245,7 +245,7 @@ def _mpeg4_clock(layer: bytes) -> int:
     return max(1, (bits.take(16) - 1).bit_length())
 
 
-class _Bits:
+class _BitReader:
     """Reads numbers from the head of a unit. After the head, all bits are zeros."""
 
     def __init__(self, data: bytes) -> None:
@@ -271,33 +271,33 @@ def _unescaped(unit: bytes) -> bytes:
 
 def _units(data: memoryview, length_size: int) -> Iterator[bytes]:
     """Yield the first bytes of each unit."""
-    return (unit for _, unit in _placed(data, length_size))
+    return (unit for _, unit in _units_at(data, length_size))
 
 
-def _placed(data: memoryview, length_size: int) -> Iterator[tuple[int, bytes]]:
+def _units_at(data: memoryview, length_size: int) -> Iterator[tuple[int, bytes]]:
     """Yield the offset and the first bytes of each unit."""
-    return _counted(data, length_size) if length_size else _parted(bytes(data))
+    return _length_prefixed_units(data, length_size) if length_size else _start_code_units(bytes(data))
 
 
-def _counted(data: memoryview, length_size: int) -> Iterator[tuple[int, bytes]]:
+def _length_prefixed_units(data: memoryview, length_size: int) -> Iterator[tuple[int, bytes]]:
     at = 0
-    for _ in range(_MOST_UNITS):
+    for _ in range(_MAX_UNITS):
         size = int.from_bytes(data[at : at + length_size], "big")
         at += length_size
         if at >= len(data):
             return
         if size:
-            yield at, bytes(data[at : at + min(size, _HEAD)])
+            yield at, bytes(data[at : at + min(size, _HEAD_BYTES)])
         at += size
 
 
-def _parted(data: bytes) -> Iterator[tuple[int, bytes]]:
+def _start_code_units(data: bytes) -> Iterator[tuple[int, bytes]]:
     at = data.find(b"\0\0\1")
-    for _ in range(_MOST_UNITS):
+    for _ in range(_MAX_UNITS):
         if at < 0 or at + 3 >= len(data):
             return
         after = data.find(b"\0\0\1", at + 3)
         end = len(data) if after < 0 else after
         if at + 3 < end:
-            yield at + 3, data[at + 3 : min(end, at + 3 + _HEAD)]
+            yield at + 3, data[at + 3 : min(end, at + 3 + _HEAD_BYTES)]
         at = after

@@ -81,9 +81,9 @@ _UNREAD_VIDEO = frozenset(
         "y4m",
     ]
 )
-_UNREAD_SOUND = frozenset(["aac", "ac3", "aif", "aiff", "aifc", "amr", "ape", "au", "caf", "wma", "wv"])
-_UNREAD_PICTURES = frozenset(["avif", "bmp", "heic", "heif", "jp2", "jxl", "tif", "tiff"])
-KNOWN_EXTENSIONS = SAMPLE_EXTENSIONS | CONVERTED_EXTENSIONS | _UNREAD_VIDEO | _UNREAD_SOUND | _UNREAD_PICTURES
+_UNREAD_AUDIO = frozenset(["aac", "ac3", "aif", "aiff", "aifc", "amr", "ape", "au", "caf", "wma", "wv"])
+_UNREAD_IMAGES = frozenset(["avif", "bmp", "heic", "heif", "jp2", "jxl", "tif", "tiff"])
+KNOWN_EXTENSIONS = SAMPLE_EXTENSIONS | CONVERTED_EXTENSIONS | _UNREAD_VIDEO | _UNREAD_AUDIO | _UNREAD_IMAGES
 """All media, including those that are not read."""
 
 _MAX_ELEMENTS = 100_000
@@ -91,13 +91,13 @@ _EBML = b"\x1a\x45\xdf\xa3"
 _FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp", b"moof"}
 
 
-def not_read(extensions: Collection[str]) -> tuple[str, str] | None:
+def unsupported_media(extensions: Collection[str]) -> tuple[str, str] | None:
     """Return the extension of the main media file that is not read, and the reason.
 
     Return None if the sample can be read.
     """
-    there = sorted(extensions)
-    for ext in there if not MEDIA_EXTENSIONS & set(there) else ():
+    sorted_extensions = sorted(extensions)
+    for ext in sorted_extensions if not MEDIA_EXTENSIONS & set(sorted_extensions) else ():
         if ext == "gif":
             return ext, "GIF is not read as it is: --transcode h264 makes a video of it"
         if ext in CONVERTED_EXTENSIONS:
@@ -105,37 +105,39 @@ def not_read(extensions: Collection[str]) -> tuple[str, str] | None:
             return ext, f".{ext} files are not read as they are: {how}"
         if ext in _UNREAD_VIDEO:
             return ext, f".{ext} files are not read: make MP4 or MKV of it first, such as by ffmpeg"
-        if ext in _UNREAD_SOUND:
+        if ext in _UNREAD_AUDIO:
             return ext, f".{ext} files are not read: make WAV, FLAC, M4A or Ogg of it first, such as by ffmpeg"
-    for ext in there if not SAMPLE_EXTENSIONS & set(there) else ():
-        if ext in _UNREAD_PICTURES:
+    for ext in sorted_extensions if not SAMPLE_EXTENSIONS & set(sorted_extensions) else ():
+        if ext in _UNREAD_IMAGES:
             return ext, f".{ext} files are not read: make JPEG, PNG or WebP of it first"
     return None
 
 
-def is_converted(path: str) -> bool:
+def needs_conversion(path: str) -> bool:
     """Return whether the file's name has one of `CONVERTED_EXTENSIONS`."""
     return path.rpartition(".")[2].lower() in CONVERTED_EXTENSIONS
 
 
-def passed_over(extensions: Collection[str]) -> list[str]:
+def unused_media(extensions: Collection[str]) -> list[str]:
     """Return the extensions of a sample's further media files, which are kept but not read.
 
     These are files of kinds that are not read, and files with their own name, such as `cam1.mp4`. Images (also GIF)
     next to other files are common and are not returned.
     """
-    unread = CONVERTED_EXTENSIONS - {"gif"} | _UNREAD_VIDEO | _UNREAD_SOUND
+    unread = CONVERTED_EXTENSIONS - {"gif"} | _UNREAD_VIDEO | _UNREAD_AUDIO
     return sorted(
-        ext for ext in set(extensions) if ext in unread or ("." in ext and _kind(ext) in MEDIA_EXTENSIONS | unread)
+        ext
+        for ext in set(extensions)
+        if ext in unread or ("." in ext and _last_suffix(ext) in MEDIA_EXTENSIONS | unread)
     )
 
 
 def other_videos(extensions: Collection[str], used: str) -> list[str]:
     """Return the extensions of a sample's videos, except the video that loaders decode."""
-    return sorted(ext for ext in set(extensions) - {used} if _kind(ext) in VIDEO_EXTENSIONS)
+    return sorted(ext for ext in set(extensions) - {used} if _last_suffix(ext) in VIDEO_EXTENSIONS)
 
 
-def _kind(ext: str) -> str:
+def _last_suffix(ext: str) -> str:
     return ext.rpartition(".")[2]
 
 
@@ -160,12 +162,12 @@ def _walk_boxes(file: BinaryIO, size: int) -> None:
         length, kind = int.from_bytes(head[:4], "big"), head[4:8]
         if length == 0:  # "to the end of the file"
             return
-        least = 16 if length == 1 else 8
+        min_length = 16 if length == 1 else 8
         if length == 1:
             length = int.from_bytes(head[8:16], "big")
-        if len(head) < least and not any(head):
+        if len(head) < min_length and not any(head):
             return  # some writers pad with a few zero bytes
-        if length < least:
+        if length < min_length:
             raise CorruptionError(f"box {kind!r} at offset {offset} has the impossible length {length}")
         _check_fits(f"box {kind!r}", offset, length, size)
         offset += length

@@ -36,39 +36,46 @@ from headrace.dataio.shards.media.container import (
     IMAGE_EXTENSIONS,
     MEDIA_EXTENSIONS,
     check_complete,
-    not_read,
-    passed_over,
+    unsupported_media,
+    unused_media,
 )
-from headrace.dataio.shards.media.messages import TEXT_BYTES, Answer, Description, Failure, FileInfo, Request
+from headrace.dataio.shards.media.messages import (
+    TEXT_BYTES,
+    DescribeResult,
+    Description,
+    Failure,
+    FileInfo,
+    MemberFiles,
+)
 from headrace.dataio.shards.media.probe import Probe, probe
-from headrace.dataio.shards.pieces import Hasher, runs, size_for
+from headrace.dataio.shards.pieces import Hasher, piece_size, runs
 from headrace.dataio.shards.sample import AudioInfo, VideoInfo
 
 PROMOTED_STRING = 1024
 """A string in a sample's JSON becomes a field of the index if it has at most this many characters."""
-_INTEGERS = 1 << 63
-_READ = 1 * limits.MIB
+_INT64_LIMIT = 1 << 63
+_HASH_BYTES = 1 * limits.MIB
 
 
-def describe(files: Request) -> Answer:
+def describe(files: MemberFiles) -> DescribeResult:
     """Read the files of one sample and describe it."""
     at = ""
-    facts, probes = [], list[Probe]()
-    text, said, fields = None, None, dict[str, Any]()
+    file_infos, probes = [], list[Probe]()
+    text, subtitles, fields = None, None, dict[str, Any]()
     extensions = [ext for ext, _ in files]
-    refused = not_read(extensions)
-    if refused is not None:
-        return Failure(dict(files)[refused[0]], UnsupportedError.code, refused[1])
+    unsupported = unsupported_media(extensions)
+    if unsupported is not None:
+        return Failure(dict(files)[unsupported[0]], UnsupportedError.code, unsupported[1])
     try:
         for ext, at in files:
-            facts.append(_fact(ext, at))
+            file_infos.append(_file_info(ext, at))
             if ext in MEDIA_EXTENSIONS:
                 probes.append(probe(at, ext=ext))
-                facts[-1] = with_head(facts[-1], probes[-1])
+                file_infos[-1] = with_head(file_infos[-1], probes[-1])
             elif ext == "txt":
                 text = _text(at)
             elif ext == "vtt":
-                said = text_members.words(text_members.read(at)) or None
+                subtitles = text_members.words(text_members.read(at)) or None
             elif ext == "json":
                 fields = _fields(at)
         for ext, at in files if not probes else ():
@@ -81,30 +88,30 @@ def describe(files: Request) -> Answer:
     except MemoryError:
         most = limits.format_bytes(limits.PROBE_MEMORY_BYTES)
         return Failure(at, CapacityError.code, f"reading it takes more than {most} of memory")
-    video, audio, duration = _choose(probes)
+    video, audio, duration = _choose_streams(probes)
     return Description(
-        files=tuple(facts),
+        files=tuple(file_infos),
         duration=duration,
         video=video,
         audio=audio,
-        text=text if text is not None else said,
+        text=text if text is not None else subtitles,
         fields=json.dumps(fields, ensure_ascii=False),
         notes=(
             *(note for p in probes for note in p.notes),
-            *(f"its .{ext} file is kept, and not read as media" for ext in passed_over(extensions)),
-            *_not_chosen(files, probes, video),
+            *(f"its .{ext} file is kept, and not read as media" for ext in unused_media(extensions)),
+            *_unused_videos(files, probes, video),
         ),
     )
 
 
-def _not_chosen(files: Request, probes: list[Probe], chosen: VideoInfo | None) -> list[str]:
+def _unused_videos(files: MemberFiles, probes: list[Probe], chosen: VideoInfo | None) -> list[str]:
     """Return a note for each further video of a sample. A sample has one video, and the others are not used."""
     media = [ext for ext, _ in files if ext in MEDIA_EXTENSIONS]
     others = [ext for ext, p in zip(media, probes, strict=False) if p.video is not None and p.video is not chosen]
     return [f"its .{ext} file is kept, and not used: a sample has one video, the largest" for ext in others]
 
 
-def _choose(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, float]:
+def _choose_streams(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, float]:
     def area(p: Probe) -> int:
         return p.video.width * p.video.height if p.video else 0
 
@@ -115,11 +122,11 @@ def _choose(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, fl
     return best.video, audio, best.duration
 
 
-def _fact(ext: str, path: str) -> FileInfo:
+def _file_info(ext: str, path: str) -> FileInfo:
     with open(path, "rb", buffering=0) as file:
         info = os.fstat(file.fileno())
-        hasher = Hasher(size_for(info.st_size))
-        while chunk := file.read(_READ):
+        hasher = Hasher(piece_size(info.st_size))
+        while chunk := file.read(_HASH_BYTES):
             hasher.update(chunk)
     return FileInfo(ext, path, info.st_size, info.st_mtime_ns, hasher.whole(), hasher.pieces())
 
@@ -156,7 +163,7 @@ def _is_promoted(value: object) -> bool:
     if isinstance(value, str):
         return len(value) <= PROMOTED_STRING
     if isinstance(value, int):
-        return -_INTEGERS <= value < _INTEGERS  # Parquet and SQL can hold these
+        return -_INT64_LIMIT <= value < _INT64_LIMIT  # Parquet and SQL can hold these
     return value is None or isinstance(value, float)
 
 
@@ -165,41 +172,41 @@ def _is_promoted(value: object) -> bool:
 _READ_BYTES = 1 << 16
 _DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
 _OPTIONS = {"format_whitelist": DEMUXERS, "protocol_whitelist": "", "max_pixels": str(limits.FRAME_PIXELS)}
-_TRUSTING = {**_OPTIONS, "codec_whitelist": "none"}
+_TRUST_OPTIONS = {**_OPTIONS, "codec_whitelist": "none"}
 
-_Place = tuple[int, int]
+_LookupPoint = tuple[int, int]
 """A place to look up: a stream and a time stamp in it."""
 _Marks = tuple[tuple[int, int], ...]
 """For each marked frame, its offset in bytes and the number of samples before it."""
 
 
-def with_head(fact: FileInfo, probe: Probe) -> FileInfo:
+def with_head(file_info: FileInfo, probe: Probe) -> FileInfo:
     """Return the file's facts with its head, if it has pieces. `probe` describes its streams."""
-    if fact.pieces is None:
-        return fact
+    if file_info.pieces is None:
+        return file_info
     marks: _Marks = ()
     try:
         if probe.container == "mp3" and probe.video is None:
-            marks = _marks(fact, probe)
+            marks = _find_marks(file_info, probe)
         if marks:
-            found = _touched(fact, None)
+            found = _pieces_read(file_info, None)
         else:
-            middle, end = _places(fact.path, probe)
-            found = _touched(fact, middle) & _touched(fact, end)
+            middle, end = _lookup_points(file_info.path, probe)
+            found = _pieces_read(file_info, middle) & _pieces_read(file_info, end)
     except (CorruptionError, av.error.FFmpegError, OSError, EOFError, LookupError, ValueError):
-        return fact
-    return replace(fact, pieces=replace(fact.pieces, head=runs(found), marks=marks))
+        return file_info
+    return replace(file_info, pieces=replace(file_info.pieces, head=runs(found), marks=marks))
 
 
-def _marks(fact: FileInfo, probe: Probe) -> _Marks:
+def _find_marks(file_info: FileInfo, probe: Probe) -> _Marks:
     """Return the first frame that begins in each piece, and the samples before it.
 
     There are none unless all frames have the same length.
     """
-    assert fact.pieces is not None
+    assert file_info.pieces is not None
     assert probe.audio is not None
     found, piece, length = list[tuple[int, int]](), 0, 0
-    with _named(fact.path) as container:
+    with _open_path(file_info.path) as container:
         stream: Any = container.streams[probe.audio.stream]
         tick = stream.time_base * probe.audio.sample_rate
         for packet in container.demux(stream):
@@ -209,76 +216,76 @@ def _marks(fact: FileInfo, probe: Probe) -> _Marks:
             length = length or packet.duration
             if packet.pts is None or packet.pos is None or packet.duration != length or samples.denominator != 1:
                 return ()
-            if packet.pos >= piece * fact.pieces.size:
+            if packet.pos >= piece * file_info.pieces.size:
                 found.append((packet.pos, int(samples)))
-                piece = packet.pos // fact.pieces.size + 1
+                piece = packet.pos // file_info.pieces.size + 1
     return tuple(found)
 
 
-def _places(path: str, probe: Probe) -> tuple[_Place, _Place]:
+def _lookup_points(path: str, probe: Probe) -> tuple[_LookupPoint, _LookupPoint]:
     if probe.video is not None:
         keys = probe.video.key_frames
-        stream = probe.video.stream
-        return (stream, keys[(len(keys) - 1) // 2].pts), (stream, keys[-1].pts)
+        number = probe.video.stream
+        return (number, keys[(len(keys) - 1) // 2].pts), (number, keys[-1].pts)
     assert probe.audio is not None
-    with _named(path) as container:
-        sound: Any = container.streams[probe.audio.stream]
-        base, start = sound.time_base, sound.start_time or 0
+    with _open_path(path) as container:
+        stream: Any = container.streams[probe.audio.stream]
+        base, start = stream.time_base, stream.start_time or 0
     length = int(probe.duration / base)
     return (probe.audio.stream, start + length // 2), (probe.audio.stream, start + length * 9 // 10)
 
 
-def _touched(fact: FileInfo, place: _Place | None) -> set[int]:
-    """Return the pieces that libav reads up to the first packet at `place`, in both ways of opening.
+def _pieces_read(file_info: FileInfo, point: _LookupPoint | None) -> set[int]:
+    """Return the pieces that libav reads up to the first packet at `point`, in both ways of opening.
 
     Without a place, they are those that opening reads.
     """
-    assert fact.pieces is not None
+    assert file_info.pieces is not None
     found = set[int]()
-    for trusting in (True, False):
-        with _opened(fact, trusting) as (container, file):
-            if place is not None:
-                stream = container.streams[place[0]]
-                container.seek(place[1], stream=stream, backward=True)
+    for trust_container in (True, False):
+        with _open_like_loaders(file_info, trust_container) as (container, file):
+            if point is not None:
+                stream = container.streams[point[0]]
+                container.seek(point[1], stream=stream, backward=True)
                 packets = container.demux(stream)
                 next(packets, None)
                 packets.close()
-        found |= file.touched
+        found |= file.pieces_read
     return found
 
 
-def _named(path: str) -> Any:
+def _open_path(path: str) -> Any:
     """Open the container at `path`. The container cannot open other files."""
     return av.open(f"file:{path}", metadata_errors="replace", options=_OPTIONS | {"protocol_whitelist": "file"})
 
 
 @contextmanager
-def _opened(fact: FileInfo, trusting: bool) -> Iterator[tuple[Any, _Recording]]:
+def _open_like_loaders(file_info: FileInfo, trust_container: bool) -> Iterator[tuple[Any, _RecordingFile]]:
     """Open the container as loaders do."""
-    assert fact.pieces is not None
-    with open(fact.path, "rb", buffering=0) as real:
-        file = _Recording(real, fact.pieces.size)
-        check_complete(cast(BinaryIO, file), fact.size)
-        demuxer = _DEMUXER_OF.get(fact.ext) if trusting else None
-        options = _TRUSTING if trusting else _OPTIONS
+    assert file_info.pieces is not None
+    with open(file_info.path, "rb", buffering=0) as real:
+        file = _RecordingFile(real, file_info.pieces.size)
+        check_complete(cast(BinaryIO, file), file_info.size)
+        demuxer = _DEMUXER_OF.get(file_info.ext) if trust_container else None
+        options = _TRUST_OPTIONS if trust_container else _OPTIONS
         with av.open(
             file, "r", demuxer, metadata_errors="replace", buffer_size=_READ_BYTES, options=options
         ) as container:
             yield container, file
 
 
-class _Recording:
+class _RecordingFile:
     """A file that records which of its pieces were read."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
-        self.touched = set[int]()
+        self.pieces_read = set[int]()
 
     def read(self, size: int = -1) -> bytes:
         start = self._file.tell()
         data = self._file.read(size)
         if data:
-            self.touched.update(range(start // self._size, (start + len(data) - 1) // self._size + 1))
+            self.pieces_read.update(range(start // self._size, (start + len(data) - 1) // self._size + 1))
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

@@ -26,15 +26,15 @@ from av.video.frame import PictureType
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.shards.media import probe
-from headrace.dataio.shards.media.container import is_converted
+from headrace.dataio.shards.media.container import needs_conversion
 from headrace.dataio.shards.media.messages import Recipe
 
 FORMATS = {"mp4": "mp4", "m4v": "mp4", "mov": "mov", "mkv": "matroska", "webm": "webm"}
 """The muxer for each extension that can be written."""
 CODECS = {"h264": "libx264"}
-_HELD = 20_000
-_OPTIONS = {"crf": "20", "preset": "medium", "forced-idr": "1"}
-_TURNS = {90: "transpose=clock,", 180: "hflip,vflip,", 270: "transpose=cclock,"}
+_MAX_HELD_PACKETS = 20_000
+_X264_OPTIONS = {"crf": "20", "preset": "medium", "forced-idr": "1"}
+_ROTATIONS = {90: "transpose=clock,", 180: "hflip,vflip,", 270: "transpose=cclock,"}
 
 
 def open_output(path: str, ext: str, *, faststart: bool) -> Any:
@@ -67,45 +67,50 @@ def encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
 
 
 def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
-    with probe._open(f"file:{source}") as container, open_output(target, ext, faststart=recipe.faststart) as out:
-        video, audio = probe._pick_video(container), probe._pick_audio(container)
-        probe._check_video(video)
-        probe._prepare(video)
-        frames = _Pictures(video, recipe)
-        picture = out.add_stream(CODECS[recipe.codec or "h264"], rate=frames.rate, options=_OPTIONS | frames.params)
-        sound = None if audio is None else _sound(out, audio)
-        begin = start_of(container) if is_converted(source) else Fraction(0)
+    with (
+        probe.open_container(f"file:{source}") as container,
+        open_output(target, ext, faststart=recipe.faststart) as out,
+    ):
+        video, audio = probe.pick_video(container), probe.pick_audio(container)
+        probe.check_video(video)
+        probe.configure_decoder(video)
+        frames = _FrameSource(video, recipe)
+        picture = out.add_stream(
+            CODECS[recipe.codec or "h264"], rate=frames.rate, options=_X264_OPTIONS | frames.params
+        )
+        audio_writer = None if audio is None else _audio_writer(out, audio)
+        start_time = start_of(container) if needs_conversion(source) else Fraction(0)
         held: list[Any] = []  # audio before the first picture: the header needs the picture's size
         for packet in container.demux([s for s in (video, audio) if s is not None]):
             if packet.is_corrupt:
                 raise CorruptionError(f"a packet is damaged, at time stamp {packet.pts}")
-            _move(packet, begin)
+            _shift_times(packet, start_time)
             if packet.stream.index == video.index:
-                for frame in frames.of(packet, picture):
+                for frame in frames.frames_of(packet, picture):
                     out.mux(picture.encode(frame))
-            elif sound is not None:
-                held += sound.feed(packet)
+            elif audio_writer is not None:
+                held += audio_writer.feed(packet)
             if frames.count:
                 out.mux(held)
                 held = []
-            elif len(held) > _HELD:
+            elif len(held) > _MAX_HELD_PACKETS:
                 raise CorruptionError("its pictures begin too far behind its sound")
         if not frames.count:
             raise CorruptionError("no frame of the video stream can be decoded")
         out.mux(picture.encode(None))
-        if sound is not None:
-            out.mux(sound.finish())
+        if audio_writer is not None:
+            out.mux(audio_writer.finish())
 
 
-def _move(packet: Any, begin: Fraction) -> None:
-    """Count the packet's times from `begin`."""
-    if begin and packet.size:
-        ticks = round(begin / packet.time_base)
+def _shift_times(packet: Any, start_time: Fraction) -> None:
+    """Count the packet's times from `start_time`."""
+    if start_time and packet.size:
+        ticks = round(start_time / packet.time_base)
         packet.pts = None if packet.pts is None else packet.pts - ticks
         packet.dts = None if packet.dts is None else packet.dts - ticks
 
 
-class _Pictures:
+class _FrameSource:
     """Decodes packets to frames that are upright and scaled."""
 
     def __init__(self, video: Any, recipe: Recipe) -> None:
@@ -119,7 +124,7 @@ class _Pictures:
         self._last: int | None = None
         self._next_cut = Fraction(0)
 
-    def of(self, packet: Any, picture: Any) -> Iterator[Any]:
+    def frames_of(self, packet: Any, picture: Any) -> Iterator[Any]:
         try:
             decoded = packet.decode()
         except av.error.FFmpegError as error:
@@ -130,10 +135,10 @@ class _Pictures:
             if frame.is_corrupt:
                 raise CorruptionError(f"a picture is damaged, at time stamp {frame.pts}")
             self.count += 1
-            probe._check_frames(self.count)
-            yield self._finished(frame, picture)
+            probe.check_frame_count(self.count)
+            yield self._prepared(frame, picture)
 
-    def _finished(self, frame: Any, picture: Any) -> Any:
+    def _prepared(self, frame: Any, picture: Any) -> Any:
         time = frame.pts if frame.pts is not None else frame.dts
         step = max(1, round(1 / (self.rate * self._video.time_base)))
         if time is None or (self._last is not None and time <= self._last):
@@ -166,7 +171,7 @@ class _Pictures:
         if not self._size[0]:
             self._size = self._target(frame, turn)
         graph = Graph()
-        filters = f"{_TURNS.get(turn, '')}scale={self._size[0]}:{self._size[1]}:flags=bicubic+accurate_rnd+bitexact"
+        filters = f"{_ROTATIONS.get(turn, '')}scale={self._size[0]}:{self._size[1]}:flags=bicubic+accurate_rnd+bitexact"
         source = graph.add_buffer(
             width=frame.width, height=frame.height, format=frame.format, time_base=self._video.time_base
         )
@@ -200,14 +205,14 @@ def _set_up(picture: Any, frame: Any, time_base: Fraction) -> None:
     context.color_primaries, context.color_trc = frame.color_primaries, frame.color_trc
 
 
-def _sound(out: Any, audio: Any) -> _Copied | _Aac:
+def _audio_writer(out: Any, audio: Any) -> _CopiedAudio | _AacAudio:
     try:
-        return _Copied(out.add_stream_from_template(audio, opaque=True))
+        return _CopiedAudio(out.add_stream_from_template(audio, opaque=True))
     except ValueError:
-        return _Aac(out, audio)
+        return _AacAudio(out, audio)
 
 
-class _Copied:
+class _CopiedAudio:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
@@ -221,7 +226,7 @@ class _Copied:
         return []
 
 
-class _Aac:
+class _AacAudio:
     """Encodes audio that the container cannot hold as AAC."""
 
     def __init__(self, out: Any, audio: Any) -> None:
@@ -236,8 +241,10 @@ class _Aac:
             frames = packet.decode()
         except av.error.FFmpegError as error:
             raise CorruptionError(f"a packet of the sound cannot be decoded: {error.strerror}") from error
-        return [made for frame in frames for piece in self._to.resample(frame) for made in self._stream.encode(piece)]
+        return [
+            packet for frame in frames for piece in self._to.resample(frame) for packet in self._stream.encode(piece)
+        ]
 
     def finish(self) -> list[Any]:
-        left = [made for piece in self._to.resample(None) for made in self._stream.encode(piece)]
+        left = [packet for piece in self._to.resample(None) for packet in self._stream.encode(piece)]
         return [*left, *self._stream.encode(None)]

@@ -61,16 +61,16 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """The reason why a sample cannot be packed.
 
-    `code` is that of a Headrace error. `ours` means that its files are not at fault.
+    `code` is that of a Headrace error. `scratch_full` means that its files are not at fault.
     """
 
     path: str
     code: str
     reason: str
-    ours: bool = False
+    scratch_full: bool = False
 
 
-Request = list[tuple[str, str]]
+MemberFiles = list[tuple[str, str]]
 """The extension and the path of each file of one sample."""
 
 
@@ -83,7 +83,7 @@ class Span(msgspec.Struct, frozen=True):
     length: int = -1
 
     @property
-    def named(self) -> str:
+    def display_name(self) -> str:
         """The name in messages to the user."""
         return self.path if self.length < 0 else f"{self.path}: member .{self.ext} at offset {self.offset}"
 
@@ -113,7 +113,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return self.codec is not None or self.container is not None or self.faststart or self.split is not None
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class PrepareTask(msgspec.Struct, frozen=True, kw_only=True):
     """A request to a worker: make samples from the files of the group `key`, with new files in the folder `scratch`.
 
     `caption` becomes the text of a group without a `.txt`. `fields`, a JSON object, is merged into its `.json`.
@@ -127,18 +127,18 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     fields: str | None = None
 
 
-Answer = Description | Failure
-Outcome = Prepared | Failure
+DescribeResult = Description | Failure
+PrepareResult = Prepared | Failure
 
 
-def encode_other(value: object) -> str:
+def enc_hook(value: object) -> str:
     """msgspec's `enc_hook` for the types in index rows."""
     if isinstance(value, Fraction):
         return f"{value.numerator}/{value.denominator}"
     raise NotImplementedError(type(value))
 
 
-def decode_other(kind: type, value: Any) -> object:
+def dec_hook(kind: type, value: Any) -> object:
     """msgspec's `dec_hook` for the types in index rows."""
     if kind is Fraction:
         return Fraction(value)
@@ -148,9 +148,9 @@ def decode_other(kind: type, value: Any) -> object:
 
 
 encode_task = msgspec.msgpack.Encoder().encode
-decode_task = msgspec.msgpack.Decoder(Task).decode
-encode_outcome = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
-decode_outcome = msgspec.msgpack.Decoder(Outcome, dec_hook=decode_other).decode
+decode_task = msgspec.msgpack.Decoder(PrepareTask).decode
+encode_outcome = msgspec.msgpack.Encoder(enc_hook=enc_hook).encode
+decode_outcome = msgspec.msgpack.Decoder(PrepareResult, dec_hook=dec_hook).decode
 
 
 CODECS = ("h264",)

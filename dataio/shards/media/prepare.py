@@ -3,7 +3,7 @@
 Invariants: the same files, recipe and library versions give the same samples. New files go only into the task's scratch
 folder, which the packer makes and removes.
 Failure behaviour: `Failure` names the file and the reason. One bad file rejects the whole group. If the scratch folder
-is full, `Failure` says that the file is not at fault (`ours`).
+is full, `Failure` says that the file is not at fault (`scratch_full`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import av.error
 import numpy as np
@@ -29,17 +29,33 @@ from headrace.dataio.shards.media.container import (
     CONVERTED_EXTENSIONS,
     MEDIA_EXTENSIONS,
     VIDEO_EXTENSIONS,
-    is_converted,
+    needs_conversion,
 )
 from headrace.dataio.shards.media.encode import FORMATS, encode, open_output, seconds, start_of
-from headrace.dataio.shards.media.messages import Clip, Failure, Outcome, Prepared, Recipe, Request, Span, Task
-from headrace.dataio.shards.media.text_members import Sample, with_fields
+from headrace.dataio.shards.media.messages import (
+    Clip,
+    Failure,
+    MemberFiles,
+    Prepared,
+    PrepareResult,
+    PrepareTask,
+    Recipe,
+    Span,
+)
+from headrace.dataio.shards.media.text_members import with_fields
 
-_READ = 4 * limits.MIB
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_COPY_BYTES = 4 * limits.MIB
+_SCRATCH_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-def prepare(task: Task) -> Outcome:
+class PreparedFiles(NamedTuple):
+    """A sample made from a group: the suffix of its key, and its files. It is the whole group or one clip."""
+
+    suffix: str
+    files: MemberFiles
+
+
+def prepare(task: PrepareTask) -> PrepareResult:
     """Make the samples of one group of files."""
     spans: dict[str, Span] = {}
     at = task.files[0]
@@ -50,24 +66,24 @@ def prepare(task: Task) -> Outcome:
             spans[_unpacked(at, task.scratch)] = at
         files = _with_manifest([(span.ext, path) for path, span in spans.items()], task)
         at = task.files[0]
-        made = [Sample("", files)]
+        samples = [PreparedFiles("", files)]
         if task.recipe.changes:
             from headrace.dataio.shards.media.prepare import convert
 
-            made = convert(files, task)
+            samples = convert(files, task)
     except HeadraceError as error:
-        return Failure(at.named, error.code, error.message)
+        return Failure(at.display_name, error.code, error.message)
     except OSError as error:
-        if error.errno in _NO_ROOM:
-            return Failure(at.named, CapacityError.code, error.strerror or str(error), ours=True)
-        return Failure(at.named, CorruptionError.code, f"cannot be read or converted: {error.strerror or error}")
+        if error.errno in _SCRATCH_FULL:
+            return Failure(at.display_name, CapacityError.code, error.strerror or str(error), scratch_full=True)
+        return Failure(at.display_name, CorruptionError.code, f"cannot be read or converted: {error.strerror or error}")
     except MemoryError:
-        return Failure(at.named, CapacityError.code, "converting it takes too much memory")
+        return Failure(at.display_name, CapacityError.code, "converting it takes too much memory")
     clips = []
-    for sample in made:
+    for sample in samples:
         answer = describe.describe(sample.files)
         if isinstance(answer, Failure):
-            return Failure(spans.get(answer.path, at).named, answer.code, answer.reason)
+            return Failure(spans.get(answer.path, at).display_name, answer.code, answer.reason)
         clips.append(Clip(suffix=sample.suffix, described=answer))
     return Prepared(tuple(clips))
 
@@ -81,61 +97,63 @@ def _unpacked(span: Span, scratch: str) -> str:
     with open(span.path, "rb") as source, open(path, "wb") as target:
         source.seek(span.offset)
         while left:
-            piece = source.read(min(left, _READ))
-            if not piece:
+            clip_file = source.read(min(left, _COPY_BYTES))
+            if not clip_file:
                 raise CorruptionError("ends inside a member: it changed while it was being packed")
-            target.write(piece)
-            left -= len(piece)
+            target.write(clip_file)
+            left -= len(clip_file)
     return path
 
 
-def _with_manifest(files: Request, task: Task) -> Request:
+def _with_manifest(files: MemberFiles, task: PrepareTask) -> MemberFiles:
     """Return the files with the manifest's caption and fields added."""
-    there = dict(files)
-    if task.caption is not None and "txt" not in there:
-        there["txt"] = os.path.join(task.scratch, "manifest.txt")
-        Path(there["txt"]).write_text(task.caption, "utf-8")
+    by_ext = dict(files)
+    if task.caption is not None and "txt" not in by_ext:
+        by_ext["txt"] = os.path.join(task.scratch, "manifest.txt")
+        Path(by_ext["txt"]).write_text(task.caption, "utf-8")
     if task.fields is not None:
-        there["json"] = with_fields(there.get("json"), json.loads(task.fields), task.scratch)
-    return sorted(there.items())
+        by_ext["json"] = with_fields(by_ext.get("json"), json.loads(task.fields), task.scratch)
+    return sorted(by_ext.items())
 
 
 # --- recipes
 
-_PICTURES = VIDEO_EXTENSIONS | CONVERTED_EXTENSIONS
+_VIDEO_FILES = VIDEO_EXTENSIONS | CONVERTED_EXTENSIONS
 
 
-def convert(files: Request, task: Task) -> list[Sample]:
+def convert(files: MemberFiles, task: PrepareTask) -> list[PreparedFiles]:
     """Apply the task's recipe to `files` and return the samples. New files go into the task's scratch folder."""
     recipe = task.recipe
     media = [(ext, path) for ext, path in files if ext in MEDIA_EXTENSIONS]
     media = media or [(ext, path) for ext, path in files if ext in CONVERTED_EXTENSIONS]
-    pictures = [(ext, path) for ext, path in media if ext in _PICTURES and _has_pictures(path)]
-    if not pictures:
-        return [Sample("", files)]
+    videos = [(ext, path) for ext, path in media if ext in _VIDEO_FILES and _has_video(path)]
+    if not videos:
+        return [PreparedFiles("", files)]
     if recipe.split is not None and len(media) > 1:
         names = ", ".join(ext for ext, _ in media)
         raise UnsupportedError(f"a sample with several media files ({names}) cannot be split")
-    rest = [item for item in files if item not in pictures]
-    made = [_one(ext, path, recipe, os.path.join(task.scratch, str(n))) for n, (ext, path) in enumerate(pictures)]
+    rest = [item for item in files if item not in videos]
+    samples = [
+        _convert_file(ext, path, recipe, os.path.join(task.scratch, str(n))) for n, (ext, path) in enumerate(videos)
+    ]
     if recipe.split is None:
-        changed = [(ext, pieces[0].path) for ext, pieces in made]
+        changed = [(ext, clip_files[0].path) for ext, clip_files in samples]
         if len({ext for ext, _ in changed + rest}) < len(files):
             raise UnsupportedError("two of its files would become the same member")
-        return [Sample("", sorted(changed + rest))]
-    (ext, pieces), subtitles = made[0], dict(rest).get("vtt")
+        return [PreparedFiles("", sorted(changed + rest))]
+    (ext, clip_files), subtitles = samples[0], dict(rest).get("vtt")
     cues = None if subtitles is None else text_members.read(subtitles)
-    return [_clip(task, n, ext, piece, rest, cues) for n, piece in enumerate(pieces)]
+    return [_clip_of(task, n, ext, clip_file, rest, cues) for n, clip_file in enumerate(clip_files)]
 
 
-def _has_pictures(path: str) -> bool:
+def _has_video(path: str) -> bool:
     with open(path, "rb") as file:
-        probe._check_file(file, os.fstat(file.fileno()).st_size)
-    with probe._open(f"file:{path}") as container:
-        return probe._pick_video(container) is not None
+        probe.check_file(file, os.fstat(file.fileno()).st_size)
+    with probe.open_container(f"file:{path}") as container:
+        return probe.pick_video(container) is not None
 
 
-def _one(ext: str, path: str, recipe: Recipe, stem: str) -> tuple[str, list[Piece]]:
+def _convert_file(ext: str, path: str, recipe: Recipe, stem: str) -> tuple[str, list[ClipFile]]:
     target = recipe.container or ("mp4" if recipe.codec else ext)
     if target not in FORMATS:
         raise UnsupportedError(f"{target} files are not written; choose a container with --remux")
@@ -143,38 +161,43 @@ def _one(ext: str, path: str, recipe: Recipe, stem: str) -> tuple[str, list[Piec
         encoded = f"{stem}-encoded.{target}"
         encode(path, encoded, target, recipe)
         if recipe.split is None:
-            return target, [Piece(encoded, 0.0, 0.0)]
+            return target, [ClipFile(encoded, 0.0, 0.0)]
         path = encoded
-    pieces = remux(path, stem, target, faststart=recipe.faststart, split=recipe.split)
+    clip_files = remux(path, stem, target, faststart=recipe.faststart, split=recipe.split)
     if recipe.codec is not None:
         os.unlink(path)
-    return target, pieces
+    return target, clip_files
 
 
-def _clip(
-    task: Task, number: int, ext: str, piece: Piece, rest: Request, cues: list[text_members.Cue] | None
-) -> Sample:
-    files = {ext: piece.path, **dict(rest)}
+def _clip_of(
+    task: PrepareTask,
+    number: int,
+    ext: str,
+    clip_file: ClipFile,
+    rest: MemberFiles,
+    cues: list[text_members.Cue] | None,
+) -> PreparedFiles:
+    files = {ext: clip_file.path, **dict(rest)}
     name = f"{number:04}"
     if cues is not None:
         files["vtt"] = os.path.join(task.scratch, f"{name}.vtt")
         Path(files["vtt"]).write_text(
-            text_members.cut(cues, round(piece.start * 1000), round(piece.end * 1000)), "utf-8"
+            text_members.cut(cues, round(clip_file.start * 1000), round(clip_file.end * 1000)), "utf-8"
         )
-    times = {"clip_of": task.key, "clip_start": round(piece.start, 6), "clip_end": round(piece.end, 6)}
+    times = {"clip_of": task.key, "clip_start": round(clip_file.start, 6), "clip_end": round(clip_file.end, 6)}
     files["json"] = with_fields(files.get("json"), times, task.scratch, name)
-    return Sample(f"-{name}", sorted(files.items()))
+    return PreparedFiles(f"-{name}", sorted(files.items()))
 
 
 # --- copying streams
 
-_OPEN = 64
-_NEAR = 0.002
+_MAX_OPEN_CLIPS = 64
+_TIME_TOLERANCE = 0.002
 """The seconds by which a copy's times may differ. Some containers store milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ClipFile:
     """One file written, and the part of the source that it shows, in seconds of the source's time."""
 
     path: str
@@ -182,23 +205,23 @@ class Piece:
     end: float
 
 
-def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | None) -> list[Piece]:
+def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | None) -> list[ClipFile]:
     """Copy the file at `source` to `<stem>-0000.<ext>`.
 
     With `split`, cut it into this and further files of at least so many seconds each.
     """
-    other = is_converted(source)
+    other = needs_conversion(source)
     try:
-        with probe._open(f"file:{source}") as container:
-            cuts = _cuts(container, split, to_zero=other)
-        with probe._open(f"file:{source}") as container:
-            pieces = _Copy(container, cuts, stem, ext, faststart).run()
+        with probe.open_container(f"file:{source}") as container:
+            cuts = _find_cuts(container, split, to_zero=other)
+        with probe.open_container(f"file:{source}") as container:
+            clip_files = _StreamCopier(container, cuts, stem, ext, faststart).run()
         if other:
-            _compare(source, pieces)
+            _check_same_pictures(source, clip_files)
     except av.error.FFmpegError as error:
         reason = f"its streams cannot be copied into {ext}: {error.strerror}; --transcode or another container may do"
         raise CorruptionError(reason) from error
-    return pieces
+    return clip_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +233,8 @@ class _Cuts:
     end: int
 
 
-def _cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
-    video = probe._pick_video(container)
+def _find_cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
+    video = probe.pick_video(container)
     begin = round(start_of(container) / video.time_base) if to_zero else 0
     times, keys, end = list[int](), list[bool](), 0
     for packet in container.demux(video):
@@ -219,34 +242,34 @@ def _cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
             continue
         if packet.pts is None or packet.dts is None:
             raise UnsupportedError("its packets have no times, so they cannot be copied; use --transcode")
-        _check(packet)
+        _check_packet(packet)
         times.append(packet.pts)
         keys.append(packet.is_keyframe and not packet.is_discard)
-        probe._check_frames(len(times))
+        probe.check_frame_count(len(times))
         end = max(end, packet.pts + (packet.duration or 0))
     if not times:
         raise CorruptionError("the file holds no frames")
-    chosen = _choose(times, keys, None if split is None else seconds(split) / video.time_base)
+    chosen = _choose_cuts(times, keys, None if split is None else seconds(split) / video.time_base)
     starts = (min(times), *(times[i] for i in chosen[1:]))
     return _Cuts(tuple(chosen), starts if len(chosen) > 1 else (begin,), end)
 
 
-def _compare(source: str, pieces: list[Piece]) -> None:
+def _check_same_pictures(source: str, clip_files: list[ClipFile]) -> None:
     """Raise `UnsupportedError` unless pieces and source decode to the same pictures at the same, increasing times."""
     last = float("-inf")
-    copied = (one for piece in pieces for one in _pictures(piece.path, piece.start))
-    for before, after in zip_longest(_pictures(source, 0.0), copied):
+    copied = (one for clip_file in clip_files for one in _decoded_pictures(clip_file.path, clip_file.start))
+    for before, after in zip_longest(_decoded_pictures(source, 0.0), copied):
         same = before is not None and after is not None and np.array_equal(before[1], after[1])
-        if not same or abs(before[0] - after[0]) > _NEAR or after[0] <= last:
+        if not same or abs(before[0] - after[0]) > _TIME_TOLERANCE or after[0] <= last:
             raise UnsupportedError("a copy of its streams would not show the same; use --transcode")
         last = after[0]
 
 
-def _pictures(path: str, start: float) -> Iterator[tuple[float, Any]]:
+def _decoded_pictures(path: str, start: float) -> Iterator[tuple[float, Any]]:
     """Yield the time and the pixels of each picture."""
-    with probe._open(f"file:{path}") as container:
-        video = probe._pick_video(container)
-        probe._prepare(video)
+    with probe.open_container(f"file:{path}") as container:
+        video = probe.pick_video(container)
+        probe.configure_decoder(video)
         for frame in container.decode(video):
             if frame.is_corrupt:
                 raise CorruptionError(f"a picture is damaged, at time stamp {frame.pts}")
@@ -255,12 +278,12 @@ def _pictures(path: str, start: float) -> Iterator[tuple[float, Any]]:
             yield start + float(frame.pts * video.time_base), frame.to_ndarray()
 
 
-def _check(packet: Any) -> None:
+def _check_packet(packet: Any) -> None:
     if packet.is_corrupt:  # a copy would hide the damage
         raise CorruptionError(f"a packet is damaged, at time stamp {packet.pts}")
 
 
-def _choose(times: list[int], keys: list[bool], least: Fraction | None) -> list[int]:
+def _choose_cuts(times: list[int], keys: list[bool], least: Fraction | None) -> list[int]:
     """Return the packets at which clips begin.
 
     A clip begins at least `least` ticks after the clip before, and only where a cut loses nothing.
@@ -278,16 +301,16 @@ def _choose(times: list[int], keys: list[bool], least: Fraction | None) -> list[
     return chosen
 
 
-class _Copy:
+class _StreamCopier:
     """Copies each packet to its clip in one pass over the file. It closes a clip when both streams have passed it."""
 
     def __init__(self, container: Any, cuts: _Cuts, stem: str, ext: str, faststart: bool) -> None:
-        self._container, self._cuts, self._stem, self._ext, self._faststart = container, cuts, stem, ext, faststart
-        self._video, self._audio = probe._pick_video(container), probe._pick_audio(container)
+        self._container, self._find_cuts, self._stem, self._ext, self._faststart = container, cuts, stem, ext, faststart
+        self._video, self._audio = probe.pick_video(container), probe.pick_audio(container)
         self._open: dict[int, tuple[Any, dict[int, Any]]] = {}
         self._seconds = [time * self._video.time_base for time in cuts.times]
 
-    def run(self) -> list[Piece]:
+    def run(self) -> list[ClipFile]:
         streams = [s for s in (self._video, self._audio) if s is not None]
         reached = dict.fromkeys((s.index for s in streams), 0)
         number = 0
@@ -295,9 +318,9 @@ class _Copy:
             for packet in self._container.demux(streams):
                 if not packet.size or packet.dts is None:
                     continue
-                _check(packet)
+                _check_packet(packet)
                 index = packet.stream_index
-                clip = self._clip(packet, number)
+                clip = self._clip_of(packet, number)
                 number += index == self._video.index
                 reached[index] = max(reached[index], clip)
                 self._mux(packet, clip)
@@ -306,11 +329,11 @@ class _Copy:
         finally:
             for out, _ in self._open.values():
                 out.close()
-        return [self._piece(clip) for clip in range(len(self._cuts.packets))]
+        return [self._piece(clip) for clip in range(len(self._find_cuts.packets))]
 
-    def _clip(self, packet: Any, number: int) -> int:
+    def _clip_of(self, packet: Any, number: int) -> int:
         if packet.stream_index == self._video.index:
-            return bisect_right(self._cuts.packets, number) - 1
+            return bisect_right(self._find_cuts.packets, number) - 1
         seconds = (packet.pts if packet.pts is not None else packet.dts) * packet.time_base
         return max(0, bisect_right(self._seconds, seconds) - 1)
 
@@ -324,7 +347,7 @@ class _Copy:
         out.mux(packet)
 
     def _begin(self, clip: int) -> tuple[Any, dict[int, Any]]:
-        if len(self._open) >= _OPEN:
+        if len(self._open) >= _MAX_OPEN_CLIPS:
             raise CorruptionError("sound and pictures lie too far apart in the file for it to be split")
         out = open_output(self._path(clip), self._ext, faststart=self._faststart)
         streams = {}
@@ -342,6 +365,6 @@ class _Copy:
     def _path(self, clip: int) -> str:
         return f"{self._stem}-{clip:04}.{self._ext}"
 
-    def _piece(self, clip: int) -> Piece:
-        ends = [*self._seconds[1:], self._cuts.end * self._video.time_base]
-        return Piece(self._path(clip), float(self._seconds[clip]), float(ends[clip]))
+    def _piece(self, clip: int) -> ClipFile:
+        ends = [*self._seconds[1:], self._find_cuts.end * self._video.time_base]
+        return ClipFile(self._path(clip), float(self._seconds[clip]), float(ends[clip]))

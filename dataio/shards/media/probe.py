@@ -24,7 +24,7 @@ Invariants:
   loaders leave it to libav.
 * At least one frame was decoded. A file that cannot be decoded at all is rejected. `probe` does not look for damage
   further inside the file. Such a file passes, and the loader that finds the damage quarantines the sample.
-* Only the listed demuxers may open a file (others for a file that will be converted: `container.is_converted`). No
+* Only the listed demuxers may open a file (others for a file that will be converted: `container.needs_conversion`). No
   demuxer may open a second file or an address.
 * No frame of more than `limits.FRAME_PIXELS` is decoded, not even while the file is opened. The values in the container
   and in the bitstream are not trusted. At most `limits.VIDEO_FRAMES` frames and `limits.AUDIO_VALUES` audio values are
@@ -56,22 +56,22 @@ from av.video.frame import VideoFrame
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.shards.media.bitstream import is_shown, length_size, starts_clean
-from headrace.dataio.shards.media.container import CONVERTED_DEMUXERS, DEMUXERS, check_complete, is_converted
+from headrace.dataio.shards.media.container import CONVERTED_DEMUXERS, DEMUXERS, check_complete, needs_conversion
 from headrace.dataio.shards.media.images import color_of
-from headrace.dataio.shards.pieces import size_for
+from headrace.dataio.shards.pieces import piece_size
 from headrace.dataio.shards.sample import AudioInfo, KeyFrame, SoundMark, VideoInfo
 
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
-_DECODING = {"max_pixels": str(limits.FRAME_PIXELS)}
-DECODING_SOUND = {"err_detect": "crccheck+explode"}
+_DECODE_OPTIONS = {"max_pixels": str(limits.FRAME_PIXELS)}
+AUDIO_DECODE_OPTIONS = {"err_detect": "crccheck+explode"}
 """With these options, decoders report the damage that they notice instead of decoding it.
 
 For FLAC, they compare checksums.
 """
-MARK_BYTES, MOST_MARKS = 64 * limits.KIB, 128
+MARK_BYTES, MAX_MARKS = 64 * limits.KIB, 128
 """The least distance between marked audio packets in a file, and about the most marks."""
-_LEAST_RATE = Fraction(1, 1000)
+_MIN_FRAME_RATE = Fraction(1, 1000)
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -108,14 +108,14 @@ def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> 
     path.
     """
     if isinstance(source, bytes):
-        return _probe_open(_check_file(io.BytesIO(source), len(source)), ext or "")
+        return _probe_open(check_file(io.BytesIO(source), len(source)), ext or "")
     path = Path(source)
     try:
         info = path.stat()
         if not stat.S_ISREG(info.st_mode):
             raise UnsupportedError("not a regular file")
         with path.open("rb") as file:
-            _check_file(file, info.st_size)
+            check_file(file, info.st_size)
     except FileNotFoundError as error:
         raise NotFoundError("no such file") from error
     except PermissionError as error:
@@ -125,19 +125,19 @@ def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> 
     return _probe_open(f"file:{path}", path.suffix[1:].lower() if ext is None else ext)
 
 
-def _check_file(file: Any, size: int) -> Any:
+def check_file(file: Any, size: int) -> Any:
     if not size:
         raise CorruptionError("the file is empty (zero length)")
     check_complete(file, size)
     return file
 
 
-def _open(source: Any) -> Any:
+def open_container(source: Any) -> Any:
     if hasattr(source, "seek"):
         source.seek(0)
-    demuxers = CONVERTED_DEMUXERS if isinstance(source, str) and is_converted(source) else DEMUXERS
+    demuxers = CONVERTED_DEMUXERS if isinstance(source, str) and needs_conversion(source) else DEMUXERS
     try:
-        options = {"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODING}
+        options = {"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODE_OPTIONS}
         return av.open(source, metadata_errors="replace", options=options)  # titles are not always UTF-8
     except av.error.ArgumentError as error:
         raise UnsupportedError(f"not one of the containers {_CONTAINERS}") from error
@@ -146,31 +146,31 @@ def _open(source: Any) -> Any:
 
 
 def _probe_open(source: Any, ext: str) -> Probe:
-    with _open(source) as container:
-        video, audio = _pick_video(container), _pick_audio(container)
+    with open_container(source) as container:
+        video, audio = pick_video(container), pick_audio(container)
         if video is None and audio is None:
             raise UnsupportedError("the file holds no video or audio stream that can be decoded")
         if video is not None:
-            _check_video(video)
+            check_video(video)
         try:
-            packets, first, sound = _demux(container, video, audio)
+            packets, first, audio_counter = _demux(container, video, audio)
         except av.error.FFmpegError as error:
             raise CorruptionError(f"cannot be demuxed to its end: {error.strerror}") from error
         video_info = None if video is None else _video_info(source, ext, container, video, packets, first)
-        audio_info = None if audio is None else sound.info(ext, audio)
-        return _result(container, video_info, audio_info, sound.errors, sum(p.unclean for p in packets))
+        audio_info = None if audio is None else audio_counter.info(ext, audio)
+        return _result(container, video_info, audio_info, audio_counter.errors, sum(p.unclean for p in packets))
 
 
-def _check_video(stream: Any) -> None:
+def check_video(stream: Any) -> None:
     context = stream.codec_context
     if context.width * context.height > limits.FRAME_PIXELS:
         raise UnsupportedError(
             f"its pictures of {context.width}x{context.height} have more than {limits.FRAME_PIXELS} pixels"
         )
-    _check_frames(stream.frames)
+    check_frame_count(stream.frames)
 
 
-def _check_frames(count: int) -> None:
+def check_frame_count(count: int) -> None:
     if count > limits.VIDEO_FRAMES:
         raise UnsupportedError(f"it has more than {limits.VIDEO_FRAMES} frames; split it")
 
@@ -197,7 +197,7 @@ def _result(container: Any, video: VideoInfo | None, audio: AudioInfo | None, au
     return Probe(container.format.name, seconds, video, audio, tuple(notes))
 
 
-def _pick_video(container: Any) -> Any:
+def pick_video(container: Any) -> Any:
     def rank(stream: Any) -> tuple[int, bool, int]:
         area = stream.codec_context.width * stream.codec_context.height
         return area, bool(stream.disposition & Disposition.default), -stream.index
@@ -206,7 +206,7 @@ def _pick_video(container: Any) -> Any:
     return max(usable, key=rank, default=None)
 
 
-def _pick_audio(container: Any) -> Any:
+def pick_audio(container: Any) -> Any:
     def rank(stream: Any) -> tuple[bool, int, int, int]:
         context = stream.codec_context
         return bool(stream.disposition & Disposition.default), context.channels, context.sample_rate, -stream.index
@@ -214,7 +214,7 @@ def _pick_audio(container: Any) -> Any:
     return max((s for s in container.streams.audio if s.codec_context), key=rank, default=None)
 
 
-class _Sound:
+class _AudioCounter:
     """Counts the samples that the audio decoder outputs.
 
     It takes the sample rate and the channels from the output, too, since headers may state both wrongly (HE-AAC). It
@@ -226,7 +226,7 @@ class _Sound:
         self.samples = self.errors = self.rate = self.channels = 0
         self._start = 0
         self._marks, self._last = list[SoundMark](), SoundMark(-1, 0)
-        self._apart, self._size = max(MARK_BYTES, size // MOST_MARKS), size
+        self._mark_distance, self._size = max(MARK_BYTES, size // MAX_MARKS), size
 
     def feed(self, packet: Any) -> None:
         try:
@@ -249,10 +249,10 @@ class _Sound:
 
         If several packets lie at one place, as on a page of Ogg, only the first counts.
         """
-        if not packet.size or packet.pts is None or not self._last.at < _place(packet) < self._size:
+        if not packet.size or packet.pts is None or not self._last.at < _packet_offset(packet) < self._size:
             return
-        self._last = SoundMark(_place(packet), packet.pts)
-        if not self._marks or self._last.at >= self._marks[-1].at + self._apart:
+        self._last = SoundMark(_packet_offset(packet), packet.pts)
+        if not self._marks or self._last.at >= self._marks[-1].at + self._mark_distance:
             self._marks.append(self._last)
 
     def info(self, ext: str, stream: Any) -> AudioInfo | None:
@@ -268,21 +268,21 @@ class _Sound:
         )
 
 
-def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], VideoFrame | None, _Sound]:
+def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], VideoFrame | None, _AudioCounter]:
     """Read the file once: collect all video packets, decode the first frame, and decode and count all audio."""
     packets: list[_Packet] = []
     first: VideoFrame | None = None
-    sound = _Sound(container.size)
+    audio_counter = _AudioCounter(container.size)
     for stream in (video, audio):
         if stream is not None:
-            _prepare(stream)
+            configure_decoder(stream)
     if audio is not None:
-        audio.codec_context.options = DECODING_SOUND
+        audio.codec_context.options = AUDIO_DECODE_OPTIONS
     codec = "" if video is None else video.codec_context.codec.canonical_name
     units = 0 if video is None else length_size(codec, video.codec_context.extradata)
     for packet in container.demux([s for s in (video, audio) if s is not None]):
         if audio is not None and packet.stream.index == audio.index:  # the stream_index of a flush packet is always 0
-            sound.feed(packet)
+            audio_counter.feed(packet)
             continue
         first = first or next(_decode(packet), None)
         if packet.size:
@@ -291,10 +291,10 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
             picture = codec == "mjpeg" and _is_jpeg(data)
             key = marked and starts_clean(codec, data, units)
             packets.append(
-                _Packet(packet.pts, packet.duration or 0, key, shown, picture, _place(packet), marked != key)
+                _Packet(packet.pts, packet.duration or 0, key, shown, picture, _packet_offset(packet), marked != key)
             )
-            _check_frames(len(packets))
-    return packets, first, sound
+            check_frame_count(len(packets))
+    return packets, first, audio_counter
 
 
 def _is_jpeg(data: memoryview) -> bool:
@@ -302,9 +302,9 @@ def _is_jpeg(data: memoryview) -> bool:
     return bytes(data[:2]) == b"\xff\xd8" and b"\xff\xd9" in bytes(data[-16:])
 
 
-def _prepare(stream: Any) -> None:
+def configure_decoder(stream: Any) -> None:
     stream.codec_context.thread_count = 1  # the pool already has a process per core
-    stream.codec_context.options = _DECODING
+    stream.codec_context.options = _DECODE_OPTIONS
 
 
 def _decode(packet: Any) -> Iterator[VideoFrame]:
@@ -319,14 +319,16 @@ def _video_info(
 ) -> VideoInfo:
     if first is None:
         raise CorruptionError(f"no frame of the video stream can be decoded within {limits.FRAME_PIXELS} pixels")
-    believed = "avi" not in container.format.name or all(packet.picture for packet in packets)  # AVI has empty packets
-    counted = _count_packets(stream, packets) if believed else None
+    packets_are_frames = "avi" not in container.format.name or all(
+        packet.picture for packet in packets
+    )  # AVI has empty packets
+    counted = _count_packets(stream, packets) if packets_are_frames else None
     frames, keys, start, end = counted or _count_by_decoding(source, stream, packets)
-    keys = _placed(keys, packets, container.size)
+    keys = _with_offsets(keys, packets, container.size)
     rate = stream.average_rate or stream.guessed_rate or Fraction(0)
     if end <= start:  # the last frame's own duration is unknown
         end = start + 1
-    if rate < _LEAST_RATE:
+    if rate < _MIN_FRAME_RATE:
         rate = Fraction(frames, 1) / ((end - start) * stream.time_base)
     return VideoInfo(
         ext=ext,
@@ -371,13 +373,13 @@ def _count_packets(stream: Any, packets: list[_Packet]) -> _Count | None:
     return len(shown), key_frames, shown[0], end if end > shown[-1] else shown[-1] + step
 
 
-def _place(packet: Any) -> int:
+def _packet_offset(packet: Any) -> int:
     return -1 if packet.pos is None else packet.pos
 
 
-def _placed(keys: tuple[KeyFrame, ...], packets: list[_Packet], size: int) -> tuple[KeyFrame, ...]:
+def _with_offsets(keys: tuple[KeyFrame, ...], packets: list[_Packet], size: int) -> tuple[KeyFrame, ...]:
     """Return the key frames with the places of their packets, if a file of `size` bytes may be read in part."""
-    if size_for(size) is None:
+    if piece_size(size) is None:
         return keys
     places = {p.pts: p.at for p in packets if p.key and 0 <= p.at < size}
     return tuple(KeyFrame(key.pts, key.index, places.get(key.pts, -1)) for key in keys)
@@ -386,9 +388,9 @@ def _placed(keys: tuple[KeyFrame, ...], packets: list[_Packet], size: int) -> tu
 def _count_by_decoding(source: Any, stream: Any, packets: list[_Packet]) -> _Count:
     unclean = {p.pts for p in packets if p.unclean}
     keys, times, end, count = [], [], 0, 0
-    with _open(source) as container:
+    with open_container(source) as container:
         again = container.streams[stream.index]
-        _prepare(again)
+        configure_decoder(again)
         for packet in container.demux(again):
             for frame in _decode(packet):
                 pts = frame.pts if frame.pts is not None else frame.dts
@@ -398,6 +400,6 @@ def _count_by_decoding(source: Any, stream: Any, packets: list[_Packet]) -> _Cou
                     if frame.key_frame and pts not in unclean:
                         keys.append(KeyFrame(pts, count))
                 count += 1
-                _check_frames(count)
+                check_frame_count(count)
     start = min(times, default=0)
     return count, tuple(keys) or (KeyFrame(start, 0),), start, end

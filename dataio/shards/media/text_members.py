@@ -13,12 +13,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.json import parse_json
-from headrace.dataio.shards.media.messages import TEXT_BYTES, Request
+from headrace.dataio.shards.media.messages import TEXT_BYTES
 
 _TIME = r"(?:(\d{2,6}):)?([0-5]\d):([0-5]\d)\.(\d{3})"
 _TIMING = re.compile(rf"{_TIME}[ \t]+-->[ \t]+{_TIME}(?:[ \t].*)?")
@@ -57,13 +56,13 @@ def parse(text: str) -> list[Cue]:
 
 def words(cues: list[Cue]) -> str:
     """Return the words of the cues as one text. A line that repeats the line before (rolling captions) occurs once."""
-    said: list[str] = []
+    lines_out: list[str] = []
     for cue in cues:
         for line in cue.text.split("\n"):
             plain = " ".join(_TAG.sub("", line).split())
-            if plain and (not said or said[-1] != plain):
-                said.append(plain)
-    return " ".join(said)
+            if plain and (not lines_out or lines_out[-1] != plain):
+                lines_out.append(plain)
+    return " ".join(lines_out)
 
 
 def cut(cues: list[Cue], start: int, end: int) -> str:
@@ -99,13 +98,6 @@ def _clock(milliseconds: int) -> str:
 
 
 # --- JSON
-
-
-class Sample(NamedTuple):
-    """A sample made from a group: the suffix of its key, and its files. It is the whole group or one clip."""
-
-    suffix: str
-    files: Request
 
 
 def with_fields(path: str | None, fields: Mapping[str, object], folder: str, name: str = "manifest") -> str:

@@ -158,9 +158,9 @@ class _Worker:
             raise CorruptionError("reading it made the decoder answer nonsense") from error
         except (EOFError, OSError, ValueError) as error:
             self.kill()
-            raise CorruptionError(f"reading it crashed the decoder ({self._end()})") from error
+            raise CorruptionError(f"reading it crashed the decoder ({self._exit_reason()})") from error
 
-    def _end(self) -> str:
+    def _exit_reason(self) -> str:
         code = self._process.wait()
         with contextlib.suppress(ValueError):
             return signal.Signals(-code).name
@@ -175,7 +175,7 @@ class _Worker:
     def _read(self, length: int, deadline: float) -> bytes:
         data = bytearray()
         while len(data) < length:
-            _wait(self._out, select.POLLIN, deadline)
+            _wait_for(self._out, select.POLLIN, deadline)
             chunk = os.read(self._out, length - len(data))
             if not chunk:
                 raise EOFError
@@ -185,7 +185,7 @@ class _Worker:
     def _write(self, data: bytes, deadline: float) -> None:
         left = memoryview(data)
         while left:
-            _wait(self._in, select.POLLOUT, deadline)
+            _wait_for(self._in, select.POLLOUT, deadline)
             with contextlib.suppress(BlockingIOError):
                 left = left[os.write(self._in, left) :]
 
@@ -209,7 +209,7 @@ class _Worker:
                     pipe.close()
 
 
-def _wait(fd: int, event: int, deadline: float) -> None:
+def _wait_for(fd: int, event: int, deadline: float) -> None:
     """Wait until the pipe can be read or written, or its other end is closed."""
     poll = select.poll()
     poll.register(fd, event)

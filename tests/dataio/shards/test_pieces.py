@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from headrace.dataio.core import limits
 from headrace.dataio.shards import pieces as cut
-from headrace.dataio.shards.pieces import Hasher, fault, is_right, runs, size_for
+from headrace.dataio.shards.pieces import Hasher, find_fault, matches, piece_size, runs
 from headrace.dataio.shards.sample import Pieces
 
 
 def test_short_files_have_no_pieces() -> None:
-    assert size_for(0) is None
-    assert size_for(limits.MIB - 1) is None
+    assert piece_size(0) is None
+    assert piece_size(limits.MIB - 1) is None
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ def test_short_files_have_no_pieces() -> None:
     ],
 )
 def test_pieces_are_as_small_as_2048_of_them_can_be(length: int, size: int) -> None:
-    assert size_for(length) == size
+    assert piece_size(length) == size
 
 
 @given(st.integers(limits.MIB, 1 << 50))
 def test_a_size_is_the_least_power_of_two_with_few_enough_pieces(length: int) -> None:
-    size = size_for(length)
+    size = piece_size(length)
     assert size is not None
     assert size & (size - 1) == 0
     assert -(-length // size) <= cut.MOST
@@ -51,8 +51,8 @@ def test_one_pass_over_chunks_of_any_size_gives_the_digests_of_the_whole_and_of_
     assert found == Pieces(size, b"".join(xxhash.xxh3_64_intdigest(one).to_bytes(8, "little") for one in slices))
     assert hasher.whole() == plain.whole() == xxhash.xxh3_64_intdigest(whole)
     assert plain.pieces() is None
-    assert not fault(found, len(whole))
-    assert all(is_right(found, number, one) for number, one in enumerate(slices))
+    assert not find_fault(found, len(whole))
+    assert all(matches(found, number, one) for number, one in enumerate(slices))
 
 
 def test_a_piece_is_right_only_where_it_belongs_and_as_long_as_it_was() -> None:
@@ -60,9 +60,9 @@ def test_a_piece_is_right_only_where_it_belongs_and_as_long_as_it_was() -> None:
     hasher.update(b"abcdefghij")
     found = hasher.pieces()
     assert found is not None
-    assert is_right(found, 2, b"ij")
+    assert matches(found, 2, b"ij")
     wrong = [(0, b"efgh"), (0, b"abc"), (2, b"ij\0"), (3, b""), (3, b"abcd")]
-    assert not any(is_right(found, number, data) for number, data in wrong)
+    assert not any(matches(found, number, data) for number, data in wrong)
 
 
 @given(st.lists(st.integers(0, 30)))
@@ -91,9 +91,9 @@ def test_runs_are_the_same_pieces_in_order(numbers: list[int]) -> None:
     ],
 )
 def test_pieces_that_cannot_be_meant_are_told(pieces: Pieces, says: str) -> None:
-    assert says in fault(pieces, 12)
+    assert says in find_fault(pieces, 12)
 
 
 def test_pieces_with_a_head_are_sound() -> None:
-    assert not fault(Pieces(8, b"8bytes__" * 2, ((0, 1), (1, 1))), 12)
-    assert not fault(Pieces(8, b"8bytes__" * 2, (), ((3, 0), (11, 1152))), 12)
+    assert not find_fault(Pieces(8, b"8bytes__" * 2, ((0, 1), (1, 1))), 12)
+    assert not find_fault(Pieces(8, b"8bytes__" * 2, (), ((3, 0), (11, 1152))), 12)

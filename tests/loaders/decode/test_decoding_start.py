@@ -238,7 +238,7 @@ def unreferred(number: int, packet: bytes) -> bytes:
 def test_pictures_of_hevc_that_only_a_higher_layer_needs_are_decoded() -> None:
     data = video_corpus.make(video_corpus.Made("", "libx265", "mp4", frames=60, options={"x265-params": X265}))
     with av.open(io.BytesIO(data), "r") as container:
-        layers = [bitstream.layer(memoryview(p), 4) for p in container.demux(video=0) if p.size]
+        layers = [bitstream.temporal_layer(memoryview(p), 4) for p in container.demux(video=0) if p.size]
     assert {layer for layer, _ in layers} == {0, 1}
     # a picture of the lowest layer, in decoding order between one of it and one of the higher: a B-frame that only those refer to
     unreferred.__dict__["numbers"] = {
@@ -249,6 +249,6 @@ def test_pictures_of_hevc_that_only_a_higher_layer_needs_are_decoded() -> None:
     assert len(unreferred.__dict__["numbers"]) > 4
     film = Film(rewritten(data, "mp4", unreferred), "mp4")
     with av.open(io.BytesIO(film.data), "r") as container:
-        changed = [bitstream.layer(memoryview(p), 4) for p in container.demux(video=0) if p.size]
+        changed = [bitstream.temporal_layer(memoryview(p), 4) for p in container.demux(video=0) if p.size]
     assert (0, False) in changed
     film.check([Clip(2, 3), Clip(1)], count=20)

@@ -18,7 +18,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.index import pages
 from headrace.dataio.shards.index.pages import short_digest
-from headrace.dataio.shards.pieces import size_for
+from headrace.dataio.shards.pieces import piece_size
 from headrace.dataio.shards.sample import AudioInfo, Files, KeyFrame, Member, Pieces, Sample, SoundMark
 from headrace.dataio.store.mounts import PREFIX
 from tests.support.any_samples import SHARD, SIZE, apart, long, samples
@@ -221,7 +221,7 @@ def test_an_older_headrace_reads_rows_that_say_where_sound_begins_as_if_they_did
 def test_pieces_and_places_take_less_than_a_ten_thousandth_of_a_long_files_bytes(length: int) -> None:
     """With a key frame every 150 KiB, which is one a second at 1.2 Mbit/s."""
     keys = tuple(KeyFrame(512 * n, 12 * n, 150 * limits.KIB * n + 99) for n in range(length // (150 * limits.KIB)))
-    size = size_for(length)
+    size = piece_size(length)
     assert size is not None
     member = Member("mp4", 512, length, 1, Pieces(size, b"8bytes__" * -(-length // size), ((0, 2),)))
     film = replace(GOOD, members=(member,), video=replace(VIDEO, frames=2**30, key_frames=keys))

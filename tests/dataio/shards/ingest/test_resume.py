@@ -19,7 +19,7 @@ import pytest
 from headrace.dataio import Dataset, Recipe, append, pack
 from headrace.dataio.core.errors import ConflictError
 from headrace.dataio.shards.ingest import plan
-from headrace.dataio.shards.ingest.plan import Journal, Packed
+from headrace.dataio.shards.ingest.plan import Journal, PackedUnit
 from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.sample import Member
 from headrace.dataio.store.open import open_store
@@ -185,7 +185,7 @@ def test_the_plan_depends_on_names_sizes_times_and_settings(make_wav, tmp_path: 
 
 
 def test_a_journal_gives_back_what_was_sealed(tmp_path: Path) -> None:
-    packed = Packed(shards=(), samples=(), skipped=(), notes=("a",), files=1, groups=1, bytes=5)
+    packed = PackedUnit(shards=(), samples=(), skipped=(), notes=("a",), files=1, groups=1, bytes=5)
     with open_store(tmp_path / "store") as store:
         journal = Journal(store, "p")
         assert (journal.begin(3), Journal(store, "p").begin(7)) == (3, 3)

@@ -30,7 +30,7 @@ from headrace.dataio.shards.media.messages import (
     encode_outcome,
 )
 from headrace.dataio.shards.media.probe import Probe
-from headrace.dataio.shards.pieces import Hasher, size_for
+from headrace.dataio.shards.pieces import Hasher, piece_size
 from headrace.dataio.shards.sample import Pieces
 from tests.support.long_media import recorded
 
@@ -265,7 +265,7 @@ def test_long_files_that_are_no_media_have_pieces_too_and_short_ones_beside_them
     (tmp_path / "in" / "a.bin").write_bytes(data)
     with pack(tmp_path / "in", tmp_path / "ds", workers=1) as dataset:
         found = {member.ext: member.pieces for member in dataset.sample(0).members}
-    hasher = Hasher(size_for(len(data)))
+    hasher = Hasher(piece_size(len(data)))
     hasher.update(data)
     assert found == {"bin": hasher.pieces(), "wav": None}
     assert found["bin"] == Pieces(256 * limits.KIB, found["bin"].digests if found["bin"] else b"")

@@ -15,12 +15,12 @@ from headrace.dataio import Dataset, Recipe, pack
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.shards.media import text_members
 from headrace.dataio.shards.media.messages import check_recipe
-from headrace.dataio.shards.media.probe import Probe, _pick_audio, _pick_video, probe
+from headrace.dataio.shards.media.probe import Probe, pick_audio, pick_video, probe
 
 
 def picked(container: Any, kind: str) -> Any:
     """The stream that loaders use."""
-    return _pick_video(container) if kind == "video" else _pick_audio(container)
+    return pick_video(container) if kind == "video" else pick_audio(container)
 
 
 def pictures(data: bytes) -> list[bytes]:
