@@ -3,9 +3,13 @@
 
 Purpose: this module chooses the size of pieces, computes their digests while the bytes are streamed, and verifies
 pieces. It does no I/O.
-Invariants: a file of `MIN_FILE_BYTES` bytes or more has pieces of `MIN_PIECE_BYTES` bytes, or of the smallest larger power of two that
-gives at most `MAX_PIECES` pieces. So the digests of a file take at most 16 KiB. Stored pieces are used only after `find_fault`
-found no find_fault.
+
+Invariants:
+
+* A file of `MIN_FILE_BYTES` or more has pieces. Their size is `MIN_PIECE_BYTES`, or the smallest larger power of two
+  that gives at most `MAX_PIECES` pieces. The digests of a file therefore take at most 16 KiB.
+* Stored pieces are used only after `find_fault` found nothing.
+
 Failure behaviour: none. Callers raise errors that name the file.
 """
 
@@ -29,7 +33,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def piece_size(length: int) -> int | None:
-    """The size of the pieces of a file with this length, in bytes. None if the file has no pieces."""
+    """Return the size of the pieces of a file with this length, in bytes, or None if the file has no pieces."""
     if length < MIN_FILE_BYTES:
         return None
     return max(MIN_PIECE_BYTES, 1 << (-(-length // MAX_PIECES) - 1).bit_length())
@@ -60,11 +64,11 @@ class Hasher:
         self._open = 0
 
     def whole(self) -> int:
-        """The digest of all bytes so far."""
+        """Return the digest of all bytes so far."""
         return self._whole.intdigest()
 
     def pieces(self) -> Pieces | None:
-        """The digests of the pieces. `update` must not be called after this."""
+        """Return the digests of the pieces. Do not call `update` after this."""
         if self._size is None:
             return None
         if self._open:
@@ -73,13 +77,15 @@ class Hasher:
 
 
 def matches(pieces: Pieces, number: int, view: bytes | memoryview) -> bool:
-    """Whether the digest of these bytes is that of piece `number`."""
+    """Return whether these bytes have the digest of piece `number`."""
     return pieces.digests[number * _DIGEST : (number + 1) * _DIGEST] == _digest_bytes(xxhash.xxh3_64_intdigest(view))
 
 
 def first_difference(one: Pieces, other: Pieces) -> int | None:
-    """The first piece whose digests differ, or None. Both must have the same piece size and describe files of one
-    length."""
+    """Return the number of the first piece whose digests differ, or None.
+
+    Both must have the same piece size and describe files of one length.
+    """
     for at in range(0, len(one.digests), _DIGEST):
         if one.digests[at : at + _DIGEST] != other.digests[at : at + _DIGEST]:
             return at // _DIGEST
@@ -98,7 +104,7 @@ def runs(numbers: Iterable[int]) -> Runs:
 
 
 def find_fault(pieces: Pieces, length: int) -> str:
-    """A description of what is invalid in the pieces of a file with this length. Empty if they are valid."""
+    """Return what is invalid in the pieces of a file with this length, or "" if they are valid."""
     size = pieces.size
     if size < 1 or size & (size - 1):
         return f"pieces of {size} bytes, which is no power of two"
