@@ -25,6 +25,7 @@ from av.packet import Packet
 from av.video.stream import VideoStream
 
 from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.media.container import demuxed
 from headrace.dataio.shards.media.probe import AUDIO_DECODE_OPTIONS
 from headrace.dataio.shards.sample import AudioInfo, SoundMark
 from headrace.loaders.audio.excerpts import ogg
@@ -34,7 +35,7 @@ from headrace.loaders.audio.frames import F32 as F32
 from headrace.loaders.audio.frames import Head, Heard, heard, pts
 from headrace.loaders.audio.resample import resampled
 from headrace.loaders.audio.spec import AudioSpec
-from headrace.loaders.decode.trim import demuxed, open_media
+from headrace.loaders.decode.trim import open_media
 from headrace.loaders.fetch.partial_file import Media
 
 T = TypeVar("T")

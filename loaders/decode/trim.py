@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right, insort
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import BinaryIO, TypeAlias, TypeVar, cast
 
 import av
@@ -36,7 +36,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
 from headrace.dataio.shards.media import bitstream
 from headrace.dataio.shards.media.bitstream import is_shown
-from headrace.dataio.shards.media.container import check_complete
+from headrace.dataio.shards.media.container import check_complete, demuxed
 from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
@@ -263,14 +263,6 @@ def _pixels(info: VideoInfo) -> dict[str, str]:
     return {"max_pixels": str(min(most, limits.FRAME_PIXELS))}
 
 
-def demuxed(
-    container: av.container.InputContainer, stream: _Stream
-) -> AbstractContextManager[Iterator[Packet[_Stream]]]:
-    """The stream's packets, in a context that closes the generator. PyAV leaks a packet if a generator is dropped
-    before its end."""
-    return closing(cast("Generator[Packet[_Stream], None, None]", container.demux(stream)))
-
-
 def _is_counted(container: av.container.InputContainer, codec: str) -> bool:
     """Whether packets are not frames or carry their neighbours' stamps: packed B-frames, AVI."""
     return codec not in _ONE_PACKET_ONE_FRAME or ("avi" in container.format.name and codec != "mjpeg")
@@ -327,9 +319,10 @@ def _decoded_times(request: Request) -> list[int]:
     with open_media(request.data, info=request.info) as container:
         stream = _video(container, request.info, request.info.stream)
         stream.codec_context.thread_count = 1
-        for packet in _bounded(container.demux(stream), request):
-            check_cancelled()
-            times += [_NEVER if frame.pts is None else frame.pts for frame in packet.decode()]
+        with demuxed(container, stream) as packets:
+            for packet in _bounded(packets, request):
+                check_cancelled()
+                times += [_NEVER if frame.pts is None else frame.pts for frame in packet.decode()]
         times += [_NEVER if frame.pts is None else frame.pts for frame in stream.codec_context.decode(None)]
     if len(times) != request.info.frames:
         raise CorruptionError(f"{len(times)} frames can be decoded, but the index lists {request.info.frames}")

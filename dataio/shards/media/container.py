@@ -11,10 +11,19 @@ Failure behaviour: `CorruptionError` names the element that ends after the end o
 from __future__ import annotations
 
 import io
-from collections.abc import Collection
-from typing import BinaryIO
+from collections.abc import Collection, Generator, Iterator
+from contextlib import AbstractContextManager, closing
+from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
 from headrace.dataio.core.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from av.audio.stream import AudioStream
+    from av.container import InputContainer
+    from av.packet import Packet
+    from av.video.stream import VideoStream
+
+    _Stream = TypeVar("_Stream", VideoStream, AudioStream, VideoStream | AudioStream)
 
 MEDIA_EXTENSIONS = frozenset(
     [
@@ -139,6 +148,14 @@ def other_videos(extensions: Collection[str], used: str) -> list[str]:
 
 def _last_suffix(ext: str) -> str:
     return ext.rpartition(".")[2]
+
+
+def demuxed(container: InputContainer, *streams: _Stream) -> AbstractContextManager[Iterator[Packet[_Stream]]]:
+    """Return the packets of these streams, in a context that closes the generator.
+
+    PyAV leaks a packet if a generator is dropped before its end, also by an error.
+    """
+    return closing(cast("Generator[Packet[_Stream], None, None]", container.demux(*streams)))
 
 
 def check_complete(file: BinaryIO, size: int) -> None:

@@ -36,6 +36,7 @@ from headrace.dataio.shards.media.container import (
     IMAGE_EXTENSIONS,
     MEDIA_EXTENSIONS,
     check_complete,
+    demuxed,
     unsupported_media,
     unused_media,
 )
@@ -205,20 +206,22 @@ def _find_marks(file_info: FileInfo, probe: Probe) -> _Marks:
     """
     assert file_info.pieces is not None
     assert probe.audio is not None
-    found, piece, length = list[tuple[int, int]](), 0, 0
+    found, piece = list[tuple[int, int]](), 0
+    length: int | None = 0
     with _open_path(file_info.path) as container:
         stream: Any = container.streams[probe.audio.stream]
         tick = stream.time_base * probe.audio.sample_rate
-        for packet in container.demux(stream):
-            if not packet.size:
-                break
-            samples = (packet.pts or 0) * tick
-            length = length or packet.duration
-            if packet.pts is None or packet.pos is None or packet.duration != length or samples.denominator != 1:
-                return ()
-            if packet.pos >= piece * file_info.pieces.size:
-                found.append((packet.pos, int(samples)))
-                piece = packet.pos // file_info.pieces.size + 1
+        with demuxed(container, stream) as packets:
+            for packet in packets:
+                if not packet.size:
+                    break
+                samples = (packet.pts or 0) * tick
+                length = length or packet.duration
+                if packet.pts is None or packet.pos is None or packet.duration != length or samples.denominator != 1:
+                    return ()
+                if packet.pos >= piece * file_info.pieces.size:
+                    found.append((packet.pos, int(samples)))
+                    piece = packet.pos // file_info.pieces.size + 1
     return tuple(found)
 
 
@@ -247,9 +250,8 @@ def _pieces_read(file_info: FileInfo, point: _LookupPoint | None) -> set[int]:
             if point is not None:
                 stream = container.streams[point[0]]
                 container.seek(point[1], stream=stream, backward=True)
-                packets = container.demux(stream)
-                next(packets, None)
-                packets.close()
+                with demuxed(container, stream) as packets:
+                    next(packets, None)
         found |= file.pieces_read
     return found
 

@@ -26,7 +26,7 @@ from av.video.frame import PictureType
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.shards.media import probe
-from headrace.dataio.shards.media.container import needs_conversion
+from headrace.dataio.shards.media.container import demuxed, needs_conversion
 from headrace.dataio.shards.media.messages import Recipe
 
 FORMATS = {"mp4": "mp4", "m4v": "mp4", "mov": "mov", "mkv": "matroska", "webm": "webm"}
@@ -81,20 +81,21 @@ def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
         audio_writer = None if audio is None else _audio_writer(out, audio)
         start_time = start_of(container) if needs_conversion(source) else Fraction(0)
         held: list[Any] = []  # audio before the first picture: the header needs the picture's size
-        for packet in container.demux([s for s in (video, audio) if s is not None]):
-            if packet.is_corrupt:
-                raise CorruptionError(f"a packet is damaged, at time stamp {packet.pts}")
-            _shift_times(packet, start_time)
-            if packet.stream.index == video.index:
-                for frame in frames.frames_of(packet, picture):
-                    out.mux(picture.encode(frame))
-            elif audio_writer is not None:
-                held += audio_writer.feed(packet)
-            if frames.count:
-                out.mux(held)
-                held = []
-            elif len(held) > _MAX_HELD_PACKETS:
-                raise CorruptionError("its pictures begin too far behind its sound")
+        with demuxed(container, *(s for s in (video, audio) if s is not None)) as packets:
+            for packet in packets:
+                if packet.is_corrupt:
+                    raise CorruptionError(f"a packet is damaged, at time stamp {packet.pts}")
+                _shift_times(packet, start_time)
+                if packet.stream.index == video.index:
+                    for frame in frames.frames_of(packet, picture):
+                        out.mux(picture.encode(frame))
+                elif audio_writer is not None:
+                    held += audio_writer.feed(packet)
+                if frames.count:
+                    out.mux(held)
+                    held = []
+                elif len(held) > _MAX_HELD_PACKETS:
+                    raise CorruptionError("its pictures begin too far behind its sound")
         if not frames.count:
             raise CorruptionError("no frame of the video stream can be decoded")
         out.mux(picture.encode(None))

@@ -1,14 +1,17 @@
-"""Images: JPEG, PNG and WebP, each as a video with one frame.
+"""Images: JPEG, PNG and WebP, each as a video with one frame. Also the color properties of decoded frames.
 
-Purpose: `decode` returns the one frame of a file. `probe` describes it for an index row.
+Purpose: `decode` returns the one frame of a file. `probe` describes it for an index row. `color_of` translates libav's
+code points (those of ITU-T H.273) to libav's names, as ffprobe prints them.
 
 Invariants:
 
 * The whole file is decoded strictly. An image that is truncated, or that has damage that its format can detect, is
-  rejected. It is never shown with grey rows.
+  rejected. Grey rows never replace the missing part.
 * An image has no duration: its duration is 0, and its one frame is number 0 at time 0.
 * At most `limits.FRAME_PIXELS` are decoded.
 * Only the demuxers of these three formats may open the file.
+* A color property that the file does not state, or a code point without a name here, is "unknown". The size of the
+  image is never used to guess it.
 
 Failure behaviour: an image that cannot be decoded whole raises `CorruptionError`. Another format, an animation or an
 image that is too large raises `UnsupportedError`.
@@ -32,6 +35,9 @@ from headrace.dataio.shards.sample import Color, KeyFrame, VideoInfo
 _DEMUXERS = "jpeg_pipe,png_pipe,webp_pipe"
 _STRICT = {"max_pixels": str(limits.FRAME_PIXELS), "err_detect": "explode"}
 _JPEG, _JPEG_END, _TAIL = b"\xff\xd8", b"\xff\xd9", 1 << 16
+_WEBP_FLAGS, _WEBP_ANIMATION = 20, 2
+"""The offset of the flags in an extended WebP file, and the flag of an animation."""
+_AS_VIDEO = "make one file of each image, or encode it as a video"
 IMAGE_BYTES = 256 * limits.MIB
 """The largest file that is read as an image, in bytes."""
 
@@ -39,9 +45,11 @@ IMAGE_BYTES = 256 * limits.MIB
 def decode(data: bytes | memoryview) -> VideoFrame:
     """Decode the image in `data`, a whole file."""
     if len(data) > IMAGE_BYTES:
-        raise UnsupportedError(f"a picture of more than {limits.format_bytes(IMAGE_BYTES)}")
+        raise UnsupportedError(f"an image file of more than {limits.format_bytes(IMAGE_BYTES)}")
     if bytes(data[:2]) == _JPEG and _JPEG_END not in bytes(data[-_TAIL:]):  # the decoder would make up the rest
         raise CorruptionError("truncated: the JPEG has no end")
+    if _is_animated_webp(bytes(data[: _WEBP_FLAGS + 1])):
+        raise UnsupportedError(f"an animation, not an image; {_AS_VIDEO}")
     options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **_STRICT}
     try:
         with av.open(io.BytesIO(data), "r", metadata_errors="replace", options=options) as container:
@@ -49,13 +57,20 @@ def decode(data: bytes | memoryview) -> VideoFrame:
             context.options, context.thread_count = _STRICT, 1
             frames = list(itertools.islice(container.decode(container.streams.video[0]), 2))
     except av.error.ArgumentError as error:
-        most = f"or one of more than {limits.FRAME_PIXELS} pixels"
-        raise UnsupportedError(f"not a JPEG, PNG or WebP picture, {most}") from error
+        reason = f"not a JPEG, PNG or WebP image, or one of more than {limits.FRAME_PIXELS} pixels"
+        raise UnsupportedError(reason) from error
     except (av.error.FFmpegError, IndexError) as error:
-        raise CorruptionError(f"the picture cannot be decoded: {getattr(error, 'strerror', error)}") from error
-    if len(frames) != 1 or frames[0].is_corrupt:
-        raise CorruptionError(f"{len(frames) or 'no'} pictures came out, or a damaged one")
+        raise CorruptionError(f"the image cannot be decoded: {getattr(error, 'strerror', error)}") from error
+    if len(frames) > 1:
+        raise UnsupportedError(f"the file holds more than one image; {_AS_VIDEO}")
+    if not frames or frames[0].is_corrupt:
+        raise CorruptionError("the image is damaged")
     return frames[0]
+
+
+def _is_animated_webp(head: bytes) -> bool:
+    is_extended = head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X" and len(head) > _WEBP_FLAGS
+    return is_extended and bool(head[_WEBP_FLAGS] & _WEBP_ANIMATION)
 
 
 def probe(data: bytes | memoryview, ext: str) -> VideoInfo:

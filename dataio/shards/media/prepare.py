@@ -29,6 +29,7 @@ from headrace.dataio.shards.media.container import (
     CONVERTED_EXTENSIONS,
     MEDIA_EXTENSIONS,
     VIDEO_EXTENSIONS,
+    demuxed,
     needs_conversion,
 )
 from headrace.dataio.shards.media.encode import FORMATS, encode, open_output, seconds, start_of
@@ -237,16 +238,17 @@ def _find_cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
     video = probe.pick_video(container)
     begin = round(start_of(container) / video.time_base) if to_zero else 0
     times, keys, end = list[int](), list[bool](), 0
-    for packet in container.demux(video):
-        if not packet.size:
-            continue
-        if packet.pts is None or packet.dts is None:
-            raise UnsupportedError("its packets have no times, so they cannot be copied; use --transcode")
-        _check_packet(packet)
-        times.append(packet.pts)
-        keys.append(packet.is_keyframe and not packet.is_discard)
-        probe.check_frame_count(len(times))
-        end = max(end, packet.pts + (packet.duration or 0))
+    with demuxed(container, video) as packets:
+        for packet in packets:
+            if not packet.size:
+                continue
+            if packet.pts is None or packet.dts is None:
+                raise UnsupportedError("its packets have no times, so they cannot be copied; use --transcode")
+            _check_packet(packet)
+            times.append(packet.pts)
+            keys.append(packet.is_keyframe and not packet.is_discard)
+            probe.check_frame_count(len(times))
+            end = max(end, packet.pts + (packet.duration or 0))
     if not times:
         raise CorruptionError("the file holds no frames")
     chosen = _choose_cuts(times, keys, None if split is None else seconds(split) / video.time_base)
@@ -315,17 +317,18 @@ class _StreamCopier:
         reached = dict.fromkeys((s.index for s in streams), 0)
         number = 0
         try:
-            for packet in self._container.demux(streams):
-                if not packet.size or packet.dts is None:
-                    continue
-                _check_packet(packet)
-                index = packet.stream_index
-                clip = self._clip_of(packet, number)
-                number += index == self._video.index
-                reached[index] = max(reached[index], clip)
-                self._mux(packet, clip)
-                for done in [c for c in self._open if c < min(reached.values())]:
-                    self._open.pop(done)[0].close()
+            with demuxed(self._container, *streams) as packets:
+                for packet in packets:
+                    if not packet.size or packet.dts is None:
+                        continue
+                    _check_packet(packet)
+                    index = packet.stream_index
+                    clip = self._clip_of(packet, number)
+                    number += index == self._video.index
+                    reached[index] = max(reached[index], clip)
+                    self._mux(packet, clip)
+                    for done in [c for c in self._open if c < min(reached.values())]:
+                        self._open.pop(done)[0].close()
         finally:
             for out, _ in self._open.values():
                 out.close()

@@ -56,7 +56,13 @@ from av.video.frame import VideoFrame
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.shards.media.bitstream import is_shown, length_size, starts_clean
-from headrace.dataio.shards.media.container import CONVERTED_DEMUXERS, DEMUXERS, check_complete, needs_conversion
+from headrace.dataio.shards.media.container import (
+    CONVERTED_DEMUXERS,
+    DEMUXERS,
+    check_complete,
+    demuxed,
+    needs_conversion,
+)
 from headrace.dataio.shards.media.images import color_of
 from headrace.dataio.shards.pieces import piece_size
 from headrace.dataio.shards.sample import AudioInfo, KeyFrame, SoundMark, VideoInfo
@@ -280,20 +286,25 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
         audio.codec_context.options = AUDIO_DECODE_OPTIONS
     codec = "" if video is None else video.codec_context.codec.canonical_name
     units = 0 if video is None else length_size(codec, video.codec_context.extradata)
-    for packet in container.demux([s for s in (video, audio) if s is not None]):
-        if audio is not None and packet.stream.index == audio.index:  # the stream_index of a flush packet is always 0
-            audio_counter.feed(packet)
-            continue
-        first = first or next(_decode(packet), None)
-        if packet.size:
-            data, marked = memoryview(packet), packet.is_keyframe
-            shown = not packet.is_discard and is_shown(codec, data)
-            picture = codec == "mjpeg" and _is_jpeg(data)
-            key = marked and starts_clean(codec, data, units)
-            packets.append(
-                _Packet(packet.pts, packet.duration or 0, key, shown, picture, _packet_offset(packet), marked != key)
-            )
-            check_frame_count(len(packets))
+    with demuxed(container, *(s for s in (video, audio) if s is not None)) as demuxed_packets:
+        for packet in demuxed_packets:
+            if (
+                audio is not None and packet.stream.index == audio.index
+            ):  # the stream_index of a flush packet is always 0
+                audio_counter.feed(packet)
+                continue
+            first = first or next(_decode(packet), None)
+            if packet.size:
+                data, marked = memoryview(packet), packet.is_keyframe
+                shown = not packet.is_discard and is_shown(codec, data)
+                picture = codec == "mjpeg" and _is_jpeg(data)
+                key = marked and starts_clean(codec, data, units)
+                packets.append(
+                    _Packet(
+                        packet.pts, packet.duration or 0, key, shown, picture, _packet_offset(packet), marked != key
+                    )
+                )
+                check_frame_count(len(packets))
     return packets, first, audio_counter
 
 
@@ -391,15 +402,16 @@ def _count_by_decoding(source: Any, stream: Any, packets: list[_Packet]) -> _Cou
     with open_container(source) as container:
         again = container.streams[stream.index]
         configure_decoder(again)
-        for packet in container.demux(again):
-            for frame in _decode(packet):
-                pts = frame.pts if frame.pts is not None else frame.dts
-                if pts is not None:
-                    times.append(pts)
-                    end = max(end, pts + (frame.duration or 0))
-                    if frame.key_frame and pts not in unclean:
-                        keys.append(KeyFrame(pts, count))
-                count += 1
-                check_frame_count(count)
+        with demuxed(container, again) as demuxed_packets:
+            for packet in demuxed_packets:
+                for frame in _decode(packet):
+                    pts = frame.pts if frame.pts is not None else frame.dts
+                    if pts is not None:
+                        times.append(pts)
+                        end = max(end, pts + (frame.duration or 0))
+                        if frame.key_frame and pts not in unclean:
+                            keys.append(KeyFrame(pts, count))
+                    count += 1
+                    check_frame_count(count)
     start = min(times, default=0)
     return count, tuple(keys) or (KeyFrame(start, 0),), start, end

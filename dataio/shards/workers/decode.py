@@ -22,7 +22,7 @@ import av.error
 import numpy as np
 
 from headrace.dataio.core.errors import UnsupportedError
-from headrace.dataio.shards.media.container import DEMUXERS
+from headrace.dataio.shards.media.container import DEMUXERS, demuxed
 from headrace.dataio.shards.workers.jobs import Answer, Decoded, DecodeJob, Job, Pictures, PicturesJob
 
 _MAX_DECODED = 300
@@ -66,8 +66,9 @@ def _faults(container: Any, job: DecodeJob) -> list[str]:
             counts[name] = [0, 0, 0, ""]  # frames or samples, damaged frames, errors, the first error
     faults = []
     try:
-        for packet in container.demux(streams):
-            _feed(packet, counts["video" if packet.stream.index == job.video_stream else "audio"])
+        with demuxed(container, *streams) as packets:
+            for packet in packets:
+                _feed(packet, counts["video" if packet.stream.index == job.video_stream else "audio"])
     except av.error.FFmpegError as error:
         faults.append(f"cannot be demuxed to its end: {_reason(error)}")
     for name, (found, damaged, errors, first) in counts.items():

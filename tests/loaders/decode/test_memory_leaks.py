@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.shards.media import probe as probing
 from headrace.dataio.shards.media.probe import probe
 from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.clip import Clip, choose
+from headrace.loaders.decode import trim
 from headrace.loaders.decode.base import Decoded, Fit, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from tests.support import video_corpus
@@ -70,3 +75,34 @@ def test_sound_that_ends_before_its_recording_leaves_nothing() -> None:
     assert info is not None
     spec = AudioSpec(8000, seconds=0.1)
     assert grown(lambda: decode_audio(memoryview(data), info, Fraction(0), spec, 800)) < 60
+
+
+def test_counting_frames_that_ends_with_an_error_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = video_corpus.make(next(one for one in video_corpus.ALL if one.name == "h264.mp4"))
+    info = probe(data, ext="mp4").video
+    assert info is not None
+    request = Request(memoryview(data), info, choose(info, Clip(1), 0, 0, 0, 0), "bt601", Fit((16, 16)))
+    calls = itertools.count(1)
+
+    def cancel_at_third() -> None:
+        if next(calls) % 3 == 0:
+            raise CorruptionError("cancelled")
+
+    def work() -> None:
+        with pytest.raises(CorruptionError, match="cancelled"):
+            trim._decoded_times(request)
+
+    monkeypatch.setattr(trim, "check_cancelled", cancel_at_third)
+    assert grown(work) < 60
+
+
+def test_probing_that_ends_with_an_error_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = video_corpus.make(next(one for one in video_corpus.ALL if one.name == "h264.mp4"))
+    monkeypatch.setattr(limits, "VIDEO_FRAMES", 5)
+    monkeypatch.setattr(probing, "check_video", lambda _: None)
+
+    def work() -> None:
+        with pytest.raises(UnsupportedError, match="more than 5 frames"):
+            probe(data, ext="mp4")
+
+    assert grown(work) < 60

@@ -6,6 +6,7 @@ import io
 import tarfile
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -64,6 +65,25 @@ def test_what_is_no_picture_or_too_large_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(images, "IMAGE_BYTES", 100)
     with pytest.raises(UnsupportedError, match="more than"):
         images.decode(picture("png"))
+
+
+@pytest.mark.parametrize("kind", ["png", "webp"])
+def test_several_images_in_one_file_are_unsupported(kind: str) -> None:
+    with pytest.raises(UnsupportedError, match="more than one image"):
+        images.decode(2 * picture(kind))
+
+
+def test_an_animated_webp_is_unsupported() -> None:
+    target = io.BytesIO()
+    with av.open(target, "w", format="webp") as output:
+        stream: Any = output.add_stream("libwebp_anim", rate=5)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "bgra"
+        for level in (0, 90, 180):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), level, np.uint8), format="rgb24")
+            output.mux(stream.encode(frame.reformat(format="bgra")))
+        output.mux(stream.encode(None))
+    with pytest.raises(UnsupportedError, match="animation"):
+        images.decode(target.getvalue())
 
 
 def test_pictures_are_packed_and_beside_a_video_only_members(tmp_path: Path) -> None:
