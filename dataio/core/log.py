@@ -21,7 +21,7 @@ _ROOT = "headrace"
 _ONCE_LIMIT, _ONCE = 1000, "headrace_once"
 RECORDS, SECONDS = 100, 60.0
 _FORMATTER = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 class _Redacting(logging.Filter):
@@ -34,9 +34,9 @@ class _Redacting(logging.Filter):
         if record.levelno >= logging.INFO and not hasattr(record, _ONCE):
             line, now = self._lines.setdefault(record.lineno, _Line()), time.monotonic()
             if now >= line.until:
-                left_out, line.said, line.until = line.said - RECORDS, 0, now + SECONDS
-            line.said += 1
-            if line.said > RECORDS:
+                left_out, line.logged, line.until = line.logged - RECORDS, 0, now + SECONDS
+            line.logged += 1
+            if line.logged > RECORDS:
                 return False
         record.msg, record.args = printable(redact(record.getMessage())), ()
         if record.exc_info:  # handlers print this text instead of formatting the traceback themselves
@@ -50,7 +50,7 @@ class _Redacting(logging.Filter):
 class _Line:
     """How often a line was logged in the current interval, and when the interval ends."""
 
-    said: int = 0
+    logged: int = 0
     until: float = 0.0
 
 
@@ -77,8 +77,8 @@ def redact_loggers(*names: str) -> None:
 
 def warn_once(logger: logging.Logger, message: str) -> None:
     """Log `message` as a warning, once per process."""
-    if message not in _said and len(_said) < _ONCE_LIMIT:
-        _said.add(message)
+    if message not in _logged and len(_logged) < _ONCE_LIMIT:
+        _logged.add(message)
         logger.warning(message, extra={_ONCE: True})
 
 

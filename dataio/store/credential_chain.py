@@ -53,6 +53,11 @@ class CredentialChain:
         self.generation = 0
         """Counts the changes. A refused request remembers by it which credentials it used."""
 
+    @property
+    def fixed(self) -> Keys | None:
+        """The current keys, if they came from the AWS variables and so never expire; else None."""
+        return self._resolved if isinstance(self._resolved, Keys) else None
+
     async def current(self) -> Keys | None:
         """The current keys; None if the chain is empty."""
         if self._resolved is None:

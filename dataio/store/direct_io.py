@@ -101,16 +101,16 @@ def pieces(ranges: Iterable[Part]) -> Iterator[list[Part]]:
     for offset, buffer in ranges:
         done = 0
         while done < len(buffer):
-            here = offset + done
-            if piece and not (end <= here <= end + _GAP and here < start + _BOUNCE_BYTES):
+            at = offset + done
+            if piece and not (end <= at <= end + _GAP and at < start + _BOUNCE_BYTES):
                 yield piece
                 piece = []
             if not piece:
-                start = here - here % ALIGN
-            taken = buffer[done : done + start + _BOUNCE_BYTES - here]
-            piece.append((here, taken))
+                start = at - at % ALIGN
+            taken = buffer[done : done + start + _BOUNCE_BYTES - at]
+            piece.append((at, taken))
             done += len(taken)
-            end = here + len(taken)
+            end = at + len(taken)
     if piece:
         yield piece
 
@@ -135,10 +135,10 @@ def _fill_piece(fd: int, piece: list[Part]) -> list[Part]:
 
 def mostly_cached(fd: int, offset: int, length: int) -> bool:
     """Whether most of the range is in the page cache; False where the kernel cannot tell."""
-    asked, told = (ctypes.c_uint64 * 2)(offset, length), (ctypes.c_uint64 * 5)()
-    if _cachestat()(_CACHESTAT, fd, asked, told, 0):
+    wanted, counts = (ctypes.c_uint64 * 2)(offset, length), (ctypes.c_uint64 * 5)()
+    if _cachestat()(_CACHESTAT, fd, wanted, counts, 0):
         return False
-    return int(told[0]) * mmap.PAGESIZE * 2 > length
+    return int(counts[0]) * mmap.PAGESIZE * 2 > length
 
 
 @cache
@@ -373,5 +373,5 @@ def write_all(fd: int, view: memoryview) -> None:
 
 def _in_memory(fd: int) -> bool:
     """Whether the file is on a tmpfs, which consists of the page cache."""
-    told = (ctypes.c_long * 32)()
-    return ctypes.CDLL(None).fstatfs(fd, told) == 0 and told[0] == _TMPFS
+    fields = (ctypes.c_long * 32)()
+    return ctypes.CDLL(None).fstatfs(fd, fields) == 0 and fields[0] == _TMPFS

@@ -30,16 +30,16 @@ _NAME = re.compile(r"[0-9a-z]{1,32}")
 
 
 class Mounts(Store):
-    """`base` with `mounted` stores by name. `close` closes all but the `lent` ones; the base only when `owns_base`."""
+    """`base` with `mounted` stores by name. `close` closes all but the `borrowed` ones; the base only when `owns_base`."""
 
     def __init__(
-        self, base: Store, mounted: Mapping[str, Store], *, owns_base: bool = True, lent: Collection[str] = ()
+        self, base: Store, mounted: Mapping[str, Store], *, owns_base: bool = True, borrowed: Collection[str] = ()
     ) -> None:
         for name, store in mounted.items():
             check_mount(name, store.location.options)
         if len(mounted) > MAX_MOUNTS or isinstance(base, Mounts):
             raise UsageError(f"one level of at most {MAX_MOUNTS} stores can be mounted, not {len(mounted)}")
-        self.base, self.mounted, self._owns_base, self._lent = base, dict(mounted), owns_base, frozenset(lent)
+        self.base, self.mounted, self._owns_base, self._borrowed = base, dict(mounted), owns_base, frozenset(borrowed)
 
     @property
     def location(self) -> Location:
@@ -95,7 +95,7 @@ class Mounts(Store):
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
-            for name in self.mounted.keys() - self._lent:
+            for name in self.mounted.keys() - self._borrowed:
                 stack.callback(self.mounted[name].close)
             if self._owns_base:
                 stack.callback(self.base.close)

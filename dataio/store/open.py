@@ -40,6 +40,7 @@ class BackEnd:
 _BACK_ENDS: dict[str, BackEnd] = {
     "file": BackEnd("posix", "headrace.dataio.store.posix:open_url"),
     "s3": BackEnd("s3", "headrace.dataio.store.s3:open_url"),
+    "az": BackEnd("azure", "headrace.dataio.store.azure:open_url"),
 }
 _FSSPEC = BackEnd("fsspec", "headrace.dataio.store.fsspec:open_url")
 

@@ -36,7 +36,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """One race: how many writers were told that they won, and whether the object is one of theirs."""
+    """One race: how many writers won by their own report, and whether the object is one of theirs."""
 
     winners: int
     holds_a_winner: bool
@@ -87,7 +87,7 @@ def _race(store: Store, key: str, writers: int, pool: concurrent.futures.Executo
 
     won = list(pool.map(write, bodies))
     held = store.get(key)
-    return Race(sum(won), any(told and body == held for told, body in zip(won, bodies, strict=True)))
+    return Race(sum(won), any(success and body == held for success, body in zip(won, bodies, strict=True)))
 
 
 @contextmanager

@@ -39,28 +39,22 @@ from headrace.dataio.core.errors import (
     HeadraceError,
     NotFoundError,
     TransientError,
-    UnsupportedError,
-    UsageError,
 )
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store import s3_session
 from headrace.dataio.store.base import (
     Buffer,
     Location,
     ObjectInfo,
-    Store,
     UploadLog,
-    check_conditional_size,
-    check_key,
     check_prefix,
-    too_large,
 )
+from headrace.dataio.store.bucket import BucketStore, listed_object
+from headrace.dataio.store.bucket_client import Head
+from headrace.dataio.store.bucket_errors import NoSuchUploadError
 from headrace.dataio.store.retry import Policy, call_async
+from headrace.dataio.store.s3_client import S3Client, connect
 from headrace.dataio.store.s3_config import S3Config, parse
-from headrace.dataio.store.s3_errors import NoSuchUploadError, PreconditionError, UnreachableError
-from headrace.dataio.store.s3_session import S3Session, flat, length_of
 
-PUT_BYTES = 5 * limits.GIB
 PART_BYTES = 8 * limits.MIB
 _PARTS_PER_SIZE, _SIZES = 2500, 4
 """2,500 parts each of 8, 16, 32 and 64 MiB. S3 allows 10,000 parts; some servers want equal ones, as the first 20 GB
@@ -79,39 +73,24 @@ _SORTED_LISTING = 1_000_000
 """How many keys are sorted in memory for a server that does not list by key."""
 
 
-class S3Store(Store):
-    """Objects under a prefix of a bucket."""
+class S3Store(BucketStore):
+    """Objects under a prefix of a bucket.
+
+    Args:
+        config: The bucket and how to reach it.
+        policy: How parts of an upload are retried. Default: that of `Retry`.
+    """
+
+    _config: S3Config
+    _client: S3Client
 
     def __init__(self, config: S3Config, policy: Policy | None = None) -> None:
-        self._config, self._policy = config, policy or Policy()
-        self._session = connect(config)
+        super().__init__(config, connect(config))
+        self._policy = policy or Policy()
 
     @property
     def location(self) -> Location:
         return Location(self._config.url, self._config.public, self._config.shareable)
-
-    def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
-        return self._session.run(self._get(key, max_bytes))
-
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        self.get_ranges_into(key, [(offset, buffer)])
-
-    def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        full, name = self._config.full_key(key), self._name(key)
-        self._session.run(s3_session.fill(self._session, full, name, ranges))
-
-    def put(self, key: str, data: Buffer) -> None:
-        self._session.run(self._put(key, data))
-
-    def put_if_absent(self, key: str, data: Buffer) -> bool:
-        check_conditional_size(self._name(key), data)
-        try:
-            self._session.run(self._put(key, data, IfNoneMatch="*"))
-            return True
-        except UnreachableError:
-            raise
-        except (PreconditionError, TransientError) as error:
-            return self._won(key, data, error)
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         return self._upload(key, parts, None)
@@ -122,84 +101,46 @@ class S3Store(Store):
     def abort_upload(self, key: str, upload: str) -> None:
         with contextlib.suppress(NoSuchUploadError):
             full, doing = self._config.full_key(key), f"aborting the upload of {self._name(key)}"
-            self._session.run(self._session.call("abort_multipart_upload", doing, Key=full, UploadId=upload))
+            self._client.run(self._client.call("abort_multipart_upload", doing, Key=full, UploadId=upload))
 
     def _upload(self, key: str, parts: Iterable[Buffer], entry: _LogEntry | None) -> int:
         full, name = self._config.full_key(key), self._name(key)
         stream = blocks(parts, name)
         first, second = next(stream), next(stream, None)
         if second is None:
-            self._session.run(call_async(lambda: self._put(key, first), self._policy))
+            self._client.run(call_async(lambda: self._put(key, first.getbuffer()), self._policy))
             return first.getbuffer().nbytes
-        upload = Upload(self._session, full, name, self._policy, entry)
+        upload = Upload(self._client, full, name, self._policy, entry)
         return upload.send(itertools.chain([first, second], stream))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if not check_prefix(prefix):
             return
-        pages = self._pages(prefix)
+        base = self._config.prefix + "/" if self._config.prefix else ""
+        doing = f"listing {self._config.url}"
+        page = self._client.run(self._client.list_page(doing, (base + prefix).rpartition("/")[0]))
+        if page is not None:
+            infos = (listed_object(key[len(base) :], head) for key, head in sorted(page, key=lambda entry: entry[0]))
+            yield from (info for info in infos if info is not None and info.key.startswith(prefix))
+            return
+        pages = self._pages(base + prefix)
         first = next(pages)
         found = itertools.chain.from_iterable(map(self._infos, itertools.chain([first], pages)))
         yield from _by_key(found, self._config.url) if _lists_by_folder(first) else found
 
-    def stat(self, key: str) -> ObjectInfo:
-        full, doing = self._config.full_key(key), f"reading {self._name(key)}"
-        head = self._session.run(self._session.call("head_object", doing, Key=full))
-        return ObjectInfo(key, length_of(head, f"{doing}: {self._config.endpoint}"), head["LastModified"].timestamp())
-
     def delete_many(self, keys: Iterable[str]) -> None:
         rest = iter(keys)
         while batch := [{"Key": self._config.full_key(key)} for key in itertools.islice(rest, _DELETE_BATCH)]:
-            self._session.run(self._delete(batch))
-
-    def reconnect(self) -> None:
-        self._session.reconnect()
-
-    def close(self) -> None:
-        self._session.close()
-
-    def _name(self, key: str) -> str:
-        return f"{self._config.url}/{key}"
-
-    async def _get(self, key: str, max_bytes: int) -> bytes:
-        doing = f"reading {self._name(key)}"
-        async with self._session.body(doing, Key=self._config.full_key(key)) as (answer, body):
-            size = answer["ContentLength"]
-            if size > max_bytes:
-                raise too_large(self._name(key), size, max_bytes)
-            data = bytearray(size)
-            await s3_session.pour(body, self._name(key), 0, [(size, memoryview(data))])
-        return bytes(data)
-
-    async def _put(self, key: str, body: Buffer | io.BytesIO, **conditions: object) -> None:
-        size = flat(body).nbytes
-        if size > PUT_BYTES:
-            raise CapacityError(f"{self._name(key)}: one PUT takes at most 5 GiB, not {size}", hint="use put_multipart")
-        full = self._config.full_key(key)
-        await self._session.call("put_object", f"writing {self._name(key)}", Key=full, Body=body, **conditions)
-
-    def _won(self, key: str, data: Buffer, cause: HeadraceError) -> bool:
-        """Whether the object holds this writer's body, when the answer to its PUT did not tell."""
-        try:
-            return self.get(key, max_bytes=len(memoryview(data).cast("B")) if memoryview(data).nbytes else 0) == bytes(
-                data
-            )
-        except CapacityError:  # longer than ours
-            return False
-        except (NotFoundError, TransientError) as error:
-            raise AmbiguousWriteError(
-                f"could not tell whether {self._name(key)} was written: {cause.message}; and reading it back: {error.message}",
-                hint="try again; the write is idempotent",
-            ) from cause
+            self._client.run(self._delete(batch))
 
     # listing
 
     def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
-        base = self._config.prefix + "/" if self._config.prefix else ""
+        """s3fs's answers, one for each page."""
         more: dict[str, object] = {}
         while True:
-            doing, wanted = f"listing {self._config.url}", {"Prefix": base + prefix, **more}
-            page = self._session.run(self._session.call("list_objects_v2", doing, **wanted))
+            doing, wanted = f"listing {self._config.url}", {"Prefix": prefix, **more}
+            page = self._client.run(self._client.call("list_objects_v2", doing, **wanted))
             yield page
             if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
                 return
@@ -209,25 +150,17 @@ class S3Store(Store):
         """The objects of a page. Names that are no valid keys, such as `folder/`, are skipped."""
         cut = len(self._config.prefix) + 1 if self._config.prefix else 0
         for entry in page.get("Contents", ()):
-            key = entry["Key"][cut:]
-            if _is_key(key):
-                yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
+            info = listed_object(entry["Key"][cut:], Head(entry["Size"], entry["LastModified"]))
+            if info is not None:
+                yield info
 
     async def _delete(self, batch: Sequence[dict[str, str]]) -> None:
         doing = f"deleting in {self._config.url}"
-        answer = await self._session.call("delete_objects", doing, Delete={"Objects": batch, "Quiet": True})
+        answer = await self._client.call("delete_objects", doing, Delete={"Objects": batch, "Quiet": True})
         for failed in answer.get("Errors", ()):
             if failed.get("Code") not in ("NoSuchKey", "404"):
                 kind = AccessDeniedError if failed.get("Code") == "AccessDenied" else TransientError
                 raise kind(f"{doing}: {failed.get('Key')}: {failed.get('Code')}: {failed.get('Message')}")
-
-
-def _is_key(key: str) -> bool:
-    try:
-        check_key(key)
-    except UsageError:
-        return False
-    return True
 
 
 def _lists_by_folder(page: dict[str, Any]) -> bool:
@@ -249,25 +182,6 @@ def _by_key(found: Iterator[ObjectInfo], url: str) -> list[ObjectInfo]:
 def open_url(url: str, options: Mapping[str, object]) -> S3Store:
     """Open `s3://bucket/prefix`; the options are those of `s3_config.parse`."""
     return S3Store(parse(url, options))
-
-
-def connect(config: S3Config) -> S3Session:
-    """A session for `config`, without sending a request."""
-    if config.client == "s3fs":
-        return S3Session(config)
-    from headrace.dataio.store.s3_obstore import ObstoreClient, installed, unavailable
-
-    if not installed():
-        reason, hint = "obstore is not installed", "pip install 'headrace[s3]'"
-    else:
-        found = unavailable(config)
-        if found is None:
-            return ObstoreClient(config)
-        reason, hint = found, "set HEADRACE_S3=s3fs, or leave it unset"
-    if config.client is not None:
-        raise UnsupportedError(f"{config.url} cannot be served by obstore: {reason}", hint=hint)
-    _logger.debug("%s is served by s3fs: %s", config.url, reason)
-    return S3Session(config)
 
 
 def blocks(parts: Iterable[Buffer], name: str) -> Iterator[io.BytesIO]:
@@ -301,8 +215,8 @@ class _LogEntry:
 class Upload:
     """One multipart upload. Used from one thread."""
 
-    def __init__(self, session: S3Session, key: str, name: str, policy: Policy, entry: _LogEntry | None = None) -> None:
-        self._session, self._key, self._name, self._policy = session, key, name, policy
+    def __init__(self, client: S3Client, key: str, name: str, policy: Policy, entry: _LogEntry | None = None) -> None:
+        self._client, self._key, self._name, self._policy = client, key, name, policy
         self._entry = entry
         self._nonce = secrets.token_hex(16)
         self._id = ""
@@ -312,14 +226,14 @@ class Upload:
     def send(self, stream: Iterable[io.BytesIO]) -> int:
         """Upload `stream`, complete the upload, and return the object's size."""
         size = 0
-        self._session.run(self._begin())
+        self._client.run(self._begin())
         try:
             for number, block in enumerate(stream, 1):
                 size += block.getbuffer().nbytes
-                self._session.run(self._admit(number, block))
-            self._session.run(self._drain(0))
+                self._client.run(self._admit(number, block))
+            self._client.run(self._drain(0))
             _uploaded()
-            self._session.run(self._complete())
+            self._client.run(self._complete())
             return size
         except BaseException:
             self._abort()
@@ -360,14 +274,14 @@ class Upload:
         async def once() -> dict[str, Any]:
             if isinstance(body := parameters.get("Body"), io.BytesIO):
                 body.seek(0)
-            return await self._session.call(operation, f"writing {self._name}", Key=self._key, **parameters)
+            return await self._client.call(operation, f"writing {self._name}", Key=self._key, **parameters)
 
         return call_async(once, self._policy)
 
     def _abort(self) -> None:
         try:
-            self._session.run(self._cancel())
-            self._session.run(self._retried("abort_multipart_upload", UploadId=self._id))
+            self._client.run(self._cancel())
+            self._client.run(self._retried("abort_multipart_upload", UploadId=self._id))
             if self._entry is not None:
                 self._entry.log.ended(self._entry.key, None)
         except NoSuchUploadError:

@@ -14,7 +14,6 @@ import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headrace.dataio.core import limits
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.redact import has_secrets, redact
 from headrace.dataio.store.base import check_key
@@ -77,10 +76,12 @@ class S3Config:
         """The bucket's address, without a final slash. A name with dots fits no wildcard certificate, so it goes
         into the path.
         """
-        there = self.endpoint_url or f"https://s3.{self.region}.amazonaws.com{'.cn' if _in_china(self.region) else ''}"
-        scheme, _, place = there.rstrip("/").partition("://")
+        address = (
+            self.endpoint_url or f"https://s3.{self.region}.amazonaws.com{'.cn' if _in_china(self.region) else ''}"
+        )
+        scheme, _, host = address.rstrip("/").partition("://")
         in_path = self.path_style or "." in self.bucket
-        return f"{scheme}://{place}/{self.bucket}" if in_path else f"{scheme}://{self.bucket}.{place}"
+        return f"{scheme}://{host}/{self.bucket}" if in_path else f"{scheme}://{self.bucket}.{host}"
 
     @property
     def public(self) -> dict[str, object]:
@@ -118,14 +119,10 @@ class S3Config:
         """How long a server may be silent within a request."""
         return float(str(_mapping(self.options, "config_kwargs").get("read_timeout", READ_SECONDS)))
 
-    def request_seconds(self, size: int = 0) -> float:
-        """The time limit in seconds of a whole request with a body of `size` bytes, from connecting to the answer's
-        last byte.
-
-        The other limits start again with every byte, so a server that sends a byte now and then could hold a request
-        forever.
-        """
-        return self.connect_seconds + self.read_seconds + size / limits.LEAST_RATE
+    @property
+    def request_seconds(self) -> float:
+        """The time limit of a whole request without its body, in seconds."""
+        return self.connect_seconds + self.read_seconds
 
     @property
     def verify(self) -> object:

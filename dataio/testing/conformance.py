@@ -54,7 +54,10 @@ def some_bytes(n: int, seed: int = 0) -> bytes:
 
 
 class StoreConformance:
-    """The contract's sentences. `many` is how many keys the paging test writes."""
+    """One test for each sentence of the contract.
+
+    `many` is the number of keys that the paging test writes. `racers` is the number of threads that race for a key.
+    """
 
     many: ClassVar[int] = 2500
     racers: ClassVar[int] = 8
@@ -344,10 +347,10 @@ class _writer(subprocess.Popen[bytes]):
 
 def _wait_for(process: subprocess.Popen[bytes], line: str) -> None:
     assert process.stdout is not None
-    for said in process.stdout:
-        if said.decode().strip() == line:
+    for printed in process.stdout:
+        if printed.decode().strip() == line:
             return
-    raise AssertionError(f"the writer ended before it said {line!r}")
+    raise AssertionError(f"the writer ended before it printed {line!r}")
 
 
 _SEGMENT = st.sampled_from(["a", "a-b", "b", "0", "ä", "a b"])
@@ -366,7 +369,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model: dict[str, bytes] = {}
 
     def open_empty(self) -> Store:
-        """A new empty store; a subclass says how."""
+        """Open a new empty store. Subclasses implement it."""
         raise NotImplementedError
 
     def teardown(self) -> None:

@@ -1,8 +1,8 @@
 """A proxy on loopback that damages chosen HTTP requests and answers.
 
-Invariants: it passes everything through unchanged, `100 Continue` included, except for requests that an injected fault
-matches. `fired` counts each fault that took place, so that a test can assert it. A fault that answers by itself, or
-applies a request later, holds that request's body in memory, up to `BODY_BYTES`.
+Invariants: the proxy passes everything through unchanged, `100 Continue` included, except for requests that an injected
+fault matches. `fired` counts each fault that took place, so that a test can assert it. Some faults answer in the
+server's place, or apply a request later. They hold the request's body in memory, up to `BODY_BYTES`.
 
 Failure behaviour: if the upstream server is gone, the client's connection is closed. `stop` ends the loop and its
 thread; requests that were held back are then never applied.
@@ -26,7 +26,7 @@ _CHUNK = 64 << 10
 REQUESTS = 100_000
 BODY_BYTES = 64 << 20
 DRIP_SECONDS = 0.05
-"""Between two bytes of what drips."""
+"""The pause between two bytes of an answer that drips."""
 _ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>injected</Message></Error>"
 
 
@@ -35,28 +35,28 @@ class Fault(enum.Enum):
 
     REFUSE = "the connection is reset before the request reaches the server"
     SLOW_DOWN = "the answer is 503 SlowDown; the server never sees the request"
-    LOSE_ANSWER = "the server carries the request out, and the connection is reset instead of answering"
+    LOSE_ANSWER = "the server carries out the request, and the connection is reset instead of the answer"
     RESET_BODY = "the connection is reset in the middle of the answer's body"
-    CUT_BODY = "the connection is closed in order in the middle of the answer's body"
-    STALL = "nothing follows the first half of the answer's body, and the connection stays open"
-    FLIP_BIT = "one bit in the middle of the answer's body is another"
-    LATE = "the connection is reset, and the server carries the request out `seconds` later"
-    TWICE = "the server carries the request out and answers, and carries it out once more `seconds` later"
-    APPLIED_409 = "the server carries the request out, and the answer is 409 ConditionalRequestConflict"
-    APPLIED_412 = "the server carries the request out, and the answer is 412 PreconditionFailed"
+    CUT_BODY = "the connection is closed properly in the middle of the answer's body"
+    STALL = "after the first half of the answer's body no byte follows, and the connection stays open"
+    FLIP_BIT = "one bit in the middle of the answer's body is flipped"
+    LATE = "the connection is reset, and the server carries out the request `seconds` later"
+    TWICE = "the server carries out the request and answers, and carries it out once more `seconds` later"
+    APPLIED_409 = "the server carries out the request, and the answer is 409 ConditionalRequestConflict"
+    APPLIED_412 = "the server carries out the request, and the answer is 412 PreconditionFailed"
     ERROR_IN_200 = "the answer is 200 with the document of an InternalError; the server never sees the request"
-    DRIP_HEAD = "the answer's headers come a byte at a time, for ever"
-    DRIP_BODY = "the answer's body comes a byte at a time"
+    DRIP_HEAD = "the answer's headers arrive a byte at a time, without end"
+    DRIP_BODY = "the answer's body arrives a byte at a time"
     CONTINUE = "the answer is 100 Continue, again and again"
 
 
-_BY_ITSELF = {
+_PROXY_ANSWERS = {
     Fault.SLOW_DOWN: (503, "SlowDown"),
     Fault.ERROR_IN_200: (200, "InternalError"),
     Fault.APPLIED_409: (409, "ConditionalRequestConflict"),
     Fault.APPLIED_412: (412, "PreconditionFailed"),
 }
-"""What the proxy answers in the server's place."""
+"""Faults where the proxy answers in the server's place: status and code."""
 _APPLIES = {Fault.APPLIED_409, Fault.APPLIED_412, Fault.LATE, Fault.TWICE}
 
 
@@ -71,7 +71,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request; `length` is that of its body."""
+    """One request. `length` is the length of its body in bytes."""
 
     method: str
     path: str
@@ -97,39 +97,48 @@ class _Head:
 
 
 class FaultProxy:
-    """In front of the HTTP server at `upstream` (a URL). A context manager; use `endpoint` instead of `upstream`."""
+    """A proxy in front of an HTTP server. It is a context manager; clients use `endpoint` instead of `upstream`.
+
+    Args:
+        upstream: The server's URL.
+        rate: The most bytes a second of all requests together. Default: no limit.
+        answers: The most bytes a second of all answers of known length. Default: no limit.
+    """
 
     def __init__(self, upstream: str, rate: float | None = None, answers: float | None = None) -> None:
-        """`rate`: the most bytes a second that all requests together bring to the server; `answers`: that bodies of
-        known length bring back.
-        """
         parts = urllib.parse.urlsplit(upstream)
         self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._plans: list[_Plan] = []
         self._bucket, self._back = _Bucket(rate), _Bucket(answers)
         self._tasks: set[asyncio.Task[None] | None] = set()  # a loop holds its tasks weakly
         self.requests: deque[Request] = deque(maxlen=REQUESTS)
-        """What was asked, newest last: method, path with query, and the bytes of the body."""
+        """The requests, newest last: method, path with query, and the bytes of the body."""
         self.answered = 0
-        """Bytes of the bodies of answers whose length was said."""
+        """Bytes of the bodies of answers with a Content-Length."""
         self._lock, self._ready = threading.Lock(), threading.Event()
         self.fired: Counter[Fault] = Counter()
         self.later: list[int] = []
-        """Statuses of the answers to what was carried out later."""
+        """Statuses of the answers to requests that were carried out later."""
         self._loop = asyncio.new_event_loop()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve, name="fault-proxy", daemon=True)
 
     def inject(self, fault: Fault, *, times: int = 1, method: str = "", path: str = "", seconds: float = 0.5) -> None:
-        """Do `fault` to the next `times` requests with this method (any if empty) whose path and query contain
-        `path`.
+        """Apply a fault to the next matching requests.
+
+        Args:
+            fault: The fault.
+            times: To how many requests.
+            method: The method of these requests. Default: any.
+            path: A part of their path and query. Default: any path.
+            seconds: The delay of `LATE` and `TWICE`.
         """
         with self._lock:
             self._plans.append(_Plan(fault, method, path, times, seconds))
 
     def forget(self) -> None:
-        """Do nothing more of what was injected."""
+        """Drop all injected faults."""
         with self._lock:
             self._plans.clear()
 
@@ -177,7 +186,7 @@ class FaultProxy:
             while await self._exchange(reader, writer, upstream, server):
                 pass
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # a cancelled connection ends in order: streams of Python 3.11 would complain about the cancellation
+            pass  # a cancelled connection ends normally: streams of Python 3.11 would complain about the cancellation
         finally:
             self._tasks.discard(task)
             for end in (writer, server):
@@ -191,7 +200,7 @@ class FaultProxy:
         upstream: asyncio.StreamReader,
         server: asyncio.StreamWriter,
     ) -> bool:
-        """One request and its answer; whether the connection lives on."""
+        """Pass on one request and its answer. Returns whether the connection stays open."""
         request = _Head(await reader.readuntil(b"\r\n\r\n"))
         length = int(request.header("content-length") or 0)
         method, path = request.words[:2]
@@ -200,7 +209,7 @@ class FaultProxy:
         fault = plan.fault if plan is not None else None
         if fault is Fault.REFUSE:
             return _reset(writer)
-        if plan is not None and (fault in _APPLIES or fault in _BY_ITSELF):
+        if plan is not None and (fault in _APPLIES or fault in _PROXY_ANSWERS):
             return await self._instead(reader, writer, request, length, plan)
         if fault in (Fault.DRIP_HEAD, Fault.CONTINUE):
             return await _drip(writer, fault)
@@ -224,7 +233,7 @@ class FaultProxy:
     async def _instead(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: _Head, length: int, plan: _Plan
     ) -> bool:
-        """Faults for which the request's body is read here, and sent on at another time, or never."""
+        """Apply a fault that reads the request's body, and sends it on later or never."""
         if length > BODY_BYTES:
             raise ConnectionError(f"a body of {length} bytes")
         if request.header("expect"):
@@ -238,7 +247,7 @@ class FaultProxy:
         if plan.fault is Fault.TWICE:
             self._do_later(request, body, plan.seconds)
         else:
-            answer = _error(*_BY_ITSELF[plan.fault])
+            answer = _error(*_PROXY_ANSWERS[plan.fault])
         writer.write(answer)
         with contextlib.suppress(OSError):
             await writer.drain()
@@ -255,7 +264,7 @@ class FaultProxy:
         task.add_done_callback(self._tasks.discard)
 
     async def _applied(self, request: _Head, body: bytes) -> bytes:
-        """The server's whole answer to this request, sent over a connection of its own."""
+        """The server's whole answer to this request, which is sent over a new connection."""
         lines = [
             line
             for line in request.raw[:-4].split(b"\r\n")
@@ -305,7 +314,7 @@ async def _answer_body(
 
 
 class _Bucket:
-    """Bodies on their way, together no faster than `rate` bytes a second."""
+    """Passes bodies on, all together at no more than `rate` bytes a second."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._free = rate, 0.0
@@ -343,7 +352,7 @@ async def _pass_on_chunks(source: asyncio.StreamReader, target: asyncio.StreamWr
 
 
 async def _drip(writer: asyncio.StreamWriter, fault: Fault) -> bool:
-    """An answer that never begins, until the client goes away."""
+    """Send an answer whose headers never end, until the client disconnects."""
     if fault is Fault.CONTINUE:
         while True:
             await _drip_bytes(writer, b"HTTP/1.1 100 Continue\r\n\r\n", len(b"HTTP/1.1 100 Continue\r\n\r\n"))

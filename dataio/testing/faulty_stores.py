@@ -1,7 +1,7 @@
-"""Stores with deliberate faults for tests: `Faulty` draws them from a seed, `Late` applies writes late.
+"""Stores with deliberate faults for tests. `Faulty` draws the faults from a seed. `Late` applies writes late.
 
-Purpose: tests of code that uses a store. `Late` models a server that holds a request for minutes, while its client
-tries again, or dies and is replaced: it remembers the writes, so that a test applies an earlier one last.
+Purpose: to test code that uses a store. `Late` models a server that holds a request for minutes. Meanwhile its client
+tries again, or dies and is replaced. `Late` records the writes, so a test can apply an earlier one last.
 
 Invariants: the same seed and the same calls of one thread give the same faults. `fired` counts every fault that took
 place, so that a test can assert it. Where no rule matches, the operation is untouched.
@@ -39,14 +39,14 @@ T = TypeVar("T")
 class Fault(enum.Enum):
     """What happens to an operation."""
 
-    TRANSIENT = "it fails in passing, without effect"
+    TRANSIENT = "it fails with a temporary error, without effect"
     SLOW_DOWN = "it is refused by an overloaded store, without effect"
-    LOST_ANSWER = "it takes effect and then fails in passing"
-    AMBIGUOUS = "it takes effect, and says that nobody can tell"
+    LOST_ANSWER = "it takes effect, and then fails with a temporary error"
+    AMBIGUOUS = "it takes effect, and reports that the outcome is unknown"
     DENIED = "it is not allowed, without effect"
     FULL = "there is no space, without effect"
     CORRUPT = "the store itself finds its bytes damaged"
-    FLIP_BIT = "it succeeds, and one bit of what was read is another"
+    FLIP_BIT = "it succeeds, and one bit of the data is flipped"
     DELAY = "it succeeds after `seconds`"
 
 
@@ -62,8 +62,15 @@ _AFTER: dict[Fault, type[HeadraceError]] = {Fault.LOST_ANSWER: TransientError, F
 
 @dataclass(slots=True)
 class Rule:
-    """`fault` to a `rate` of the operations of this name (any if empty) whose key contains `key`, at most `times`
-    times.
+    """Which operations get a fault.
+
+    Args:
+        fault: The fault.
+        operation: The name of the operation. Default: any.
+        key: A part of the object's key. Default: any key.
+        rate: The share of these operations that get it.
+        times: The most faults.
+        seconds: The delay of `DELAY`, or the pause that `SLOW_DOWN` asks for.
     """
 
     fault: Fault
@@ -75,7 +82,14 @@ class Rule:
 
 
 class Faulty(Wrapper):
-    """`inner` with the faults of `rules`; the first rule that matches and is drawn acts."""
+    """A store with faults. The first rule that matches and is drawn applies.
+
+    Args:
+        inner: The store.
+        rules: Which operations get which fault.
+        seed: Of the random draws.
+        clock: For the delays.
+    """
 
     def __init__(self, inner: Store, rules: Sequence[Rule], seed: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(inner)
@@ -89,11 +103,11 @@ class Faulty(Wrapper):
         rule = self._pick("get", key)
         if rule is not None and rule.fault is Fault.FLIP_BIT:
             return bytes(self._flipped(bytearray(work())))
-        return self._struck(rule, "get", key, work)
+        return self._with_fault(rule, "get", key, work)
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         rule = self._pick("get_into", key)
-        self._struck(rule, "get_into", key, lambda: self.inner.get_ranges_into(key, ranges))
+        self._with_fault(rule, "get_into", key, lambda: self.inner.get_ranges_into(key, ranges))
         filled = [buffer for _, buffer in ranges if buffer.nbytes]
         if rule is not None and rule.fault is Fault.FLIP_BIT and filled:
             self._flipped(filled[0])
@@ -102,11 +116,11 @@ class Faulty(Wrapper):
         self.get_ranges_into(key, [(offset, buffer)])
 
     def open_file(self, key: str) -> int | None:
-        """None: what is read of a file would meet no fault."""
+        """None, because reads of a local file would get no faults."""
         return None
 
     def _through(self, operation: str, key: str, size: int, work: Callable[[], T]) -> T:
-        return self._struck(self._pick(operation, key), operation, key, work)
+        return self._with_fault(self._pick(operation, key), operation, key, work)
 
     def _pick(self, operation: str, key: str) -> Rule | None:
         with self._lock:
@@ -120,7 +134,7 @@ class Faulty(Wrapper):
                         return rule
         return None
 
-    def _struck(self, rule: Rule | None, operation: str, key: str, work: Callable[[], T]) -> T:
+    def _with_fault(self, rule: Rule | None, operation: str, key: str, work: Callable[[], T]) -> T:
         if rule is None:
             return work()
         text = f"{operation} {key!r}: injected: {rule.fault.value}"
@@ -145,7 +159,7 @@ class Faulty(Wrapper):
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One request. `data` is None for a delete; `if_absent`: with the precondition that there is no such object."""
+    """One request. `data` is None for a delete. With `if_absent`, the object must not exist yet."""
 
     key: str
     data: bytes | None
@@ -153,7 +167,9 @@ class Write:
 
 
 class Late(Wrapper):
-    """`inner`. `writes` are all requests so far that change an object; `land` applies one of them, again or at last."""
+    """A store that can hold writes back. `writes` are all requests so far that change an object. `land` applies one of
+    them, perhaps again.
+    """
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -161,16 +177,16 @@ class Late(Wrapper):
         self._hold, self._left = "", 0
 
     def hold(self, key: str, times: int = 1) -> None:
-        """The next writes to keys that contain `key` are not applied, and time out."""
+        """Do not apply the next `times` writes to keys that contain `key`. They time out."""
         self._hold, self._left = key, times
 
     @property
     def holding(self) -> int:
-        """How many writes are still to be held; 0 once the fault has fired."""
+        """How many further writes are held; 0 once all faults have fired."""
         return self._left
 
     def land(self, write: Write) -> None:
-        """The request reaches the store now."""
+        """Apply the request now."""
         if write.data is None:
             self.inner.delete_many([write.key])
         elif write.if_absent:

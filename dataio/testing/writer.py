@@ -1,4 +1,4 @@
-"""A writer in a process of its own, for tests that race or kill it.
+"""A writer in its own process, for tests that race or kill it.
 
     python -m headrace.dataio.testing.writer race URL KEY BODY     waits for a line, writes if absent, prints True or
     False
@@ -26,21 +26,21 @@ def main(argv: list[str]) -> None:
     with open_store(url) as store:
         if command == "race":
             store.exists(key)  # connect before the start
-            _say("ready")
+            _print_line("ready")
             sys.stdin.readline()
-            _say(str(store.put_if_absent(key, argv[3].encode())))
+            _print_line(str(store.put_if_absent(key, argv[3].encode())))
         else:
-            _say(str(store.put_multipart(key, _slow_parts())))
+            _print_line(str(store.put_multipart(key, _slow_parts())))
 
 
 def _slow_parts() -> Iterator[bytes]:
     for number in range(_PARTS):
-        _say(f"part {number}")
+        _print_line(f"part {number}")
         yield bytes([number]) * PART_BYTES
         time.sleep(0.01)
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

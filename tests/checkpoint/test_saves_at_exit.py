@@ -24,7 +24,7 @@ from headrace.dataio.testing.faulty_stores import Fault, Faulty, Rule
 def test_a_python_that_starts_no_thread_at_its_end_is_named_with_what_to_do(
     version: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    log._said.clear()
+    log._logged.clear()
     with caplog.at_level(logging.WARNING):
         warn_of_python(version)
     assert f"Python {'.'.join(map(str, version))} loses a save" in caplog.text
@@ -33,7 +33,7 @@ def test_a_python_that_starts_no_thread_at_its_end_is_named_with_what_to_do(
 
 @pytest.mark.parametrize("version", [(3, 11, 7), (3, 12, 3), (3, 13, 0)])
 def test_the_others_are_not_spoken_of(version: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
-    log._said.clear()
+    log._logged.clear()
     with caplog.at_level(logging.WARNING):
         warn_of_python(version)
     assert not caplog.text

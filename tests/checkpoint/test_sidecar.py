@@ -168,7 +168,7 @@ def test_without_a_daemon_the_save_happens_here_and_it_is_said_once(
 ) -> None:
     from headrace.dataio.core import log
 
-    log._said.discard("no sidecar answers: saving inside this process")
+    log._logged.discard("no sidecar answers: saving inside this process")
     with Checkpointer(str(tmp_path), run="exp", sidecar=str(tmp_path / "none.sock")) as checkpointer:
         for step in (1, 2):
             assert checkpointer.save(step, {"w": torch.zeros(5)}).result(60).carrier == "process"

@@ -83,7 +83,7 @@ def with_mounts(
     try:
         for mount, options in allowed:
             opened[mount.name] = open_store(mount.url, storage_options=options)
-        return Mounts(base, {**there, **opened}, owns_base=owned, lent=() if owned else there), True
+        return Mounts(base, {**there, **opened}, owns_base=owned, borrowed=() if owned else there), True
     except HeadraceError as error:
         for made in opened.values():
             made.close()

@@ -185,7 +185,7 @@ logging.basicConfig(level=logging.DEBUG)
 from headrace.dataio.store.open import open_store
 for options in {options!r}:
     store = open_store({url!r}, storage_options=options).inner  # without retries
-    print(repr(store), store.location, repr(store.inner._session), repr(store.inner._config))
+    print(repr(store), store.location, repr(store.inner._client), repr(store.inner._config))
     for work in (lambda: store.get("k"), lambda: store.put("k", b""), lambda: list(store.list()),
                  lambda: store.put_if_absent("k", b""), lambda: store.put_multipart("k", [bytes(9 << 20)]),
                  lambda: store.stat("k"), lambda: store.get_into("k", 0, memoryview(bytearray(3)))):

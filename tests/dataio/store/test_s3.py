@@ -31,15 +31,16 @@ from headrace.dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from headrace.dataio.store import s3, s3_session
+from headrace.dataio.store import bucket, ranges, s3
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.bucket_client import LoopThread, Pour
+from headrace.dataio.store.bucket_errors import from_answer
 from headrace.dataio.store.open import open_location, open_store
 from headrace.dataio.store.probe import certify
 from headrace.dataio.store.retry import Policy
-from headrace.dataio.store.s3 import S3Store, connect
+from headrace.dataio.store.s3 import S3Store
+from headrace.dataio.store.s3_client import S3Client, connect
 from headrace.dataio.store.s3_config import parse
-from headrace.dataio.store.s3_errors import from_answer
-from headrace.dataio.store.s3_session import S3Session
 from headrace.dataio.testing.conformance import StoreConformance, StoreMachine, some_bytes
 from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3_server import S3Server
@@ -169,7 +170,7 @@ def test_a_forked_child_gets_an_error_for_its_parents_store_and_can_open_its_own
         "from headrace.dataio.store.open import open_store\n"
         "from headrace.dataio.core.errors import UsageError\n"
         f"store = open_store({s3_url!r}); store.put('k', b'1')\n"
-        f"print(type(store.inner.inner._session).__name__, flush=True)\n"
+        f"print(type(store.inner.inner._client).__name__, flush=True)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    try: store.get('k')\n"
@@ -181,7 +182,7 @@ def test_a_forked_child_gets_an_error_for_its_parents_store_and_can_open_its_own
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], stdout=subprocess.PIPE, timeout=150)
     assert done.returncode == 0
-    assert done.stdout.split()[0] == (b"S3Session" if client == "s3fs" else b"ObstoreClient")
+    assert done.stdout.split()[0] == (b"S3Client" if client == "s3fs" else b"ObstoreS3Client")
 
 
 @pytest.mark.parametrize(
@@ -191,8 +192,8 @@ def test_what_obstore_has_no_equal_of_goes_through_s3fs_unless_obstore_is_insist
     s3_url: str, option: dict[str, object]
 ) -> None:
     pytest.importorskip("obstore")
-    assert type(connect(parse(s3_url, option, {"AWS_REGION": "r"}))).__name__ == "S3Session"
-    assert type(connect(parse(s3_url, {}, {"AWS_REGION": "r"}))).__name__ == "ObstoreClient"
+    assert type(connect(parse(s3_url, option, {"AWS_REGION": "r"}))).__name__ == "S3Client"
+    assert type(connect(parse(s3_url, {}, {"AWS_REGION": "r"}))).__name__ == "ObstoreS3Client"
     with pytest.raises(UnsupportedError, match=r"no equivalent of the option (use_dualstack|tcp_keepalive)"):
         connect(parse(s3_url, {**option, "client": "obstore"}, {"AWS_REGION": "r"}))
     with pytest.raises(UsageError, match="no S3 client"):
@@ -201,8 +202,7 @@ def test_what_obstore_has_no_equal_of_goes_through_s3fs_unless_obstore_is_insist
 
 def test_without_obstore_s3fs_serves(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.delitem(sys.modules, "headrace.dataio.store.s3_obstore", raising=False)
-    assert type(connect(parse(s3_url, {}))) is S3Session
+    assert type(connect(parse(s3_url, {}))) is S3Client
     with pytest.raises(UnsupportedError, match=r"not installed.*s3"):
         connect(parse(s3_url, {"client": "obstore"}))
 
@@ -264,13 +264,13 @@ def test_a_conditional_write_is_one_single_put(client: str, s3_url: str, recorde
 
 
 def test_a_body_too_large_for_obstores_time_out_goes_through_s3fs(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3_obstore = pytest.importorskip("headrace.dataio.store.s3_obstore", reason="the extra s3 is not installed")
-    monkeypatch.setattr(s3_obstore, "_PUT_BYTES", 4)
+    obstore = pytest.importorskip("headrace.dataio.store.obstore", reason="the extra s3 is not installed")
+    monkeypatch.setattr(obstore, "_LARGEST_PUT", 4)
     with S3Store(parse(s3_url, {"client": "obstore"})) as store:
         store.put("k", b"12345")
-        assert store._session._obstore is None  # type: ignore[attr-defined]
+        assert store._client._obstore is None  # type: ignore[attr-defined]
         store.put("k", b"1234")
-        assert store._session._obstore is not None  # type: ignore[attr-defined]
+        assert store._client._obstore is not None  # type: ignore[attr-defined]
 
 
 def test_an_overloaded_server_is_given_the_pause_it_asked_for() -> None:
@@ -304,16 +304,16 @@ def test_a_silent_server_is_given_up_after_the_time_out(
 def test_a_forgotten_store_ends_with_its_thread_and_not_in_the_thread_that_collects_it(
     client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped, stop = list[int](), s3_session._Worker.stop
-    monkeypatch.setattr(s3_session._Worker, "stop", lambda it: (stop(it), stopped.append(threading.get_ident())))
+    stopped, stop = list[int](), LoopThread.stop
+    monkeypatch.setattr(LoopThread, "stop", lambda it: (stop(it), stopped.append(threading.get_ident())))
     store = open_store(s3_url)
     store.put("k", b"")
-    before = {t for t in threading.enumerate() if t.name == "headrace-s3"}
+    before = {t for t in threading.enumerate() if t.name == "headrace-bucket"}
     del store
     gc.collect()
     wait_for(lambda: stopped)
     assert threading.get_ident() not in stopped
-    assert len({t for t in threading.enumerate() if t.name == "headrace-s3"}) < len(before)
+    assert len({t for t in threading.enumerate() if t.name == "headrace-bucket"}) < len(before)
 
 
 ENDS_WHILE_OBSTORE_HANDS_OVER = """
@@ -358,8 +358,8 @@ def test_a_key_that_another_program_wrote_is_passed_over_when_it_is_no_key(s3_ur
     root = parse(s3_url, {"client": "s3fs"})
     with S3Store(root) as store:
         store.put("a/b", b"1")
-        session = store._session
-        session.run(session.call("put_object", "", Key=f"{root.prefix}/folder/", Body=b""))
+        client = store._client
+        client.run(client.call("put_object", "", Key=f"{root.prefix}/folder/", Body=b""))
         assert [info.key for info in store.list()] == ["a/b"]
 
 
@@ -397,7 +397,7 @@ def test_closing_a_store_ends_the_calls_of_other_threads(s3_url: str, silent_end
     store = S3Store(parse(s3_url, {"endpoint_url": silent_endpoint}))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get, "k")
-        while store._session._worker._loop is None:
+        while store._client._thread._loop is None:
             time.sleep(0.01)
         store.close()
         with pytest.raises(UsageError, match="closed while it was used"):
@@ -494,7 +494,7 @@ def test_an_upload_that_fails_for_good_is_aborted(s3_url: str, proxy: FaultProxy
             store.put_multipart("k", [some_bytes(20 * MIB)])
         assert proxy.fired == {Fault.SLOW_DOWN: 2}
         assert not store.exists("k")
-        left = store._session.run(store._session.call("list_multipart_uploads", "", Prefix=parse(s3_url, {}).prefix))
+        left = store._client.run(store._client.call("list_multipart_uploads", "", Prefix=parse(s3_url, {}).prefix))
         assert not left.get("Uploads")
 
 
@@ -579,7 +579,7 @@ def test_an_object_above_what_a_multipart_upload_can_hold_is_a_capacity_error(mo
 def test_a_put_above_the_limit_of_one_request_is_a_capacity_error(
     client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "PUT_BYTES", 4)
+    monkeypatch.setattr(bucket, "PUT_BYTES", 4)
     with open_store(s3_url) as store, pytest.raises(CapacityError, match="put_multipart"):
         store.put("k", b"12345")
 
@@ -598,20 +598,20 @@ def test_sorting_for_a_server_that_lists_by_folder_is_bounded(s3_url: str, monke
 def test_an_object_replaced_during_a_read_of_several_spans_is_never_mixed(
     client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch, replaced = s3_session._fetch, asyncio.Event()
-    new = b"n" * (s3_session.SPAN_BYTES + 5)
+    kind, replaced = type(connect(parse(s3_url, {}))), asyncio.Event()
+    stream, new = kind.stream, b"n" * (ranges.SPAN_BYTES + 5)
 
-    async def replace_between(session: S3Session, key: str, name: str, span: s3_session.Span) -> str | None:
-        if span.start == 0:
-            version = await fetch(session, key, name, span)
+    async def replace_between(self: S3Client, doing: str, key: str, start: int, stop: int, pour: Pour) -> str | None:
+        if start == 0:
+            version = await stream(self, doing, key, start, stop, pour)
             if not replaced.is_set():
-                await session.call("put_object", "", Key=key, Body=io.BytesIO(new))
+                await self.put("", key, memoryview(new))
                 replaced.set()
             return version
         await replaced.wait()
-        return await fetch(session, key, name, span)
+        return await stream(self, doing, key, start, stop, pour)
 
-    monkeypatch.setattr(s3_session, "_fetch", replace_between)
+    monkeypatch.setattr(kind, "stream", replace_between)
     buffer = bytearray(len(new))
     with S3Store(parse(s3_url, {})) as store:
         store.put("k", b"o" * len(new))

@@ -14,7 +14,7 @@ from hypothesis import given
 from headrace.dataio.core.errors import HeadraceError, NotFoundError, SlowDownError, TransientError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.s3_session import GAP_BYTES, SPAN_BYTES, plan
+from headrace.dataio.store.ranges import GAP_BYTES, SPAN_BYTES, plan
 from headrace.dataio.testing.conformance import some_bytes
 from headrace.dataio.testing.fault_proxy import FaultProxy
 from headrace.dataio.testing.s3_server import S3Server

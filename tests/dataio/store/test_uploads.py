@@ -15,7 +15,7 @@ from headrace.checkpoint.saving.progress import ProgressFile, RecordingStore
 from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.s3 import connect
+from headrace.dataio.store.s3_client import connect
 from headrace.dataio.store.s3_config import parse
 from headrace.dataio.store.wrappers import PausableUploads
 
@@ -34,9 +34,9 @@ RecordingStore(open_store(url), ProgressFile(fd)).put_multipart("big", [os.urand
 def uploads(url: str) -> list[Any]:
     """The unfinished uploads below `url`, as the server lists them."""
     config = parse(url, {})
-    session = connect(config)
-    answer = session.run(session.call("list_multipart_uploads", "listing", Prefix=config.prefix))
-    session.close()
+    client = connect(config)
+    answer = client.run(client.call("list_multipart_uploads", "listing", Prefix=config.prefix))
+    client.close()
     found: list[Any] = answer.get("Uploads", [])
     return found
 

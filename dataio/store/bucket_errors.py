@@ -17,7 +17,7 @@ import contextlib
 import html
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.dataio.core.errors import (
     AccessDeniedError,
@@ -32,6 +32,16 @@ from headrace.dataio.core.errors import (
     UsageError,
 )
 from headrace.dataio.store.s3_config import S3Config
+
+
+class Endpoint(Protocol):
+    """What errors name: the server and the bucket."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+    @property
+    def bucket(self) -> str: ...
 
 
 class UnreachableError(TransientError):
@@ -106,10 +116,10 @@ def translated_s3(config: S3Config, doing: str) -> Iterator[None]:
 
 
 def from_answer(
-    status: int, code: str, words: str, retry_after: str | None, config: S3Config, doing: str
+    status: int, code: str, words: str, retry_after: str | None, config: Endpoint, doing: str
 ) -> HeadraceError:
     """The error for a server's answer: HTTP status, S3 code, message (`words`), and the header Retry-After or None."""
-    if code == "NoSuchBucket":
+    if code in ("NoSuchBucket", "ContainerNotFound"):
         return NotFoundError(
             f"the bucket {config.bucket!r} does not exist at {config.endpoint}",
             hint="check the URL, or create the bucket",
@@ -130,7 +140,7 @@ def _seconds(header: str | None) -> float | None:
     return float(header) if header and header.isdecimal() and len(header) < 6 else None
 
 
-def _from_botocore(error: Exception, config: S3Config, doing: str) -> HeadraceError | None:
+def _from_botocore(error: Exception, config: Endpoint, doing: str) -> HeadraceError | None:
     """The error to raise instead of `error`; None if it is not one of botocore, aiohttp or the system."""
     import aiohttp
     import botocore.exceptions as boto
@@ -161,7 +171,7 @@ def _from_botocore(error: Exception, config: S3Config, doing: str) -> HeadraceEr
     return None
 
 
-def _from_client_error(error: Any, config: S3Config, doing: str) -> HeadraceError:
+def _from_client_error(error: Any, config: Endpoint, doing: str) -> HeadraceError:
     answer, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
     status, headers = int(meta.get("HTTPStatusCode", 0)), meta.get("HTTPHeaders", {})
     words = str(answer.get("Message", ""))
@@ -169,12 +179,14 @@ def _from_client_error(error: Any, config: S3Config, doing: str) -> HeadraceErro
 
 
 @contextlib.contextmanager
-def translated_obstore(config: S3Config, doing: str) -> Iterator[None]:
+def translated_obstore(config: Endpoint, doing: str) -> Iterator[None]:
     """Turn obstore's errors into Headrace's, without the original as the cause."""
     from obstore.exceptions import BaseError
 
     try:
         yield
+    except TimeoutError:
+        found: HeadraceError = TransientError(f"{doing}: {config.endpoint}: timed out", hint=NETWORK_HINT)
     except (BaseError, FileNotFoundError) as error:
         found = _from_obstore(str(error)[:_TEXT_BYTES], config, doing)
     else:
@@ -182,7 +194,7 @@ def translated_obstore(config: S3Config, doing: str) -> Iterator[None]:
     raise found from None
 
 
-def _from_obstore(text: str, config: S3Config, doing: str) -> HeadraceError:
+def _from_obstore(text: str, config: Endpoint, doing: str) -> HeadraceError:
     if status := _STATUS.search(text):
         code, message = _CODE.search(text), _MESSAGE.search(text)
         words = html.unescape(message[1]) if message else ""
@@ -193,6 +205,8 @@ def _from_obstore(text: str, config: S3Config, doing: str) -> HeadraceError:
             f"{where} answered a request for a range with the whole object",
             hint="Headrace needs a server that supports ranged reads; see `headrace doctor URL`",
         )
+    if "Wanted range starting at" in text:
+        return RangeError(f"{where}: the object ends before the range", hint="ask for a range inside the object")
     if "certificate" in text.lower():
         return UsageError(f"{where}: the server's certificate is not trusted", hint=CERTIFICATE_HINT)
     if "kind: Connect," in text:
