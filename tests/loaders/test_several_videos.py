@@ -61,7 +61,7 @@ def test_pack_and_index_name_videos_that_are_not_used(tar: Path, tmp_path: Path)
 
 
 def test_the_loader_warns_once(tar: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log._said.clear()
+    log._logged.clear()
     with pack([tar], tmp_path / "packed", workers=1) as packed, caplog.at_level(logging.WARNING, logger="headrace"):
         with VideoLoader(packed, 1, clip=Clip(2), evaluate=True, num_threads=1, sidecar=None) as loader:
             assert len(list(loader)) == 3

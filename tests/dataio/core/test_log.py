@@ -83,7 +83,7 @@ def test_what_is_remembered_is_bounded(caplog: pytest.LogCaptureFixture, monkeyp
     logger = get_logger("test.bound")
     for number in range(log._ONCE_LIMIT + 10):
         warn_once(logger, f"message {number}")
-    assert len(caplog.records) == len(log._said) == log._ONCE_LIMIT
+    assert len(caplog.records) == len(log._logged) == log._ONCE_LIMIT
 
 
 def test_importing_installs_no_handler_and_setup_one() -> None:

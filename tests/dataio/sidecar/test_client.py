@@ -274,7 +274,7 @@ def test_a_daemon_that_never_answers_costs_a_deadline(
 def test_another_users_daemon_is_named_as_such_and_done_without(
     daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log._said.clear()
+    log._logged.clear()
     monkeypatch.setenv("HEADRACE_SIDECAR", str(daemon.socket))
     with denied(daemon.socket.parent):
         assert Sidecar.find() is None

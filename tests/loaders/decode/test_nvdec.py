@@ -237,7 +237,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_the_drivers_library_for_video_pyav_decodes_and_the_log_says_what_to_do(
     media: Path, info_of: InfoOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.dataio.core.log._said", set())
+    monkeypatch.setattr("headrace.dataio.core.log._logged", set())
     with pytest.raises(UnsupportedError, match="NVIDIA_DRIVER_CAPABILITIES"):
         DaliDecoder(0)
     data = (media / "arm_wrestling.mp4").read_bytes()

@@ -55,7 +55,7 @@ class RefusingDecoder(GreyDecoder):
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten afterwards."""
     monkeypatch.setattr(registry, "_registered", registry.all_decoders())
-    monkeypatch.setattr("headrace.dataio.core.log._said", set())
+    monkeypatch.setattr("headrace.dataio.core.log._logged", set())
 
 
 @pytest.fixture

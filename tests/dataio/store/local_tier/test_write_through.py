@@ -112,7 +112,7 @@ def test_a_full_tier_is_done_without_in_the_middle_of_an_object(
     remote: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = shelf(tmp_path, 70 * MIB)
-    log._said.clear()
+    log._logged.clear()
     with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("packs/1", parts())
         assert store.put_multipart("packs/2", parts(80 * MIB)) == 80 * MIB
@@ -129,7 +129,7 @@ def test_a_full_tier_is_done_without_in_the_middle_of_an_object(
 
 def test_a_tier_that_vanishes_is_done_without(tmp_path: Path) -> None:
     remote, tier = Counting(open_store(tmp_path / "store")), shelf(tmp_path)
-    log._said.clear()
+    log._logged.clear()
     with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("packs/1", parts())
         assert store.put_if_absent("first", b"1")
@@ -166,7 +166,7 @@ def test_a_disk_that_is_really_full_is_done_without(
     remote: Counting, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = LocalTier(small_disk / "tier", TierLimits(512 * MIB, 2))
-    log._said.clear()
+    log._logged.clear()
     with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("packs/1", parts(2 * MIB))
         assert store.put_multipart("packs/2", parts(20 * MIB)) == 20 * MIB
