@@ -31,7 +31,7 @@ test: $(FRAMEWORKS)
 
 # What a change should pass before it is shown to others: under two minutes.
 check: lint typecheck
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q -m 'unit and not soak and not gpu'
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q -m 'unit and not slow and not soak and not gpu'
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -125,6 +125,7 @@ def test_whatever_is_named_as_the_maker_of_figures_is_there(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_docstrings_and_comments_tell_no_figure_that_nothing_makes() -> None:
     found = {f"{path.relative_to(ROOT)} {where}": orphans(text) for path in CODE for where, text in prose(path)}
     assert {where: told for where, told in found.items() if told} == {}, HOW

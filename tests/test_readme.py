@@ -10,6 +10,8 @@ import pytest
 from headrace.bench.core.data import make_clip
 from headrace.dataio import open_store, pack
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -11,6 +11,8 @@ import pytest
 from headrace.dataio.core import limits
 from tests.attacks import forge, peak
 
+pytestmark = pytest.mark.slow
+
 MIB = 700
 """The largest document is 16 MiB of JSON; parsed it takes some thirty times as much."""
 

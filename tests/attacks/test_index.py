@@ -121,6 +121,7 @@ def test_no_forged_index_fills_the_memory(outcome: peak.Outcome) -> None:
     assert outcome.mib < MIB
 
 
+@pytest.mark.slow
 def test_a_part_that_expands_costs_what_it_holds(tmp_path: Path) -> None:
     folder = forge.good(tmp_path / "set")
     expanding(folder)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from headrace.dataio.core import limits
 from tests.attacks import peak
+
+pytestmark = pytest.mark.slow
 
 MIB = 160 + 40 * limits.SAMPLE_JSON_BYTES // limits.MIB
 """What a process takes that imports everything, and forty times the largest document."""

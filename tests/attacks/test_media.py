@@ -13,6 +13,8 @@ from headrace.dataio.core.errors import CorruptionError
 from tests.attacks import media as bombs
 from tests.attacks import peak
 
+pytestmark = pytest.mark.slow
+
 MIB = 350
 """A worker that only imports takes about 150 MiB; one decoded frame of the bombs would take 384 MB more."""
 

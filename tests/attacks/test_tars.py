@@ -10,6 +10,8 @@ from headrace.dataio.shards import tar
 from tests.attacks import peak
 from tests.attacks.tars import ATTACKS, GOOD
 
+pytestmark = pytest.mark.slow
+
 BASE_MIB = 160
 """What a process takes that imports everything."""
 

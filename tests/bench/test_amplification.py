@@ -11,6 +11,8 @@ import pytest
 from headrace.bench.core.processes import Server, daemon, server
 from headrace.bench.workloads.sidecar_rank import RankJob, Shape, run_ranks, write_shards
 
+pytestmark = pytest.mark.slow
+
 SHAPE = Shape(shards=4, per_shard=64, members=(90_000, 20_000, 600))
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from headrace.bench.core.processes import daemon
 from headrace.bench.core.report import part_table
 from headrace.bench.core.results import Part, Samples
 from headrace.bench.workloads.sidecar import FIGURES, deliver, mapped_ratio, open_p50, passing
 from headrace.bench.workloads.sidecar_rank import RankJob, Shape, run, write_shards
+
+pytestmark = pytest.mark.slow
 
 SMALL = Shape(shards=2, per_shard=8, members=(30_000, 5_000, 60))
 

@@ -14,6 +14,8 @@ from headrace.dataio.cache.plan.events import Bypass, Fetch, Instruction, Object
 from headrace.dataio.cache.plan.ring import Ring
 from headrace.loaders.sampling.order import Order
 
+pytestmark = pytest.mark.slow
+
 KIB = 1024
 SAMPLE, PER_SHARD, SHARDS, BLOCK = 450 * KIB, 64, 16, 512 * KIB
 SAMPLES = PER_SHARD * SHARDS

@@ -16,6 +16,8 @@ from headrace.dataio.cache.plan.events import ObjectId, Want
 from headrace.dataio.cache.plan.ring import ScatteredReads
 from tests.bench.test_cache_epochs import Node
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 FILM, FILMS, CLIPS, PIECE, HEAD = 134 * MIB, 12, 4, MIB // 4, 400 << 10
 EPOCHS = 40

@@ -9,6 +9,8 @@ import pytest
 from headrace.bench.workloads import resume
 from headrace.loaders import loader as loader_module
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_resumed_loader_is_timed_and_compared_with_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

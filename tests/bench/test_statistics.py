@@ -52,6 +52,7 @@ def test_large_samples_are_dealt_at_random_but_always_the_same_way() -> None:
     assert mann_whitney(ours, theirs) == mann_whitney(ours, theirs) < 1e-4
 
 
+@pytest.mark.slow
 def test_noise_alone_is_rarely_called_a_change() -> None:
     rng = random.Random(7)
     a, b = ({f"m{n}": [rng.gauss(100, 10) for _ in range(5)] for n in range(200)} for _ in range(2))

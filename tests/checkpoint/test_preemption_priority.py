@@ -15,6 +15,8 @@ from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 
+pytestmark = pytest.mark.slow
+
 
 class Held(Wrapped):
     """Packs of the first save wait until they are let go."""

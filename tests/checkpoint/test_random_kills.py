@@ -25,6 +25,8 @@ from tests.checkpoint import kills
 from tests.checkpoint.kills import Journal, Task, read_journal, state_of
 from tests.checkpoint.making import RUN, begin, load, make, save
 
+pytestmark = pytest.mark.slow
+
 POINTS = sorted(name for name in declared() if name.startswith(("ckpt.", "gc.", "store.")) and name != "ckpt.mid-stage")
 PER_REPOSITORY = 25
 """Kills in one repository: later ones find what the earlier ones left."""

@@ -15,6 +15,8 @@ from tests.histories import history, worker
 from tests.histories.history import Violation
 from tests.histories.oracle import read_journal
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_short_history_with_daemons_and_a_buddy_loses_nothing() -> None:
     count = history.run(seed=4, server=None, rounds=2)

@@ -15,6 +15,8 @@ from headrace.loaders import AudioLoader, Clip, VideoLoader, Window
 from tests.support import reference_decoder, video_corpus
 from tests.support.video_corpus import Made
 
+pytestmark = pytest.mark.slow
+
 WRAP = (1 << 33) / 90_000
 """Seconds after which the times of a transport stream begin again."""
 B_FRAMES = {"bf": "2", "g": "12"}

@@ -26,6 +26,8 @@ from headrace.loaders.fetch.partial_file import HELD_BYTES, PartialFile
 from headrace.loaders.quarantine.records import SkippedSample
 from tests.support import long_media, reference_decoder, video_corpus
 
+pytestmark = pytest.mark.slow
+
 CLIP, PARTS = Clip(4, 2, per_video=5), Clip(4, 2, per_video=12)
 
 

@@ -21,6 +21,8 @@ from headrace.loaders import AudioLoader, Clip, VideoLoader, Window
 from tests.support import reference_decoder, video_corpus
 from tests.support.pictures import picture
 
+pytestmark = pytest.mark.slow
+
 MOST = 72
 REAL_VIDEO = [
     "action_xvid",

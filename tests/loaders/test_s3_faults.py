@@ -55,8 +55,8 @@ def url(recordings: Path, s3_url: str) -> str:
 
 @pytest.fixture
 def loader(url: str, proxy: FaultProxy) -> Iterator[FileLoader]:
-    """One that reads it through the proxy, and waits two seconds for an answer."""
-    options = {"endpoint_url": proxy.endpoint, "config_kwargs": {"read_timeout": 2, "connect_timeout": 5}}
+    """One that reads it through the proxy, and waits 0.7 seconds for an answer."""
+    options = {"endpoint_url": proxy.endpoint, "config_kwargs": {"read_timeout": 0.7, "connect_timeout": 5}}
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(Retry(S3Store(parse(url, options)), POLICY))
         dataset = stack.enter_context(Dataset(store))

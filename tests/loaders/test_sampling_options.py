@@ -26,6 +26,8 @@ from headrace.loaders.sampling import state as state_module
 from tests.support import video_corpus
 from tests.support.batches import same, take
 
+pytestmark = pytest.mark.slow
+
 SIZE = (16, 24)
 SHAPES = Buckets((Bucket((16, 16)), Bucket((16, 28)), Bucket((28, 16), 4)), budget=16 * 28 * 4 * 6, multiple=2)
 Make = Callable[..., VideoLoader]

@@ -21,6 +21,8 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import Clip, Mixture, VideoLoader
 from headrace.loaders.sampling import state as states
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., VideoLoader]
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -14,6 +14,8 @@ from headrace.dataio.core.errors import UnsupportedError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import Clip, VideoLoader
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[[], VideoLoader]
 
 

@@ -36,6 +36,8 @@ from headrace.loaders.decode.resize import fit
 from headrace.loaders.fetch.sample_reader import StoreReader
 from tests.support.batches import same, take
 
+pytestmark = pytest.mark.slow
+
 SIZE = (32, 40)
 
 

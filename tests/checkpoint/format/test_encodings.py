@@ -113,6 +113,7 @@ def state(seed: int, mib: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_on_a_slow_store_what_pays_is_encoded_and_noise_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

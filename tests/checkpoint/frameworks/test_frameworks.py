@@ -14,7 +14,7 @@ from torch import nn
 from headrace.checkpoint import Checkpointer
 from headrace.dataio.core.errors import CorruptionError, UsageError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the frameworks' own
 
 
 def framework(name: str) -> ModuleType:

@@ -33,7 +33,7 @@ from headrace.dataio.store.open import open_store
 from tests.checkpoint.gds.host import Counts
 from tests.checkpoint.making import flip
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # DCP's own
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]  # DCP's own
 RING = 64 * MIB
 
 

@@ -25,6 +25,8 @@ from headrace.dataio.core.errors import TransientError
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 from tests.support.stepping import Actor, MemoryStore, drive_to_end, stepping
 
+pytestmark = pytest.mark.slow
+
 SAVER, READER, FIRST, SECOND, THIRD, TIME, KILL_SAVER, KILL_FIRST = range(8)
 
 

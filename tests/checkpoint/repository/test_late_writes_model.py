@@ -6,6 +6,8 @@ import pytest
 
 from tests.checkpoint.repository.late_model import COMMIT_A, FATE, MANIFEST, Rules, explore
 
+pytestmark = pytest.mark.slow
+
 WRITTEN_ONCE = Rules().conditional
 
 

@@ -29,6 +29,8 @@ from headrace.dataio.testing.faulty_stores import Write
 from tests.checkpoint.making import RUN, Made, begin, load, make, save
 from tests.support.stepping import Actor, MemoryStore, drive_to_end, stepping
 
+pytestmark = pytest.mark.slow
+
 Result = TypeVar("Result")
 FIRST_SAVER, SECOND_SAVER, FIRST, SECOND, TIME, LAND, LOSE = range(7)
 STATES = {n: {"frozen": bytes(160 * KIB), "w": os.urandom(80 * KIB) * 2} for n in (1, 2)}

@@ -6,6 +6,8 @@ import pytest
 
 from tests.checkpoint.repository.late_tags import REMOVED, Rules, explore
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("rules", "states"),

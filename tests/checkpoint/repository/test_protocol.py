@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from headrace.checkpoint.repository.commit import Attempt, Committed, Stop, Writ
 from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
 from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store
+
+pytestmark = pytest.mark.slow
 
 IDS = ["01HZZZZZZZ000000000000000A", "01HZZZZZZZ000000000000000B"]
 

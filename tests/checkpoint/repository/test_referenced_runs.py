@@ -27,6 +27,8 @@ from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 from tests.support.stepping import Actor, MemoryStore, drive_to_end, stepping
 
+pytestmark = pytest.mark.slow
+
 FORK = "fork"
 SAVER, FIRST, SECOND, TIME, KILL = range(5)
 

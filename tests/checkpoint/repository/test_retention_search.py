@@ -34,6 +34,8 @@ from headrace.dataio.store.base import ObjectInfo, Store
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 from tests.support.stepping import Actor, MemoryStore, StoreClock, drive_to_end, stepping
 
+pytestmark = pytest.mark.slow
+
 ZOMBIE, TRAINER, RETAIN, TAGGER, READER, TIME, KILL_ZOMBIE, KILL_RETAIN, KILL_TRAINER = range(9)
 ACTORS, CHOICES = 5, 9
 

@@ -20,6 +20,8 @@ from headrace.dataio.core.limits import MIB
 from tests.checkpoint.saving.training import Training, equal
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 MODES = ("eager", "lazy")
 
 

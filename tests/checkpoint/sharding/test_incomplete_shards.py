@@ -24,6 +24,8 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import begin, latest, load, make, manifest_of, save
 
+pytestmark = pytest.mark.slow
+
 
 class Alone:
     """A job of one rank."""

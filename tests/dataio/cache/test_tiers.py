@@ -18,6 +18,8 @@ from headrace.dataio.testing.system import ManualClock
 from tests.support.disks import disk, read_only
 from tests.support.memory_store import MemoryStore
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 4096
 SIZE = 20 * BLOCK
 WHOLE = [(0, SIZE)]

@@ -24,6 +24,8 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.support.indexed_datasets import SHARD_BYTES, make, sample
 
+pytestmark = pytest.mark.slow
+
 
 def opened(path: Path, numbers: range, **how: object) -> Dataset:
     store = open_store(path)

@@ -21,6 +21,8 @@ from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.s3_server import Keys, S3Server, start_seaweedfs
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
+pytestmark = pytest.mark.slow
+
 DATA = random.Random("limits").randbytes(9 * MIB)
 
 

@@ -25,6 +25,8 @@ from tests.dataio.shards.index.test_pages import GOOD, rows
 from tests.support.audio_corpus import KINDS, Kind, made
 from tests.support.reference_audio import F32, Whole, whole
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 0.7
 QUICK = [pytest.param(kind, id=name) for name, kind in KINDS.items() if kind.quick]
 ALL = [pytest.param(kind, id=name, marks=() if kind.quick else pytest.mark.soak) for name, kind in KINDS.items()]

@@ -26,6 +26,8 @@ from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.fetch.partial_file import GivenFile, HeadCache, PartialFile
 
+pytestmark = pytest.mark.slow
+
 KINDS: dict[str, tuple[int, str, int, dict[str, str]]] = {
     "constant": (44_100, "mono", 64_000, {}),
     "joint stereo": (48_000, "stereo", 128_000, {"joint_stereo": "1"}),

@@ -22,6 +22,8 @@ from tests.attacks import media as bombs
 from tests.attacks import peak
 from tests.support import video_corpus
 
+pytestmark = pytest.mark.slow
+
 INNOCENT = "tests.loaders.decode.test_decompression_bombs:decode_nothing"
 DECODE = "tests.loaders.decode.test_decompression_bombs:decode"
 

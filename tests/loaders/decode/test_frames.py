@@ -22,6 +22,8 @@ from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.registry import candidates, open_decoder
 from headrace.loaders.decode.registry import choose as choose_decoder
 
+pytestmark = pytest.mark.slow
+
 VIDEOS = [
     "action_xvid.avi",
     "arm_wrestling.mp4",

@@ -28,6 +28,8 @@ from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.trim import open_window
 from tests.support import reference_decoder, video_corpus
 
+pytestmark = pytest.mark.slow
+
 FRAMES = 120
 X264 = {"g": "12", "bf": "3", "x264-params": "b-pyramid=normal:scenecut=0"}
 X265 = {"x265-params": "log-level=none:pools=1:keyint=12:min-keyint=12:bframes=3:open-gop=1"}

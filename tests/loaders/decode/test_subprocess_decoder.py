@@ -26,6 +26,8 @@ from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder
 from tests.support import crashing_decode_worker, video_corpus
 
+pytestmark = pytest.mark.slow
+
 DOOMED = run_module("tests.support.crashing_decode_worker")
 
 

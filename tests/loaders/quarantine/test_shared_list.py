@@ -24,6 +24,8 @@ from headrace.loaders.quarantine import shared_list
 from headrace.loaders.quarantine.shared_list import Entry, location_of
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., VideoLoader]
 
 

@@ -15,6 +15,8 @@ from headrace.dataio.core.errors import UsageError
 from headrace.loaders.sampling.buckets import MAX_BUCKETS, MAX_SIDE, Bucket, Bucketed, Buckets, Durations
 from headrace.loaders.sampling.schedule import Population
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [Bucket((64, 64)), Bucket((48, 80)), Bucket((80, 48)), Bucket((96, 160)), Bucket((96, 160), 32)]
 
 

@@ -17,6 +17,8 @@ from headrace.loaders.sampling.mixture import RESOLUTION, Segment, Weights
 from headrace.loaders.sampling.quality import bucket_balances
 from headrace.loaders.sampling.schedule import Population
 
+pytestmark = pytest.mark.slow
+
 Change = tuple[int, dict[str, float]]
 
 

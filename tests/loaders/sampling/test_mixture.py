@@ -15,6 +15,8 @@ from headrace.loaders.sampling import mixed_buckets, mixture
 from headrace.loaders.sampling.mixture import MAX_SEGMENTS, RESOLUTION, Mixed, quotas
 from headrace.loaders.sampling.schedule import Population
 
+pytestmark = pytest.mark.slow
+
 BIG = 450_000.0
 
 

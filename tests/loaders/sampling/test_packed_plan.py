@@ -24,6 +24,8 @@ from headrace.loaders.sampling.packing import pack as packed_by
 from headrace.loaders.sampling.permutation import key_of
 from headrace.loaders.sampling.plan import _PACK
 
+pytestmark = pytest.mark.slow
+
 RATE = 8_000
 LENGTHS = [0.1, 0.45, 0.3, 0.8, 0.2, 1.7, 0.5, 0.25, 0.6, 0.35, 0.15, 0.9]
 PACKING = Packing(RATE, lookahead=5)

@@ -13,6 +13,8 @@ from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.quality import balance, batch_entropy, quality
 from headrace.loaders.sampling.schedule import Population
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_order_is_near_a_full_shuffle_and_reads_each_chunk_by_about_one_node() -> None:
     order = Order.of(50_000, 64, sample_bytes=450_000, seed=1)

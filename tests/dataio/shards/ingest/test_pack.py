@@ -167,6 +167,8 @@ def test_a_file_that_hangs_its_prober_is_skipped(clips: Path, tmp_path: Path, mo
 import time
 from headrace.dataio.shards.media import describe
 from headrace.dataio.shards.workers import worker
+
+pytestmark = pytest.mark.slow
 real = describe.describe
 def spoilt(files):
     if any("2.mp4" in path for _, path in files):

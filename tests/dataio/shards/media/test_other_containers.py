@@ -15,6 +15,8 @@ from headrace.dataio import Dataset, Recipe, index, pack
 from headrace.dataio.core.errors import UsageError
 from tests.dataio.shards.conftest import write_clip, write_wav
 
+pytestmark = pytest.mark.slow
+
 PACKET = 188
 
 

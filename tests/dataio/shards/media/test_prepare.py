@@ -44,6 +44,7 @@ def media_of(dataset: Dataset) -> list[tuple[str, bytes, Probe]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["arm_wrestling.mp4", "nasa_h264_aac.mp4", "pancake_h264.mkv"])
 def test_split_clips_hold_every_frame_and_packet_once(media: Path, tmp_path: Path, name: str) -> None:
     whole = (media / name).read_bytes()
@@ -108,6 +109,7 @@ def test_a_turned_picture_comes_out_upright(media: Path, tmp_path: Path) -> None
     assert np.abs(found - turned).mean() < 4
 
 
+@pytest.mark.slow
 def test_copying_into_mp4_changes_no_packet(media: Path, tmp_path: Path) -> None:
     recipe = Recipe(container="mp4", faststart=True)
     with pack(media / "pancake_h264.mkv", tmp_path / "ds", recipe=recipe, workers=1) as dataset:

@@ -38,6 +38,7 @@ def assert_index_is_what_decodes(path: Path, video: VideoInfo) -> None:
     assert video.start_pts == frames[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLIPS)
 def test_frames_and_key_frames_are_those_of_a_full_decode(media: Path, name: str) -> None:
     video = probe(media / name).video

@@ -117,6 +117,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join))
 def test_no_text_does_anything_but_choose_or_be_refused(opened: Dataset, text: str) -> None:

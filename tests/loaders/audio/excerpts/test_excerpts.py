@@ -27,6 +27,8 @@ from headrace.loaders.audio.excerpts import mp4 as mp4_excerpt
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.decode import mp4
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 20
 KINDS: dict[str, tuple[str, str, int, str, dict[str, str]]] = {
     "AAC": ("mp4", "aac", 44_100, "stereo", {}),
