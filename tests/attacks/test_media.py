@@ -90,7 +90,7 @@ def test_the_bombs_are_bombs(tmp_path: Path) -> None:
 
 
 def test_a_bomb_that_takes_the_place_of_an_indexed_clip_is_damage(tmp_path: Path) -> None:
-    from tests.dataio.shards.conftest import write_clip
+    from tests.support.written_media import write_clip
 
     bomb = bombs.in_container("matroska", "mjpeg", [bombs.jpeg_bomb(1024, 1024)])
     clip = write_clip(tmp_path / "a.mkv").read_bytes()

@@ -151,7 +151,7 @@ def test_a_sample_that_another_removed_first_is_a_conflict_naming_them(
             Dataset(tmp_path).remove(["k00003"], message="mine")
         return original(*args, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(changes.versions, "new_document", first_the_other)
+    monkeypatch.setattr(versions, "new_document", first_the_other)
     with pytest.raises(ConflictError, match=r"another writer made version 2 \(mine\).*no sample 'k00003'"):
         dataset.remove(["k00003", "k00004"])
     assert fired
@@ -316,7 +316,8 @@ def test_a_diff_names_what_was_added_removed_and_changed(tmp_path: Path) -> None
         sample(40, "shards/x.tar", 4),
     ]
     changed = [
-        Sample(**{f: getattr(s, f) for f in s.__slots__} | {"members": _at(s, n)}) for n, s in enumerate(changed)
+        Sample(**{f: getattr(s, f) for f in s.__struct_fields__} | {"members": _at(s, n)})
+        for n, s in enumerate(changed)
     ]
     shards = (versions.Shard(key="shards/x.tar", size=SHARD_BYTES, samples=5),)
     stored = tuple(part_writer.store_parts(store, changed, 0))

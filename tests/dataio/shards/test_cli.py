@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio import Dataset, pack
+from tests.support.written_media import MakeClip, MakeWav
 
 pytestmark = pytest.mark.usefixtures("quiet_environment")
 
@@ -31,7 +32,7 @@ def headrace(*args: str | Path, **environment: str) -> subprocess.CompletedProce
 
 
 @pytest.fixture
-def clips(tmp_path: Path, make_clip, make_wav) -> Path:
+def clips(tmp_path: Path, make_clip: MakeClip, make_wav: MakeWav) -> Path:
     root = tmp_path / "clips"
     make_clip(root / "a.mp4", frames=5)
     (root / "a.txt").write_text("caption")
@@ -190,7 +191,7 @@ def test_ls_lists_samples_in_order_up_to_a_limit(dataset: Path) -> None:
     assert objects[0]["video"]["fps"] == "30"
 
 
-def test_ls_json_says_how_many_pieces_a_long_file_has_and_not_their_digests(tmp_path: Path, make_wav) -> None:
+def test_ls_json_says_how_many_pieces_a_long_file_has_and_not_their_digests(tmp_path: Path, make_wav: MakeWav) -> None:
     make_wav(tmp_path / "in" / "a.wav", seconds=100)
     (tmp_path / "in" / "a.txt").write_text("caption")
     pack(tmp_path / "in", tmp_path / "ds", workers=1).close()

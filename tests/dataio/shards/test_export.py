@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from headrace.dataio import Dataset, pack
 from headrace.dataio.core.errors import AccessDeniedError, ConflictError, CorruptionError, NotFoundError
 from headrace.dataio.shards.export import export, safe_name
+from tests.support.written_media import MakeWav
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, make_wav) -> Dataset:
+def dataset(tmp_path: Path, make_wav: MakeWav) -> Dataset:
     make_wav(tmp_path / "in/deep/a.wav")
     (tmp_path / "in/deep/a.txt").write_text("caption")
     make_wav(tmp_path / "in/b.wav", seconds=0.1)

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.dataio.core import limits
-from headrace.dataio.shards import pieces as cut
-from headrace.dataio.shards.pieces import Hasher, find_fault, matches, piece_size, runs
+from headrace.dataio.shards.pieces import MAX_PIECES, MIN_PIECE_BYTES, Hasher, find_fault, matches, piece_size, runs
 from headrace.dataio.shards.sample import Pieces
 
 
@@ -34,8 +33,8 @@ def test_a_size_is_the_least_power_of_two_with_few_enough_pieces(length: int) ->
     size = piece_size(length)
     assert size is not None
     assert size & (size - 1) == 0
-    assert -(-length // size) <= cut.MOST
-    assert size == cut.SIZE or -(-length // (size // 2)) > cut.MOST
+    assert -(-length // size) <= MAX_PIECES
+    assert size == MIN_PIECE_BYTES or -(-length // (size // 2)) > MAX_PIECES
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.sampled_from([1, 2, 8, 16]))

@@ -24,7 +24,7 @@ from tests.support.browser import Browser, needs_browser
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    from tests.dataio.shards.conftest import write_clip, write_wav
+    from tests.support.written_media import write_clip, write_wav
 
     root = tmp_path_factory.mktemp("preview")
     write_clip(root / "in/a.mp4", frames=12)
@@ -109,21 +109,27 @@ def test_limits_are_limited(dataset: Dataset, limit: int, frames: int) -> None:
         preview(dataset, limit=limit, frames=frames)
 
 
+def pictures_of(job: PicturesJob) -> Pictures:
+    answer = run(job)
+    assert isinstance(answer, Pictures)
+    return answer
+
+
 def test_pictures_are_upright_and_spread_over_time(media: Path) -> None:
     job = PicturesJob(path=str(media / "rotated_90.mov"), video_stream=0, rotation=90, count=2)
-    found = run(job)
+    found = pictures_of(job)
     assert len(found.jpegs) == 2
     assert found.height > found.width
-    late = run(PicturesJob(path=str(media / "arm_wrestling.mp4"), video_stream=0, count=4, width=96, height=96))
+    late = pictures_of(PicturesJob(path=str(media / "arm_wrestling.mp4"), video_stream=0, count=4, width=96, height=96))
     assert (late.width, late.height) == (96, 72)
     assert len(set(late.jpegs)) == 4
 
 
 def test_what_cannot_be_decoded_is_said(media: Path, tmp_path: Path) -> None:
     (tmp_path / "x").write_text("nothing")
-    assert "cannot be decoded" in run(PicturesJob(path=str(tmp_path / "x"), video_stream=0)).fault
+    assert "cannot be decoded" in pictures_of(PicturesJob(path=str(tmp_path / "x"), video_stream=0)).fault
     assert run(PicturesJob(path=str(media / "action.wav"))) == Pictures(fault="it has neither pictures nor sound")
-    assert "damaged" in run(PicturesJob(path=str(media / "corrupted.mp4"), video_stream=0)).fault
+    assert "damaged" in pictures_of(PicturesJob(path=str(media / "corrupted.mp4"), video_stream=0)).fault
 
 
 def test_the_command_writes_the_page(dataset: Dataset, tmp_path: Path) -> None:

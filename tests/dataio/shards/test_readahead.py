@@ -39,7 +39,7 @@ def test_reads_forwards_ask_for_every_window_once(store: Counting) -> None:
         for start in range(0, len(DATA), 300):
             length = min(900, len(DATA) - start)
             assert ahead.read_at(start, length) == DATA[start : start + length]
-            assert len(ahead._there) <= 4
+            assert len(ahead._windows) <= 4
     assert store.asked == [(at, min(WINDOW, len(DATA) - at)) for at in range(0, len(DATA), WINDOW)]
 
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from headrace.dataio.core.errors import CorruptionError, TransientError, UnsupportedError
 from headrace.dataio.shards import tar
 from tests.attacks.tars import ATTACKS, GOOD, archive
+from tests.support.written_media import ReadTar
 
 
-def scan(data: bytes) -> list[tar.Entry]:
+def scan(data: bytes) -> list[tar.TarMember]:
     def read_at(offset: int, length: int) -> bytes:
         assert offset >= 0
         assert offset + length <= len(data)
@@ -54,7 +55,7 @@ def test_gnu_tar_reads_long_and_foreign_names(tmp_path: Path) -> None:
     assert [(tmp_path / name).read_bytes() for name, _ in members] == [data for _, data in members]
 
 
-def test_webdataset_reads_samples(tmp_path: Path, read_with_webdataset) -> None:
+def test_webdataset_reads_samples(tmp_path: Path, read_with_webdataset: ReadTar) -> None:
     (tmp_path / "s.tar").write_bytes(archive([("d/a.json", b"{}"), ("d/a.mp4", b"video"), ("d/b.mp4", b"w")]))
     samples = read_with_webdataset(tmp_path / "s.tar")
     assert [(s["__key__"], s["mp4"]) for s in samples] == [("d/a", b"video"), ("d/b", b"w")]
@@ -85,9 +86,9 @@ def test_archives_of_other_programs_are_read(program_format: int) -> None:
 def test_sizes_above_8_gib_are_written_and_read(tmp_path: Path) -> None:
     size = 9 << 30
     header = tar.header_for("big.mp4", size)
-    with (tmp_path / "sparse.tar").open("wb") as file:  # a hole, so it costs no space
-        file.write(header)
-        file.truncate(len(header) + tar.padded(size) + len(tar.END))
+    with (tmp_path / "sparse.tar").open("wb") as sparse:  # a hole, so it costs no space
+        sparse.write(header)
+        sparse.truncate(len(header) + tar.padded(size) + len(tar.END))
     with (tmp_path / "sparse.tar").open("rb") as file:
 
         def read_at(offset: int, length: int) -> bytes:

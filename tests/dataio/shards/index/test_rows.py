@@ -22,7 +22,12 @@ from tests.support.any_samples import SHARD, SIZE, apart, samples
 
 
 def read(data: bytes, rows: int, **changes: Any) -> Any:
-    expected = {"expected_digest": digest(data), "rows": rows, "shards": {SHARD: SIZE}, "name": "index/x"}
+    expected: dict[str, Any] = {
+        "expected_digest": digest(data),
+        "rows": rows,
+        "shards": {SHARD: SIZE},
+        "name": "index/x",
+    }
     return index.read_part(data, **(expected | changes))
 
 

@@ -14,12 +14,13 @@ import headrace.dataio.shards.ingest.pack  # noqa: F401 - declares the crash poi
 from headrace.dataio import Dataset, pack
 from headrace.dataio.core import crashpoints
 from headrace.dataio.core.errors import ConflictError, NotFoundError
+from tests.support.written_media import MakeClip
 
 POINTS = [name for name in crashpoints.declared() if name.startswith("pack.")]
 
 
 @pytest.fixture
-def clips(tmp_path: Path, make_clip) -> Path:
+def clips(tmp_path: Path, make_clip: MakeClip) -> Path:
     for i in range(3):
         make_clip(tmp_path / "clips" / f"{i}.mp4", frames=4)
     return tmp_path / "clips"

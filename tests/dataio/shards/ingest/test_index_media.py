@@ -7,11 +7,13 @@ import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.dataio import Dataset, index, pack
 from headrace.dataio.shards.tar import dali_index
+from tests.support.written_media import ReadTar
 
 Files = dict[str, bytes]
 
@@ -65,7 +67,7 @@ MAKERS: dict[str, Callable[[Files, Path], None]] = {
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_media_in_a_tar_of_this_maker_reads_back_equal_everywhere(
-    maker: str, media: Path, tmp_path: Path, read_with_webdataset
+    maker: str, media: Path, tmp_path: Path, read_with_webdataset: ReadTar
 ) -> None:
     files = _of(media)
     (tmp_path / "from").mkdir()
@@ -78,7 +80,7 @@ def test_media_in_a_tar_of_this_maker_reads_back_equal_everywhere(
         expect_same_from_others(dataset, shard, files, read_with_webdataset)
 
 
-def test_packed_media_read_back_equal_everywhere(media: Path, tmp_path: Path, read_with_webdataset) -> None:
+def test_packed_media_read_back_equal_everywhere(media: Path, tmp_path: Path, read_with_webdataset: ReadTar) -> None:
     files = _of(media)
     for name, data in files.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +101,7 @@ def expect_same(dataset: Dataset, files: Files) -> None:
         assert sample.video is not None or sample.audio is not None
 
 
-def expect_same_from_others(dataset: Dataset, shard: Path, files: Files, read_with_webdataset) -> None:
+def expect_same_from_others(dataset: Dataset, shard: Path, files: Files, read_with_webdataset: ReadTar) -> None:
     keys = list(dataset.keys)
     theirs = {
         f"{s['__key__']}.{ext}": data for s in read_with_webdataset(shard) for ext, data in s.items() if ext[0] != "_"
@@ -119,8 +121,7 @@ EXTENSIONS = ["mp4", "mkv", "mov", "webm", "avi", "wav", "mp3", "txt"]
 def read_by_dali(shard: Path, index_file: Path, count: int) -> list[Files]:
     dali = pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 
-    @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None)
-    def pipeline():
+    def pipeline() -> tuple[Any, ...]:
         return tuple(
             dali.fn.readers.webdataset(
                 paths=[str(shard)],
@@ -131,7 +132,7 @@ def read_by_dali(shard: Path, index_file: Path, count: int) -> list[Files]:
             )
         )
 
-    pipe = pipeline()
+    pipe = dali.pipeline_def(pipeline)(batch_size=1, num_threads=1, device_id=None)
     pipe.build()
     found = []
     for _ in range(count):

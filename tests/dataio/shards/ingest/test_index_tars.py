@@ -50,7 +50,7 @@ def tar_of(members: Members, form: int = tarfile.GNU_FORMAT) -> bytes:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    from tests.dataio.shards.conftest import write_clip
+    from tests.support.written_media import write_clip
 
     return write_clip(tmp_path_factory.mktemp("clip") / "a.mp4").read_bytes()
 
@@ -73,7 +73,9 @@ def skipped(dataset: Dataset) -> dict[str, tuple[str, str]]:
     return {item.path.rpartition("/from/")[2]: (item.code, item.reason) for item in dataset.report.skipped}
 
 
-def test_samples_of_a_downloader_s_shards_are_found_with_their_facts(put, tmp_path: Path, clip: bytes) -> None:
+def test_samples_of_a_downloader_s_shards_are_found_with_their_facts(
+    put: Callable[..., Path], tmp_path: Path, clip: bytes
+) -> None:
     meta = json.dumps({"url": "http://x", "status": "success", "duration": 0.4, "clips": [[0, 1]]}).encode()
     for shard in ("00000", "00001"):
         put(
@@ -87,8 +89,11 @@ def test_samples_of_a_downloader_s_shards_are_found_with_their_facts(put, tmp_pa
         sample = dataset.find("000010000")
         assert sample.video is not None
         assert (sample.video.codec, sample.video.frames, sample.text) == ("h264", 12, "a dog")
-        assert sample.video.color == probe(clip, ext="mp4").video.color is not None
-        assert list(dataset.where(f"color_space = '{sample.video.color.space}'")) == list(dataset)
+        video, color = probe(clip, ext="mp4").video, sample.video.color
+        assert video is not None
+        assert color is not None
+        assert color == video.color
+        assert list(dataset.where(f"color_space = '{color.space}'")) == list(dataset)
         assert sample.fields == {"url": "http://x", "status": "success", "duration": 0.4}
         assert [dataset.read(sample, e) for e in ("mp4", "json", "txt")] == [clip, meta, b"a dog"]
         assert dataset.report is not None
@@ -99,7 +104,7 @@ def test_samples_of_a_downloader_s_shards_are_found_with_their_facts(put, tmp_pa
         assert again.read(again.sample(3), "mp4") == clip
 
 
-def test_pictures_and_data_are_samples_too(put, tmp_path: Path) -> None:
+def test_pictures_and_data_are_samples_too(put: Callable[..., Path], tmp_path: Path) -> None:
     put(
         "a.tar",
         [
@@ -135,7 +140,9 @@ def test_gnu_tar_with_long_names_and_folders(tmp_path: Path, form: str) -> None:
         assert [dataset.read(sample, "bin") for sample in dataset] == [b"1" * 1000, b"2"]
 
 
-def test_a_bad_sample_is_skipped_with_its_shard_and_offset(put, tmp_path: Path, clip: bytes) -> None:
+def test_a_bad_sample_is_skipped_with_its_shard_and_offset(
+    put: Callable[..., Path], tmp_path: Path, clip: bytes
+) -> None:
     members = [
         *(("a.mp4", clip), ("bad.mp4", clip[:-100]), ("bad.txt", b"x"), ("c.mp4", clip), ("d.json", b'{"x": NaN}')),
         *(("e.jpg", b"1"), ("e.jpg", b"2"), ("a.wav", b"again"), ("f.bin", b"good")),
@@ -156,7 +163,7 @@ def test_a_bad_sample_is_skipped_with_its_shard_and_offset(put, tmp_path: Path, 
     assert not (tmp_path / "strict" / "versions").exists()
 
 
-def test_a_bad_shard_is_skipped_whole_and_the_others_are_indexed(put, tmp_path: Path) -> None:
+def test_a_bad_shard_is_skipped_whole_and_the_others_are_indexed(put: Callable[..., Path], tmp_path: Path) -> None:
     good = tar_of([("a.bin", b"1" * 2000), ("b.json", b"[]")])
     put("0.tar", tar_of([("k.bin", b"1")]))
     put("1.tar", good[:1500])
@@ -188,7 +195,9 @@ def test_a_bad_shard_is_skipped_whole_and_the_others_are_indexed(put, tmp_path: 
         ("zstd", lambda data: zstandard.ZstdCompressor().compress(data)),
     ],
 )
-def test_a_compressed_tar_is_refused_by_its_content(put, tmp_path: Path, program: str, squeeze) -> None:
+def test_a_compressed_tar_is_refused_by_its_content(
+    put: Callable[..., Path], tmp_path: Path, program: str, squeeze: Callable[[bytes], bytes]
+) -> None:
     path = put("a.tar", squeeze(tar_of([("a.bin", b"1")])))
     with pytest.raises(
         UsageError, match=rf"nothing to index.*a\.tar is compressed by {program} at offset 0.*decompress"
@@ -198,7 +207,9 @@ def test_a_compressed_tar_is_refused_by_its_content(put, tmp_path: Path, program
         index(path, tmp_path / "other", strict=True)
 
 
-def test_equal_keys_in_two_shards_are_refused_unless_the_shard_is_put_in_front(put, tmp_path: Path) -> None:
+def test_equal_keys_in_two_shards_are_refused_unless_the_shard_is_put_in_front(
+    put: Callable[..., Path], tmp_path: Path
+) -> None:
     for shard in ("a/0.tar", "b/0.tar", "b/1.tar"):
         put(shard, [("./00.bin", shard.encode()), ("01.bin", b"1")])
     pattern = str(tmp_path / "from" / "{a,b}" / "*.tar")
@@ -209,7 +220,7 @@ def test_equal_keys_in_two_shards_are_refused_unless_the_shard_is_put_in_front(p
         assert dataset.read(dataset.find("b/1/00"), "bin") == b"b/1.tar"
 
 
-def test_shards_below_the_dataset_need_no_mount_and_move_with_it(put, tmp_path: Path) -> None:
+def test_shards_below_the_dataset_need_no_mount_and_move_with_it(put: Callable[..., Path], tmp_path: Path) -> None:
     put("shards/a.tar", [("a.bin", b"1")])
     with index(tmp_path / "from" / "shards", tmp_path / "from") as dataset:
         assert [shard.key for shard in dataset.document.shards] == ["shards/a.tar"]
@@ -220,7 +231,7 @@ def test_shards_below_the_dataset_need_no_mount_and_move_with_it(put, tmp_path: 
 
 
 def test_shards_of_several_places_are_one_dataset_that_opens_anywhere(
-    put, tmp_path: Path, store_url: str, clip: bytes
+    put: Callable[..., Path], tmp_path: Path, store_url: str, clip: bytes
 ) -> None:
     put("a.tar", [("a.mp4", clip)])
     with open_store(store_url + "-tars/deep") as store:
@@ -243,7 +254,7 @@ def test_shards_of_several_places_are_one_dataset_that_opens_anywhere(
         assert piece == b"two"
 
 
-def test_a_dataset_opened_with_a_store_leaves_that_open(put, tmp_path: Path) -> None:
+def test_a_dataset_opened_with_a_store_leaves_that_open(put: Callable[..., Path], tmp_path: Path) -> None:
     put("a.tar", [("a.bin", b"1")])
     with open_store(tmp_path / "set") as store:
         with index(tmp_path / "from", store) as dataset:
@@ -253,7 +264,9 @@ def test_a_dataset_opened_with_a_store_leaves_that_open(put, tmp_path: Path) -> 
         assert store.exists("dataset.json")
 
 
-def test_a_shard_that_changed_since_is_damage_named_by_its_own_address(put, tmp_path: Path) -> None:
+def test_a_shard_that_changed_since_is_damage_named_by_its_own_address(
+    put: Callable[..., Path], tmp_path: Path
+) -> None:
     path = put("a.tar", [("a.bin", b"1" * 600), ("b.bin", b"2")])
     with index(path, tmp_path / "set") as dataset:
         data = bytearray(path.read_bytes())
@@ -270,7 +283,7 @@ def test_a_shard_that_changed_since_is_damage_named_by_its_own_address(put, tmp_
             dataset.read(dataset.find("b"), "bin")
 
 
-def test_a_shard_that_changes_meanwhile_stops_the_indexing(put, tmp_path: Path) -> None:
+def test_a_shard_that_changes_meanwhile_stops_the_indexing(put: Callable[..., Path], tmp_path: Path) -> None:
     path = put("a.tar", [("a.bin", b"1")])
 
     def touch(_: IndexProgress) -> None:
@@ -281,14 +294,14 @@ def test_a_shard_that_changes_meanwhile_stops_the_indexing(put, tmp_path: Path) 
     assert not (tmp_path / "set" / "versions").exists()
 
 
-def test_an_existing_dataset_is_left_alone(put, tmp_path: Path) -> None:
+def test_an_existing_dataset_is_left_alone(put: Callable[..., Path], tmp_path: Path) -> None:
     path = put("a.tar", [("a.bin", b"1")])
     index(path, tmp_path / "set").close()
     with pytest.raises(ConflictError, match="already holds a dataset"):
         index(path, tmp_path / "set")
 
 
-def test_nothing_to_index_says_why(put, tmp_path: Path) -> None:
+def test_nothing_to_index_says_why(put: Callable[..., Path], tmp_path: Path) -> None:
     put("a.tar", [("README", b"1")])
     with pytest.raises(UsageError, match="the shards hold no samples"):
         index(tmp_path / "from", tmp_path / "set")
@@ -297,7 +310,7 @@ def test_nothing_to_index_says_why(put, tmp_path: Path) -> None:
 
 
 def test_what_is_set_aside_for_probing_is_bounded_and_removed(
-    put, tmp_path: Path, clip: bytes, monkeypatch: pytest.MonkeyPatch
+    put: Callable[..., Path], tmp_path: Path, clip: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
@@ -316,7 +329,7 @@ def test_what_is_set_aside_for_probing_is_bounded_and_removed(
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_full_temporary_folder_is_said_so(put, tmp_path: Path, clip: bytes) -> None:
+def test_a_full_temporary_folder_is_said_so(put: Callable[..., Path], tmp_path: Path, clip: bytes) -> None:
     path = put("a.tar", [("a.mp4", clip)])
     program = (
         "import resource, sys, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -333,7 +346,9 @@ def test_a_full_temporary_folder_is_said_so(put, tmp_path: Path, clip: bytes) ->
     assert "TMPDIR" in done.stdout
 
 
-def test_samples_and_members_without_end_are_refused(put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_and_members_without_end_are_refused(
+    put: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tar_scanner, "MAX_SHARD_SAMPLES", 5)
     monkeypatch.setattr(tar, "MAX_SAMPLE_MEMBERS", 5)
     put("0.tar", [("ok.bin", b"")])
@@ -351,7 +366,7 @@ def test_samples_and_members_without_end_are_refused(put, tmp_path: Path, monkey
     assert "'a' has more than 5 members" in packed.reason
 
 
-def test_index_parts_are_cut(put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_parts_are_cut(put: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_writer, "PART_ROWS", 3)
     for shard in range(4):
         put(f"{shard}.tar", [(f"{shard}-{i}.bin", b"x") for i in range(2)])
@@ -360,7 +375,7 @@ def test_index_parts_are_cut(put, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert [sample.id for sample in dataset] == list(range(8))
 
 
-def test_progress_ends_at_all_bytes(put, tmp_path: Path) -> None:
+def test_progress_ends_at_all_bytes(put: Callable[..., Path], tmp_path: Path) -> None:
     put("a.tar", [("a.bin", b"1" * 5000), ("b.json", b"no")])
     said: list[IndexProgress] = []
     with index(tmp_path / "from", tmp_path / "set", progress=said.append) as dataset:
@@ -369,7 +384,7 @@ def test_progress_ends_at_all_bytes(put, tmp_path: Path) -> None:
     assert said[-1] == IndexProgress(1, 1, size, size, 1, 1)
 
 
-def test_dali_s_index_names_members_by_extension_offset_and_length(put, tmp_path: Path) -> None:
+def test_dali_s_index_names_members_by_extension_offset_and_length(put: Callable[..., Path], tmp_path: Path) -> None:
     path = put("a.tar", [("a.bin", b"12345"), ("a.txt", b"t"), ("b.bin", b"")])
     with index(path, tmp_path / "set") as dataset:
         (shard,) = dataset.document.shards
@@ -381,7 +396,9 @@ def test_dali_s_index_names_members_by_extension_offset_and_length(put, tmp_path
         dali_index(dataset, dataset.document.shards[0].key)
 
 
-def test_the_loader_reads_clips_that_were_indexed_in_place(put, tmp_path: Path, clip: bytes) -> None:
+def test_the_loader_reads_clips_that_were_indexed_in_place(
+    put: Callable[..., Path], tmp_path: Path, clip: bytes
+) -> None:
     loaders = pytest.importorskip("loaders")
     put("a.tar", [(f"{i}.mp4", clip) for i in range(4)])
     index(tmp_path / "from", tmp_path / "set").close()
@@ -399,7 +416,9 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_the_command_reports_and_its_exit_code_says_that_something_was_skipped(put, tmp_path: Path) -> None:
+def test_the_command_reports_and_its_exit_code_says_that_something_was_skipped(
+    put: Callable[..., Path], tmp_path: Path
+) -> None:
     put("a.tar", [("a.bin", b"1"), ("b.json", b"no")])
     put("a.parquet", b"")
     done = run(tmp_path / "from", tmp_path / "set", "--json")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,22 +14,23 @@ import pytest
 from headrace.dataio import Columns, pack
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.shards.ingest.manifests import rows
+from tests.support.written_media import MakeWav
 
 
 @pytest.fixture
-def sounds(tmp_path: Path, make_wav) -> Path:
+def sounds(tmp_path: Path, make_wav: MakeWav) -> Path:
     for name in ("a", "b", "c"):
         make_wav(tmp_path / "media" / f"{name}.wav", seconds=0.02)
     return tmp_path / "media"
 
 
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"path": "media/a.wav", "caption": "one", "key": "x/first", "label": 3, "good": True, "note": None},
     {"path": "media/b.wav", "caption": None, "key": None, "label": -1, "good": False, "note": "tail 007"},
 ]
 
 
-def write(path: Path, table: list[dict[str, object]]) -> Path:
+def write(path: Path, table: Sequence[Mapping[str, Any]]) -> Path:
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(table), path)
     elif path.suffix == ".jsonl":
@@ -118,7 +121,7 @@ def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path, name: str) -> N
 def test_two_rows_of_one_key_are_refused(sounds: Path, tmp_path: Path) -> None:
     table = [{"path": "media/a.wav", "key": "k"}, {"path": "media/b.wav", "key": "k"}]
     with pytest.raises(UsageError, match="would both be the sample 'k'"):
-        pack(write(tmp_path / "m.csv", table), tmp_path / "ds")  # type: ignore[arg-type]
+        pack(write(tmp_path / "m.csv", table), tmp_path / "ds")
 
 
 def test_a_manifest_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import shutil
 import sys
 import tarfile
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +20,12 @@ from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest import unit_packer
 from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.report import Progress
+from headrace.dataio.shards.ingest.sources import Group
+from headrace.dataio.shards.media.messages import PrepareResult
 from headrace.dataio.shards.query import part_writer
-from headrace.dataio.store.base import Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
+from tests.support.written_media import MakeClip, MakeWav, ReadTar
 
 MIB = 1 << 20
 
@@ -32,7 +37,7 @@ def contents(store: Store) -> dict[str, str]:
 
 
 @pytest.fixture
-def clips(tmp_path: Path, make_clip, make_wav) -> Path:
+def clips(tmp_path: Path, make_clip: MakeClip, make_wav: MakeWav) -> Path:
     """A folder of five samples."""
     root = tmp_path / "clips"
     for i in range(4):
@@ -44,7 +49,7 @@ def clips(tmp_path: Path, make_clip, make_wav) -> Path:
 
 
 def test_all_real_media_come_back_equal_through_every_reader(
-    media: Path, store_url: str, tmp_path: Path, read_with_webdataset
+    media: Path, store_url: str, tmp_path: Path, read_with_webdataset: ReadTar
 ) -> None:
     originals = {p.stem: p for p in sorted(media.iterdir()) if p.suffix != ".md"}
     with pack(media, store_url, shard_bytes=2 * MIB) as packed:
@@ -72,6 +77,10 @@ def test_all_real_media_come_back_equal_through_every_reader(
         assert seen == {key: path.read_bytes() for key, path in originals.items()}
 
 
+def scan(data: bytes, name: str) -> list[tar.TarMember]:
+    return list(tar.scan(lambda offset, length: data[offset : offset + length], len(data), name))
+
+
 def test_the_index_says_where_the_tar_has_them(clips: Path, tmp_path: Path) -> None:
     with pack(clips, tmp_path / "Clips für uns", shard_bytes=20_000) as dataset:
         assert dataset.name == "Clips für uns"
@@ -80,8 +89,7 @@ def test_the_index_says_where_the_tar_has_them(clips: Path, tmp_path: Path) -> N
         for shard in dataset.document.shards:
             data = dataset.store.get(shard.key)
             assert len(data) == shard.size
-            entries = tar.scan(lambda offset, length, data=data: data[offset : offset + length], len(data), shard.key)
-            scanned += [(shard.key, e.name, e.offset, e.length) for e in entries]
+            scanned += [(shard.key, e.name, e.offset, e.length) for e in scan(data, shard.key)]
     assert indexed == scanned
 
 
@@ -215,7 +223,7 @@ def test_a_file_that_changes_while_it_is_packed_stops_the_packing(
 ) -> None:
     real = ProbePool.prepare
 
-    def prepare_and_change(self, *arguments):
+    def prepare_and_change(self: ProbePool, *arguments: Any) -> Iterator[tuple[Group, PrepareResult]]:
         for group, answer in real(self, *arguments):
             if group.key == "video/1":
                 path = clips / "video" / "1.mp4"
@@ -238,7 +246,9 @@ def test_packing_into_an_existing_dataset_is_a_conflict(clips: Path, store_url: 
         assert {info.key: info.size for info in dataset.store.list("")} == before
 
 
-def test_of_two_packers_that_race_one_wins_and_its_bytes_are_intact(clips: Path, make_clip, store_url: str) -> None:
+def test_of_two_packers_that_race_one_wins_and_its_bytes_are_intact(
+    clips: Path, make_clip: MakeClip, store_url: str
+) -> None:
     others = clips.parent / "others"
     for i in range(4):
         make_clip(others / "video" / f"{i}.mp4", frames=9)
@@ -292,7 +302,7 @@ def test_a_shard_size_that_is_none_is_a_mistake(clips: Path, tmp_path: Path) -> 
         pack(clips, tmp_path / "ds", shard_bytes=0)
 
 
-def test_memory_does_not_grow_with_the_files(tmp_path: Path, make_wav) -> None:
+def test_memory_does_not_grow_with_the_files(tmp_path: Path, make_wav: MakeWav) -> None:
     """A member of 40 MB goes through in pieces of bounded size."""
     make_wav(tmp_path / "in" / "a.wav")
     with (tmp_path / "in" / "a.bin").open("wb") as file:
@@ -303,10 +313,10 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path, make_wav) -> None:
         def __init__(self, store: Store) -> None:
             self.put_multipart_of_store = store.put_multipart
 
-        def __call__(self, key, parts):
+        def __call__(self, key: str, parts: Iterable[Buffer]) -> int:
             nonlocal largest
 
-            def measured():
+            def measured() -> Iterator[Buffer]:
                 nonlocal largest
                 for piece in parts:
                     largest = max(largest, len(piece))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from headrace.dataio.core.errors import UnsupportedError
 from headrace.dataio.shards.ingest.probe_pool import ProbePool, seconds_for
 from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.messages import Description, Failure
+from tests.support.written_media import MakeClip
 
 # a worker that misbehaves for some names and else answers like the real one
 STUB = """
@@ -63,7 +65,7 @@ def wait_until_gone(pid: int) -> None:
     pytest.fail(f"process {pid} is still there")
 
 
-def groups(make_clip, folder: Path, *names: str) -> list[Group]:
+def groups(make_clip: MakeClip, folder: Path, *names: str) -> list[Group]:
     clip = make_clip(folder / "clip.mp4", frames=3)
     found = []
     for name in names:
@@ -73,7 +75,9 @@ def groups(make_clip, folder: Path, *names: str) -> list[Group]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_hang_and_crashes_cost_their_own_files_only(tmp_path: Path, make_clip, stub: list[str], workers: int) -> None:
+def test_a_hang_and_crashes_cost_their_own_files_only(
+    tmp_path: Path, make_clip: MakeClip, stub: list[str], workers: int
+) -> None:
     asked = groups(make_clip, tmp_path, "a", "hang", "b", "crash", "c", "exit", "babble", "d")
 
     def limit(group: Group) -> float:
@@ -94,18 +98,18 @@ def test_a_hang_and_crashes_cost_their_own_files_only(tmp_path: Path, make_clip,
         wait_until_gone(pid)
 
 
-def test_workers_are_reused_and_bounded(tmp_path: Path, make_clip, stub: list[str]) -> None:
+def test_workers_are_reused_and_bounded(tmp_path: Path, make_clip: MakeClip, stub: list[str]) -> None:
     asked = groups(make_clip, tmp_path, *(f"n{i}" for i in range(12)))
     with ProbePool(2, seconds_for, stub) as pool:
         assert len(list(pool.describe(asked))) == 12
     assert 1 <= len({pid for pid, _ in log(tmp_path)}) <= 2
 
 
-def test_only_a_bounded_number_is_asked_ahead(tmp_path: Path, make_clip, stub: list[str]) -> None:
+def test_only_a_bounded_number_is_asked_ahead(tmp_path: Path, make_clip: MakeClip, stub: list[str]) -> None:
     asked = groups(make_clip, tmp_path, "a")
     taken = []
 
-    def endless():
+    def endless() -> Iterator[Group]:
         while True:
             taken.append(1)
             yield asked[0]
@@ -115,10 +119,11 @@ def test_only_a_bounded_number_is_asked_ahead(tmp_path: Path, make_clip, stub: l
         assert len(taken) <= 4
 
 
-def test_closing_early_kills_what_is_running(tmp_path: Path, make_clip, stub: list[str]) -> None:
+def test_closing_early_kills_what_is_running(tmp_path: Path, make_clip: MakeClip, stub: list[str]) -> None:
     asked = groups(make_clip, tmp_path, "a", "hang", "b")
     with ProbePool(1, lambda _: 600.0, stub) as pool:
         results = pool.describe(asked + asked)
+        assert isinstance(results, Generator)
         next(results)
         deadline = time.monotonic() + 30
         while "hang.mp4" not in [name for _, name in log(tmp_path)]:
@@ -129,7 +134,9 @@ def test_closing_early_kills_what_is_running(tmp_path: Path, make_clip, stub: li
         wait_until_gone(pid)
 
 
-def test_a_worker_that_does_not_start_is_an_error_of_the_machine_not_of_a_file(tmp_path: Path, make_clip) -> None:
+def test_a_worker_that_does_not_start_is_an_error_of_the_machine_not_of_a_file(
+    tmp_path: Path, make_clip: MakeClip
+) -> None:
     with (
         ProbePool(1, seconds_for, [sys.executable, "-c", "import sys; sys.exit(1)"]) as pool,
         pytest.raises(UnsupportedError, match="does not start"),
@@ -137,7 +144,7 @@ def test_a_worker_that_does_not_start_is_an_error_of_the_machine_not_of_a_file(t
         list(pool.describe(groups(make_clip, tmp_path, "a")))
 
 
-def test_a_hanging_worker_dies_with_its_killed_parent(tmp_path: Path, make_clip, stub: list[str]) -> None:
+def test_a_hanging_worker_dies_with_its_killed_parent(tmp_path: Path, make_clip: MakeClip, stub: list[str]) -> None:
     (hang,) = groups(make_clip, tmp_path, "hang")
     parent = textwrap.dedent("""
         import sys

@@ -12,11 +12,12 @@ import pytest
 
 from headrace.dataio import Dataset, pack
 from headrace.dataio.core.errors import UsageError
+from tests.support.written_media import MakeWav
 
 pytest.importorskip("ray", reason="ray is not installed (pip install 'headrace[ray]')")
 
 
-def test_two_ray_workers_make_the_dataset_that_one_process_makes(make_wav, tmp_path: Path) -> None:
+def test_two_ray_workers_make_the_dataset_that_one_process_makes(make_wav: MakeWav, tmp_path: Path) -> None:
     for i in range(12):
         make_wav(tmp_path / "in" / f"{i:02}.wav", seconds=0.05 * (i + 1))
     (tmp_path / "in" / "bad.wav").write_bytes(b"no")

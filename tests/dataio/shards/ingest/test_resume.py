@@ -23,11 +23,12 @@ from headrace.dataio.shards.ingest.plan import Journal, PackedUnit
 from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.sample import Member
 from headrace.dataio.store.open import open_store
+from tests.support.written_media import MakeWav
 
 _SHARD = 96 << 10
 
 
-def make_many(make_wav, folder: Path, count: int) -> Path:
+def make_many(make_wav: MakeWav, folder: Path, count: int) -> Path:
     """Tiny sounds, each different."""
     base = make_wav(folder / "base.wav", seconds=0.02).read_bytes()
     (folder / "base.wav").unlink()
@@ -78,7 +79,7 @@ def stored_names(root: Path) -> list[Path]:
     return [path for path in root.rglob("*") if path.suffix != ".json"]
 
 
-def killed_often_is_equal(make_wav, tmp_path: Path, clips: int, kills: int) -> None:
+def killed_often_is_equal(make_wav: MakeWav, tmp_path: Path, clips: int, kills: int) -> None:
     source = make_many(make_wav, tmp_path / "clips", clips)
     chance = random.Random(20)
     fired = sum(kill_during(source, tmp_path / "often", chance) for _ in range(kills))
@@ -91,13 +92,13 @@ def killed_often_is_equal(make_wav, tmp_path: Path, clips: int, kills: int) -> N
         assert len(often) == clips
 
 
-def test_killed_four_times_it_ends_equal(make_wav, tmp_path: Path) -> None:
+def test_killed_four_times_it_ends_equal(make_wav: MakeWav, tmp_path: Path) -> None:
     killed_often_is_equal(make_wav, tmp_path, 200, 4)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_two_thousand_clips_killed_ten_times_end_equal(make_wav, tmp_path: Path) -> None:
+def test_two_thousand_clips_killed_ten_times_end_equal(make_wav: MakeWav, tmp_path: Path) -> None:
     killed_often_is_equal(make_wav, tmp_path, 2000, 10)
 
 
@@ -114,7 +115,7 @@ def crash(point: str, arguments: list[str], mark: Path) -> None:
     assert mark.exists()
 
 
-def test_what_was_stored_is_not_sent_or_written_again(make_wav, tmp_path: Path) -> None:
+def test_what_was_stored_is_not_sent_or_written_again(make_wav: MakeWav, tmp_path: Path) -> None:
     source = make_many(make_wav, tmp_path / "clips", 60)
     crash("pack.shard-stored#2", ["--shard-size", "32KiB", str(source), str(tmp_path / "ds")], tmp_path / "mark")
     before = {path: path.stat().st_ino for path in (tmp_path / "ds" / "shards").iterdir()}
@@ -124,7 +125,7 @@ def test_what_was_stored_is_not_sent_or_written_again(make_wav, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("point", ["pack.unit-sealed", "pack.version-stored"])
-def test_an_append_that_is_killed_goes_on(make_wav, tmp_path: Path, point: str) -> None:
+def test_an_append_that_is_killed_goes_on(make_wav: MakeWav, tmp_path: Path, point: str) -> None:
     first = make_many(make_wav, tmp_path / "first", 3)
     second = tmp_path / "second"
     for path in make_many(make_wav, tmp_path / "made", 40).rglob("*.wav"):
@@ -145,7 +146,7 @@ def test_an_append_that_is_killed_goes_on(make_wav, tmp_path: Path, point: str) 
     assert stored(tmp_path / "often") == stored(tmp_path / "never")
 
 
-def test_a_damaged_record_is_packed_again(make_wav, tmp_path: Path) -> None:
+def test_a_damaged_record_is_packed_again(make_wav: MakeWav, tmp_path: Path) -> None:
     source = make_many(make_wav, tmp_path / "clips", 30)
     crash("pack.index-stored", [str(source), str(tmp_path / "ds")], tmp_path / "mark")
     (record,) = (tmp_path / "ds" / "packing").rglob("*.unit")
@@ -157,7 +158,7 @@ def test_a_damaged_record_is_packed_again(make_wav, tmp_path: Path) -> None:
         assert (packed.report.resumed, len(packed)) == (0, 30)
 
 
-def test_input_that_changed_in_between_is_another_plan(make_wav, tmp_path: Path) -> None:
+def test_input_that_changed_in_between_is_another_plan(make_wav: MakeWav, tmp_path: Path) -> None:
     source = make_many(make_wav, tmp_path / "clips", 10)
     crash("pack.index-stored", [str(source), str(tmp_path / "ds")], tmp_path / "mark")
     (source / "0" / "00000.wav").write_bytes((source / "1" / "00001.wav").read_bytes())
@@ -167,7 +168,7 @@ def test_input_that_changed_in_between_is_another_plan(make_wav, tmp_path: Path)
         assert packed.read(packed.find("0/00000"), "wav") == (source / "1" / "00001.wav").read_bytes()
 
 
-def test_the_plan_depends_on_names_sizes_times_and_settings(make_wav, tmp_path: Path) -> None:
+def test_the_plan_depends_on_names_sizes_times_and_settings(make_wav: MakeWav, tmp_path: Path) -> None:
     source = make_many(make_wav, tmp_path / "clips", 5)
     groups = gather([source]).groups
     usual = plan.Settings(shard_bytes=1000)
@@ -189,7 +190,7 @@ def test_a_journal_gives_back_what_was_sealed(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store:
         journal = Journal(store, "p")
         assert (journal.begin(3), Journal(store, "p").begin(7)) == (3, 3)
-        journal.seal(4, packed)
+        journal.write(4, packed)
         assert journal.done() == {4}
         assert (journal.read(4), journal.read(5)) == (packed, None)
         journal.delete()
@@ -208,7 +209,7 @@ def test_a_record_from_before_files_had_pieces_is_read(tmp_path: Path) -> None:
     assert found.samples[0].members == (Member("mp4", 512, 2 << 20, 7),)
 
 
-def test_appending_a_key_that_is_there_is_refused_before_anything_is_stored(make_wav, tmp_path: Path) -> None:
+def test_appending_a_key_that_is_there_is_refused_before_anything_is_stored(make_wav: MakeWav, tmp_path: Path) -> None:
     source = make_many(make_wav, tmp_path / "clips", 3)
     pack(source, tmp_path / "ds").close()
     before = stored(tmp_path / "ds")
@@ -217,7 +218,7 @@ def test_appending_a_key_that_is_there_is_refused_before_anything_is_stored(make
     assert stored(tmp_path / "ds") == before
 
 
-def test_appenders_that_race_all_succeed(make_wav, tmp_path: Path) -> None:
+def test_appenders_that_race_all_succeed(make_wav: MakeWav, tmp_path: Path) -> None:
     make_many(make_wav, tmp_path / "first", 2)
     pack(tmp_path / "first", tmp_path / "ds").close()
     for name in "abc":

@@ -8,21 +8,26 @@ import signal
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.dataio import Dataset, append, pack
 from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
 from headrace.dataio.shards.ingest import source_stores as remotes
+from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.source_stores import SourceStores
-from headrace.dataio.shards.ingest.sources import gather
+from headrace.dataio.shards.ingest.sources import Group, gather
+from headrace.dataio.shards.media.messages import PrepareResult
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
+from tests.support.written_media import MakeClip
 
 
 @pytest.fixture
-def clips(tmp_path: Path, make_clip) -> Path:
+def clips(tmp_path: Path, make_clip: MakeClip) -> Path:
     folder = tmp_path / "clips"
     for number in range(4):
         make_clip(folder / f"day{number % 2}" / f"c{number}.mp4", frames=4)
@@ -59,6 +64,7 @@ def test_folders_globs_manifests_and_tars_in_a_bucket_become_the_shards_of_local
     with pack(clips, tmp_path / "here") as here, pack(f"{s3_url}/clips", f"{s3_url}/ds") as there:
         assert there.document.shards == here.document.shards
         assert [sample.text for sample in there] == [f"caption {n}" for n in (0, 2, 1, 3)]
+        assert there.report is not None
         assert there.report.ignored == (f"{s3_url}/clips/notes.md",)
     with pack(f"{s3_url}/clips/*/c?.mp4", tmp_path / "globbed") as globbed:
         assert [sample.key for sample in globbed] == ["day0/c0", "day0/c2", "day1/c1", "day1/c3"]
@@ -70,6 +76,7 @@ def test_folders_globs_manifests_and_tars_in_a_bucket_become_the_shards_of_local
             "clips/day0/c0": ("caption 0", {"label": 1}),
             "k": ("caption 3", {"n": 3}),
         }
+        assert listed.report is not None
         (skipped,) = listed.report.skipped
         assert skipped.path == f"{s3_url}/list.csv, line 3: {s3_url}/clips/day1/c9.mp4"
     with append(f"{s3_url}/t.tar", f"{s3_url}/ds") as grown:
@@ -99,6 +106,7 @@ def test_a_pack_of_a_bucket_that_is_killed_goes_on_where_it_was(clips: Path, s3_
         pack(f"{s3_url}/clips", f"{s3_url}/ds", shard_bytes=4096) as again,
         pack(clips, tmp_path / "ds", shard_bytes=4096) as fresh,
     ):
+        assert again.report is not None
         assert again.report.resumed == 2
         assert again.document.shards == fresh.document.shards
 
@@ -115,7 +123,7 @@ def test_what_a_bucket_does_not_hold_and_what_changes_meanwhile_is_said(tmp_path
             gather(["s3:///x"])
         (group,) = gather(["memory://inputs"]).groups
         assert (group.key, group.files, group.bytes) == ("in/a", (("wav", "memory://inputs/in/a.wav"),), 3000)
-        assert gather(["memory://inputs"], apart="memory://inputs/in").groups == ()
+        assert gather(["memory://inputs"], exclude="memory://inputs/in").groups == ()
         store.put("in/a.wav", bytes(2000))
         with pytest.raises(TransientError, match="changed while it was being packed"):
             remote.copy_whole("memory://inputs/in/a.wav", 3000, str(tmp_path / "a.wav"))
@@ -131,26 +139,25 @@ def test_what_a_bucket_does_not_hold_and_what_changes_meanwhile_is_said(tmp_path
 def test_the_dataset_that_is_made_is_no_input_of_itself_and_closed_folders_are_named(clips: Path) -> None:
     with pack(clips, clips / "ds") as first:
         assert len(first) == 4
-    assert len(gather([clips], apart=f"file://{clips}/ds").groups) == 4
+    assert len(gather([clips], exclude=f"file://{clips}/ds").groups) == 4
 
 
 def test_a_full_scratch_folder_stops_the_packing_and_skips_nothing(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headrace.dataio.core.errors import CapacityError
-    from headrace.dataio.shards.ingest import unit_packer
     from headrace.dataio.shards.media.messages import Failure
 
-    inside, failed = unit_packer.ProbePool.prepare, list[str]()
+    inside, failed = ProbePool.prepare, list[str]()
 
-    def full(self, groups, recipe, scratch):
-        for group, outcome in inside(self, groups, recipe, scratch):
+    def full(self: ProbePool, *arguments: Any) -> Iterator[tuple[Group, PrepareResult]]:
+        for group, outcome in inside(self, *arguments):
             if group.key.endswith("c1"):
                 failed.append(group.key)
-                outcome = Failure(group.files[0][1], "capacity", "No space left on device", ours=True)
+                outcome = Failure(group.files[0][1], "capacity", "No space left on device", scratch_full=True)
             yield group, outcome
 
-    monkeypatch.setattr(unit_packer.ProbePool, "prepare", full)
+    monkeypatch.setattr(ProbePool, "prepare", full)
     with pytest.raises(CapacityError, match="no room"):
         pack(clips, tmp_path / "ds")
     assert failed == ["day1/c1"]

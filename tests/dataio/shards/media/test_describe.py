@@ -33,6 +33,7 @@ from headrace.dataio.shards.media.probe import Probe
 from headrace.dataio.shards.pieces import Hasher, piece_size
 from headrace.dataio.shards.sample import Pieces
 from tests.support.long_media import recorded
+from tests.support.written_media import MakeClip, MakeWav
 
 
 def request(*paths: Path) -> list[tuple[str, str]]:
@@ -40,7 +41,7 @@ def request(*paths: Path) -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def clip(tmp_path: Path, make_clip) -> Path:
+def clip(tmp_path: Path, make_clip: MakeClip) -> Path:
     return make_clip(tmp_path / "a.mp4", frames=6)
 
 
@@ -89,7 +90,7 @@ def test_text_and_the_flat_fields_of_the_json_are_taken(clip: Path) -> None:
     assert json.loads(found.fields) == {"label": "räder", "n": 3, "score": 0.5, "ok": True, "none": None}
 
 
-def test_sound_comes_from_the_video_itself_or_else_from_beside_it(clip: Path, make_wav, media: Path) -> None:
+def test_sound_comes_from_the_video_itself_or_else_from_beside_it(clip: Path, make_wav: MakeWav, media: Path) -> None:
     silent = described(clip, make_wav(clip.with_suffix(".wav")))
     assert silent.video is not None
     assert silent.audio is not None
@@ -127,7 +128,7 @@ def test_a_file_that_went_away_is_named(clip: Path) -> None:
     assert "No such file" in answer.reason
 
 
-def test_answers_survive_the_way_between_processes(clip: Path, make_wav) -> None:
+def test_answers_survive_the_way_between_processes(clip: Path, make_wav: MakeWav) -> None:
     for answer in (described(clip, make_wav(clip.with_suffix(".wav"))), Failure("a", "corruption", "why")):
         outcome = answer if isinstance(answer, Failure) else Prepared((Clip(suffix="-0000", described=answer),))
         assert decode_outcome(encode_outcome(outcome)) == outcome
@@ -203,7 +204,7 @@ def test_wherever_decoding_begins_no_more_is_read_than_the_head_and_what_lies_th
     at_the_end = set[int]() if kind == "index in front" else {last}
     assert {0} | at_the_end <= head_of(fact) <= {0, 1, 2} | at_the_end  # of Matroska, some frames are looked at
     for key in found.video.key_frames[:: FRAMES // 7]:
-        read = describe_module._touched(fact, (0, key.pts))
+        read = describe_module._pieces_read(fact, (0, key.pts))
         here = key.at // fact.pieces.size
         assert read - head_of(fact) <= {here - 1, here, here + 1}
 
@@ -227,7 +228,9 @@ def test_a_file_that_has_to_be_read_through_to_find_a_place_says_so(packets: byt
     assert len(head_of(fact)) >= count(fact) // 2 - 1
 
 
-def test_of_sound_alone_the_head_is_what_two_instants_have_in_common(tmp_path: Path, make_wav, monkeypatch) -> None:
+def test_of_sound_alone_the_head_is_what_two_instants_have_in_common(
+    tmp_path: Path, make_wav: MakeWav, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_wav(tmp_path / "sound:long.wav", seconds=300)
     monkeypatch.chdir(tmp_path)
     path = Path("sound:long.wav")  # a name that could be an address
@@ -238,7 +241,7 @@ def test_of_sound_alone_the_head_is_what_two_instants_have_in_common(tmp_path: P
     assert len(head_of(fact)) < count(fact) / 2
 
 
-def test_short_files_have_neither_head_nor_places(tmp_path: Path, make_clip) -> None:
+def test_short_files_have_neither_head_nor_places(tmp_path: Path, make_clip: MakeClip) -> None:
     fact, found = described_file(make_clip(tmp_path / "a.mp4"))
     assert fact.pieces is None
     assert found.video is not None
@@ -259,7 +262,9 @@ def test_a_file_that_cannot_be_opened_as_loaders_do_has_no_head(packets: bytes, 
         assert describe_module.with_head(plain, Probe("mov", found.duration, found.video, None)) == plain
 
 
-def test_long_files_that_are_no_media_have_pieces_too_and_short_ones_beside_them_none(tmp_path: Path, make_wav) -> None:
+def test_long_files_that_are_no_media_have_pieces_too_and_short_ones_beside_them_none(
+    tmp_path: Path, make_wav: MakeWav
+) -> None:
     make_wav(tmp_path / "in" / "a.wav")
     data = struct.pack("<300000I", *range(300_000))
     (tmp_path / "in" / "a.bin").write_bytes(data)
@@ -271,7 +276,7 @@ def test_long_files_that_are_no_media_have_pieces_too_and_short_ones_beside_them
     assert found["bin"] == Pieces(256 * limits.KIB, found["bin"].digests if found["bin"] else b"")
 
 
-def test_indexing_in_place_finds_what_packing_found(packets: bytes, tmp_path: Path, make_wav) -> None:
+def test_indexing_in_place_finds_what_packing_found(packets: bytes, tmp_path: Path, make_wav: MakeWav) -> None:
     film(packets, tmp_path / "in.mkv", {})
     make_wav(tmp_path / "sound.wav", seconds=100)
     (tmp_path / "sound.bin").write_bytes(bytes(2 * limits.MIB))
@@ -301,7 +306,9 @@ def test_frames_of_mp3_are_marked_also_when_indexed_in_place(tmp_path: Path) -> 
     assert again.members == sample.members
 
 
-def test_views_and_versions_made_of_versions_keep_pieces_and_places(packets: bytes, tmp_path: Path, make_wav) -> None:
+def test_views_and_versions_made_of_versions_keep_pieces_and_places(
+    packets: bytes, tmp_path: Path, make_wav: MakeWav
+) -> None:
     film(packets, tmp_path / "in.mkv", {})
     make_wav(tmp_path / "sound.wav", seconds=100)
     with pack([tmp_path / "in.mkv"], tmp_path / "one", workers=1) as one:

@@ -12,6 +12,7 @@ import av
 import numpy as np
 import pytest
 from av.filter import Graph
+from av.video.stream import VideoStream
 
 from headrace.dataio import pack
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
@@ -173,7 +174,9 @@ def test_real_clips_have_the_colour_of_their_headers(media: Path, name: str) -> 
     video = probe(media / name).video
     assert video is not None
     with av.open(str(media / name)) as container:
-        context = container.streams[video.stream].codec_context
+        stream = container.streams[video.stream]
+        assert isinstance(stream, VideoStream)
+        context = stream.codec_context
         expected = Color(
             images.SPACES.get(context.colorspace, "unknown"),
             images.RANGES.get(context.color_range, "unknown"),

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.dataio import Dataset, Recipe, index, pack
 from headrace.dataio.core.errors import UsageError
-from tests.dataio.shards.conftest import write_clip, write_wav
+from tests.support.written_media import write_clip, write_wav
 
 pytestmark = pytest.mark.slow
 

@@ -16,6 +16,7 @@ from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.shards.media import text_members
 from headrace.dataio.shards.media.messages import check_recipe
 from headrace.dataio.shards.media.probe import Probe, pick_audio, pick_video, probe
+from tests.support.written_media import MakeClip, MakeWav
 
 
 def picked(container: Any, kind: str) -> Any:
@@ -61,13 +62,13 @@ def test_split_clips_hold_every_frame_and_packet_once(media: Path, tmp_path: Pat
             found.video is not None and abs(found.video.start_pts * found.video.time_base) < 0.1
             for _, _, found in clips
         )
-        ends = [sample.fields["clip_end"] for sample in dataset]
-        starts = [sample.fields["clip_start"] for sample in dataset]
+        ends: list[Any] = [sample.fields["clip_end"] for sample in dataset]
+        starts: list[Any] = [sample.fields["clip_start"] for sample in dataset]
         assert starts[1:] == ends[:-1]
         assert all(end - start >= 3.0 for start, end in zip(starts[:-1], ends[:-1], strict=True))
 
 
-def test_a_stream_without_clean_cuts_stays_whole(make_clip, tmp_path: Path) -> None:
+def test_a_stream_without_clean_cuts_stays_whole(make_clip: MakeClip, tmp_path: Path) -> None:
     make_clip(tmp_path / "in" / "a.mp4", frames=12, gop=300)
     with pack(tmp_path / "in", tmp_path / "ds", recipe=Recipe(split=0.1), workers=1) as dataset:
         assert list(dataset.keys) == ["a-0000"]
@@ -90,7 +91,7 @@ def test_reencoding_keeps_frames_and_times_and_puts_key_frames_where_asked(media
     assert copied == source
 
 
-def test_reencoded_video_is_cut_where_it_was_asked(make_clip, tmp_path: Path) -> None:
+def test_reencoded_video_is_cut_where_it_was_asked(make_clip: MakeClip, tmp_path: Path) -> None:
     make_clip(tmp_path / "in" / "a.mp4", frames=30, gop=300)  # one second, one key frame
     recipe = Recipe(codec="h264", split=0.2)
     with pack(tmp_path / "in", tmp_path / "ds", recipe=recipe, workers=1) as dataset:
@@ -122,7 +123,7 @@ def test_copying_into_mp4_changes_no_packet(media: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "recipe", [Recipe(codec="h264", height=32), Recipe(split=0.3), Recipe(container="mkv"), Recipe(faststart=True)]
 )
-def test_the_same_input_gives_the_same_bytes(make_clip, tmp_path: Path, recipe: Recipe) -> None:
+def test_the_same_input_gives_the_same_bytes(make_clip: MakeClip, tmp_path: Path, recipe: Recipe) -> None:
     make_clip(tmp_path / "in" / "a.mp4", frames=24)
     with (
         pack(tmp_path / "in", tmp_path / "one", recipe=recipe, workers=1) as one,
@@ -132,7 +133,7 @@ def test_the_same_input_gives_the_same_bytes(make_clip, tmp_path: Path, recipe: 
         assert one.document.index == two.document.index
 
 
-def test_other_members_go_along_and_subtitles_are_cut(make_clip, tmp_path: Path) -> None:
+def test_other_members_go_along_and_subtitles_are_cut(make_clip: MakeClip, tmp_path: Path) -> None:
     make_clip(tmp_path / "in" / "a.mp4", frames=24, gop=6)
     (tmp_path / "in" / "a.json").write_text('{"label": 3}')
     (tmp_path / "in" / "a.vtt").write_text(
@@ -145,13 +146,15 @@ def test_other_members_go_along_and_subtitles_are_cut(make_clip, tmp_path: Path)
         assert b"00:00:00.100 --> 00:00:00.300" in dataset.read(two, "vtt")
 
 
-def test_sound_alone_is_left_as_it_is(make_wav, tmp_path: Path) -> None:
+def test_sound_alone_is_left_as_it_is(make_wav: MakeWav, tmp_path: Path) -> None:
     path = make_wav(tmp_path / "in" / "a.wav")
     with pack(tmp_path / "in", tmp_path / "ds", recipe=Recipe(split=0.1, codec="h264"), workers=1) as dataset:
         assert dataset.read(dataset.find("a"), "wav") == path.read_bytes()
 
 
-def test_what_cannot_be_converted_is_skipped_with_the_reason(make_clip, make_wav, tmp_path: Path) -> None:
+def test_what_cannot_be_converted_is_skipped_with_the_reason(
+    make_clip: MakeClip, make_wav: MakeWav, tmp_path: Path
+) -> None:
     make_clip(tmp_path / "in" / "a.mp4")
     make_clip(tmp_path / "in" / "b.avi", codec="mpeg4")
     make_clip(tmp_path / "in" / "c.mp4")

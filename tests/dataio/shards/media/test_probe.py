@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import pytest
+from av.audio.stream import AudioStream
+from av.video.stream import VideoStream
 
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.shards.media import probe as probing
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import VideoInfo
 from headrace.dataio.shards.workers.decode import open_media
+from tests.support.written_media import MakeClip, MakeWav
 
 CLIPS = (
     *("action_xvid.avi", "arm_wrestling.mp4", "av1.mkv", "h265.mp4", "nasa_h264_aac.mp4", "pancake_h264.mkv"),
@@ -26,8 +31,17 @@ SOUNDS = ("action.wav", "nasa_speech_44100.mp3", "sine_mono_s16.wav", "pancake_h
 def decoded(path: Path, stream: int) -> list[tuple[int | None, bool]]:
     """(pts, is key frame) of all frames, in the order in which the decoder puts them out."""
     with av.open(str(path)) as container:
-        container.streams[stream].thread_type = "AUTO"
-        return [(frame.pts, bool(frame.key_frame)) for frame in container.decode(container.streams[stream])]
+        video = container.streams[stream]
+        assert isinstance(video, VideoStream)
+        video.thread_type = "AUTO"
+        return [(frame.pts, bool(frame.key_frame)) for frame in container.decode(video)]
+
+
+def video_of(path: Path) -> VideoInfo:
+    """What probing finds of the video, which must be there."""
+    video = probe(path).video
+    assert video is not None
+    return video
 
 
 def assert_index_is_what_decodes(path: Path, video: VideoInfo) -> None:
@@ -52,6 +66,7 @@ def test_seeking_to_every_key_frame_lands_on_its_picture(media: Path, name: str)
     assert video is not None
     with av.open(str(media / name)) as container:
         stream = container.streams[video.stream]
+        assert isinstance(stream, VideoStream)
         stream.thread_type = "AUTO"
         for key in video.key_frames[:: max(1, len(video.key_frames) // 4)]:
             container.seek(key.pts, stream=stream)
@@ -63,7 +78,9 @@ def test_samples_of_sound_are_those_of_a_full_decode(media: Path, name: str) -> 
     audio = probe(media / name).audio
     assert audio is not None
     with av.open(str(media / name)) as container:
-        frames = list(container.decode(container.streams[audio.stream]))
+        stream = container.streams[audio.stream]
+        assert isinstance(stream, AudioStream)
+        frames = list(container.decode(stream))
     assert audio.samples == sum(frame.samples for frame in frames)
     assert (audio.sample_rate, audio.channels) == (frames[0].sample_rate, len(frames[0].layout.channels))
 
@@ -119,16 +136,23 @@ def test_bytes_probe_like_the_file(media: Path, name: str) -> None:
         ("vp8.webm", "libvpx", {"auto-alt-ref": "1", "lag-in-frames": "16"}),
     ],
 )
-def test_codecs_and_containers_of_every_kind_are_counted_right(tmp_path, make_clip, name, codec, options) -> None:
+def test_codecs_and_containers_of_every_kind_are_counted_right(
+    tmp_path: Path, make_clip: MakeClip, name: str, codec: str, options: dict[str, str]
+) -> None:
     path = make_clip(tmp_path / name, codec, frames=40, gop=12, options=options)
-    video = probe(path).video
+    video = video_of(path)
     assert video.frames == 40
     assert len(video.key_frames) >= 4
     assert video.fps == 30
     assert_index_is_what_decodes(path, video)
 
 
-def remux(source: Path, target: Path, change, options: dict[str, str] | None = None) -> Path:
+def remux(
+    source: Path,
+    target: Path,
+    change: Callable[[int, av.Packet[Any]], list[av.Packet[Any]]],
+    options: dict[str, str] | None = None,
+) -> Path:
     """Copy the packets of a clip; `change(i, packet)` returns the packets to write instead of it."""
     with av.open(str(source)) as old, av.open(str(target), "w", options=options or {}) as new:
         stream = new.add_stream_from_template(old.streams.video[0])
@@ -140,7 +164,7 @@ def remux(source: Path, target: Path, change, options: dict[str, str] | None = N
 
 
 def test_pictures_of_an_avi_are_counted_without_decoding_only_if_all_are_whole(
-    tmp_path: Path, make_clip, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_clip: MakeClip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = []
     monkeypatch.setattr(
@@ -149,10 +173,10 @@ def test_pictures_of_an_avi_are_counted_without_decoding_only_if_all_are_whole(
         lambda *a, inner=probing._count_by_decoding: decoded.append(inner(*a)) or decoded[0],
     )
     whole = make_clip(tmp_path / "whole.avi", "mjpeg", frames=20)
-    assert probe(whole).video.frames == 20
+    assert video_of(whole).frames == 20
     assert not decoded
 
-    def cut(i, packet):
+    def cut(i: int, packet: av.Packet[Any]) -> list[av.Packet[Any]]:
         if i != 7:
             return [packet]
         shorter = av.Packet(bytes(packet)[: packet.size // 2])
@@ -160,30 +184,32 @@ def test_pictures_of_an_avi_are_counted_without_decoding_only_if_all_are_whole(
         return [shorter]
 
     damaged = remux(whole, tmp_path / "damaged.avi", cut)
-    assert probe(damaged).video.frames == decoded[0][0]
+    assert video_of(damaged).frames == decoded[0][0]
 
 
-def test_frames_before_the_start_of_an_edit_list_do_not_count(tmp_path: Path, make_clip) -> None:
+def test_frames_before_the_start_of_an_edit_list_do_not_count(tmp_path: Path, make_clip: MakeClip) -> None:
     whole = make_clip(tmp_path / "whole.mp4", frames=40, gop=12)
 
-    def shift(_, packet):
+    def shift(_: int, packet: av.Packet[Any]) -> list[av.Packet[Any]]:
+        assert packet.pts is not None
+        assert packet.dts is not None
         packet.pts, packet.dts = packet.pts - 5 * 512, packet.dts - 5 * 512
         return [packet]
 
     cut = remux(whole, tmp_path / "cut.mp4", shift, {"avoid_negative_ts": "disabled"})
     with av.open(str(cut)) as container:
         assert sum(p.is_discard for p in container.demux(video=0)) > 0  # else this tests nothing
-    video = probe(cut).video
+    video = video_of(cut)
     assert video.frames == 35
     assert video.key_frames[0].index == 0
     assert video.key_frames[0].pts < video.start_pts
     assert_index_is_what_decodes(cut, video)
 
 
-def test_hidden_frames_of_vp9_do_not_count(tmp_path: Path, make_clip) -> None:
+def test_hidden_frames_of_vp9_do_not_count(tmp_path: Path, make_clip: MakeClip) -> None:
     shown = make_clip(tmp_path / "shown.webm", "libvpx-vp9", frames=40, gop=10, options={"auto-alt-ref": "0"})
 
-    def hide(i, packet):
+    def hide(i: int, packet: av.Packet[Any]) -> list[av.Packet[Any]]:
         if i == 20:  # a key frame: in its header the flag may be cleared without moving other fields
             assert packet.is_keyframe
             data = bytearray(bytes(packet))
@@ -192,15 +218,15 @@ def test_hidden_frames_of_vp9_do_not_count(tmp_path: Path, make_clip) -> None:
         return [packet]
 
     hidden = remux(shown, tmp_path / "hidden.webm", hide)
-    video = probe(hidden).video
+    video = video_of(hidden)
     assert video.frames == 39 == len(decoded(hidden, 0))
     assert [k.index for k in video.key_frames] == [0, 10, 20, 29]
 
 
-def test_hidden_frames_of_vp8_do_not_count(tmp_path: Path, make_clip) -> None:
+def test_hidden_frames_of_vp8_do_not_count(tmp_path: Path, make_clip: MakeClip) -> None:
     shown = make_clip(tmp_path / "shown.webm", "libvpx", frames=20, gop=10)
 
-    def hide(i, packet):
+    def hide(i: int, packet: av.Packet[Any]) -> list[av.Packet[Any]]:
         if i in (3, 13):
             data = bytearray(bytes(packet))
             data[0] &= ~0x10
@@ -208,21 +234,23 @@ def test_hidden_frames_of_vp8_do_not_count(tmp_path: Path, make_clip) -> None:
         return [packet]
 
     hidden = remux(shown, tmp_path / "hidden.webm", hide)
-    video = probe(hidden).video
+    video = video_of(hidden)
     assert video.frames == 18
     assert [k.index for k in video.key_frames] == [0, 9]
     assert_index_is_what_decodes(hidden, video)
 
 
-def test_a_stream_that_starts_without_a_key_frame_is_counted_by_what_decodes(tmp_path: Path, make_clip) -> None:
+def test_a_stream_that_starts_without_a_key_frame_is_counted_by_what_decodes(
+    tmp_path: Path, make_clip: MakeClip
+) -> None:
     whole = make_clip(tmp_path / "whole.mkv", frames=40, gop=12)
     cut = remux(whole, tmp_path / "cut.mkv", lambda i, packet: [] if i < 4 else [packet])
-    video = probe(cut).video
+    video = video_of(cut)
     assert 0 < video.frames < 40
     assert_index_is_what_decodes(cut, video)
 
 
-def test_a_cover_picture_is_not_a_video(tmp_path: Path, make_clip, make_wav) -> None:
+def test_a_cover_picture_is_not_a_video(tmp_path: Path, make_clip: MakeClip, make_wav: MakeWav) -> None:
     picture = make_clip(tmp_path / "cover.mov", "mjpeg", frames=1)
     tone = make_wav(tmp_path / "tone.wav")
     song = tmp_path / "song.mp3"
@@ -270,7 +298,7 @@ def test_a_file_that_lost_its_tail_is_refused(media: Path, name: str, share: flo
         probe(data[: int(len(data) * share)], ext="mp4")
 
 
-def test_a_playlist_is_refused_and_opens_nothing(tmp_path: Path, make_clip) -> None:
+def test_a_playlist_is_refused_and_opens_nothing(tmp_path: Path, make_clip: MakeClip) -> None:
     make_clip(tmp_path / "segment.mp4")
     playlist = tmp_path / "list.m3u8"
     playlist.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nsegment.mp4\n#EXT-X-ENDLIST\n")
@@ -278,10 +306,10 @@ def test_a_playlist_is_refused_and_opens_nothing(tmp_path: Path, make_clip) -> N
         probe(playlist)
 
 
-def test_a_file_of_which_nothing_decodes_is_refused(tmp_path: Path, make_clip) -> None:
+def test_a_file_of_which_nothing_decodes_is_refused(tmp_path: Path, make_clip: MakeClip) -> None:
     whole = make_clip(tmp_path / "whole.mkv")
 
-    def spoil(_, packet):
+    def spoil(_: int, packet: av.Packet[Any]) -> list[av.Packet[Any]]:
         packet.update(b"\xff" * packet.size)
         return [packet]
 
@@ -327,7 +355,7 @@ def test_the_only_frame_of_a_video_behind_its_sound_is_found(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi"])
-def test_a_title_that_is_not_utf8_is_no_reason_to_refuse_a_file(tmp_path: Path, make_clip, name: str) -> None:
+def test_a_title_that_is_not_utf8_is_no_reason_to_refuse_a_file(tmp_path: Path, make_clip: MakeClip, name: str) -> None:
     titled = tmp_path / f"titled{Path(name).suffix}"
     with av.open(str(make_clip(tmp_path / name))) as source, av.open(str(titled), "w") as output:
         output.metadata["title"] = "Cafe XXXX"

@@ -18,6 +18,7 @@ from headrace.dataio.shards.sample import Sample
 from headrace.dataio.store.open import open_store
 from tests.attacks import forge
 from tests.support.indexed_datasets import make
+from tests.support.written_media import MakeClip
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +267,7 @@ def test_a_condition_reads_only_the_columns_that_it_names(tmp_path: Path, monkey
     assert asked == [["duration", "fps_denominator", "fps_numerator", "bytes"]]
 
 
-def test_a_loader_reads_a_view(tmp_path: Path, make_clip: Callable[..., Path]) -> None:
+def test_a_loader_reads_a_view(tmp_path: Path, make_clip: MakeClip) -> None:
     video_loader = pytest.importorskip("headrace.loaders").VideoLoader
     from headrace.dataio import pack
     from headrace.loaders import Clip

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,7 +161,7 @@ def test_a_page_that_says_something_else_than_its_table_is_found_by_verify(tmp_p
     store = open_store(tmp_path)
     rows = make(store, range(30), per_part=30)
     other = [*rows[:20], replace(rows[20], text="another"), *rows[21:]]
-    table = index.pa.Table.from_pylist([index.to_row(one) for one in rows], schema=index.SCHEMA)
+    table = pa.Table.from_pylist([index.to_row(one) for one in rows], schema=index.SCHEMA)
     document = versions.load(store)[0]
     part = part_writer.store_part(store, 0, part_writer.write_table(table, other), 30, document.index[0].bytes, {})
     store.put(versions.version_key(1), versions.encode(replace(document, index=(part,))))

@@ -139,7 +139,7 @@ def test_closing_leaves_pipes_to_the_thread_that_reads_them(pool: WorkerPool, mo
         waited.set()
         shutdown(pool, *arguments, **options)
 
-    monkeypatch.setattr(pool.os, "read", late)
+    monkeypatch.setattr(os, "read", late)
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", told)
     asked = pool.submit(b"hang", 600, bytes)
     wait_for(pool._idle.empty)
