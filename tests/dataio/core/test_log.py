@@ -71,7 +71,7 @@ def test_a_line_that_is_logged_without_end_is_said_so_often_and_then_counted(
 
 
 def test_a_message_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     logger = get_logger("test.once")
     for message in ("no sidecar", "no sidecar", "slow disk"):
         warn_once(logger, message)
@@ -79,7 +79,7 @@ def test_a_message_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: p
 
 
 def test_what_is_remembered_is_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     logger = get_logger("test.bound")
     for number in range(log._ONCE_LIMIT + 10):
         warn_once(logger, f"message {number}")
