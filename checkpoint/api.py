@@ -139,19 +139,31 @@ class Checkpointer:
         if direct is not None:
             staging_bytes = staging_bytes or RING_BYTES
         meter = SaveMeter(self._run)
-        self._executor = SaveExecutor(self._store, sidecar, meter)
+        self._executor = SaveExecutor(self._store, sidecar, meter=meter)
         self._retention = Retention(self._store, self._run, keep) if keep and self._ranks.rank == 0 else None
         self._lineage = Lineage(self._store, self._run, base)
-        self._saves = Saves(self._run, self._lineage, on_save_error == "raise", timeout)
-        self._saver = Saver(
-            *(self._store, self._run, self._ranks, self._lineage, self._saves),
-            *(self._executor, meter, direct, self._retention),
-            Options(
-                *(compression, check_replicas, staging == "lazy", timeout),
-                *(check_limit(staging_bytes), matching(replicated)),
-            ),
+        self._saves = Saves(self._run, self._lineage, raises=on_save_error == "raise", wait=timeout)
+        options = Options(
+            compression=compression,
+            check_replicas=check_replicas,
+            lazy=staging == "lazy",
+            timeout=timeout,
+            staging_bytes=check_limit(staging_bytes),
+            replicated=matching(replicated),
         )
-        self._restorer = Restorer(self._store, self._ranks, self._lineage, sidecar, direct)
+        self._saver = Saver(
+            self._store,
+            run=self._run,
+            ranks=self._ranks,
+            lineage=self._lineage,
+            saves=self._saves,
+            executor=self._executor,
+            meter=meter,
+            direct=direct,
+            retention=self._retention,
+            options=options,
+        )
+        self._restorer = Restorer(self._store, ranks=self._ranks, lineage=self._lineage, sidecar=sidecar, direct=direct)
         self._wait, self._closed, self._pid = timeout, False, os.getpid()
 
     def save(self, step: int, state: dict[str, Any], *, priority: str = "normal") -> Handle:
@@ -192,7 +204,9 @@ class Checkpointer:
         return self._save(step, state, name, "normal", overwrites=True)
 
     def _save(self, step: int, state: dict[str, Any], name: Name | None, priority: str, overwrites: bool) -> Handle:
-        urgent = _is_urgent(priority)
+        if priority not in PRIORITIES:
+            raise UsageError(f"priority is {priority!r}", hint=f"choose one of: {', '.join(PRIORITIES)}")
+        urgent = priority == "preemption"
 
         def check() -> None:
             self._check_open()
@@ -244,7 +258,9 @@ class Checkpointer:
         """
         self._check_open()
         ranks = self._ranks
-        return preemption.Preemption(self, state, deadline, signals, ranks.world_size, ranks.rank, report)
+        return preemption.Preemption(
+            self, state, deadline=deadline, signals=signals, world_size=ranks.world_size, rank=ranks.rank, report=report
+        )
 
     def last_save_of(self, step: int) -> Handle | None:
         """The save of this step by this checkpointer, in flight or committed; None if there is none or it failed."""
@@ -303,26 +319,22 @@ class Checkpointer:
             >>> state
             {'epoch': 3}
         """
+        wanted = step if isinstance(step, Base) else repository.step_or_tag(step, tag)
+        source = self._run if run is None else run
 
-        asked = step if isinstance(step, Base) else repository.step_or_tag(step, tag)
-
-        def begin() -> None:
+        def prepare() -> Selection:
             self._check_open()
             self._saves.wait_for_all(self._wait)
             self._saves.settle()
-
-        def select() -> Selection:
             return Selection.of(include, exclude, strict, cast)
 
-        source = self._run if run is None else run
-        found = self._restorer.restore(state, source, asked, begin, select, required)
+        found = self._restorer.restore(state, source, wanted, prepare, required)
         if found is None:
             return None
-        base = found.base
-        self._lineage.restored(source, found, latest=asked == "latest")
+        self._lineage.restored(source, found, latest=wanted == "latest")
         if source == self._run:
             self._saves.start_over()
-        return base.step
+        return found.base.step
 
     @property
     def run(self) -> str:
@@ -391,9 +403,3 @@ class Checkpointer:
                 f"the checkpointer belongs to process {self._pid}, from which this one was forked",
                 hint="create another Checkpointer in this process",
             )
-
-
-def _is_urgent(priority: str) -> bool:
-    if priority not in PRIORITIES:
-        raise UsageError(f"priority is {priority!r}", hint=f"choose one of: {', '.join(PRIORITIES)}")
-    return priority == "preemption"

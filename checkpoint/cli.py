@@ -1,6 +1,6 @@
 """`headrace ckpt`: list, check, show, tag and remove the steps of a checkpoint repository.
 
-Invariant: runs without torch. `ls`, `check` and `show` change nothing, except that they finish complete attempts as
+Invariant: the command runs without torch. `ls`, `check` and `show` change nothing, except that they finish complete attempts as
 every reader does. `retain` and `gc` print a plan and change nothing without `--apply`.
 Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error. A collection that stops is
 finished by the next.
@@ -28,16 +28,16 @@ from headrace.dataio.store.open import open_store
 if TYPE_CHECKING:
     Actions = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_MOST_HITS = 5
+_MAX_HITS = 5
 
 
 _HELP = {
-    "show": "one step: its ranks, tensors and bytes, and how they are encoded",
+    "show": "describe one step: its ranks, tensors, bytes and codecs",
     "retain": "remove old steps: prints a plan; --apply executes it",
-    "gc": "delete what no step needs: prints a plan; --apply executes it",
-    "tag": "give a step a name, which also keeps it",
-    "untag": "forget a name",
-    "tags": "list names and their steps",
+    "gc": "delete objects that no step needs: prints a plan; --apply executes it",
+    "tag": "set a tag; retention keeps tagged steps",
+    "untag": "remove a tag",
+    "tags": "list the tags and their steps",
 }
 
 
@@ -45,7 +45,7 @@ def _add_common(action: argparse.ArgumentParser) -> None:
     action.add_argument("url", metavar="URL", help="the repository: a path, file:///path or s3://bucket/prefix")
     action.add_argument("--run", help="only this run")
     json_option()(action)
-    action.epilog = "exit codes: 0 clean · 2 wrong use or not there · 3 try again · 4 damage was found · 5 taken"
+    action.epilog = "exit codes: 0 clean · 2 usage error or not found · 3 transient error · 4 damage · 5 conflict"
 
 
 def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> None:
@@ -56,24 +56,24 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     made["retain"].add_argument("--last", type=int, metavar="N", help="keep the newest N steps")
     made["retain"].add_argument("--every", type=int, metavar="N", help="keep steps whose number is a multiple of N")
     made["retain"].add_argument(
-        "--keep-tags", action="append", metavar="PATTERN", help="keep steps with such a tag (default: any tag)"
+        "--keep-tags", action="append", metavar="PATTERN", help="keep steps with a tag that matches (default: any tag)"
     )
     for name in ("retain", "gc"):
         apply_option("remove them")(made[name])
-    made["show"].add_argument("--tensors", action="store_true", help="every tensor as well")
+    made["show"].add_argument("--tensors", action="store_true", help="list every tensor")
     for name in ("tag", "untag"):
         made[name].add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
     for name in ("tag", "show"):
         made[name].add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
-    made["tag"].add_argument("--move", action="store_true", help="also when another step has the name")
+    made["tag"].add_argument("--move", action="store_true", help="move the tag if another step has it")
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("ls", help="list the steps")
-    checking = actions.add_parser("check", help="read every step and say whether it can be restored bit for bit")
+    checking = actions.add_parser("check", help="read every step, and report whether it can be restored bit for bit")
     checking.add_argument(
-        "--quick", action="store_true", help="only documents, manifests and pack tables, not the data"
+        "--quick", action="store_true", help="read documents, manifests and pack tables only, not the data"
     )
     for action in (listing, checking):
         _add_common(action)
@@ -128,24 +128,24 @@ def _print_check(report: check.Report, *, quick: bool) -> None:
 def _print_problems(report: check.Report) -> None:
     for problem in report.problems:
         print(f"damaged: {problem.object}: {problem.what}")
-        for hit in problem.hits[:_MOST_HITS]:
+        for hit in problem.hits[:_MAX_HITS]:
             print(f"  needed by {hit}")
-        if len(problem.hits) > _MOST_HITS:
-            print(f"  and {len(problem.hits) - _MOST_HITS} more")
+        if len(problem.hits) > _MAX_HITS:
+            print(f"  and {len(problem.hits) - _MAX_HITS} more")
 
 
-_MOST_LINES = 50
+_MAX_LINES = 50
 
 
 def run(store: Store, options: argparse.Namespace) -> int:
-    """Run one of them."""
+    """Run the sub-command that `options.action` names."""
     return COMMANDS[options.action](store, options)
 
 
 def _show(store: Store, options: argparse.Namespace) -> int:
     if not options.run:
         raise UsageError("show needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
-    found = check.look(store, options.run, options.step, tensors=options.tensors)
+    found = check.describe(store, options.run, options.step, tensors=options.tensors)
     print(json.dumps(msgspec.to_builtins(found), indent=1) if options.json else check.text(found))
     return 0
 
@@ -154,16 +154,16 @@ def _retain(store: Store, options: argparse.Namespace) -> int:
     if not options.run or (options.last is None and options.every is None):
         raise UsageError("retain needs --run and a policy", hint="for example --run exp42 --last 3 --every 1000")
     keep = Keep(options.last, options.every, tuple(options.keep_tags or ("*",)))
-    gone = collect.to_delete(store, options.run, keep)
-    done = collect.collect(store, gone, keep=keep) if options.apply else collect.preview(store, gone)
-    return _tell(options, done)
+    selected = collect.to_delete(store, options.run, keep)
+    done = collect.collect(store, selected, keep=keep) if options.apply else collect.preview(store, selected)
+    return _print_result(options, done)
 
 
 def _gc(store: Store, options: argparse.Namespace) -> int:
-    return _tell(options, collect.collect(store, ()) if options.apply else collect.preview(store, ()))
+    return _print_result(options, collect.collect(store, ()) if options.apply else collect.preview(store, ()))
 
 
-def _tell(options: argparse.Namespace, done: Plan) -> int:
+def _print_result(options: argparse.Namespace, done: Plan) -> int:
     if options.json:
         print(json.dumps(_as_json(done, applied=options.apply), indent=1))
     else:
@@ -181,13 +181,13 @@ def _print_plan(plan: Plan, *, applied: bool) -> None:
     for step in plan.tombstones:
         print(f"{step.run}  timeline {step.timeline}  step {step.step}: {done}removed")
     for step in plan.spared:
-        print(f"{step.run}  timeline {step.timeline}  step {step.step}: stays (in use, or kept by the policy now)")
+        print(f"{step.run}  timeline {step.timeline}  step {step.step}: stays (a live process or the policy needs it)")
     for attempt in plan.aborted:
-        print(f"attempt {attempt}: {done}aborted, its lease is over")
-    for key, size in plan.objects[:_MOST_LINES]:
+        print(f"attempt {attempt}: {done}aborted, because its lease has expired")
+    for key, size in plan.objects[:_MAX_LINES]:
         print(f"{key}: {done}deleted" + (f", {format_bytes(size)}" if size else ""))
-    if len(plan.objects) > _MOST_LINES:
-        print(f"and {len(plan.objects) - _MOST_LINES} objects more")
+    if len(plan.objects) > _MAX_LINES:
+        print(f"and {len(plan.objects) - _MAX_LINES} more objects")
     print(f"{format_bytes(plan.bytes_freed)} {done}freed, {format_bytes(plan.kept_bytes)} of packs stay")
     if not applied and not plan.empty:
         print("nothing was changed; --apply executes the plan")
@@ -196,7 +196,9 @@ def _print_plan(plan: Plan, *, applied: bool) -> None:
 def _tag(store: Store, options: argparse.Namespace) -> int:
     if not options.run:
         raise UsageError("tag needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
-    return _say(options, tags.tag(store, options.name, options.run, check.step_of(options.step), move=options.move))
+    return _print_tag(
+        options, tags.tag(store, options.name, options.run, check.step_of(options.step), move=options.move)
+    )
 
 
 def _untag(store: Store, options: argparse.Namespace) -> int:
@@ -218,7 +220,7 @@ def _tags(store: Store, options: argparse.Namespace) -> int:
     return 0
 
 
-def _say(options: argparse.Namespace, tag: tags.Tag) -> int:
+def _print_tag(options: argparse.Namespace, tag: tags.Tag) -> int:
     print(json.dumps(msgspec.to_builtins(tag), indent=1) if options.json else _line(tag))
     return 0
 

@@ -40,7 +40,7 @@ class SaveResult:
         bytes_deduplicated (int): Bytes that were not written because they were stored already.
         seconds (float): Seconds from the end of staging to COMMIT.
         stall (float): Seconds for which `save` blocked the caller.
-        carrier (str): "sidecar" if the node's daemon committed the save, else "process".
+        committed_by (str): "sidecar" if the node's daemon committed the save, else "process".
         wait_seconds (float): Seconds for which the trainer waited later for the copy (an optimizer's step, `copied`, `staged`).
         sliced (bool): Whether the state was larger than the staging memory.
         encodings (dict[str, tuple[int, int]]): Raw and stored bytes that this rank wrote, by codec.
@@ -57,7 +57,7 @@ class SaveResult:
     bytes_deduplicated: int
     seconds: float
     stall: float
-    carrier: str
+    committed_by: str
     wait_seconds: float = 0.0
     sliced: bool = False
     encodings: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -89,14 +89,14 @@ class Name(Protocol):
 class Handle:
     """One save.
 
-    `stall`: seconds for which `save` blocked. `carrier`: "process", or "sidecar" once the sidecar has taken over.
+    `stall`: seconds for which `save` blocked. `committed_by`: "process", or "sidecar" once the sidecar has taken over.
     `diverged`: as in `SaveResult`.
     """
 
     def __init__(self, step: int, attempt: str) -> None:
         self.step, self.attempt, self._pid = step, attempt, os.getpid()
         self.stall = 0.0
-        self.carrier = "process"
+        self.committed_by = "process"
         self.fetched = False
         self.diverged: tuple[str, ...] = ()
         self._copy: Copy | None = None
@@ -143,7 +143,7 @@ class Handle:
     def staged(self, timeout: float | None = None) -> None:
         """Return once the state may change again and the save is handed over to the sidecar or a thread of this process.
 
-        If `carrier` is "sidecar", killing this process after that does not stop the save.
+        If `committed_by` is "sidecar", killing this process after that does not stop the save.
         """
         self._require_own()
         if not self.done:
@@ -186,9 +186,9 @@ class Handle:
         """For the saver: set the copy to wait for."""
         self._copy = copy
 
-    def set_staged(self, carrier: str) -> None:
+    def set_staged(self, committed_by: str) -> None:
         """For the saver: record the hand-over of the save."""
-        self.carrier = carrier
+        self.committed_by = committed_by
         self._staged.set()
 
     def set_result(self, result: SaveResult) -> None:
@@ -234,13 +234,13 @@ class Saves:
     in flight before it exits, up to `wait` seconds. A forked child does not wait for saves of its parent.
     """
 
-    def __init__(self, run: str, lineage: Lineage, raises: bool, wait: float) -> None:
+    def __init__(self, run: str, lineage: Lineage, *, raises: bool, wait: float) -> None:
         self._run, self._lineage, self._raises, self._wait = run, lineage, raises, wait
         _before_exit(self.wait_at_exit)
         self._handles: dict[int, Handle] = {}
         self._committed: dict[int, Handle] = {}
         self._tried = (0, 0)  # the newest timeline, and the highest step that was tried there
-        self._unheard: Handle | None = None
+        self._unreported: Handle | None = None
 
     def add(self, handle: Handle) -> None:
         """Add a save that has started."""
@@ -321,12 +321,12 @@ class Saves:
                 if self._raises or isinstance(handle.error, ConflictError):
                     handle.result()
                 handle.fetched = True
-                self._unheard = handle
+                self._unreported = handle
 
     def raise_unfetched(self) -> None:
         """Raise the error of a save that the caller has not fetched, if there is one."""
-        if self._unheard is not None:
-            self._unheard.result()
+        if self._unreported is not None:
+            self._unreported.result()
         for handle in self._handles.values():
             if handle.done and handle.error is not None and not handle.fetched:
                 handle.result()

@@ -26,15 +26,14 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import writers
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
 from headrace.checkpoint.repository.writers import WriterState
-from headrace.checkpoint.tier import restoring
-from headrace.checkpoint.tier.restoring import Found, NodeTier
+from headrace.checkpoint.tier.restoring import Found, NodeTier, outdated
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import AccessDeniedError, NotFoundError, TransientError
 from headrace.dataio.store.base import Store
 
 Origin = str | tuple[str, int] | None
 """Another run, or a step of one."""
-_AWAY_BYTES = 400
+_ERROR_BYTES = 400
 """The most bytes of the error text in rank 0's message."""
 _LOOKS = 5
 """Attempts to find the latest step while retention removes the step that was found."""
@@ -46,7 +45,7 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
     attempt: str
     timeline: int
     bases: tuple[Base, ...]
-    away: str = ""
+    store_error: str = ""
     """The error text if the store was unreachable. There is no timeline then, and nothing is saved."""
 
 
@@ -68,44 +67,47 @@ class Lineage:
         self._preparing, self._prepared = threading.Lock(), False
         self._restored: Base | None = None
         self.again = False
-        self._held, self._fork_held = ParentLease(store), ParentLease(store)
+        self._parent_lease, self._fork_lease = ParentLease(store), ParentLease(store)
         self._base: Base | None = None
         self._fork: Base | None = None
-        self._unsure: Base | None = None
+        self._offline_latest: Base | None = None
 
     def prepare(self) -> None:
-        """Connect to the store and create the repository if needed. Otherwise the first `draw` does it."""
+        """Connect to the store and create the repository if needed. Otherwise the first `new_ticket` does it."""
         with self._preparing:
             if not self._prepared:
                 repository.ensure_repo(self._store)
                 self._prepared = True
 
-    def draw(self, step: int) -> Ticket:
+    def new_ticket(self, step: int) -> Ticket:
         """On rank 0: the ticket of the next save.
 
         The store is read only for the first save, for the first after a restore, and if `again` is set. An unreachable
         store raises no error in the training loop: the ticket holds the reason, and the next save tries again.
         """
         try:
-            return self._drawn(step)
+            self._require_timeline(step)
         except TransientError as error:
-            return Ticket("", 0, (), str(error).encode()[:_AWAY_BYTES].decode(errors="ignore"))
-
-    def _drawn(self, step: int) -> Ticket:
-        if not self.timeline or self._restored is not None or self.again:
-            self.prepare()
-            self._check_sure()
-            if not self.timeline:
-                # before a timeline is opened, so that a wrong origin does not take the run from another trainer
-                self._fork = self._fork or self._find_origin()
-            standing = WriterState(self._writer, self.timeline, self._restored, anew=True, again=self.again)
-            place = writers.place(self._store, self._run, step, standing, lambda base: self._held.hold(self._run, base))
-            self._base = place.base or self._base
-            self.drawn(place.timeline)
+            return Ticket("", 0, (), str(error).encode()[:_ERROR_BYTES].decode(errors="ignore"))
         bases = tuple(base for base in (self._base, self._fork) if base is not None)
         return Ticket(names.new_id(), self.timeline, bases)
 
-    def drawn(self, number: int) -> None:
+    def _require_timeline(self, step: int) -> None:
+        """Open or join a timeline before the first save, after a restore, and for a step that the timeline has."""
+        if not self.timeline or self._restored is not None or self.again:
+            self.prepare()
+            self._check_offline_restore()
+            if not self.timeline:
+                # before a timeline is opened, so that a wrong origin does not take the run from another trainer
+                self._fork = self._fork or self._find_origin()
+            state = WriterState(self._writer, self.timeline, self._restored, may_start_fresh=True, again=self.again)
+            position = writers.place(
+                self._store, self._run, step, state, lambda base: self._parent_lease.hold(self._run, base)
+            )
+            self._base = position.base or self._base
+            self.set_timeline(position.timeline)
+
+    def set_timeline(self, number: int) -> None:
         """On every rank: set the timeline that the trainer saves in until it restores another step."""
         self.timeline, self._restored, self.again = number, None, False
 
@@ -116,10 +118,10 @@ class Lineage:
         """
         for left in reversed(range(_LOOKS)):
             found = tier.find(self._store, run, step)
-            if found is None or found.away:
+            if found is None or found.offline:
                 break
             try:
-                (self._held if run == self._run else self._fork_held).hold(run, found.base)
+                (self._parent_lease if run == self._run else self._fork_lease).hold(run, found.base)
                 break
             except NotFoundError:
                 if step != "latest" or not left:
@@ -134,8 +136,8 @@ class Lineage:
         base = found.base
         if run == self._run:
             self._restored = base
-            self._unsure = base if found.away and latest else None
-        elif not found.away:
+            self._offline_latest = base if found.offline and latest else None
+        elif not found.offline:
             self._fork = msgspec.structs.replace(base, run=run)
 
     def committed(self, step: int, attempt: str) -> None:
@@ -146,8 +148,8 @@ class Lineage:
 
     def release(self) -> None:
         """Release all leases."""
-        self._held.release()
-        self._fork_held.release()
+        self._parent_lease.release()
+        self._fork_lease.release()
 
     def close(self) -> None:
         """Release all leases and leave the job's writers."""
@@ -164,13 +166,13 @@ class Lineage:
         found = repository.find(self._store, run, step)
         return None if found is None else msgspec.structs.replace(found, run=run)
 
-    def _check_sure(self) -> None:
+    def _check_offline_restore(self) -> None:
         """Raise if a step that was restored as the latest while the store was unreachable is not the latest."""
-        if self._unsure is not None:
+        if self._offline_latest is not None:
             latest = repository.find(self._store, self._run, "latest")
-            if latest != self._unsure:
-                raise restoring.outdated(self._run, self._unsure, latest)
-            self._unsure = None
+            if latest != self._offline_latest:
+                raise outdated(self._run, self._offline_latest, latest)
+            self._offline_latest = None
 
 
 class ParentLease:
@@ -179,7 +181,7 @@ class ParentLease:
     def __init__(self, store: Store, life: float = DEFAULT_LIFE, clock: Clock = SYSTEM_CLOCK) -> None:
         self._store, self._life, self._clock = store, life, clock
         self._lock = threading.Lock()
-        self._held: tuple[LeaseKeeper, str, Base] | None = None
+        self._lease: tuple[LeaseKeeper, str, Base] | None = None
 
     def hold(self, run: str, base: Base) -> None:
         """Release the held step and lease this one; `NotFoundError` if it is removed.
@@ -187,29 +189,36 @@ class ParentLease:
         A step that is held already is only checked.
         """
         with self._lock:
-            held = self._held
+            held = self._lease
         if held is not None and held[1:] == (run, base) and held[0].alive():
-            repository.require_there(self._store, run, base)
+            repository.require_exists(self._store, run, base)
             return
         self.release()
         lease = LeaseKeeper(
-            self._store, names.new_id(self._clock), run, base.timeline, base.step, [base], self._life, self._clock
+            self._store,
+            names.new_id(self._clock),
+            run=run,
+            timeline=base.timeline,
+            step=base.step,
+            bases=[base],
+            life=self._life,
+            clock=self._clock,
         )
         try:
             lease.__enter__()
         except AccessDeniedError:  # a process without write access cannot save either
             return
         try:
-            repository.require_there(self._store, run, base)
+            repository.require_exists(self._store, run, base)
         except BaseException:
             lease.release()
             raise
         with self._lock:
-            self._held = lease, run, base
+            self._lease = lease, run, base
 
     def release(self) -> None:
         """Release the lease."""
         with self._lock:
-            held, self._held = self._held, None
+            held, self._lease = self._lease, None
         if held is not None:
             held[0].release()

@@ -82,7 +82,7 @@ class PeerConnection:
     ) -> None:
         self._address, self._keeping, self._answer, self._clock = address, (idle, interval, probes), answer, clock
         self._lock, self._state = threading.Lock(), LIVES
-        self._held, self._reconnected = False, 0.0
+        self._connected, self._reconnected = False, 0.0
         self._socket = None if address == _NOWHERE else _connect(address, self._keeping)
 
     def state(self) -> str:
@@ -99,50 +99,50 @@ class PeerConnection:
                 self._socket.close()
             self._socket = None
 
-    def _look(self, line: socket.socket) -> str:
-        state = _peek(line)
+    def _look(self, connection: socket.socket) -> str:
+        state = _peek(connection)
         if state == _OPEN:
-            self._held, self._reconnected = True, 0.0
+            self._connected, self._reconnected = True, 0.0
         elif self._reconnected:  # the line broke, and this is a second one
             if state in (_REFUSED, _RESET):
                 return ENDED
             if state == _LOST or self._clock.monotonic() - self._reconnected >= self._answer:
                 return SILENT
         elif (
-            self._held or state == _RESET
+            self._connected or state == _RESET
         ):  # a proxy between the nodes may have closed it: connect again before reporting anything
-            line.close()
+            connection.close()
             self._socket, self._reconnected = _connect(self._address, self._keeping), self._clock.monotonic()
         return LIVES
 
 
 def wait_closed(address: bytes) -> None:
     """Return when the probe is closed, or its process has ended."""
-    with contextlib.suppress(OSError), socket.create_connection(_unpacked(address)) as line:
-        line.recv(1)
+    with contextlib.suppress(OSError), socket.create_connection(_unpacked(address)) as connection:
+        connection.recv(1)
 
 
 def _connect(address: bytes, keeping: tuple[int, int, int]) -> socket.socket:
     """Start a connection without waiting for it."""
     host, port = _unpacked(address)
-    line = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    line.setblocking(False)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), keeping, strict=True):
         if hasattr(socket, option):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    line.connect_ex((host, port))  # `_peek` sees the result later
-    return line
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    connection.connect_ex((host, port))  # `_peek` sees the result later
+    return connection
 
 
-def _peek(line: socket.socket) -> str:
+def _peek(connection: socket.socket) -> str:
     """The state of a connection, without waiting."""
     try:
-        if line.recv(1):
+        if connection.recv(1):
             return _OPEN
     except BlockingIOError:
         with contextlib.suppress(OSError):
-            line.getpeername()
+            connection.getpeername()
             return _OPEN
         return _COMING
     except ConnectionRefusedError:
@@ -197,42 +197,45 @@ class Peers:
     """
 
     def __init__(self, cards: Sequence[bytes], rank: int = 0, probe: PeerProbe | None = None) -> None:
-        told = [_CARD.unpack(each) for each in cards]
-        here, self._probe = _place(), probe
-        self._here = {r: (pid, started) for r, (place, pid, started, _) in enumerate(told) if place == here}
-        places = [place for place, *_ in told]
-        self._held = watched(places, rank)
-        self._beside = {r for r, place in enumerate(places) if self._held is not None and place == places[self._held]}
-        self._line = PeerConnection(told[self._held][3]) if self._held is not None else None
-        if self._held is None and probe is not None:
+        rows = [_CARD.unpack(each) for each in cards]
+        node, self._probe = _place(), probe
+        self._local = {r: (pid, started) for r, (place, pid, started, _) in enumerate(rows) if place == node}
+        places = [place for place, *_ in rows]
+        self._watched = watched_rank(places, rank)
+        self._neighbors = {
+            r for r, place in enumerate(places) if self._watched is not None and place == places[self._watched]
+        }
+        self._connection = PeerConnection(rows[self._watched][3]) if self._watched is not None else None
+        if self._watched is None and probe is not None:
             probe.close()  # one node: no rank will connect
 
-    def gone(self, ranks: Sequence[int]) -> str:
+    def failed_ranks(self, ranks: Sequence[int]) -> str:
         """Describes which of `ranks` have ended or are on a silent node; "" for none."""
-        ended = [rank for rank in ranks if rank in self._here and _started(self._here[rank][0]) != self._here[rank][1]]
-        if self._line is not None and self._held is not None and self._held in ranks and self._line.state() == ENDED:
-            ended.append(self._held)
-        return f"the process of {_named(ended)} has ended" if ended else self.silent(ranks)
+        ended = [r for r in ranks if r in self._local and _started(self._local[r][0]) != self._local[r][1]]
+        connection, watched = self._connection, self._watched
+        if connection is not None and watched is not None and watched in ranks and connection.state() == ENDED:
+            ended.append(watched)
+        return f"the process of {_named(ended)} has ended" if ended else self.silent_ranks(ranks)
 
-    def silent(self, ranks: Sequence[int]) -> str:
+    def silent_ranks(self, ranks: Sequence[int]) -> str:
         """Describes which of `ranks` are on a node that does not answer; "" for none."""
-        if self._line is None or not self._beside.intersection(ranks) or self._line.state() != SILENT:
+        if self._connection is None or not self._neighbors.intersection(ranks) or self._connection.state() != SILENT:
             return ""
-        return f"the node of {_named(sorted(self._beside.intersection(ranks)))} does not answer"
+        return f"the node of {_named(sorted(self._neighbors.intersection(ranks)))} does not answer"
 
     @property
     def across(self) -> bool:
         """Whether this rank watches a rank of another node."""
-        return self._line is not None
+        return self._connection is not None
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
-        for each in (self._line, self._probe):
+        for each in (self._connection, self._probe):
             if each is not None:
                 each.close()
 
 
-def watched(places: Sequence[bytes], rank: int) -> int | None:
+def watched_rank(places: Sequence[bytes], rank: int) -> int | None:
     """The rank of the next node that `rank` watches; None if there is only one node. Pure.
 
     The ranks of a node watch different ranks, as far as the next node has enough ranks.
@@ -241,8 +244,8 @@ def watched(places: Sequence[bytes], rank: int) -> int | None:
     if len(nodes) < 2:
         return None
     following = nodes[(nodes.index(places[rank]) + 1) % len(nodes)]
-    theirs = [r for r, place in enumerate(places) if place == following]
-    return theirs[places[:rank].count(places[rank]) % len(theirs)]
+    candidates = [r for r, place in enumerate(places) if place == following]
+    return candidates[places[:rank].count(places[rank]) % len(candidates)]
 
 
 def card(probe: PeerProbe | None = None) -> bytes:

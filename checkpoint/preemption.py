@@ -1,15 +1,14 @@
-"""The last save before the machine is taken away: a signal asks for it, the trainer makes it between two steps, within a
-deadline.
+"""The last save before the machine is taken away: a signal requests it, and it must be committed within a deadline.
 
-A signal may arrive in the middle of `optimizer.step()`, where no state is consistent. So the handler only takes a note,
-and the training loop calls `reached(step)` between two steps. With several ranks, signals arrive at different moments.
+A signal may arrive in the middle of `optimizer.step()`, where no state is consistent. So the handler only records it,
+and the training loop calls `reached(step)` between two steps. With several ranks, signals arrive at different times.
 Every call therefore completes an exchange of one bit that the call before has begun. All ranks stop at the same step,
-and no call waits for the others. If a save of that step is in flight already, the ranks wait for it; if no rank saw it
-committed, all save the step again.
-Invariant: `outcome` says "committed" only after the step's COMMIT was seen. A failed save raises nothing here: the loop
-ends in any case, and the exit status, a log line and the report file say what happened to the state.
+and no call waits for other ranks. If a save of that step is in flight already, the ranks wait for it. If no rank saw
+its commit, all ranks save the step again.
+Invariant: `outcome` is "committed" only after the step's COMMIT was seen. A failed save raises no error, because the
+loop ends in any case. The exit code, the log and the report file contain the outcome.
 Failure behaviour: `UsageError` outside the main thread, where Python accepts no signal handlers. A step that takes
-longer than the deadline is reported as not saved while it still runs; if it ends after all, it is saved.
+longer than the deadline is reported as not saved while it still runs. If it ends later, it is saved.
 """
 
 from __future__ import annotations
@@ -54,42 +53,42 @@ class Outcome:
 
 
 class Saver(Protocol):
-    """What this module needs of a checkpointer."""
+    """The methods of a checkpointer that this module calls."""
 
     def save(self, step: int, state: dict[str, Any], *, priority: str = "normal") -> Handle: ...
     def last_save_of(self, step: int) -> Handle | None: ...
 
 
-class Votes:
+class BitExchange:
     """An exchange of one bit per rank that never blocks: `any` returns, on all ranks alike, the result of the call before."""
 
     def __init__(self, world_size: int) -> None:
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
 
-    def any(self, mine: bool) -> bool:
+    def any(self, own: bool) -> bool:
         if self._group is None:
-            return mine
+            return own
         before = False
         if self._sent is not None:
-            work, heard = self._sent
+            work, result = self._sent
             work.wait()
-            before = bool(heard.item())
-        sent = torch.tensor([int(mine)])
+            before = bool(result.item())
+        sent = torch.tensor([int(own)])
         work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._sent = work, sent
         return before
 
-    def any_now(self, mine: bool, seconds: float) -> bool:
+    def any_now(self, own: bool, seconds: float) -> bool:
         """Whether any rank passes True in this call. The ranks wait for one another."""
         if self._group is None:
-            return mine
-        told = torch.tensor([int(mine)])
-        work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            return own
+        result = torch.tensor([int(own)])
+        work = dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=seconds))
-        return bool(told.item())
+        return bool(result.item())
 
 
 class Preemption:
@@ -99,6 +98,7 @@ class Preemption:
         self,
         saver: Saver,
         state: Callable[[], dict[str, Any]],
+        *,
         deadline: float,
         signals: Sequence[signal.Signals],
         world_size: int,
@@ -109,18 +109,18 @@ class Preemption:
             raise UsageError("signal handlers can only be set in the main thread", hint="call on_preemption there")
         self.outcome: Outcome | None = None
         self._saver, self._state, self._deadline, self._rank = saver, state, deadline, rank
-        self._votes, self._pid = Votes(world_size), os.getpid()
+        self._exchange, self._pid = BitExchange(world_size), os.getpid()
         named = report if report is not None else os.environ.get(REPORT_VARIABLE)
         self._report = Path(named) if named else None
-        self._asked = ""
-        self._since = 0.0
+        self._signal_name = ""
+        self._requested_at = 0.0
         self._timer: threading.Timer | None = None
-        self._previous = {number: signal.signal(number, self._note) for number in signals}
+        self._previous = {number: signal.signal(number, self._on_signal) for number in signals}
 
     @property
     def requested(self) -> bool:
         """Whether this process has received a signal to stop."""
-        return bool(self._asked)
+        return bool(self._signal_name)
 
     @property
     def exit_code(self) -> int:
@@ -140,10 +140,10 @@ class Preemption:
         """
         if self.outcome is not None and self._timer is None:
             return True
-        if not self._votes.any(self.requested):
+        if not self._exchange.any(self.requested):
             return False
-        if not self._asked:
-            self._asked, self._since = "another rank's signal", time.monotonic()
+        if not self._signal_name:
+            self._signal_name, self._requested_at = "another rank's signal", time.monotonic()
         self._stop_timer()
         self._finish(self._save(step))
         return True
@@ -161,20 +161,20 @@ class Preemption:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            self._note_in_child(number, frame)
+            self._on_signal_in_child(number, frame)
             return
-        if not self._asked:
-            self._asked, self._since = signal.Signals(number).name, time.monotonic()
-            self._timer = threading.Timer(self._deadline, self._too_late)
+        if not self._signal_name:
+            self._signal_name, self._requested_at = signal.Signals(number).name, time.monotonic()
+            self._timer = threading.Timer(self._deadline, self._on_deadline)
             self._timer.daemon = True
             self._timer.start()
         previous = self._previous.get(signal.Signals(number))
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 
-    def _note_in_child(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal_in_child(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in a forked child, which cannot save.
 
         SIGTERM ends the child, as its parent's `terminate()` expects. The parent handles other signals.
@@ -191,33 +191,43 @@ class Preemption:
             handle = self._earlier(step)
             if not self._any_committed(handle is not None and handle.done):
                 handle = handle or self._saver.save(step, self._state(), priority="preemption")
-                handle.result(self._left)
+                handle.result(self._remaining)
         except Exception as error:  # the loop ends in any case, and reports the error
-            return Outcome(step, False, self._asked, time.monotonic() - self._since, str(error) or type(error).__name__)
-        return Outcome(step, True, self._asked, time.monotonic() - self._since)
+            return Outcome(
+                step,
+                False,
+                self._signal_name,
+                time.monotonic() - self._requested_at,
+                str(error) or type(error).__name__,
+            )
+        return Outcome(step, True, self._signal_name, time.monotonic() - self._requested_at)
 
     @property
-    def _left(self) -> float:
-        return max(self._deadline - (time.monotonic() - self._since), 0.0)
+    def _remaining(self) -> float:
+        return max(self._deadline - self._elapsed, 0.0)
+
+    @property
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._requested_at
 
     def _earlier(self, step: int) -> Handle | None:
         """An earlier save of this step, after waiting for it; None if there is none or it failed."""
         if (handle := self._saver.last_save_of(step)) is not None:
-            handle.wait(self._left)
+            handle.wait(self._remaining)
         return self._saver.last_save_of(step)
 
-    def _any_committed(self, mine: bool) -> bool:
+    def _any_committed(self, own: bool) -> bool:
         """Whether any rank saw the step committed; it is then committed for all."""
         try:
-            return self._votes.any_now(mine, self._left + _VOTE_SECONDS)
+            return self._exchange.any_now(own, self._remaining + _VOTE_SECONDS)
         except Exception:  # a lost rank does not change a committed step
-            if not mine:
+            if not own:
                 raise
             return True
 
-    def _too_late(self) -> None:
+    def _on_deadline(self) -> None:
         if self.outcome is None:  # otherwise a step ended just now, and its outcome is known
-            self._finish(Outcome(-1, False, self._asked, self._deadline, "no step ended within the deadline"))
+            self._finish(Outcome(-1, False, self._signal_name, self._deadline, "no step ended within the deadline"))
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

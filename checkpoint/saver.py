@@ -39,7 +39,7 @@ from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
 from headrace.checkpoint.saving.slices import SlicedState
 from headrace.checkpoint.state import replicas as comparing
 from headrace.checkpoint.state.save_plan import FlatState, PreparedSave, SavePlanner, expected, flatten_state
-from headrace.checkpoint.tier.saving import KeptAloneError
+from headrace.checkpoint.tier.saving import LocalOnlyError
 from headrace.dataio.core import metrics
 from headrace.dataio.core.errors import ConflictError, HeadraceError, MismatchError, TransientError
 from headrace.dataio.core.log import get_logger, warn_once
@@ -48,7 +48,7 @@ from headrace.dataio.sidecar.client import SaveMeter
 from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
-_TELLING, _SLOW = 64 << 20, 300e6
+_HINT_BYTES, _SLOW_SPEED = 64 << 20, 300e6
 """If a save of at least this many bytes is slower than this many bytes per second, the next save gets its speed as a hint.
 
 With the hint, the next save can compress from its first byte on.
@@ -58,16 +58,16 @@ _ABORT_SECONDS = 30.0
 """Seconds that closing waits for the thread that aborts an attempt, and for the thread that prepares the repository."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The settings of a `Checkpointer` that concern saves."""
 
     compression: str
     check_replicas: str
     lazy: bool
-    wait: float
+    timeout: float
     staging_bytes: int | None
-    everywhere: Callable[[str], bool]
+    replicated: Callable[[str], bool]
 
 
 class Saver:
@@ -76,6 +76,7 @@ class Saver:
     def __init__(
         self,
         store: Store,
+        *,
         run: str,
         ranks: Ranks,
         lineage: Lineage,
@@ -88,9 +89,9 @@ class Saver:
     ) -> None:
         self._store, self._run, self._ranks, self._lineage = store, run, ranks, lineage
         self._saves, self._executor, self._meter, self._direct = saves, executor, meter, direct
-        self._retention, self._options, self.wait = retention, options, options.wait
+        self._retention, self._options, self.timeout = retention, options, options.timeout
         self.staging = Staging(options.staging_bytes)
-        self._gates, self._planner = OptimizerGate(), SavePlanner()
+        self._optimizer_gate, self._planner = OptimizerGate(), SavePlanner()
         self._peers: Peers | None = None
         self._aborting: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
@@ -105,30 +106,35 @@ class Saver:
         """
         with span("save", step=step):
             began = time.perf_counter()
-            ticket, taken = self._agree(step, state, check)
+            ticket, flat = self._agree(step, state, check)
             if not ticket.timeline:
                 return self._not_begun(step, ticket)
             try:
-                handle, copying = self._start(step, ticket, state, taken, urgent, name)
+                handle, copying = self._start(step, ticket, state, flat, urgent, name)
             except BaseException as error:
                 if name is not None:
                     name.withdraw(error)
-                self._abort_behind(self._attempt(step, ticket), error)
+                self._abort_in_background(self._attempt(step, ticket), error)
                 raise
             self._saves.add(handle)
-            self._gates.watch(optimizers_in(state) if self._options.lazy else (), copying)
-            if not self._options.lazy:
-                self._gates.pass_all()  # wait: a state in slices is copied only as fast as it is written
-                copying.wait_seconds = 0.0  # this wait counts as part of the stall
+            if not copying.sealed:
+                self._wait_or_watch(state, copying)
             handle.stall = time.perf_counter() - began
             metrics.checkpoint_stall_seconds.observe(handle.stall)
-            self._meter.held(handle.stall)
+            self._meter.stalled(handle.stall)
             return handle
+
+    def _wait_or_watch(self, state: dict[str, Any], copying: Copying | SlicedState) -> None:
+        """With lazy staging, make the optimizers wait for the copy. Otherwise wait for it here: it is in slices."""
+        self._optimizer_gate.watch(optimizers_in(state) if self._options.lazy else (), copying)
+        if not self._options.lazy:
+            self._optimizer_gate.pass_all()
+            copying.wait_seconds = 0.0  # this wait counts as part of the stall
 
     def _not_begun(self, step: int, ticket: Ticket) -> Handle:
         """A handle that reports why the save has no timeline: the store is unreachable. Nothing is copied."""
         error = TransientError(
-            f"step {step} is not saved: rank 0 could not open the run's timeline: {ticket.away}",
+            f"step {step} is not saved: rank 0 could not open the run's timeline: {ticket.store_error}",
             hint="the next save tries again",
         )
         handle = Handle(step, ticket.attempt)
@@ -142,7 +148,9 @@ class Saver:
 
         No collective calls are made.
         """
-        self.staging.warm_up(expected(self._taken(state), self._ranks.rank, self._ranks.world_size))
+        self.staging.warm_up(
+            expected(flatten_state(state, self._options.replicated), self._ranks.rank, self._ranks.world_size)
+        )
         if self._ranks.rank == 0 and self._preparing is None:
             self._preparing = threading.Thread(target=self._prepare, name="headrace-prepare")
             self._preparing.start()
@@ -158,7 +166,7 @@ class Saver:
             self._aborting.join(_ABORT_SECONDS)
         if self._peers is not None:
             self._peers.close()
-        self._gates.close()
+        self._optimizer_gate.close()
         self.staging.close()
 
     def _prepare(self) -> None:
@@ -167,31 +175,28 @@ class Saver:
         except HeadraceError as error:  # the first save raises it
             _log.warning("the store could not be looked at ahead of time: %s", error)
 
-    def _taken(self, state: dict[str, Any]) -> FlatState:
-        return flatten_state(state, self._options.everywhere)
-
     # with the other ranks
 
     def _agree(self, step: int, state: dict[str, Any], check: Callable[[], object]) -> tuple[Ticket, FlatState]:
         """Agree on one attempt on all ranks; return its ticket and this rank's flattened state."""
-        taken, message, error = None, b"", None
+        flat, message, error = None, b"", None
         try:
             check()
             with gc_paused():
-                taken = self._planner.known(self._taken(state))
+                flat = self._planner.known(flatten_state(state, self._options.replicated))
             if self._ranks.rank == 0:
-                message = msgspec.msgpack.encode(self._lineage.draw(step))
+                message = msgspec.msgpack.encode(self._lineage.new_ticket(step))
         except Exception as caught:  # any error must be reported to the other ranks
             error = caught
         number = step if isinstance(step, int) and 0 <= step < names.STEP_LIMIT else 0
         ticket = msgspec.msgpack.decode(self._ranks.agree(number, message, error), type=Ticket)
-        assert taken is not None
+        assert flat is not None
         if ticket.timeline:
-            self._lineage.drawn(ticket.timeline)
+            self._lineage.set_timeline(ticket.timeline)
         if self._peers is None and self._ranks.world_size > 1:
             probe = PeerProbe()
             self._peers = Peers(self._ranks.all(card(probe)), self._ranks.rank, probe)
-        return ticket, taken
+        return ticket, flat
 
     def _compare_replicas(self, step: int, prepared: PreparedSave) -> tuple[str, ...]:
         """Names of replicated tensors that differ between ranks. The ranks concerned and rank 0 log them."""
@@ -219,9 +224,9 @@ class Saver:
     # the copy
 
     def _start(
-        self, step: int, ticket: Ticket, state: dict[str, Any], taken: FlatState, urgent: bool, name: Name | None
+        self, step: int, ticket: Ticket, state: dict[str, Any], flat: FlatState, urgent: bool, name: Name | None
     ) -> tuple[Handle, Copying | SlicedState]:
-        prepared = self._planner.prepare(taken, self._ranks)
+        prepared = self._planner.prepare(flat, self._ranks)
         handle = Handle(step, ticket.attempt)
         handle.diverged = self._compare_replicas(step, prepared)
         if name is not None:  # after all collective calls, because it may fail on this rank alone
@@ -232,7 +237,7 @@ class Saver:
         with contextlib.ExitStack() as always, contextlib.ExitStack() as undo:
             if staging is not self.staging:
                 always.callback(staging.close)  # its memory is freed when its worker releases it
-            arena = staging.take(layout, self.wait)
+            arena = staging.take(layout, self.timeout)
             undo.callback(staging.give_back)
             with span("stage.d2h", step=step, bytes=layout.total):
                 copying = self._copy(staging, arena, state, prepared.tensors, specs, layout)
@@ -264,7 +269,7 @@ class Saver:
             compression=self._options.compression,
             upload_hint=self.upload_hint,
             lease_seconds=DEFAULT_LIFE,
-            commit_timeout=self.wait,
+            commit_timeout=self.timeout,
         )
 
     def _copy(
@@ -279,10 +284,10 @@ class Saver:
         if not staging.fits(layout):
             warn_once(_log, "the state is larger than staging_bytes: it is copied in slices, as fast as it is written")
             if self._direct is None or not any(tensor.device.type == self._direct.device for tensor in tensors):
-                return SlicedState(arena, tensors, specs, layout)
-            return DeviceSlices(self._direct, arena, tensors, specs, layout)
+                return SlicedState(arena, tensors, specs=specs, layout=layout)
+            return DeviceSlices(self._direct, arena, tensors=tensors, specs=specs, layout=layout)
         late = late_tensors(state, tensors) if self._options.lazy else frozenset()
-        return Copying(staging.crew, arena, tensors, specs, layout, late)
+        return Copying(staging.pool, arena, tensors=tensors, specs=specs, layout=layout, late=late)
 
     def _staged_save(
         self,
@@ -294,17 +299,18 @@ class Saver:
         urgent: bool,
     ) -> StagedSave:
         sliced = copying if isinstance(copying, SlicedState) else None
+        peers = self._peers
         return StagedSave(
-            put,
-            -1 if sliced else arena.fd,
-            (lambda: sliced) if sliced is not None else arena.view,
-            staging.give_back if sliced is None else _after(sliced, staging.give_back),
-            staging.abandon if sliced is None else _after(sliced, staging.abandon),
-            handle.set_staged,
-            urgent,
-            copying.store if isinstance(copying, DeviceSlices) else _as_it_is,
-            self._peers.gone if self._peers is not None else commit.none_known,
-            self._peers.silent if self._peers is not None and self._peers.across else None,
+            plan=put,
+            arena_fd=-1 if sliced else arena.fd,
+            view=(lambda: sliced) if sliced is not None else arena.view,
+            give_back=staging.give_back if sliced is None else _after(sliced, staging.give_back),
+            abandon=staging.abandon if sliced is None else _after(sliced, staging.abandon),
+            handed_over=handle.set_staged,
+            urgent=urgent,
+            through=copying.store if isinstance(copying, DeviceSlices) else None,
+            failed_ranks=peers.failed_ranks if peers is not None else commit.no_failed_ranks,
+            silent_ranks=peers.silent_ranks if peers is not None and peers.across else None,
         )
 
     # in a thread
@@ -329,14 +335,15 @@ class Saver:
             self._failed(save.plan, handle, error)
             return
         waits = {"stall": handle.stall, "wait_seconds": handle.wait_seconds, "sliced": isinstance(copying, SlicedState)}
-        saved = msgspec.convert(result | waits | {"carrier": handle.carrier, "diverged": handle.diverged}, SaveResult)
+        saved = msgspec.convert(
+            result | waits | {"committed_by": handle.committed_by, "diverged": handle.diverged}, SaveResult
+        )
         metrics.checkpoint_saves.labels("committed").inc()
         metrics.checkpoint_waited_seconds.observe(saved.wait_seconds)
-        self._meter.waited(saved.wait_seconds)
-        self._meter.committed(handle.step, msgspec.convert(result["committed"], float))
+        self._meter.committed(handle.step, msgspec.convert(result["committed"], float), saved.wait_seconds)
         for kind in ("state", "written", "deduplicated"):
             metrics.checkpoint_bytes.labels(kind).inc(getattr(saved, f"bytes_{kind}"))
-        if saved.bytes_written >= _TELLING and saved.bytes_written / max(saved.seconds, 1e-9) < _SLOW:
+        if saved.bytes_written >= _HINT_BYTES and saved.bytes_written / max(saved.seconds, 1e-9) < _SLOW_SPEED:
             self.upload_hint = saved.bytes_written / saved.seconds
         self._lineage.release()
         if self._retention is not None:
@@ -345,7 +352,9 @@ class Saver:
 
     def _failed(self, put: plan.PutPlan, handle: Handle, error: BaseException) -> None:
         self._log_failure(handle.step, error)
-        if handle.carrier != "sidecar" or not isinstance(error, TransientError):  # else the daemon may still commit it
+        if handle.committed_by != "sidecar" or not isinstance(
+            error, TransientError
+        ):  # else the daemon may still commit it
             self._abort(Attempt(put.run, put.timeline, put.step, put.attempt, put.world_size), error)
         handle.set_error(error)  # last: the caller may close the store as soon as it is set
 
@@ -360,7 +369,7 @@ class Saver:
     def _attempt(self, step: int, ticket: Ticket) -> Attempt:
         return Attempt(self._run, ticket.timeline, step, ticket.attempt, self._ranks.world_size)
 
-    def _abort_behind(self, attempt: Attempt, error: BaseException) -> None:
+    def _abort_in_background(self, attempt: Attempt, error: BaseException) -> None:
         if self._ranks.world_size > 1:
             name = f"headrace-abort-{attempt.step}"
             self._aborting = threading.Thread(target=self._abort, args=(attempt, error), name=name)
@@ -368,7 +377,7 @@ class Saver:
 
     def _abort(self, attempt: Attempt, error: BaseException) -> None:
         """Abort the attempt, so that the other ranks stop waiting, unless it is over already or may still be committed."""
-        if self._ranks.world_size == 1 or isinstance(error, ConflictError | FinalError | KeptAloneError):
+        if self._ranks.world_size == 1 or isinstance(error, ConflictError | FinalError | LocalOnlyError):
             return
         with contextlib.suppress(Exception):  # the original error of this rank must not be hidden
             reason = f"rank {self._ranks.rank} failed: {type(error).__name__}: {error}"
@@ -385,7 +394,3 @@ def _after(sliced: SlicedState, release: Callable[[], None]) -> Callable[[], Non
             release()
 
     return ended
-
-
-def _as_it_is(store: Store) -> Store:
-    return store

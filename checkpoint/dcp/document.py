@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring.restorer import DCP_MARK
 from headrace.checkpoint.state import tree
-from headrace.checkpoint.state.build import called
+from headrace.checkpoint.state.build import kind_name
 from headrace.checkpoint.state.flatten import Leaf, flatten
 from headrace.checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
@@ -89,7 +89,7 @@ def _cut(name: str, cuts: Iterable[int]) -> Path:
 def _require_plain(node: object, path: str) -> None:
     if isinstance(node, (StatefulNode, PartsNode, MetaNode)):
         raise UsageError(
-            f"{path}: {called(node)} inside of a value cannot be saved", hint="leave flatten_state_dict=True"
+            f"{path}: {kind_name(node)} inside of a value cannot be saved", hint="leave flatten_state_dict=True"
         )
     inside = node.value if isinstance(node, ValueNode) else node
     items = (

@@ -235,7 +235,7 @@ class RepositoryReader(StorageReader):
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._names.values}
         for name, tensor in self._names.tensors.items():
             if tensor not in self._saved:
-                raise CorruptionError(f"the checkpoint names tensor {tensor!r:.200} and does not hold it")
+                raise CorruptionError(f"the checkpoint refers to tensor {tensor!r:.200}, which it does not hold")
             entries[name] = _tensor_metadata(self._saved[tensor])
         return Metadata(entries, dict(self._names.paths), storage_meta=StorageMeta(checkpoint_id=str(self._step)))
 

@@ -62,7 +62,7 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
     base: Base | None
 
 
-def draw(store: Store, run: str, step: int, again: bool = False) -> Ticket:
+def new_ticket(store: Store, run: str, step: int, again: bool = False) -> Ticket:
     """Draw the attempt of a save. The coordinator calls it once for each save.
 
     `again`: if this job has already saved the step, it is saved again in a branch.
@@ -71,8 +71,8 @@ def draw(store: Store, run: str, step: int, again: bool = False) -> Ticket:
     with _lock:
         repository.ensure_repo(store)
         restored, since = _resumed.get(at, (None, 0))
-        standing = WriterState(_own(), _timelines.get(at, 0), restored, since, handed_on=_handed_on, again=again)
-        place = writers.place(store, run, step, standing)
+        state = WriterState(_own(), _timelines.get(at, 0), restored, since, handed_on=_handed_on, again=again)
+        place = writers.place(store, run, step, state)
         _timelines[at] = place.timeline
         _resumed.pop(at, None)
     if place.newer is not None:
@@ -99,11 +99,11 @@ def export_session() -> Any:
         return _own(), writers.of_this_job(), dict(_timelines), dict(_resumed)
 
 
-def adopt_session(handed: Any) -> None:
+def adopt_session(exported: Any) -> None:
     """Make this process save on behalf of the process that called `export_session`."""
     global _writer
     with _lock:
-        _writer, known, timelines, resumed = handed
+        _writer, known, timelines, resumed = exported
         writers.join(known)
         _resumed.update(resumed)
         for at, number in timelines.items():
@@ -178,15 +178,15 @@ def _commit_staged(
 ) -> None:
     specs, tensors = layouts.in_bands(specs, tensors)
     layout = layouts.lay_out(specs)
-    put = plan.encode(_plan(store, share, specs, layout, tree))
+    put = _plan(store, share, specs, layout, tree)
     arena = Arena(LEAST_BYTES)
     sliced: SlicedState | None = None
     try:
         if direct is not None and any(tensor.device.type == direct.device for tensor in tensors):
-            sliced = there = DeviceSlices(direct, arena, tensors, specs, layout)
-            store = there.store(store)
+            sliced = device_slices = DeviceSlices(direct, arena, tensors=tensors, specs=specs, layout=layout)
+            store = device_slices.store(store)
         else:
-            sliced = SlicedState(arena, tensors, specs, layout)
+            sliced = SlicedState(arena, tensors, specs=specs, layout=layout)
         commit_staged(sliced, put, lambda _: None, store=store)
     finally:
         if sliced is not None:

@@ -144,7 +144,7 @@ class RepositoryWriter(StorageWriter):
         """On the coordinator, assign parts to ranks and draw the attempt."""
         assert self._step is not None
         with self._store() as store:
-            ticket = msgspec.msgpack.encode(session.draw(store, self._run, self._step, self._overwrite))
+            ticket = msgspec.msgpack.encode(session.new_ticket(store, self._run, self._step, self._overwrite))
         return [
             dataclasses.replace(plan, items=items, storage_data=_Orders(ticket, rank, len(plans)))
             for rank, (plan, items) in enumerate(zip(plans, _spread(plans), strict=True))

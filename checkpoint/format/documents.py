@@ -65,7 +65,7 @@ class Repo(Document, frozen=True, kw_only=True):
     created: float
 
 
-class Who(msgspec.Struct, frozen=True):
+class ProcessName(msgspec.Struct, frozen=True):
     """The process that wrote a document, for error messages."""
 
     host: str
@@ -85,7 +85,7 @@ class Timeline(Document, frozen=True, kw_only=True):
     timeline: int
     parent: StepName | None
     created: float
-    who: Who
+    process: ProcessName = msgspec.field(name="who")
     writer: str = ""
 
 
@@ -104,7 +104,7 @@ class Lease(Document, frozen=True, kw_only=True):
     bases: tuple[Base, ...]
     until: float
     life: float = 300.0
-    who: Who
+    process: ProcessName = msgspec.field(name="who")
 
 
 class Decision(Document, frozen=True, kw_only=True):
@@ -188,6 +188,6 @@ def read(store: Store, key: str, kind: type[D]) -> D:
         return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
 
 
-def me() -> Who:
+def this_process() -> ProcessName:
     """This process."""
-    return Who(socket.gethostname(), os.getpid())
+    return ProcessName(socket.gethostname(), os.getpid())

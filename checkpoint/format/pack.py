@@ -61,10 +61,13 @@ Took = Callable[[int, float], None]
 
 
 def write(
-    store: Store, key: str, chunks: Iterable[NewChunk], packed: Callable[[Entry], None], took: Took = lambda *_: None
+    store: Store, key: str, chunks: Iterable[NewChunk], packed: Callable[[Entry], None], took: Took | None = None
 ) -> int:
     """Write one pack with as many of `chunks` as fit, and call `packed` for each. Returns the object's size."""
-    timed = _Timed(_parts(iter(chunks), packed), took)
+    parts = _parts(iter(chunks), packed)
+    if took is None:
+        return store.put_multipart(key, parts)
+    timed = _Timed(parts, took)
     size = store.put_multipart(key, timed)
     timed.returned()
     return size
@@ -75,7 +78,7 @@ def write_all(
     name_of: Callable[[int], str],
     chunks: Iterator[NewChunk],
     packed: Callable[[int, Entry], None],
-    took: Took = lambda *_: None,
+    took: Took | None = None,
 ) -> Iterator[int]:
     """Write packs number 0, 1, ... until `chunks` is empty, yielding each one's size once it is stored."""
     for number, first in enumerate(chunks):
@@ -135,7 +138,7 @@ def read_table(store: Store, key: str) -> tuple[Entry, ...]:
         raise _damaged(key, "its trailer does not fit its length")
     footer = _read(store, key, at, length)
     if digest(footer + tail[: _HEAD.size]) != tail[_HEAD.size :]:
-        raise _damaged(key, "the footer is not what was written")
+        raise _damaged(key, "the footer does not match its digest")
     if not VERSION <= version <= NEWEST:
         raise newer(key, version)
     return _checked(key, footer, at)

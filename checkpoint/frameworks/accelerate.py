@@ -41,7 +41,7 @@ from headrace.checkpoint.rng import RNG
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import UnsupportedError
 
-_ON_ITS_OWN = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_WITHOUT_HOOKS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 _LISTS = ("_optimizers", "_schedulers")
 
 _written = declare(
@@ -59,9 +59,9 @@ def attach(accelerator: Accelerator, checkpointer: Checkpointer) -> None:
     Raises:
         UnsupportedError: Under FSDP, DeepSpeed or Megatron-LM.
     """
-    if accelerator.distributed_type in _ON_ITS_OWN:
+    if accelerator.distributed_type in _WITHOUT_HOOKS:
         raise UnsupportedError(
-            f"under {accelerator.distributed_type.value} Accelerate saves without asking its hooks",
+            f"under {accelerator.distributed_type.value} Accelerate saves without calling its hooks",
             hint="save with a Checkpointer, or through torch.distributed.checkpoint with headrace.checkpoint.dcp",
         )
     _Attached(accelerator, checkpointer)
@@ -72,7 +72,7 @@ class _Attached:
 
     def __init__(self, accelerator: Accelerator, checkpointer: Checkpointer) -> None:
         self._accelerator, self._names = accelerator, Names(checkpointer)
-        self._away: dict[str, list[Any]] = {}
+        self._removed: dict[str, list[Any]] = {}
         self._state: dict[str, Any] = {}
         self._from: Path | None = None
         accelerator.register_save_state_pre_hook(self._before_saving)
@@ -98,7 +98,7 @@ class _Attached:
             self._save_state(str(hidden), safe_serialization, **more)
         finally:
             settings.automatic_checkpoint_naming = automatic
-            self._give_back()
+            self._refill_lists()
         accelerator.wait_for_everyone()  # all have written their files
         _written()
         state, self._state = self._state, {}
@@ -119,7 +119,7 @@ class _Attached:
         try:
             return self._load_state(input_dir if input_dir is None else os.fspath(input_dir), *args, **more)
         finally:
-            self._give_back()
+            self._refill_lists()
 
     @property
     def _names_folders(self) -> bool:
@@ -142,7 +142,7 @@ class _Attached:
         if folder.exists():
             raise ValueError(
                 f"Checkpoint directory {folder} already exists. Set `accelerator.project_configuration.iteration` to the "
-                "number to go on with."
+                "number of the next checkpoint."
             )
         return folder
 
@@ -155,23 +155,23 @@ class _Attached:
     # hooks
 
     def _before_saving(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        self._give_back()
-        self._state = self._whole(models) | {"rng": RNG()}
+        self._refill_lists()
+        self._state = self._full_state(models) | {"rng": RNG()}
         weights.clear()  # nothing is left for Accelerate to write
-        self._take_away()
+        self._empty_lists()
 
     def _before_loading(self, models: list[Any], input_dir: str) -> None:
-        self._give_back()
-        self._names.restore(self._whole(self._accelerator._models) | {"rng": RNG()}, input_dir)
+        self._refill_lists()
+        self._names.restore(self._full_state(self._accelerator._models) | {"rng": RNG()}, input_dir)
         models.clear()
-        self._take_away()
+        self._empty_lists()
         # the first version's folders have one of these, which is empty
         self._accelerator._custom_objects = [self for _ in Path(input_dir).glob("custom_checkpoint_*.pkl")]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing. Accelerate calls this for objects of old folders."""
 
-    def _whole(self, models: list[Any]) -> dict[str, Any]:
+    def _full_state(self, models: list[Any]) -> dict[str, Any]:
         accelerator = self._accelerator
         state = {
             "models": [accelerator.unwrap_model(model) for model in models],
@@ -181,20 +181,20 @@ class _Attached:
         }
         return state if accelerator.scaler is None else state | {"scaler": accelerator.scaler}
 
-    def _take_away(self) -> None:
+    def _empty_lists(self) -> None:
         accelerator = self._accelerator
         for name in _LISTS:  # Accelerate already holds these lists; it reads the list of objects again
-            self._away[name] = list(getattr(accelerator, name))
+            self._removed[name] = list(getattr(accelerator, name))
             getattr(accelerator, name).clear()
-        self._away["_custom_objects"], accelerator._custom_objects = accelerator._custom_objects, []
+        self._removed["_custom_objects"], accelerator._custom_objects = accelerator._custom_objects, []
 
-    def _give_back(self) -> None:
+    def _refill_lists(self) -> None:
         """Refill Accelerate's lists. The next hook also calls this, in case Accelerate failed before."""
-        if self._away:
+        if self._removed:
             for name in _LISTS:
-                getattr(self._accelerator, name)[:] = self._away[name]
-            self._accelerator._custom_objects = self._away["_custom_objects"]
-        self._away = {}
+                getattr(self._accelerator, name)[:] = self._removed[name]
+            self._accelerator._custom_objects = self._removed["_custom_objects"]
+        self._removed = {}
 
 
 def _named_in(parent: Path) -> list[Path]:

@@ -2,18 +2,20 @@
 
 - Lightning gathers the state on rank 0 and chooses file names. Each file is a small text that names the step, so
   `ckpt_path=` and the retention of ModelCheckpoint work as usual.
-- `save_checkpoint` returns after the state is copied. The file appears when the step is committed.
+- `save_checkpoint` returns after the state is copied. The file appears when the step is committed. In a folder with
+  symbolic links (ModelCheckpoint's `save_last="link"`), it returns after the commit.
 - A file that Lightning removes is deleted after the newest save is committed (`naming`).
-- A step has the number of `global_step`. A second save at the same `global_step` gets the next free number. If its
-  tensors equal those of the save before, only its other values are stored, in its file.
+- A step has the number of `global_step`. A second save at the same `global_step` gets the next free number. From then
+  on, saves are compared. If a repeated save has the same tensors as the one before, its file holds only its other values.
 - `Model.load_from_checkpoint(path)` also reads such files, through the `RepositoryIO` of their run in this process.
 - `map_location` works as for `torch.load`. Tensors that share memory still share it after the load.
 
-Invariant: nothing is pickled, and the named file holds no tensor. Every call of `save_checkpoint` stores its full state.
+Invariant: nothing is pickled, and the named file holds no tensor. Every named file leads to a complete state.
 
 Failure behaviour: `UsageError` names the path of a value that cannot be saved. Hyper-parameters and callback state must
-be plain values. If a save fails later, the next save or `teardown` raises its error. `MissingStepError`, a
-`FileNotFoundError`, is raised for a missing file or step.
+be plain values. A save that fails in the background is logged. `teardown` raises its error, or `close` if another save
+has begun since. With `on_save_error="raise"`, the next save raises it. `MissingStepError`, a `FileNotFoundError`, is
+raised for a missing file or step.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from typing import Any
 import torch
 import xxhash
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.core import saving as theirs
+from lightning.pytorch.core import saving as pl_saving
 
 from headrace.checkpoint.api import Checkpointer
-from headrace.checkpoint.frameworks.naming import MOST_BYTES, Names, Record, read_name, write_file
+from headrace.checkpoint.frameworks.naming import MAX_BYTES, Names, Record, read_name, write_file
 from headrace.checkpoint.repository.steps import MissingStepError
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.tensors import memory_of
 from headrace.checkpoint.state.tree import TensorRef
 from headrace.dataio.core.errors import CorruptionError, UsageError
 
-_MOST_VALUES = MOST_BYTES // 2
+_MAX_VALUES = MAX_BYTES // 2
 """The largest size of the encoded values that a file holds itself."""
 
 
@@ -58,7 +60,7 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         self._global_step = self._step = -1
         self._digests: dict[str, bytes] = {}
         self._compares = False
-        _made.add(self)
+        _instances.add(self)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -66,9 +68,8 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         """Save a checkpoint. Lightning calls it on rank 0. A state with several names (`last.ckpt`) is stored once."""
         place, now = _local(path), int(checkpoint["global_step"])
         again = now == self._global_step
-        self._compares = (
-            self._compares or again
-        )  # only from the first repeat on, because it takes as long as a copy of the state
+        # only from the first repeat on, because it takes as long as a copy of the state
+        self._compares = self._compares or again
         split = _split(checkpoint) if self._compares else None
         if again and split is not None and self._has(split) and self._names.also(place, split.values):
             return
@@ -109,11 +110,11 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     def close(self) -> None:
         """Wait for the saves in flight and close the store."""
         self._checkpointer.close()
-        _made.discard(self)
+        _instances.discard(self)
 
     def _has(self, split: _Split) -> bool:
         """Whether the newest save has all of these tensors, bit for bit."""
-        return len(split.values) < _MOST_VALUES and split.digests.items() <= self._digests.items()
+        return len(split.values) < _MAX_VALUES and split.digests.items() <= self._digests.items()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def _joined(values: str, checkpoint: Any) -> Any:
     try:
         return join(tree.decode(base64.b64decode(values, validate=True)), ())
     except (KeyError, ValueError) as error:
-        raise CorruptionError(f"a name's own values do not fit its step: {error!r:.200}") from None
+        raise CorruptionError(f"the values in the named file do not fit its step: {error!r:.200}") from None
 
 
 def _rebuilt(value: Any, path: tuple[object, ...], each: Callable[[Any, tuple[object, ...]], Any]) -> Any:
@@ -180,7 +181,7 @@ def _local(path: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(path):
         raise UsageError(
             f"{os.fspath(path)} is not a path of this machine's file system",
-            hint="give ModelCheckpoint a local or shared `dirpath`: it holds small files, the tensors go to the repository",
+            hint="give ModelCheckpoint a local or shared `dirpath` for its small files; the repository stores the tensors",
         )
     return Path(path)
 
@@ -190,8 +191,8 @@ def _has_links(folder: Path) -> bool:
     return any(entry.is_symlink() for entry in os.scandir(folder))
 
 
-_made: weakref.WeakSet[RepositoryIO] = weakref.WeakSet()
-_load = theirs.pl_load
+_instances: weakref.WeakSet[RepositoryIO] = weakref.WeakSet()
+_load = pl_saving.pl_load
 
 
 def _load_file(path: Any, map_location: Where = None, weights_only: bool | None = None) -> Any:
@@ -200,14 +201,14 @@ def _load_file(path: Any, map_location: Where = None, weights_only: bool | None 
     A file that does not exist yet may belong to a save in flight, so the function waits for those saves first.
     """
     if isinstance(path, (str, os.PathLike)) and not os.path.exists(path):
-        for io in list(_made):
+        for io in list(_instances):
             io._names.settle()
     record = _record_of(path)
     if record is None:
         return _load(path, map_location=map_location, weights_only=weights_only)
     run = record.run
     errors = []
-    for io in [each for each in _made if run in ("", each._checkpointer.run)]:
+    for io in [each for each in _instances if run in ("", each._checkpointer.run)]:
         try:
             return io.load_checkpoint(path, map_location)
         except MissingStepError as error:
@@ -215,8 +216,8 @@ def _load_file(path: Any, map_location: Where = None, weights_only: bool | None 
     if errors:
         raise errors[-1]
     raise UsageError(
-        f"{path} names step {record.step} of run {run or 'unknown'}, and this process has no repository for it",
-        hint=f"make RepositoryIO(url, run={run!r}) first and keep it until the checkpoint is loaded",
+        f"{path} names step {record.step} of run {run or 'unknown'}, but this process has no RepositoryIO of that run",
+        hint=f"create RepositoryIO(url, run={run!r}) first, and keep it until the checkpoint is loaded",
     )
 
 
@@ -225,19 +226,19 @@ def _record_of(path: Any) -> Record | None:
     if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
         return None
     with open(path, "rb") as file:
-        ours = file.read(len(_BEGIN)) == _BEGIN
-    return read_name(path) if ours else None
+        is_name = file.read(len(_BEGIN)) == _BEGIN
+    return read_name(path) if is_name else None
 
 
 _BEGIN = b'{"headrace-step"'
-theirs.pl_load = _load_file
+pl_saving.pl_load = _load_file
 
 
 Where = str | torch.device | dict[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
 
 
 def mapped(state: Any, where: Where) -> Any:
-    """`state` with its tensors where `where` puts what was saved from main memory."""
+    """`state` with the tensors in main memory moved as `where` says. Other tensors stay on their devices."""
     return state if where is None else _mapped(state, where, {})
 
 
@@ -267,7 +268,7 @@ def _tensor(tensor: torch.Tensor, where: Where, moved: dict[int, torch.Tensor | 
 
 
 def _memory(storage: torch.UntypedStorage, where: Where) -> torch.Tensor | None:
-    """The storage's bytes where they are to be; None: they are there."""
+    """The storage's bytes at their new location; None if they stay in main memory."""
     if isinstance(where, dict):
         where = where.get("cpu")
     found = where(storage, "cpu") if callable(where) else where

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies import torch as theirs
+from megatron.core.dist_checkpointing.strategies import torch as mcore
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -76,7 +76,7 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
             self._last.exception()  # the next save reuses its copies; its finalization raises any error
         state = _for_dcp(self._copied(_grouped(sharded_state_dict)), loading=False)
         self._last = saving = Future[None]()
-        door = PeerProbe("127.0.0.1")
+        probe = PeerProbe("127.0.0.1")
 
         def commit() -> None:
             try:
@@ -85,25 +85,25 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
             except BaseException as error:
                 saving.set_exception(error)
             finally:
-                door.close()
+                probe.close()
 
         Thread(target=commit, name="headrace-megatron-save").start()
-        return AsyncRequest(wait_closed, (door.address,), [saving.result])
+        return AsyncRequest(wait_closed, (probe.address,), [saving.result])
 
     def _save(self, state: dict[str, Any], checkpoint_dir: str | Path, group: dist.ProcessGroup | None) -> None:
         writer = RepositoryWriter(self._url, run=self._run, step=step_of(str(checkpoint_dir)), **self._options)
-        planner = theirs.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        planner = mcore.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
 
     def _copied(self, flat: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """The state with its tensors copied into main memory. Each save reuses this memory."""
-        kept, self._copies = self._copies, {}
+        reused, self._copies = self._copies, {}
 
         def copy(number: int, each: Any) -> Any:
             if not isinstance(each, ShardedTensor) or each.data is None:
                 return each
             place = (each.key, number, each.data.shape, each.data.dtype)
-            room = kept.get(place)
+            room = reused.get(place)
             if room is None:
                 room = torch.empty_like(each.data, device="cpu", memory_format=torch.contiguous_format)
             self._copies[place] = room.copy_(each.data.detach())
@@ -130,22 +130,20 @@ class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
         return True
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        flat, mapping, renamed = theirs._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        flat, mapping, renamed = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         into = _for_dcp(flat, loading=True)
         tensors = [t for t in nested_values(sharded_state_dict) if isinstance(t, ShardedTensor)]
-        planner = theirs.MCoreLoadPlanner(
+        planner = mcore.MCoreLoadPlanner(
             shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
         )
         dcp.load(into, storage_reader=self._reader(checkpoint_dir), planner=planner)
         loaded = {
-            key: unpacked(value)
-            if isinstance(flat[key][0], ShardedObject)
-            else theirs._unwrap_pyt_sharded_tensor(value)
+            key: unpacked(value) if isinstance(flat[key][0], ShardedObject) else mcore._unwrap_pyt_sharded_tensor(value)
             for key, value in into.items()
         }
-        found = theirs._replace_sharded_keys_with_state_dict_keys(loaded, mapping, renamed)
-        theirs._restore_dict_types(found, sharded_state_dict)
+        found = mcore._replace_sharded_keys_with_state_dict_keys(loaded, mapping, renamed)
+        mcore._restore_dict_types(found, sharded_state_dict)
         return found
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path, metadata: Metadata | None = None) -> Any:
@@ -170,19 +168,22 @@ class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
         return {each.unique_key: each for each in objects} | self.load_tensors_metadata(checkpoint_dir, metadata)
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        raise UnsupportedError("a step does not change once it is saved", hint="load it and save the rest as another")
+        raise UnsupportedError(
+            "a saved step cannot be changed", hint="load it, and save the other tensors as another step"
+        )
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         if loaded_backend != BACKEND:
             raise UnsupportedError(
-                f"the folder's checkpoint is of backend {loaded_backend!r:.60}",
+                f"backend {loaded_backend!r:.60} wrote the checkpoint in this folder",
                 hint="load it with Megatron's own strategy",
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         if loaded_version != 1:
             raise UnsupportedError(
-                f"version {loaded_version} of the backend is newer than this", hint="upgrade headrace"
+                f"the checkpoint needs version {loaded_version} of the backend; this is version 1",
+                hint="upgrade headrace",
             )
 
     def _reader(self, checkpoint_dir: str | Path) -> RepositoryReader:
@@ -198,12 +199,12 @@ class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
 
 def _grouped(sharded_state_dict: Any) -> Any:
     """The tensors and objects that this rank writes, by sharded key."""
-    return theirs._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
+    return mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
 
 
 def _for_dcp(flat: Any, *, loading: bool) -> dict[str, Any]:
     """The state by sharded key, in the form for DCP. Objects become plain values, because Megatron-Core would pickle them."""
     tensors = {key: found for key, found in flat.items() if isinstance(found[0], ShardedTensor)}
     objects = {key: found for key, found in flat.items() if isinstance(found[0], ShardedObject)}
-    made: dict[str, Any] = theirs.mcore_to_pyt_state_dict(tensors, loading)
+    made: dict[str, Any] = mcore.mcore_to_pyt_state_dict(tensors, loading)
     return made | {key: b"" if loading else packed([each.data for each in found]) for key, found in objects.items()}

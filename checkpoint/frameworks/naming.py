@@ -49,10 +49,10 @@ from headrace.dataio.core.log import get_logger
 
 RECORD = "headrace-step.json"
 """The file that holds the record, in a folder that is a name. A file that is a name holds the same JSON."""
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 """The largest record, in bytes."""
 _HIDDEN = re.compile(r"\.(.+)\.([0-9A-Z]{26})\.(uncommitted|replaced)$")
-_LEFT = 2
+_KEPT_UNPUBLISHED = 2
 """The number of names of failed saves that are kept, because a sidecar may still commit them."""
 _log = get_logger(__name__)
 
@@ -98,7 +98,7 @@ def read_name(path: str | os.PathLike[str]) -> Record:
     folder = place.is_dir()
     try:
         with open(place / RECORD if folder else place, "rb") as file:  # a file of other software may have any size
-            return _decode(file.read(MOST_BYTES))
+            return _decode(file.read(MAX_BYTES))
     except FileNotFoundError:
         if folder:
             return Record(step_of(place))
@@ -131,7 +131,7 @@ class Names:
         self._in_flight: dict[int, _Name] = {}
         self._newest: dict[Path, int] = {}
         self._to_remove: list[tuple[int, Path]] = []
-        self._left: list[Path] = []
+        self._unpublished: list[Path] = []
         self._handles: list[Handle] = []
         self._latest: _Name | None = None
 
@@ -157,7 +157,7 @@ class Names:
         Returns:
             Handle: The save in flight.
         """
-        name = None if path is None else _Name(self, Path(os.path.abspath(path)), write, then)
+        name = None if path is None else _Name(self, Path(os.path.abspath(path)), write=write, then=then)
         self._latest = None
         handle = self._checkpointer.save_as(step, state, name)
         self._latest = name
@@ -169,7 +169,9 @@ class Names:
         saved = self._latest
         if saved is None or saved.attempt is None:
             return False
-        name = _Name(self, Path(os.path.abspath(path)), functools.partial(write_file, values=values), lambda: None)
+        name = _Name(
+            self, Path(os.path.abspath(path)), write=functools.partial(write_file, values=values), then=lambda: None
+        )
         try:
             name.prepare(saved.attempt)
         except BaseException as error:
@@ -181,7 +183,7 @@ class Names:
                 _delete(name.hidden)
                 return False
             if not saved.is_over:
-                saved.more.append(name)
+                saved.extra_names.append(name)
                 return True
         name.publish()
         return True
@@ -210,7 +212,7 @@ class Names:
 
     def remove_now(self, path: str | os.PathLike[str]) -> None:
         """Remove a name immediately. For callbacks that run after a name is published. A failure is logged."""
-        with _logging(f"the name {path} cannot be removed"):
+        with _logging(f"the name {path} could not be removed"):
             _remove(Path(path))
 
     def wait(self) -> None:
@@ -234,40 +236,42 @@ class Names:
         """
         place = Path(os.path.abspath(folder))
         found: list[tuple[int, int, Path, str, Record]] = []
-        with _logging(f"the hidden names in {place} cannot be read"):
-            found = sorted(self._left_in(place, only), key=lambda each: each[:3])
+        with _logging(f"the hidden names in {place} could not be read"):
+            found = sorted(self._recoverable(place, only), key=lambda each: each[:3])
         for *_, hidden, name, record in found:
-            with _logging(f"the name {hidden.parent / name} stays hidden"):
-                self._settle_left(hidden, hidden.parent / name, record)
+            with _logging(f"the name {hidden.parent / name} could not be published"):
+                self._recover_one(hidden, hidden.parent / name, record)
 
-    def _left_in(self, folder: Path, only: str | None) -> Iterator[tuple[int, int, Path, str, Record]]:
+    def _recoverable(self, folder: Path, only: str | None) -> Iterator[tuple[int, int, Path, str, Record]]:
         for hidden, name, kind in _hidden_names(folder):
             if only is not None and name != only:
                 continue
             if kind == "replaced":
                 _delete(hidden)
                 continue
-            with contextlib.suppress(
-                CorruptionError, MissingStepError
-            ):  # a hidden name without a readable record stays
+            # a hidden name without a readable record stays
+            with contextlib.suppress(CorruptionError, MissingStepError):
                 record = read_name(hidden)
-                if record.attempt is not None and not self._is_ours(hidden):
+                if record.attempt is not None and not self._is_in_use(hidden):
                     yield record.attempt.timeline, record.step, hidden, name, record
 
-    def _is_ours(self, hidden: Path) -> bool:
+    def _is_in_use(self, hidden: Path) -> bool:
         with self._lock:
-            return hidden in self._left or any(each.hidden == hidden for each in self._in_flight.values())
+            return hidden in self._unpublished or any(each.hidden == hidden for each in self._in_flight.values())
 
-    def _settle_left(self, hidden: Path, path: Path, record: Record) -> None:
+    def _recover_one(self, hidden: Path, path: Path, record: Record) -> None:
         assert record.attempt is not None
         if self._checkpointer.is_committed(record.run, record.attempt):
             with contextlib.suppress(MissingStepError, CorruptionError):
-                there = read_name(path).attempt
-                if there is not None and (there.timeline, there.step) > (record.attempt.timeline, record.step):
+                published = read_name(path).attempt
+                if published is not None and (published.timeline, published.step) > (
+                    record.attempt.timeline,
+                    record.step,
+                ):
                     _delete(hidden)
                     return
             _install(hidden, path)
-            _log.warning("%s: the name of step %d, which was committed when its saver died", path, record.step)
+            _log.warning("%s: published the name of step %d, whose saver died after the commit", path, record.step)
         elif self._checkpointer.is_over(record.run, record.attempt):
             _delete(hidden)
 
@@ -277,8 +281,8 @@ class Names:
         with self._lock:
             self._begun = next(self._numbers)
             self._in_flight[self._begun] = name
-            left, self._left = self._left[:-_LEFT], self._left[-_LEFT:]
-        for hidden in left:
+            expired, self._unpublished = self._unpublished[:-_KEPT_UNPUBLISHED], self._unpublished[-_KEPT_UNPUBLISHED:]
+        for hidden in expired:
             _delete(hidden)
         return self._begun
 
@@ -295,23 +299,23 @@ class Names:
             self._to_remove = [each for each in self._to_remove if each[0] > self._published]
             self._in_flight.pop(name.number)
             self._newest = {p: n for p, n in self._newest.items() if any(n > m for m in self._in_flight)}
-            coming = {each.path: each for each in self._in_flight.values()}
+            in_flight = {each.path: each for each in self._in_flight.values()}
             name.is_over = True
         _named()
-        for each in name.more:
-            self._publish_too(each)
+        for each in name.extra_names:
+            self._publish_extra(each)
         for path in due:
-            if path in coming:  # a save in flight publishes it, so remove it after that
-                coming[path].after.append(path)
+            if path in in_flight:  # a save in flight publishes it, so remove it after that
+                in_flight[path].remove_after_publish.append(path)
             else:
                 self.remove_now(path)
-        for path in name.after:
+        for path in name.remove_after_publish:
             self.remove_now(path)
-        with _logging(f"what follows the name {name.path} failed"):
+        with _logging(f"the callback after publishing {name.path} failed"):
             name.then()
 
-    def _publish_too(self, name: _Name) -> None:
-        with _logging(f"the name {name.path} is not there"):
+    def _publish_extra(self, name: _Name) -> None:
+        with _logging(f"the name {name.path} could not be published"):
             try:
                 name.publish()
             except BaseException as error:
@@ -322,12 +326,14 @@ class Names:
         with self._lock:
             self._in_flight.pop(name.number, None)
             name.is_over = True
-            may_come = name.committed or (isinstance(error, TransientError) and not isinstance(error, FinalError))
-            if may_come:
-                self._left.append(name.hidden)
-        if not may_come:
+            may_be_committed = name.committed or (
+                isinstance(error, TransientError) and not isinstance(error, FinalError)
+            )
+            if may_be_committed:
+                self._unpublished.append(name.hidden)
+        if not may_be_committed:
             _delete(name.hidden)
-        for each in name.more:
+        for each in name.extra_names:
             each.withdraw(error)
 
 
@@ -335,12 +341,12 @@ class _Name:
     """The name of one save. It implements `headrace.checkpoint.handle.Name`."""
 
     def __init__(
-        self, owner: Names, path: Path, write: Callable[[Path, Record], None], then: Callable[[], None]
+        self, owner: Names, path: Path, *, write: Callable[[Path, Record], None], then: Callable[[], None]
     ) -> None:
         self._owner, self.path, self._write, self.then = owner, path, write, then
         self.hidden, self.number = path, 0
-        self.after: list[Path] = []
-        self.more: list[_Name] = []
+        self.remove_after_publish: list[Path] = []
+        self.extra_names: list[_Name] = []
         self.attempt: Base | None = None
         self.committed = self.is_over = False
 
@@ -372,8 +378,8 @@ class _Name:
         except OSError as error:
             step = -1 if self.attempt is None else self.attempt.step
             raise UsageError(
-                f"step {step} is {how_far}, and its name {self.path} cannot be made: {error}",
-                hint="look at that folder; the next save makes a name of its own",
+                f"step {step} is {how_far}, but its name {self.path} cannot be written: {error}",
+                hint="check that folder; the next save writes its own name",
             ) from error
 
 
@@ -414,29 +420,29 @@ def _install(hidden: Path, path: Path) -> None:
     attempt = read_name(hidden).attempt if hidden.exists() else None
     if attempt is None:  # another process has already recovered it
         if not path.exists():
-            raise FileNotFoundError(f"{hidden} is gone")
+            raise FileNotFoundError(f"neither {hidden} nor {path} exists")
         return
     if not hidden.is_dir():
         os.replace(hidden, path)
         _sync_folder(path.parent)
         return
-    aside = path.with_name(f".{path.name}.{attempt.attempt}.replaced")
+    replaced = path.with_name(f".{path.name}.{attempt.attempt}.replaced")
     if os.path.lexists(path):
-        os.rename(path, aside)
+        os.rename(path, replaced)
         _replaced()
     os.rename(hidden, path)
     _sync_folder(path.parent)
-    _delete(aside)
+    _delete(replaced)
 
 
 def _remove(path: Path) -> None:
     """Remove a name. A folder is hidden first, because a framework would treat a partly removed folder as a checkpoint."""
     if path.is_dir() and not path.is_symlink():
-        aside = path.with_name(f".{path.name}.{'0' * 26}.replaced")
-        _delete(aside)
-        os.rename(path, aside)
+        replaced = path.with_name(f".{path.name}.{'0' * 26}.replaced")
+        _delete(replaced)
+        os.rename(path, replaced)
         _removed()
-        _delete(aside)
+        _delete(replaced)
     else:
         path.unlink(missing_ok=True)
         _removed()

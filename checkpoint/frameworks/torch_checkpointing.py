@@ -127,7 +127,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
         sized = zip(files, tensors, strict=True)
         specs = [TensorSpec(name, "uint8", whole((tensor.numel(),))) for name, tensor in sized]
         with self._store() as store:
-            ticket = place.ticket or session.draw(store, config.run, place.step)
+            ticket = place.ticket or session.new_ticket(store, config.run, place.step)
             share = RankSave(config.run, place.step, ticket, config.rank, config.world_size, wait=config.timeout)
             save_rank(store, share, tensors, specs, tree.encode({"by": _BY}))
         del tensors
@@ -143,7 +143,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
             return
         if not any(Path(src_path) in file.parents for file in self._staged):
             if _place(src_path, is_file=False).step not in self._committed:
-                raise FileNotFoundError(f"nothing was written below {src_path}")
+                raise FileNotFoundError(f"no file was written below {src_path}")
             return
         if self._config.world_size > 1:
             raise UsageError(
@@ -157,7 +157,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
 
     def delete(self, path: Path) -> None:
         if self._staged.pop(Path(path), None) is None:
-            raise FileNotFoundError(f"{path} is not being written; the files of a step go when the step does")
+            raise FileNotFoundError(f"{path} is not being written; the files of a step are removed with the step")
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
         """Do nothing, because there are no folders."""
@@ -174,7 +174,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
         stack = contextlib.ExitStack()
         try:
             store, opened = stack.enter_context(self._open(path))
-            return _Reading(store, opened, self._file(opened, path), stack.pop_all())
+            return _Reading(store, opened=opened, saved=self._file(opened, path), stack=stack.pop_all())
         finally:
             stack.close()
 
@@ -255,14 +255,14 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         storage = RepositoryStorageConfig(
             url, run, dict(storage_options or {}), self._ranks.rank, self._ranks.world_size, timeout
         )
-        then = functools.partial(_both, config.pre_finalize_callback)
+        then = functools.partial(_call_then_finish, config.pre_finalize_callback)
         super().__init__(dataclasses.replace(config, storage_config=storage, pre_finalize_callback=then))
 
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> Any:
         """As `CheckpointManager.save`. The checkpoint's name must end in the step's number."""
         step, ticket, error = step_of(checkpoint_id), None, None
         try:
-            ticket = session.draw(self._store, self._run, step) if self._ranks.rank == 0 else None
+            ticket = session.new_ticket(self._store, self._run, step) if self._ranks.rank == 0 else None
         except Exception as caught:  # of any type: the other ranks must receive it
             error = caught
         agreed = self._ranks.agree(step, msgspec.msgpack.encode(ticket), error)
@@ -299,7 +299,7 @@ def finish(args: CallbackArgs) -> None:
     args.storage.finish(Path(args.path))
 
 
-def _both(first: Callable[[CallbackArgs], None] | None, args: CallbackArgs) -> None:
+def _call_then_finish(first: Callable[[CallbackArgs], None] | None, args: CallbackArgs) -> None:
     if first is not None:
         first(args)
     finish(args)
@@ -332,7 +332,7 @@ class _Writing(io.RawIOBase):
 class _Reading(io.RawIOBase):
     """A file of a step. The step is leased until the file is closed."""
 
-    def __init__(self, store: Store, opened: Step, saved: Saved, stack: contextlib.ExitStack) -> None:
+    def __init__(self, store: Store, *, opened: Step, saved: Saved, stack: contextlib.ExitStack) -> None:
         super().__init__()
         self._store, self._opened, self._saved = store, opened, saved
         self._release = Finalizer(self, stack.close)
@@ -363,7 +363,7 @@ class _Reading(io.RawIOBase):
         """Read into `view`. Returns an error without its frames, which would keep the caller's memory alive."""
         box = Box((self._size,), (self._at,), (len(view),))
         try:
-            chunk_reader.read(self._store, self._opened, [Want(self._saved, box, _Into(view))])
+            chunk_reader.read(self._store, self._opened, [Want(self._saved, box, _MemorySink(view))])
         except HeadraceError as error:
             return error.with_traceback(None)
         return None
@@ -386,7 +386,7 @@ class _Reading(io.RawIOBase):
 
 
 @dataclass(frozen=True, slots=True)
-class _Into:
+class _MemorySink:
     """A `chunk_reader.Sink` for given memory."""
 
     view: memoryview

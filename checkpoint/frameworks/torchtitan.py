@@ -119,15 +119,15 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
 
     def _require(self, step: int) -> None:
         """Raise `MissingStepError` on all ranks if the run has no such step."""
-        ranks, there, error = Ranks.here(None, None), b"yes", None
+        ranks, exists, error = Ranks.here(None, None), b"yes", None
         try:
             if ranks.rank == 0:
                 repository.find(self._store, self._run, step)
         except NotFoundError:
-            there = b""
+            exists = b""
         except Exception as caught:  # of any type: the other ranks must receive it
             error = caught
-        if not ranks.agree(step, there, error):
+        if not ranks.agree(step, exists, error):
             raise MissingStepError(
                 f"--checkpoint.load_step={step}: run {self._run} has no such step",
                 hint="`headrace ckpt ls` lists the steps",

@@ -11,7 +11,7 @@ part of the step. Pass it as `train_dataset`, or return it from `get_train_datal
 files. It restores when training begins. A Headrace loader then continues at its saved position. A callback cannot skip
 batches of any other data. Such data starts from the beginning, and a warning is logged.
 
-Invariant: at every save, model, optimizer, scheduler and generators are copied before training continues.
+Invariant: a saved step holds model, optimizer, scheduler and generators as they were when the Trainer saved.
 
 Failure behaviour: as `Checkpointer`. If a save fails in the background, the error is logged. Closing the checkpointer
 raises it. The module also raises these errors:
@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import transformers.trainer as theirs
+import transformers.trainer as trainer_module
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
@@ -65,7 +65,10 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def __init__(self, *args: Any, checkpointer: Checkpointer, **given: Any) -> None:
         super().__init__(*args, **given)
         if self.is_deepspeed_enabled:
-            raise UnsupportedError("DeepSpeed keeps optimizer states of its own", hint="use its checkpoints, or FSDP2")
+            raise UnsupportedError(
+                "DeepSpeed keeps its own optimizer states, which the Trainer does not pass on",
+                hint="use DeepSpeed's checkpoints, or FSDP2",
+            )
         self._checkpointer, self._names = checkpointer, Names(checkpointer)
         self._scratch: Path | None = None
         self._loader: Any = None
@@ -110,7 +113,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if not self.args.should_save:
             self._names.save(step, state, None, move_folder(hidden))
             return
-        self.state.save_to_json(str(hidden / folder / theirs.TRAINER_STATE_NAME))
+        self.state.save_to_json(str(hidden / folder / trainer_module.TRAINER_STATE_NAME))
         _written()
         then = functools.partial(self._rotate, run_dir, self.state.best_model_checkpoint)
         self._names.save(step, state, run_dir / folder, move_folder(hidden / folder), then)
@@ -140,14 +143,14 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         limit = self.args.save_total_limit
         if not limit or limit <= 0:
             return
-        there = sort_checkpoints(str(run_dir), use_mtime=True)
-        kept = {*there[-1:], *([str(Path(best))] if best else [])}
-        surplus = len(there) - max(limit, len(kept))
-        for path in [each for each in there if each not in kept][: max(surplus, 0)]:
+        found = sort_checkpoints(str(run_dir), use_mtime=True)
+        kept = {*found[-1:], *([str(Path(best))] if best else [])}
+        surplus = len(found) - max(limit, len(kept))
+        for path in [each for each in found if each not in kept][: max(surplus, 0)]:
             self._names.remove_now(path)
 
     def _finalize_training(self, *args: Any, **given: Any) -> Any:
-        self._names.settle()  # the Trainer looks for the best one, and may remove all others
+        self._names.settle()  # the Trainer looks for the best checkpoint, and may remove all others
         return super()._finalize_training(*args, **given)
 
     # resuming
@@ -160,7 +163,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         try:
             self._restore({"model": self.model}, best)
         except MissingStepError as error:  # as the Trainer does
-            _log.warning("the best model is not loaded, the newest one stays: %s", error)
+            _log.warning("the best model cannot be loaded; the newest one is used: %s", error)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -220,8 +223,8 @@ class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             _to_next_batch(into["loader"])
         else:
             _log.warning(
-                "step %d is restored, but the Trainer's data begins anew: a callback cannot skip batches. RepositoryTrainer "
-                "goes on at the very batch",
+                "step %d is restored, but the Trainer's data starts from the beginning: a callback cannot skip batches. "
+                "RepositoryTrainer continues at the next batch",
                 state.global_step,
             )
 
@@ -253,7 +256,7 @@ def loader_in(data: Any) -> Any:
     if type(data) is DataLoader and data.batch_size is None and data.num_workers == 0:
         return inner
     raise UnsupportedError(
-        f"a {type(data).__name__} around {type(inner).__name__} reads ahead or cuts batches up: resuming would not be exact",
+        f"a {type(data).__name__} around {type(inner).__name__} prefetches or splits batches: resuming would not be exact",
         hint="give the loader itself as train_dataset, or return it from get_train_dataloader",
     )
 
@@ -281,7 +284,7 @@ class _Moved(IterableDataset[Any]):
         return len(self.loader)
 
 
-_skip = theirs.skip_first_batches
+_skip = trainer_module.skip_first_batches
 
 
 def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -289,4 +292,4 @@ def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     return dataloader if isinstance(dataloader, _Moved) else _skip(dataloader, num_batches)
 
 
-theirs.skip_first_batches = _skip_first_batches
+trainer_module.skip_first_batches = _skip_first_batches

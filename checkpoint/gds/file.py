@@ -117,9 +117,9 @@ class GpuFile:
 
     def read(self, tensor: torch.Tensor, offset: int) -> None:
         """Fill `tensor` with the file's bytes from `offset`."""
-        if (file := self._straight(tensor)) is not None:
-            self._reaches(offset, tensor.nbytes)
-            with _told(f"reading {self._path}"):
+        if (file := self._direct_file(tensor)) is not None:
+            self._require_size(offset, tensor.nbytes)
+            with _cufile_errors(f"reading {self._path}"):
                 file.load_storage(_storage_of(tensor), offset)
             return
         host = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
@@ -133,10 +133,10 @@ class GpuFile:
 
     def write(self, tensor: torch.Tensor, offset: int) -> None:
         """Write the bytes of `tensor` at `offset`; `sync` makes them durable."""
-        if (file := self._straight(tensor)) is not None:
-            with _told(f"writing {self._path}"):
+        if (file := self._direct_file(tensor)) is not None:
+            with _cufile_errors(f"writing {self._path}"):
                 file.save_storage(_storage_of(tensor), offset)
-            self._reaches(offset, tensor.nbytes)
+            self._require_size(offset, tensor.nbytes)
             return
         view, done = memoryview(_bytes_of(tensor).cpu().numpy()), 0  # type: ignore[arg-type]
         while done < len(view):
@@ -159,17 +159,17 @@ class GpuFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _reaches(self, offset: int, length: int) -> None:
+    def _require_size(self, offset: int, length: int) -> None:
         """Raise `TransientError` unless the file has these bytes, because torch does not report short transfers."""
         if self.size < offset + length:
             raise TransientError(f"{self._path} ends after {self.size} of {offset + length} bytes")
 
-    def _straight(self, tensor: torch.Tensor) -> CuFile | None:
+    def _direct_file(self, tensor: torch.Tensor) -> CuFile | None:
         return self._file if self._direct is not None and tensor.nbytes and self._direct.reaches(tensor) else None
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Any:
+def _cufile_errors(what: str) -> Any:
     try:
         yield
     except RuntimeError as error:  # torch's error names neither the file nor a next step

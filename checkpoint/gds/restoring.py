@@ -41,29 +41,29 @@ _log = get_logger(__name__)
 Place = tuple[str, NeededChunk]
 
 
-class StraightReading:
+class DirectReader:
     """Reads the chunks of a `ChunkReader` that go into device memory.
 
     `root`: the directory of the store's objects.
     """
 
-    def __init__(self, reading: ChunkReader, direct: Direct, store: Store, root: str) -> None:
+    def __init__(self, reading: ChunkReader, *, direct: Direct, store: Store, root: str) -> None:
         self._reading, self._direct, self._store, self._root = reading, direct, store, root
         self._own = local()
         self._buffers: list[torch.Tensor] = []
         self._files: list[GpuFile] = []
-        self.straight = 0
+        self.direct_bytes = 0
 
     def read(self, chunks: Iterable[Place]) -> list[Place]:
         """Read the chunks that can go by cuFile; return those that are left to read through host memory."""
         given = list(chunks)
         targets = self._targets(given)
-        mine = [place for place in given if any(use.want in targets for use in place[1].uses)]
+        selected = [place for place in given if any(use.want in targets for use in place[1].uses)]
         self._grids = targets
         try:
             with ThreadPoolExecutor(_THREADS, thread_name_prefix="headrace-gds") as pool:
-                for size in in_order(pool, self._one, mine, 2 * _THREADS):
-                    self.straight += size
+                for size in in_order(pool, self._one, selected, 2 * _THREADS):
+                    self.direct_bytes += size
         finally:
             for buffer in self._buffers:
                 self._direct.release(buffer)
@@ -76,13 +76,13 @@ class StraightReading:
 
         A tensor is left out if one of its chunks is not given (another rank sends it), is not raw or is not aligned.
         """
-        here = Counter(use.want for _, chunk in given for use in chunk.uses)
+        counts = Counter(use.want for _, chunk in given for use in chunk.uses)
         bad = {use.want for _, chunk in given for use in chunk.uses if chunk.codec != RAW or chunk.offset % ALIGNMENT}
         found: dict[int, torch.Tensor] = {}
-        for number, count in here.items():
+        for number, count in counts.items():
             want = self._reading.wants[number]
-            tensor: Any = getattr(want.sink, "straight", None)
-            whole = number not in bad and count == self._reading.left(number)
+            tensor: Any = getattr(want.sink, "direct_target", None)
+            whole = number not in bad and count == self._reading.remaining(number)
             if whole and tensor is not None and self._direct.reaches(tensor):
                 found[number] = flat_bytes(tensor).view(*want.box.local, chunking.ITEM_BYTES[want.saved.dtype])
         return found
@@ -90,16 +90,16 @@ class StraightReading:
     def _one(self, place: Place) -> int:
         key, chunk = place
         device = next(self._grids[use.want].device for use in chunk.uses if use.want in self._grids)
-        bytes_there, bytes_here = self._buffer(device)
-        there, here = bytes_there[: chunk.stored], bytes_here[: chunk.stored]
-        if self._transferred(key, chunk, bytes_there):
-            here.copy_(there)
+        device_buffer, host_buffer = self._buffer(device)
+        device_bytes, host_bytes = device_buffer[: chunk.stored], host_buffer[: chunk.stored]
+        if self._transferred(key, chunk, device_buffer):
+            host_bytes.copy_(device_bytes)
             self._direct.settle(device)
-            if digest(payload := memory_of(here)) == chunk.digest:
-                self._use(chunk, there, payload)
+            if digest(payload := memory_of(host_bytes)) == chunk.digest:
+                self._use(chunk, device_bytes, payload)
                 self._direct.settle(device)
                 return chunk.stored
-        self._again(key, chunk, there)
+        self._read_by_host(key, chunk, device_bytes)
         return 0
 
     def _transferred(self, key: str, chunk: NeededChunk, buffer: torch.Tensor) -> bool:
@@ -127,23 +127,23 @@ class StraightReading:
         opened: GpuFile = self._own.file
         return opened
 
-    def _again(self, key: str, chunk: NeededChunk, there: torch.Tensor) -> None:
+    def _read_by_host(self, key: str, chunk: NeededChunk, device_bytes: torch.Tensor) -> None:
         def use(pack: str, wanted: NeededChunk, payload: memoryview | None) -> None:
             if payload is None:
                 raise self._reading.damaged(pack, wanted)
-            there.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-            self._use(wanted, there, payload)
-            self._direct.settle(there.device)
+            device_bytes.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+            self._use(wanted, device_bytes, payload)
+            self._direct.settle(device_bytes.device)
 
         fetch.fetch(self._store, self._reading.batches([(key, chunk)]), use)
 
-    def _use(self, chunk: NeededChunk, there: torch.Tensor, here: memoryview) -> None:
+    def _use(self, chunk: NeededChunk, device_bytes: torch.Tensor, host_bytes: memoryview) -> None:
         for use in chunk.uses:
             want, grid = self._reading.wants[use.want], self._grids.get(use.want)
             if grid is None:
-                self._reading.put(use, here)
+                self._reading.put(use, host_bytes)
                 continue
-            given = there[use.start : use.start + use.length]
+            given = device_bytes[use.start : use.start + use.length]
             item = chunking.ITEM_BYTES[want.saved.dtype]
             for done, extent, source, target in sharding.overlap_blocks(use.shard, want.box, item, use.at, use.length):
                 size = math.prod(extent)
@@ -152,14 +152,11 @@ class StraightReading:
 
     def _buffer(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """This thread's buffers for one chunk: on the device, and in pinned host memory."""
-        if getattr(self._own, "there", None) is None or self._own.there.device != device:
-            self._own.there = self._direct.buffer(CHUNK_BYTES, device)
-            self._own.here = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            self._buffers.append(self._own.there)
-        return self._own.there, self._own.here
-
-
-_log = get_logger(__name__)
+        if getattr(self._own, "device_bytes", None) is None or self._own.device_bytes.device != device:
+            self._own.device_bytes = self._direct.buffer(CHUNK_BYTES, device)
+            self._own.host_bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            self._buffers.append(self._own.device_bytes)
+        return self._own.device_bytes, self._own.host_bytes
 
 
 def direct_for(store: Store, wanted: bool | Direct) -> Direct | None:
@@ -184,17 +181,17 @@ def direct_for(store: Store, wanted: bool | Direct) -> Direct | None:
 
 
 class GdsStore(Wrapper):
-    """Wraps the directory store `inner` and reads with `direct`. `straight`: bytes that `direct` has read."""
+    """Wraps the directory store `inner` and reads with `direct`. `direct_bytes`: bytes that `direct` has read."""
 
     def __init__(self, inner: Store, direct: Direct) -> None:
         super().__init__(inner)
-        self._direct, self.straight = direct, 0
+        self._direct, self.direct_bytes = direct, 0
 
     def read_directly(self, reading: ChunkReader, chunks: Iterable[Place]) -> list[Place]:
         """Implements `chunk_reader.ReadsDirectly`."""
-        work = StraightReading(reading, self._direct, self.inner, directory_of(self.inner))
+        work = DirectReader(reading, direct=self._direct, store=self.inner, root=directory_of(self.inner))
         rest = work.read(chunks)
-        self.straight += work.straight
+        self.direct_bytes += work.direct_bytes
         return rest
 
 

@@ -42,7 +42,13 @@ class DeviceSlices(SlicedState):
     """
 
     def __init__(
-        self, direct: Direct, arena: Arena, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], layout: Layout
+        self,
+        direct: Direct,
+        arena: Arena,
+        *,
+        tensors: Sequence[torch.Tensor],
+        specs: Sequence[TensorSpec],
+        layout: Layout,
     ) -> None:
         self._direct = direct
         self._device = next(t.device for t in tensors if t.device.type == direct.device)
@@ -53,7 +59,7 @@ class DeviceSlices(SlicedState):
         self._flat: tuple[int, torch.Tensor] | None = None
         # the feeder's copies wait for work that the trainer has enqueued, and for earlier uses of the ring's memory
         self._ready_to_read = _event(self._device)
-        super().__init__(arena, tensors, specs, layout)
+        super().__init__(arena, tensors, specs=specs, layout=layout)
 
     def twin(self, data: Buffer) -> torch.Tensor | None:
         """The `Twin` of these slices: the device slot of a host slot, if both hold the same bytes."""
@@ -63,8 +69,8 @@ class DeviceSlices(SlicedState):
 
     def store(self, inner: Store) -> SavingStore:
         """The store that the worker of these slices writes to."""
-        self.seen = SavingStore(inner, self._direct, self.twin)
-        return self.seen
+        self.saving_store = SavingStore(inner, self._direct, self.twin)
+        return self.saving_store
 
     def cancel(self) -> None:
         super().cancel()
@@ -74,7 +80,7 @@ class DeviceSlices(SlicedState):
 
     def _feed(self) -> None:
         # a separate stream: on the trainer's, each slice would wait for the steps that the trainer has enqueued since
-        with _stream_of_its_own(self._device):
+        with _new_stream(self._device):
             super()._feed()
 
     def _gather(self, number: int, piece: Piece, target: npt.NDArray[np.uint8]) -> None:
@@ -113,12 +119,12 @@ class SavingStore(Wrapper):
     def __init__(self, inner: Store, direct: Direct, twin: Twin) -> None:
         super().__init__(inner)
         self._direct, self._twin = direct, twin
-        self.straight = 0
+        self.direct_bytes = 0
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         writer = PackWriter(directory_of(self.inner), self._direct, self._twin)
         size = writer.put_multipart(key, parts)
-        self.straight += writer.straight
+        self.direct_bytes += writer.direct_bytes
         return size
 
 
@@ -127,9 +133,9 @@ class PackWriter(PosixStore):
 
     def __init__(self, root: str, direct: Direct, twin: Twin) -> None:
         super().__init__(root)
-        self._by, self._twin = direct, twin
+        self._gds, self._twin = direct, twin
         self._open: tuple[str, GpuFile | None] = "", None
-        self.straight = 0
+        self.direct_bytes = 0
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         try:
@@ -148,7 +154,7 @@ class PackWriter(PosixStore):
             assert file is not None
             file.write(twin[:whole], at)
             os.lseek(fd, at + whole, os.SEEK_SET)
-            self.straight += whole
+            self.direct_bytes += whole
         write_all(fd, memoryview(data)[whole:])
         return len(data)
 
@@ -157,11 +163,11 @@ class PackWriter(PosixStore):
         if self._open[0] != path:
             if self._open[1] is not None:
                 self._open[1].close()
-            self._open = path, (GpuFile(path, writing=True, direct=self._by) if path else None)
+            self._open = path, (GpuFile(path, writing=True, direct=self._gds) if path else None)
         return self._open[1]
 
 
-def _stream_of_its_own(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def _new_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

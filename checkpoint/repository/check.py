@@ -1,10 +1,10 @@
-"""Reports about a repository: `check` reads everything, `survey` lists steps, `look` shows one step.
+"""Reports about a repository: `check` reads everything, `survey` lists steps, `describe` shows one step.
 
 Invariant: every byte of a step that the report calls sound was read and compared with its digest. With `data=False`
 only documents, manifests and pack tables were. Each problem names the steps and tensors that it affects. A check
 writes the missing COMMIT of a complete attempt and changes nothing else. A step that a collection removes during the
 check does not count as damaged.
-Failure behaviour: `check` and `survey` put damage into the report. `look` raises `NotFoundError` or
+Failure behaviour: `check` and `survey` put damage into the report. `describe` raises `NotFoundError` or
 `CorruptionError`. Transient errors and refused access are raised.
 """
 
@@ -128,19 +128,19 @@ def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clo
     if data:
         _check_data(store, sound, needs, report)
     if report.problems:
-        report.problems = _of_steps_that_stay(store, steps, report.problems)
+        report.problems = _of_remaining_steps(store, steps, report.problems)
     if run is None and not report.problems:
         stored = (info.key for info in store.list(names.PACKS))
         report.unreferenced = [key for key in stored if key not in needs.chunks]
     return report
 
 
-def _of_steps_that_stay(store: Store, steps: list[Step], problems: list[Problem]) -> list[Problem]:
+def _of_remaining_steps(store: Store, steps: list[Step], problems: list[Problem]) -> list[Problem]:
     """Drop problems that affect only steps that a collection removed during the check."""
-    gone = {_label(step) for step in steps if repository.is_removed(store, step.run, step.base)}
+    removed = {_label(step) for step in steps if repository.is_removed(store, step.run, step.base)}
     found = []
     for problem in problems:
-        hits = tuple(hit for hit in problem.hits if hit.partition(": ")[0] not in gone)
+        hits = tuple(hit for hit in problem.hits if hit.partition(": ")[0] not in removed)
         if hits or not problem.hits:
             found.append(Problem(problem.object, problem.what, hits))
     return found
@@ -160,7 +160,9 @@ def _survey_run(store: Store, run: str, report: Report, clock: Clock) -> Iterato
         hits = tuple(
             f"{run}/{number}/{at}" for at, seen in repository.scan(store, run, number).items() if seen.committed
         )
-        report.problems.append(Problem(names.timeline(run, number), "it is missing, and there are objects of it", hits))
+        report.problems.append(
+            Problem(names.timeline(run, number), "it is missing, although the timeline has objects", hits)
+        )
     for number in timeline.numbers(store, run):
         for at, seen in sorted(repository.scan(store, run, number).items()):
             step = _survey_step(store, run, number, at, seen, report, current, clock)
@@ -239,7 +241,7 @@ def _check_table(store: Store, key: str, needs: _Needs, report: Report) -> bool:
     for chunk in needs.chunks[key].values():
         entry = table.get(chunk.offset)
         if entry is None or (entry.digest, entry.stored, entry.raw) != (chunk.digest, chunk.stored, chunk.raw):
-            what = f"its table has no such chunk at offset {chunk.offset} as a manifest says"
+            what = f"its table lacks the chunk at offset {chunk.offset} that a manifest names"
             report.problems.append(Problem(key, what, _hits(needs, key, [chunk])))
     return True
 
@@ -258,7 +260,7 @@ def _check_data(store: Store, packs: Iterable[str], needs: _Needs, report: Repor
     fetch.fetch(store, (b for key in packs for b in fetch.batches(key, needs.chunks[key].values())), use)
     for key, chunks in sorted(bad.items()):
         for chunk in sorted(chunks, key=lambda c: c.offset):
-            what = f"the {chunk.stored} bytes at offset {chunk.offset} are not what was written"
+            what = f"the {chunk.stored} bytes at offset {chunk.offset} differ from the bytes that were written"
             report.problems.append(Problem(key, what, _hits(needs, key, [chunk])))
 
 
@@ -317,7 +319,7 @@ def step_of(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def look(store: Store, run: str, step: str, *, tensors: bool = False) -> Shown:
+def describe(store: Store, run: str, step: str, *, tensors: bool = False) -> Shown:
     """Describe one step: its sizes, packs and codecs; with `tensors` also each tensor shard."""
     base = repository.find(store, run, step_of(step))
     if base is None:
@@ -360,8 +362,8 @@ def text(shown: Shown) -> str:
     lines = [
         f"{shown.run}  timeline {shown.timeline}  step {shown.step}  attempt {shown.attempt}  ranks {shown.world_size}",
         f"{format_bytes(shown.bytes_state)} of state, {format_bytes(shown.bytes_written)} written, "
-        f"{format_bytes(shown.bytes_deduplicated)} not, because stored before; {counted(shown.packs, 'pack')}"
-        + (f", {shown.earlier_packs} of earlier steps" if shown.earlier_packs else ""),
+        f"{format_bytes(shown.bytes_deduplicated)} deduplicated; {counted(shown.packs, 'pack')}"
+        + (f", {shown.earlier_packs} of them from earlier steps" if shown.earlier_packs else ""),
     ]
     if shown.bases:
         lines.append("compared with step " + ", ".join(shown.bases))

@@ -54,19 +54,19 @@ _BURIAL_SECONDS = plans.RECORD_SECONDS / 24
 """Seconds from a collector's record to its last tombstone, at most."""
 
 
-def to_delete(store: Store, run: str, keep: Keep, removed: Iterable[StepOfRun] = ()) -> set[StepOfRun]:
-    """The steps of the run that the policy removes. `removed`: steps that are known to be tombstones.
+def to_delete(store: Store, run: str, keep: Keep, known_removed: Iterable[StepOfRun] = ()) -> set[StepOfRun]:
+    """The steps of the run that the policy removes. `known_removed`: steps that are known to be tombstones.
 
     The function lists all steps before it reads the branch. A step that is committed in between is then seen only in
     the branch, as its newest step. In the opposite order that step would look abandoned and be removed.
     """
-    known = {StepName(step.timeline, step.step) for step in removed if step.run == run}
+    known = {StepName(step.timeline, step.step) for step in known_removed if step.run == run}
     everything = _committed(store, run) - known
     branch = [StepName(base.timeline, base.step) for base in repository.visible(store, run, known)]
     others = everything - set(branch)
     named: dict[StepName, set[str]] = {}
     # read tags last; a collection that applies the policy again has read the leases before (see `repository.tags`)
-    for tag in (tag for records in tag_records.standing(store).values() for tag in records):
+    for tag in (tag for records in tag_records.current_records(store).values() for tag in records):
         if tag.run == run:
             named.setdefault(StepName(tag.timeline, tag.step), set()).add(tag.name)
     return {StepOfRun(run, name.timeline, name.step) for name in steps_to_delete(keep, branch, others, named)}
@@ -86,7 +86,7 @@ def preview(store: Store, pending_deletes: Iterable[StepOfRun], clock: Clock = S
     """Return what `collect` would do, without changing anything."""
     _require_repo(store)
     reader = Reader(store)
-    return plans.foresee(reader.look(), pending_deletes, reader.packs_of, clock.time())
+    return plans.preview(reader.look(), pending_deletes, reader.packs_of, clock.time())
 
 
 def retain(
@@ -95,8 +95,8 @@ def retain(
     """Remove the steps that the policy does not keep. Returns what was done; None if there is nothing to remove."""
     _require_repo(store)
     reader = reader or Reader(store)
-    gone = to_delete(store, run, keep, reader.removed)
-    return collect(store, gone, clock, reader, keep) if gone else None
+    removed = to_delete(store, run, keep, reader.removed)
+    return collect(store, removed, clock, reader, keep) if removed else None
 
 
 def collect(
@@ -115,20 +115,20 @@ def collect(
     reader = reader or Reader(store)
     first = reader.look()
     _finish_complete(store, first, clock)
-    mine = _records(first, set(pending_deletes), keep, clock)
-    wanted = {step for record in mine.values() for step in record.steps}
+    records = _records(first, set(pending_deletes), keep, clock)
+    to_remove = {step for record in records.values() for step in record.steps}
     until = clock.monotonic() + _BURIAL_SECONDS
-    now = _write(store, mine)
-    aborted, safe = _fence(store, reader.look(), wanted, now)
-    safe |= wanted - _still_pending(store, mine.values(), reader.removed)
-    gone = tuple(_bury(store, wanted - safe, clock, until))
+    now = _write(store, records)
+    aborted, spared = _fence(store, reader.look(), to_remove, now)
+    spared |= to_remove - _still_pending(store, records.values(), reader.removed)
+    removed = tuple(_write_tombstones(store, to_remove - spared, clock, until))
     _tombstones()
     last = reader.look()
     objects, kept = plans.garbage(last, reader.packs_of, now)
     _delete(store, [name for name, _ in objects])
     _deleted()
-    store.delete_many([*mine, *_settled_records(last, gone, now), *_outdated_tags(store, now)])
-    return Plan(gone, tuple(sorted(safe, key=plans.order)), aborted, tuple(objects), kept)
+    store.delete_many([*records, *_settled_records(last, removed, now), *_outdated_tags(store, now)])
+    return Plan(removed, tuple(sorted(spared, key=plans.order)), aborted, tuple(objects), kept)
 
 
 def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clock) -> dict[str, PendingDelete]:
@@ -140,12 +140,12 @@ def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clo
     by_policy: dict[Policy | None, set[StepOfRun]] = {keep.policy if keep is not None else None: own}
     for record in seen.records.values():
         by_policy.setdefault(record.pending_deletes.policy, set()).update(record.pending_deletes.steps)
-    wanted = plans.to_remove(seen, own)
+    to_remove = plans.existing_steps(seen, own)
     made: dict[str, PendingDelete] = {}
     for policy, steps in by_policy.items():
-        there = tuple(sorted(steps & wanted, key=plans.order))
-        if there or not made:  # at least one record is written, because it shows the store's time
-            made[f"{names.GC}{names.new_id(clock)}.json"] = PendingDelete(steps=there, policy=policy)
+        selected = tuple(sorted(steps & to_remove, key=plans.order))
+        if selected or not made:  # at least one record is written, because it shows the store's time
+            made[f"{names.GC}{names.new_id(clock)}.json"] = PendingDelete(steps=selected, policy=policy)
     return made
 
 
@@ -157,10 +157,12 @@ def _write(store: Store, records: dict[str, PendingDelete]) -> float:
         _recorded()
         with contextlib.suppress(NotFoundError):  # another collection deleted it already: write it again, for the time
             return max(store.stat(key).modified for key in records)
-    raise TransientError("other collections keep settling the records of this one", hint="collect again later")
+    raise TransientError("other collections keep deleting the records of this one", hint="collect again later")
 
 
-def _still_pending(store: Store, records: Iterable[PendingDelete], removed: Iterable[StepOfRun]) -> set[StepOfRun]:
+def _still_pending(
+    store: Store, records: Iterable[PendingDelete], known_removed: Iterable[StepOfRun]
+) -> set[StepOfRun]:
     """The recorded steps that a policy still selects, and the steps that were recorded without a policy."""
     found: set[StepOfRun] = set()
     for record in records:
@@ -169,7 +171,7 @@ def _still_pending(store: Store, records: Iterable[PendingDelete], removed: Iter
             found |= steps
             continue
         for run in {step.run for step in steps}:
-            found |= steps & to_delete(store, run, Keep.of(record.policy), removed)
+            found |= steps & to_delete(store, run, Keep.of(record.policy), known_removed)
     return found
 
 
@@ -179,26 +181,28 @@ def _finish_complete(store: Store, seen: Inventory, clock: Clock) -> None:
         commit.write_commit(store, Attempt(at.run, at.timeline, at.step, found.attempt, 0), clock)
 
 
-def _fence(store: Store, seen: Inventory, wanted: set[StepOfRun], now: float) -> tuple[tuple[str, ...], set[StepOfRun]]:
+def _fence(
+    store: Store, seen: Inventory, to_remove: set[StepOfRun], now: float
+) -> tuple[tuple[str, ...], set[StepOfRun]]:
     """Abort every attempt whose lease has expired; return those attempts and the spared steps.
 
     All aborts are written before any step is removed. `docs/design/0012-retention.md` shows what goes wrong otherwise.
     """
-    safe = plans.spared(seen, wanted, now)
+    spared = plans.spared(seen, to_remove, now)
     aborted = []
     for attempt in plans.to_fence(seen, now):
-        reason = "its lease was over when a collector came"
+        reason = "its lease had expired when a collection ran"
         document = Decision(attempt=attempt.attempt, outcome="abort", reason=reason)
         if store.put_if_absent(attempt.decision_key, encode(document)):
             aborted.append(attempt.attempt)
     _fenced()
-    return tuple(sorted(aborted)), safe
+    return tuple(sorted(aborted)), spared
 
 
-def _bury(store: Store, steps: set[StepOfRun], clock: Clock, until: float) -> Iterator[StepOfRun]:
+def _write_tombstones(store: Store, steps: set[StepOfRun], clock: Clock, until: float) -> Iterator[StepOfRun]:
     for step in sorted(steps, key=plans.order):
         if clock.monotonic() > until:
-            raise TransientError("the collection took too long and stopped", hint="the next one goes on")
+            raise TransientError("the collection took too long and stopped", hint="run it again for the other steps")
         key = names.commit(step.run, step.timeline, step.step)
         found = commit.find_commit(store, key)
         if found is not None and not found.tombstone:
@@ -214,12 +218,12 @@ def _delete(store: Store, keys: list[str]) -> None:
         _deleting()
 
 
-def _settled_records(seen: Inventory, gone: tuple[StepOfRun, ...], now: float) -> list[str]:
+def _settled_records(seen: Inventory, removed: tuple[StepOfRun, ...], now: float) -> list[str]:
     """Records that are no longer needed: of collectors whose steps are all removed, and of dead collectors.
 
     A step that a dead collector selected and this collection spared is an ordinary step again.
     """
-    buried = {*seen.tombstones, *gone}
+    buried = {*seen.tombstones, *removed}
     return [
         key
         for key, record in seen.records.items()
@@ -251,13 +255,13 @@ class Retention:
         self._store, self._run, self._keep = store, run, keep
         self._reader = Reader(store)
         self._lock = threading.Lock()
-        self._again = False
+        self._pending = False
         self._thread: threading.Thread | None = None
 
     def committed(self) -> None:
         """Report a commit: a thread then removes the steps that the policy does not keep."""
         with self._lock:
-            self._again = True
+            self._pending = True
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="headrace-retention")
                 try:
@@ -277,13 +281,13 @@ class Retention:
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._again:
+                if not self._pending:
                     self._thread = None
                     return
-                self._again = False
-            self._once()
+                self._pending = False
+            self._apply()
 
-    def _once(self) -> None:
+    def _apply(self) -> None:
         try:
             done = retain(self._store, self._run, self._keep, reader=self._reader)
             if done is not None:

@@ -38,7 +38,7 @@ _POLL, _POLL_MAX = 0.02, 1.0
 _TURN_SECONDS = 2.0
 """A rank that waited leaves the decision to the last rank for this many seconds, times its own rank plus one."""
 _REASON_CHARACTERS = 500
-Gone = Callable[[Sequence[int]], str]
+FailedRanks = Callable[[Sequence[int]], str]
 """Describes which of the given ranks can never store a manifest; "" if none is known to have ended."""
 
 _before_decision = declare("ckpt.before-decision", "all manifests are checked; no decision: the step is invisible")
@@ -163,8 +163,8 @@ def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
     return View(frozenset(ranks), decision, None, newer, lease_alive, same)
 
 
-def none_known(ranks: Sequence[int]) -> str:
-    """A `Gone` for callers that cannot observe other ranks."""
+def no_failed_ranks(ranks: Sequence[int]) -> str:
+    """A `FailedRanks` for callers that cannot observe other ranks."""
     return ""
 
 
@@ -175,7 +175,7 @@ def finish(
     *,
     timeout: float,
     rank: int = 0,
-    gone: Gone = none_known,
+    failed_ranks: FailedRanks = no_failed_ranks,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Commit:
     """Commit the attempt once this rank's manifest is written. Waits at most `timeout` seconds for other ranks.
@@ -184,7 +184,7 @@ def finish(
     other ranks wait for that decision, so that not every rank reads all manifests. If no decision appears, they take
     over in turn.
 
-    If `gone` reports a missing rank twice in a row, this rank aborts the attempt for all ranks. If retention has
+    If `failed_ranks` reports a missing rank twice in a row, this rank aborts the attempt for all ranks. If retention has
     already removed the committed step, the step counts as committed.
     """
     deadline, pause, lost = clock.monotonic() + timeout, _POLL, ""
@@ -209,7 +209,7 @@ def finish(
             case WriteCommit():
                 write_commit(store, attempt, clock)
             case Wait(missing):
-                before, lost = lost, gone(missing)
+                before, lost = lost, failed_ranks(missing)
                 if lost and lost == before:
                     abort(store, attempt, lost)
                 if lost:
@@ -241,10 +241,10 @@ def abort(store: Store, attempt: Attempt, reason: str) -> None:
     store.put_if_absent(attempt.decision_key, encode(document))
 
 
-def abort_without(store: Store, attempt: Attempt, gone: Gone) -> None:
-    """Abort the attempt if it waits for a rank that `gone` reports."""
+def abort_without(store: Store, attempt: Attempt, failed_ranks: FailedRanks) -> None:
+    """Abort the attempt if it waits for a rank that `failed_ranks` reports."""
     action = decide(attempt, look(store, attempt, lease_alive=True))
-    if isinstance(action, Wait) and (lost := gone(action.missing)):
+    if isinstance(action, Wait) and (lost := failed_ranks(action.missing)):
         abort(store, attempt, lost)
 
 
@@ -331,12 +331,10 @@ def _taken(attempt: Attempt, commit: Commit) -> ConflictError:
 
 def _aborted(attempt: Attempt, decision: Decision) -> FinalError:
     return FinalError(
-        f"{attempt}: attempt {attempt.id} was aborted: {decision.reason or 'its lease was over'}", hint="save again"
+        f"{attempt}: attempt {attempt.id} was aborted: {decision.reason or 'its lease had expired'}", hint="save again"
     )
 
 
 def _late(attempt: Attempt, missing: Sequence[int], timeout: float) -> LateError:
     ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return LateError(
-        f"{attempt}: no manifest of rank {ranks} within {timeout:g} s", hint="look at the log of that rank"
-    )
+    return LateError(f"{attempt}: no manifest of rank {ranks} within {timeout:g} s", hint="see the log of that rank")

@@ -269,7 +269,7 @@ def manifests_like(
         own = found.decode(rank, _encoded(store, found, rank))
         if own.replicas == replicas:
             return (own,)
-    return open_step(store, run, base).manifests
+    return together(found, read(store, found, range(len(found.digests)), found.decode)).manifests
 
 
 def sealed(store: Store, run: str, base: Base) -> Sealed:
@@ -283,14 +283,16 @@ def sealed(store: Store, run: str, base: Base) -> Sealed:
     try:
         return Sealed(run, base, where, tuple(bytes.fromhex(each) for each in decision.manifests))
     except ValueError:  # possible in older documents, which have no digest of their own
-        raise CorruptionError(f"{where.decision_key} names manifests by what is no digest") from None
+        raise CorruptionError(f"{where.decision_key} names manifests by invalid digests") from None
 
 
 def read(store: Store, found: Sealed, ranks: Sequence[int], take: Callable[[int, bytes], T]) -> list[T]:
     """Fetch the encoded manifests of these ranks in parallel; return `take(rank, data)` for each, called in order."""
+    if len(ranks) == 1:
+        return [take(ranks[0], _encoded(store, found, ranks[0]))]
     with ThreadPoolExecutor(_AT_ONCE, "headrace-manifests") as pool:
-        coming = in_order(pool, lambda rank: _encoded(store, found, rank), ranks, _AT_ONCE)
-        return [take(rank, data) for rank, data in zip(ranks, coming, strict=True)]
+        encoded = in_order(pool, lambda rank: _encoded(store, found, rank), ranks, _AT_ONCE)
+        return [take(rank, data) for rank, data in zip(ranks, encoded, strict=True)]
 
 
 def together(found: Sealed, given: Sequence[Manifest]) -> Step:

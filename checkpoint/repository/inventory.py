@@ -116,7 +116,7 @@ class Reader:
     def look(self) -> Inventory:
         """Read everything, in the order that the module's docstring gives."""
         seen = Inventory()
-        self._look_at_commits(seen)
+        self._read_commits(seen)
         decided = self._list_attempts(seen)
         for held in self._many(self._lease, self._listed_leases()):
             seen.leases[held.lease.attempt].append(held)
@@ -136,8 +136,8 @@ class Reader:
     def packs_of(self, attempts: Iterable[SeenAttempt]) -> set[str] | None:
         """Keys of all packs that the manifests of these attempts name; None if a manifest is missing."""
         keys = {key for attempt in attempts for key in attempt.manifest_keys()}
-        fresh = [key for key in keys if key not in self._packs]
-        self._packs |= dict(self._many(self._packs_in, fresh))
+        unread = [key for key in keys if key not in self._packs]
+        self._packs |= dict(self._many(self._packs_in, unread))
         self._packs = {key: packs for key, packs in self._packs.items() if key in keys}
         if len(self._packs) < len(keys):
             return None
@@ -149,7 +149,7 @@ class Reader:
             if key is not None:
                 yield key, info
 
-    def _look_at_commits(self, seen: Inventory) -> None:
+    def _read_commits(self, seen: Inventory) -> None:
         listed = [info for key, info in self._step_keys() if key.kind == "commit"]
         kept = {}
         for step, info, commit in self._many(self._commit, listed):
@@ -185,11 +185,11 @@ class Reader:
     def _listed_leases(self) -> list[ObjectInfo]:
         listed = list(self._store.list(names.LEASES))
         lost = self._leases - {info.key for info in listed}
-        listed += self._many(self._still, sorted(lost))
+        listed += self._many(self._stat_or_none, sorted(lost))
         self._leases = {info.key for info in listed}
         return listed
 
-    def _still(self, key: str) -> ObjectInfo | None:
+    def _stat_or_none(self, key: str) -> ObjectInfo | None:
         try:
             return self._store.stat(key)
         except NotFoundError:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import VERSION, Base, Lease, encode, me
+from headrace.checkpoint.format.documents import VERSION, Base, Lease, encode, this_process
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import HeadraceError, TransientError
 from headrace.dataio.core.log import get_logger
@@ -30,7 +30,7 @@ DEFAULT_LIFE = 300.0
 _log = get_logger(__name__)
 
 
-class Holding:
+class LeaseTimes:
     """The times of one lease, without I/O. `life` in seconds."""
 
     def __init__(self, life: float) -> None:
@@ -63,23 +63,25 @@ class LeaseKeeper:
         self,
         store: Store,
         attempt: str,
+        *,
         run: str,
         timeline: int,
         step: int,
         bases: Sequence[Base],
         life: float = DEFAULT_LIFE,
         clock: Clock = SYSTEM_CLOCK,
-        *,
         holder: str = "",
     ) -> None:
-        self._store, self._clock, self._holding, self._pid = store, clock, Holding(life), os.getpid()
+        self._store, self._clock, self._times, self._pid = store, clock, LeaseTimes(life), os.getpid()
         self._key = names.lease(attempt, holder)
         self._attempt, self._run, self._timeline, self._step = attempt, run, timeline, step
         self._bases = tuple(bases)
         # the finalizer below uses this; an Event would take a lock, and the garbage collector may run while it is held
         self._stop = SimpleQueue[None]()
         name = f"headrace-lease-{attempt}"
-        self._thread = threading.Thread(target=_keep, args=(weakref.ref(self), self._stop), name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=_renew_until_stopped, args=(weakref.ref(self), self._stop), name=name, daemon=True
+        )
         weakref.finalize(self, self._stop.put, None)  # a keeper that is dropped lets its lease expire
 
     def __enter__(self) -> Self:
@@ -93,11 +95,11 @@ class LeaseKeeper:
         Unless `release` was called the lease itself stays, to protect what the attempt has stored.
         """
         self._stop.put(None)
-        self._thread.join(self._holding.life)
+        self._thread.join(self._times.life)
 
     def tick(self) -> None:
         """Renew the lease if it is due. A failure is logged, and the next tick tries again."""
-        if not self._holding.due(self._clock.monotonic()):
+        if not self._times.due(self._clock.monotonic()):
             return
         try:
             self._write()
@@ -106,7 +108,7 @@ class LeaseKeeper:
 
     def alive(self) -> bool:
         """Whether the holder may still trust the lease."""
-        return self._holding.alive(self._clock.monotonic())
+        return self._times.alive(self._clock.monotonic())
 
     def require_alive(self) -> None:
         """Raise `TransientError` if the lease has expired."""
@@ -118,7 +120,7 @@ class LeaseKeeper:
         if os.getpid() != self._pid:
             return
         self._stop.put(None)
-        self._thread.join(self._holding.life)
+        self._thread.join(self._times.life)
         try:
             self._store.delete_many([self._key])
         except HeadraceError as error:
@@ -126,7 +128,7 @@ class LeaseKeeper:
 
     def _write(self) -> None:
         started = self._clock.monotonic()
-        until = self._clock.time() + self._holding.life
+        until = self._clock.time() + self._times.life
         document = Lease(
             version=Lease.newest if any(base.run for base in self._bases) else VERSION,
             attempt=self._attempt,
@@ -135,26 +137,22 @@ class LeaseKeeper:
             step=self._step,
             bases=self._bases,
             until=until,
-            life=self._holding.life,
-            who=me(),
+            life=self._times.life,
+            process=this_process(),
         )
         self._store.put(self._key, encode(document))
-        self._holding.renewed(started)
-
-    def pause(self) -> float:
-        """Seconds until the next tick."""
-        return self._holding.wait(self._clock.monotonic())
+        self._times.renewed(started)
 
 
-def _keep(held: weakref.ref[LeaseKeeper], stop: SimpleQueue[None]) -> None:
+def _renew_until_stopped(keeper_of: weakref.ref[LeaseKeeper], stop: SimpleQueue[None]) -> None:
     """Renew the lease while the keeper is referenced. The thread holds only a weak reference to it."""
-    while (keeper := held()) is not None:
-        pause = keeper.pause()
+    while (keeper := keeper_of()) is not None:
+        pause = keeper._times.wait(keeper._clock.monotonic())
         del keeper
         with contextlib.suppress(Empty):
             stop.get(timeout=pause)
             return
-        if (keeper := held()) is not None:
+        if (keeper := keeper_of()) is not None:
             keeper.tick()
 
 

@@ -182,21 +182,21 @@ def garbage(
     """Return (key, bytes) of every object to delete, and the bytes of the packs that stay."""
     live = [attempt for attempt in seen.attempts.values() if not is_dead(seen, attempt)]
     needed = packs_of(live)
-    gone: list[tuple[str, int]] = []
+    deleted_keys: list[tuple[str, int]] = []
     kept = 0
     for attempt, packs in seen.packs.items():
         for pack in packs:
-            if needed is not None and pack.key not in needed and _may_go(seen, attempt, pack, now):
-                gone.append((pack.key, pack.size))
+            if needed is not None and pack.key not in needed and _is_deletable(seen, attempt, pack, now):
+                deleted_keys.append((pack.key, pack.size))
             else:
                 kept += pack.size
     for dead in seen.attempts.values():
         if is_dead(seen, dead):
-            gone += [(key, 0) for key in dead.listed_keys()]
-    return gone + _small(seen, {key for key, _ in gone}, now), kept
+            deleted_keys += [(key, 0) for key in dead.listed_keys()]
+    return deleted_keys + _small(seen, {key for key, _ in deleted_keys}, now), kept
 
 
-def _may_go(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool:
+def _is_deletable(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool:
     """Whether a pack that no live manifest names may be deleted."""
     known = seen.attempts.get(attempt)
     if known is not None:
@@ -204,18 +204,20 @@ def _may_go(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool
     return attempt not in seen.leases and now - pack.modified > ORPHAN_SECONDS
 
 
-def _small(seen: Inventory, gone: set[str], now: float) -> list[tuple[str, int]]:
+def _small(seen: Inventory, deleted_keys: set[str], now: float) -> list[tuple[str, int]]:
     """Documents that no longer protect anything."""
-    return [(key, 0) for key in (*_leases(seen, now), *_decisions(seen, gone), *_tombstones(seen, now))]
+    return [(key, 0) for key in (*_leases(seen, now), *_decisions(seen, deleted_keys), *_tombstones(seen, now))]
 
 
 def _leases(seen: Inventory, now: float) -> list[str]:
     """Leases of decided attempts, and expired leases of readers."""
-    over = [(a, held) for a, leases in seen.leases.items() for held in leases if is_over(held, now)]
-    return sorted(held.key for a, held in over if held.reads_only or (a in seen.attempts and seen.attempts[a].decision))
+    expired = [(a, held) for a, leases in seen.leases.items() for held in leases if is_over(held, now)]
+    return sorted(
+        held.key for a, held in expired if held.reads_only or (a in seen.attempts and seen.attempts[a].decision)
+    )
 
 
-def _decisions(seen: Inventory, gone: set[str]) -> list[str]:
+def _decisions(seen: Inventory, deleted_keys: set[str]) -> list[str]:
     """Decisions of removed steps.
 
     A decision stays while other steps need a pack of its attempt, because it explains the pack.
@@ -225,7 +227,7 @@ def _decisions(seen: Inventory, gone: set[str]) -> list[str]:
         for a in seen.attempts.values()
         if a.decision is not None
         and a.step in seen.tombstones
-        and all(pack.key in gone for pack in seen.packs.get(a.attempt, ()))
+        and all(pack.key in deleted_keys for pack in seen.packs.get(a.attempt, ()))
     ]
 
 
@@ -236,14 +238,14 @@ def _tombstones(seen: Inventory, now: float) -> list[str]:
     return [names.commit(step.run, step.timeline, step.step) for step in sorted(old, key=order)]
 
 
-def foresee(
+def preview(
     seen: Inventory,
     pending_deletes: Iterable[StepOfRun],
     packs_of: Callable[[Iterable[SeenAttempt]], set[str] | None],
     now: float,
 ) -> Plan:
     """The plan of a collection that starts now, if no other process changes the repository."""
-    wanted = to_remove(seen, pending_deletes)
+    wanted = existing_steps(seen, pending_deletes)
     safe = spared(seen, wanted, now)
     fenced = to_fence(seen, now)
     after = replace(seen, attempts=dict(seen.attempts), commits=dict(seen.commits), tombstones=dict(seen.tombstones))
@@ -262,10 +264,10 @@ def foresee(
     )
 
 
-def to_remove(seen: Inventory, pending_deletes: Iterable[StepOfRun]) -> set[StepOfRun]:
+def existing_steps(seen: Inventory, pending_deletes: Iterable[StepOfRun]) -> set[StepOfRun]:
     """The steps to delete that exist, including those of unfinished collections; at most `MOST_STEPS`."""
-    there = [step for step in {*pending_deletes, *seen.pending_deletes()} if _is_step(seen, step)]
-    return set(sorted(there, key=order)[:MOST_STEPS])
+    existing = [step for step in {*pending_deletes, *seen.pending_deletes()} if _is_step(seen, step)]
+    return set(sorted(existing, key=order)[:MOST_STEPS])
 
 
 def _is_step(seen: Inventory, step: StepOfRun) -> bool:

@@ -93,13 +93,15 @@ def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
     _repo_created()
     repo = read_repo(store)
     if repo is None:
-        raise CorruptionError(f"{names.REPO} was written and is not there", hint="is the store strongly consistent?")
+        raise CorruptionError(
+            f"{names.REPO} was written, but cannot be read", hint="check that the store is strongly consistent"
+        )
     return repo
 
 
-def runs(store: Store, most: int | None = None) -> list[str]:
-    """Names of all runs that have a timeline. With `most`, only this many objects are listed."""
-    parsed = (names.parse_timeline_key(info.key) for info in islice(store.list(names.RUNS), most))
+def runs(store: Store, limit: int | None = None) -> list[str]:
+    """Names of all runs that have a timeline. With `limit`, only this many objects are listed."""
+    parsed = (names.parse_timeline_key(info.key) for info in islice(store.list(names.RUNS), limit))
     return sorted({name_and_number[0] for name_and_number in parsed if name_and_number})
 
 
@@ -138,7 +140,9 @@ def _recognise(store: Store, attempt: Attempt) -> Base | None:
     try:
         return _base_of(commit.recognise(store, attempt), attempt.timeline)
     except AccessDeniedError:
-        warn_once(_log, f"{store.location.url} may not be written to: complete attempts without COMMIT stay invisible")
+        warn_once(
+            _log, f"{store.location.url} is read-only for this process: complete attempts without COMMIT stay invisible"
+        )
         return None
 
 
@@ -179,7 +183,7 @@ def find(store: Store, run: str, step: int | str | Base) -> Base | None:
     if isinstance(step, Base):
         if not settled(store, run, step):
             raise NotFoundError(
-                f"step {step.step} of timeline {step.timeline} of run {run} is not there, or is another attempt",
+                f"step {step.step} of timeline {step.timeline} of run {run} does not exist, or is another attempt",
                 hint="it was never committed, or retention removed it; `headrace ckpt ls` lists the steps",
             )
         return step
@@ -226,7 +230,7 @@ def _require_nothing(store: Store) -> None:
         raise CorruptionError(f"{names.REPO} is missing although there are runs at {store.location.url}")
     if store.exists(_OF_DCP):
         raise UnsupportedError(
-            f"{store.location.url} is a checkpoint of torch.distributed.checkpoint's own files, not a repository",
+            f"{store.location.url} holds a checkpoint in torch.distributed.checkpoint's own format, not a repository",
             hint="load it with dcp.load(state, checkpoint_id=...), or give the repository's URL",
         )
 
@@ -242,8 +246,8 @@ def missing(store: Store, run: str, step: int | None = None) -> MissingStepError
         return MissingStepError(f"{what}: {_no_such_run(store, run)}", hint="check the run's name")
     if step is None:
         return MissingStepError(f"{what} yet", hint="`headrace ckpt ls` lists runs and steps")
-    others = [n for n in numbers if scan_one(store, run, n, step)]
-    where = f"; it is in the abandoned timeline {others[-1]}" if others else ""
+    other_runs = [n for n in numbers if scan_one(store, run, n, step)]
+    where = f"; it is in the abandoned timeline {other_runs[-1]}" if other_runs else ""
     return MissingStepError(f"{what}{where}", hint="`headrace ckpt ls` lists the steps")
 
 
@@ -252,19 +256,22 @@ def warn_of_mistakes(store: Store, run: str) -> None:
     if read_repo(store) is None:
         if files := _other_files(store):
             _log.warning(
-                "run %s starts anew: there is no checkpoint repository at %s%s", run, store.location.url, files
+                "run %s starts without a step: there is no checkpoint repository at %s%s",
+                run,
+                store.location.url,
+                files,
             )
     elif not timeline.numbers(store, run) and runs(store, _LISTED):
-        _log.warning("run %s starts anew: %s", run, _no_such_run(store, run))
+        _log.warning("run %s starts without a step: %s", run, _no_such_run(store, run))
 
 
 def _no_such_run(store: Store, run: str) -> str:
     """Text that lists the existing runs, those with the most similar names first."""
-    others = sorted(runs(store, _LISTED), key=lambda other: -SequenceMatcher(None, run, other).ratio())
-    if not others:
+    other_runs = sorted(runs(store, _LISTED), key=lambda other: -SequenceMatcher(None, run, other).ratio())
+    if not other_runs:
         return f"there are no runs at {store.location.url}"
-    more = ", ..." if len(others) > _SHOWN else ""
-    return f"there is no such run at {store.location.url}, but {', '.join(others[:_SHOWN])}{more}"
+    more = ", ..." if len(other_runs) > _SHOWN else ""
+    return f"there is no such run at {store.location.url}; there are: {', '.join(other_runs[:_SHOWN])}{more}"
 
 
 def _other_files(store: Store) -> str:
@@ -291,7 +298,7 @@ def _latest(store: Store, run: str) -> Base | None:
             break
         before = after
     if found is None:
-        _say_what_is_hidden(store, run)
+        _warn_of_hidden_steps(store, run)
     return found
 
 
@@ -302,17 +309,17 @@ def _newest_listed(store: Store, run: str) -> tuple[int, int]:
     return number, max((at for at, seen in listed.items() if seen.committed or seen.decided), default=-1)
 
 
-def _say_what_is_hidden(store: Store, run: str) -> None:
+def _warn_of_hidden_steps(store: Store, run: str) -> None:
     """Warn if the run has no latest step but has steps in older timelines, which the caller may not expect to lose."""
     numbers = timeline.numbers(store, run)
-    left = [n for n in numbers[:-1] if any(seen.committed for seen in scan(store, run, n).values())]
-    if left:
+    with_steps = [n for n in numbers[:-1] if any(seen.committed for seen in scan(store, run, n).values())]
+    if with_steps:
         _log.warning(
-            "run %s starts anew: its newest timeline, %s, has no step and no past; timelines %s have steps. To go on from one of"
-            " those, restore it by a tag, or into another run (`headrace ckpt ls` lists them)",
+            "run %s starts without a step: its newest timeline, %s, has no step and no parent; timelines %s have steps. To"
+            " continue from one of those, restore it by a tag, or into another run (`headrace ckpt ls` lists them)",
             run,
             timeline.read_timeline(store, run, numbers[-1]).timeline,
-            ", ".join(map(str, left[-8:])),
+            ", ".join(map(str, with_steps[-8:])),
         )
 
 
@@ -335,13 +342,13 @@ def scan_one(store: Store, run: str, number: int, step: int) -> ListedStep | Non
     return seen if seen.committed or seen.decided else None
 
 
-def require_there(store: Store, run: str, base: Base) -> None:
+def require_exists(store: Store, run: str, base: Base) -> None:
     """Raise `NotFoundError` if the step is removed or being removed.
 
     The caller must have written its lease before.
     """
-    going = (run, base.timeline, base.step) in pending_deletes(store)
-    if going or is_removed(store, run, base):
+    pending = (run, base.timeline, base.step) in pending_deletes(store)
+    if pending or is_removed(store, run, base):
         raise removed(run, base.step)
 
 

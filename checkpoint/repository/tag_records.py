@@ -17,8 +17,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import ClassVar
 
+import msgspec
+
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import Base, Document, Who, read
+from headrace.checkpoint.format.documents import Base, Document, ProcessName, read
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
@@ -27,7 +29,7 @@ from headrace.dataio.store.base import ObjectInfo, Store
 TAGS = "tags/"
 PREFIX = "tag:"
 """Prefix of a tag's name where a step is given, as in `--step tag:best` of the command line."""
-MOST = 10**9
+MAX_NUMBER = 10**9
 """Numbers of records are smaller than this."""
 _KEY = re.compile(r"tags/(?:_([^/]+)\.(\d{9})|([^_/][^/]*))\.json")
 _LOOKS = 10
@@ -44,7 +46,7 @@ class Tag(Document, frozen=True, kw_only=True):
     step: int
     attempt: str
     created: float
-    who: Who
+    process: ProcessName = msgspec.field(name="who")
     removed: bool = False
 
     @property
@@ -55,8 +57,8 @@ class Tag(Document, frozen=True, kw_only=True):
 def key_of(name: str, number: int = 0) -> str:
     """Key of the tag's record with this number; `UsageError` for an invalid name."""
     names.check_run(name, "tag")
-    if number >= MOST:
-        raise UsageError(f"tag {name} has been moved {MOST} times", hint="choose another name")
+    if number >= MAX_NUMBER:
+        raise UsageError(f"tag {name} has been moved {MAX_NUMBER} times", hint="choose another name")
     return f"{TAGS}_{name}.{number:09d}.json" if number else f"{TAGS}{name}.json"
 
 
@@ -70,7 +72,7 @@ def listed(store: Store, name: str = "") -> dict[str, list[tuple[int, ObjectInfo
     return {each: sorted(found[each], key=lambda record: -record[0]) for each in sorted(found)}
 
 
-def standing(store: Store, name: str = "") -> dict[str, list[Tag]]:
+def current_records(store: Store, name: str = "") -> dict[str, list[Tag]]:
     """The current records of all tags, or of one, by name: the records since the tag's last removal, newest first.
 
     The first record is the tag. The others are earlier values, which stay until the move is confirmed; a policy keeps
@@ -79,14 +81,14 @@ def standing(store: Store, name: str = "") -> dict[str, list[Tag]]:
     for _ in range(_LOOKS):
         records = listed(store, name)
         try:
-            found = {each: list(_standing(store, (info for _, info in records[each]))) for each in records}
+            found = {each: list(_read_current(store, (info for _, info in records[each]))) for each in records}
         except NotFoundError:  # another process moved the tag and deleted this record
             continue
         return {each: tags for each, tags in found.items() if tags}
-    raise TransientError(f"others keep moving the tags of {store.location.url}", hint="try again")
+    raise TransientError(f"other processes keep moving the tags of {store.location.url}", hint="try again")
 
 
-def _standing(store: Store, records: Iterator[ObjectInfo]) -> Iterator[Tag]:
+def _read_current(store: Store, records: Iterator[ObjectInfo]) -> Iterator[Tag]:
     for info in records:
         tag = read(store, info.key, Tag)
         if tag.removed:
@@ -101,7 +103,7 @@ def find(store: Store, name: str) -> Tag:
 
 def _of(store: Store, name: str) -> list[Tag]:
     key_of(name)
-    found = standing(store, name) or standing(store, name)  # a listing may miss both records of a move
+    found = current_records(store, name) or current_records(store, name)  # a listing may miss both records of a move
     if not found:
         raise NotFoundError(f"no tag {name}", hint="`headrace ckpt tags` lists them")
     return found[name]
@@ -109,23 +111,23 @@ def _of(store: Store, name: str) -> list[Tag]:
 
 def all_tags(store: Store) -> Iterator[Tag]:
     """Every tag, by name."""
-    for records in standing(store).values():
+    for records in current_records(store).values():
         yield records[0]
 
 
 def step_of(store: Store, run: str, name: str) -> Base:
     """The committed step of `run` that the tag names, in any timeline."""
     records = _of(store, name)
-    there = next((tag for tag in records if is_there(store, tag)), None)
-    tag = there or records[0]
+    existing = next((tag for tag in records if exists(store, tag)), None)
+    tag = existing or records[0]
     if tag.run != run:
         raise UsageError(f"tag {name} is step {tag.step} of run {tag.run}, not of {run}", hint=f"give run={tag.run!r}")
-    if there is None:
+    if existing is None:
         raise NotFoundError(f"step {tag.step} of run {run}, which tag {name} names, was removed", hint="move the tag")
     return tag.base
 
 
-def is_there(store: Store, tag: Tag) -> bool:
+def exists(store: Store, tag: Tag) -> bool:
     """Whether the tag's step is committed."""
     found = commit.recognise(store, Attempt(tag.run, tag.timeline, tag.step, tag.attempt, 0))
     return found is not None and not found.tombstone and found.attempt == tag.attempt
@@ -147,7 +149,7 @@ def outdated(store: Store, replaced: float, removed: float) -> list[str]:
             tag = read(store, newest.key, Tag)
         except NotFoundError:
             continue
-        if older and (tag.removed or is_there(store, tag)):
+        if older and (tag.removed or exists(store, tag)):
             keys += older
         elif tag.removed and newest.modified < removed:
             keys.append(newest.key)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import VERSION, Base, encode, me
+from headrace.checkpoint.format.documents import VERSION, Base, encode, this_process
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import tag_records
 from headrace.checkpoint.repository.lease import LeaseKeeper
@@ -35,16 +35,18 @@ def tag(
     found = repository.find(store, run, step)
     if found is None:
         raise NotFoundError(f"run {run} has no step {step} to tag", hint="`headrace ckpt ls` lists the steps")
-    with LeaseKeeper(store, names.new_id(clock), run, found.timeline, found.step, [found], clock=clock) as lease:
+    with LeaseKeeper(
+        store, names.new_id(clock), run=run, timeline=found.timeline, step=found.step, bases=[found], clock=clock
+    ) as lease:
         try:
-            repository.require_there(store, run, found)
-            made = _tag(name, run, found, clock)
-            number = _write(store, made, move=move)
+            repository.require_exists(store, run, found)
+            record = _tag(name, run, found, clock)
+            number = _write(store, record, move=move)
             lease.require_alive()
             _delete_before(store, name, number)
         finally:
             lease.release()
-    return made
+    return record
 
 
 def _tag(name: str, run: str, base: Base, clock: Clock) -> Tag:
@@ -55,27 +57,27 @@ def _tag(name: str, run: str, base: Base, clock: Clock) -> Tag:
         step=base.step,
         attempt=base.attempt,
         created=clock.time(),
-        who=me(),
+        process=this_process(),
     )
 
 
-def _write(store: Store, made: Tag, *, move: bool) -> int:
+def _write(store: Store, record: Tag, *, move: bool) -> int:
     """Write the record as the newest of its name, and return its number."""
     for _ in range(_TRIES):
-        records = tag_records.listed(store, made.name).get(made.name, [])
-        there = tag_records.standing(store, made.name).get(made.name)
-        if made.removed and there is None:
-            raise NotFoundError(f"no tag {made.name}", hint="`headrace ckpt tags` lists them")
-        if there is not None and not move:
+        records = tag_records.listed(store, record.name).get(record.name, [])
+        current = tag_records.current_records(store, record.name).get(record.name)
+        if record.removed and current is None:
+            raise NotFoundError(f"no tag {record.name}", hint="`headrace ckpt tags` lists them")
+        if current is not None and not move:
             raise ConflictError(
-                f"tag {made.name} is step {there[0].step} of run {there[0].run} already",
+                f"tag {record.name} is step {current[0].step} of run {current[0].run} already",
                 hint="move it (--move, or move=True), or untag it",
             )
         number = records[0][0] + 1 if records else 0
         version = Tag.newest if number else VERSION
-        if store.put_if_absent(key_of(made.name, number), encode(msgspec.structs.replace(made, version=version))):
+        if store.put_if_absent(key_of(record.name, number), encode(msgspec.structs.replace(record, version=version))):
             return number
-    raise TransientError(f"others keep moving tag {made.name}", hint="try again")
+    raise TransientError(f"other processes keep moving tag {record.name}", hint="try again")
 
 
 def _delete_before(store: Store, name: str, number: int) -> None:

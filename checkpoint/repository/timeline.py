@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import StepName, Timeline, encode, me, read
+from headrace.checkpoint.format.documents import StepName, Timeline, encode, read, this_process
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError
@@ -63,9 +63,8 @@ def _newest(store: Store, run: str) -> int:
     newest = max(numbers(store, run), default=0)
     if _is_lost(store, run, newest + 1):
         raise CorruptionError(
-            f"{names.timeline(run, newest + 1)} is missing, and there are steps of that timeline: what run {run} did last"
-            " cannot be told",
-            hint="bring it back from the store's earlier versions or a backup; `tag:NAME` still restores what has a tag",
+            f"{names.timeline(run, newest + 1)} is missing, but the timeline has steps: the latest step of run {run} is unknown",
+            hint="restore the object from a backup or an earlier version in the store; tagged steps can still be restored by tag",
         )
     return newest
 
@@ -83,7 +82,9 @@ def take(
     store: Store, run: str, number: int, parent: StepName | None, writer: str = "", clock: Clock = SYSTEM_CLOCK
 ) -> bool:
     """Open this timeline; False if another writer has opened it."""
-    document = Timeline(run=run, timeline=number, parent=parent, created=clock.time(), who=me(), writer=writer)
+    document = Timeline(
+        run=run, timeline=number, parent=parent, created=clock.time(), process=this_process(), writer=writer
+    )
     if not store.put_if_absent(names.timeline(run, number), encode(document)):
         return False
     _opened()
@@ -98,7 +99,7 @@ def open_timeline(store: Store, run: str, parent: StepName | None, clock: Clock 
             return number
     raise ConflictError(
         f"run {run}: no new timeline in {_TRIES} tries",
-        hint="others keep starting on this run; give each its own run name",
+        hint="other trainers keep starting on this run; give each its own run name",
     )
 
 
@@ -146,11 +147,11 @@ def superseded(run: str, number: int, newer: Timeline, same_process: bool = Fals
     """The error of a writer whose timeline a newer one has replaced."""
     if same_process:
         return ConflictError(
-            f"run {run}: timeline {number} was taken over by timeline {newer.timeline}, which this process opened itself"
-            f" ({newer.who}): another Checkpointer or DCP writer of the run went back to an earlier step",
-            hint="save a run through one of them at a time, and let its saves commit before you go back",
+            f"run {run}: timeline {number} was taken over by timeline {newer.timeline}, which this process"
+            f" opened ({newer.process}): another Checkpointer or DCP writer of the run restored an earlier step",
+            hint="save a run through one of them at a time, and wait for its commits before you restore",
         )
     return ConflictError(
-        f"run {run}: timeline {number} was taken over by timeline {newer.timeline}, opened by {newer.who}",
+        f"run {run}: timeline {number} was taken over by timeline {newer.timeline}, opened by {newer.process}",
         hint="another trainer started on this run; stop this one, or give it its own run name",
     )

@@ -46,7 +46,7 @@ class WriterState:
     - `timeline`: the timeline of its last save; 0 for none.
     - `restored`: the step that it has restored since then.
     - `since`: the timeline that was the newest at that restore; 0 if that does not matter.
-    - `anew`: whether it may begin a timeline without a parent step.
+    - `may_start_fresh`: whether it may begin a timeline without a parent step.
     - `handed_on`: whether other processes save for this one, so that the job's last timeline is looked up.
     - `again`: whether it may save a step that its timeline already has.
     """
@@ -55,7 +55,7 @@ class WriterState:
     timeline: int = 0
     restored: Base | None = None
     since: int = 0
-    anew: bool = False
+    may_start_fresh: bool = False
     handed_on: bool = False
     again: bool = False
 
@@ -117,64 +117,64 @@ os.register_at_fork(after_in_child=is_new_process)
 
 
 def place(
-    store: Store, run: str, step: int, standing: WriterState, hold: Callable[[Base], object] = lambda _: None
+    store: Store, run: str, step: int, state: WriterState, lease_parent: Callable[[Base], object] = lambda _: None
 ) -> SaveTarget:
     """The timeline to save `step` in, which is opened if needed.
 
-    Before a timeline is opened, `hold` is called with its parent step. `hold` raises `NotFoundError` if that step is
+    Before a timeline is opened, `lease_parent` is called with its parent step. It raises `NotFoundError` if that step is
     being removed.
     """
     removed: NotFoundError | None = None
     for _ in range(_TRIES):
-        found = _look(store, run, step, standing)
+        found = _find_place(store, run, step, state)
         if found.timeline:
             return SaveTarget(found.timeline, found.base, found.newer)
         if found.parent is not None:
             try:
-                hold(found.parent)
+                lease_parent(found.parent)
             except NotFoundError as error:
                 removed = error
                 continue
         parent = None if found.parent is None else StepName(found.parent.timeline, found.parent.step)
-        if timeline.take(store, run, found.following, parent, standing.writer):
+        if timeline.take(store, run, found.following, parent, state.writer):
             return SaveTarget(found.following, found.base)
     if removed is not None:
         raise ConflictError(
-            f"run {run}: what step {step} goes on from was removed by retention meanwhile: {removed.message}",
+            f"run {run}: step {step} cannot be saved, because retention removed its parent step: {removed.message}",
             hint="restore the latest step, or start the trainer again",
         ) from removed
     raise ConflictError(
         f"run {run}: no new timeline in {_TRIES} tries",
-        hint="others keep starting on this run; give each its own run name",
+        hint="other trainers keep starting on this run; give each its own run name",
     )
 
 
-def _look(store: Store, run: str, step: int, standing: WriterState) -> _Found:
-    line = timeline.history(store, run)
-    if not line:
+def _find_place(store: Store, run: str, step: int, state: WriterState) -> _Found:
+    timelines = timeline.history(store, run)
+    if not timelines:
         return _Found(0, 1, None, None)
-    head = line[0]
+    head = timelines[0]
     # the opener may have left; a writer that has saved in the timeline continues there until a newer one is opened
-    ours = head.timeline == standing.timeline or head.writer == standing.writer or head.writer in _of_this_job
-    if not ours and (last := standing.timeline or (_last_of_this_job(store, run) if standing.handed_on else 0)):
+    is_own = head.timeline == state.timeline or head.writer == state.writer or head.writer in _of_this_job
+    if not is_own and (last := state.timeline or (_last_of_this_job(store, run) if state.handed_on else 0)):
         raise timeline.superseded(run, last, head, timeline.is_of_same_process(store, run, last, head))
-    restored = standing.restored
-    if ours and standing.since and head.timeline > standing.since:
+    restored = state.restored
+    if is_own and state.since and head.timeline > state.since:
         restored = None  # another writer of the job has begun the branch already
-    branch = timeline.segments(line)
+    branch = timeline.segments(timelines)
     steps = repository.visible(store, run, branch=branch)
     latest = next(steps, None)
     following = head.timeline + 1
     if latest is None:
-        return _Found(head.timeline if ours and restored is None else 0, following, restored, restored)
+        return _Found(head.timeline if is_own and restored is None else 0, following, restored, restored)
     if step > latest.step:
-        return _Found(head.timeline if ours else 0, following, latest, latest)
-    if ours and restored is None:
+        return _Found(head.timeline if is_own else 0, following, latest, latest)
+    if is_own and restored is None:
         if repository.scan_one(store, run, head.timeline, step) is None:
             return _Found(head.timeline, following, None, latest, latest)
-        if not standing.again:
+        if not state.again:
             raise _saved(run, head.timeline, step)
-    elif restored is None and standing.anew:
+    elif restored is None and state.may_start_fresh:
         return _Found(0, following, None, latest)
     if restored is not None and (restored.step >= step or not _is_in(branch, restored)):
         return _Found(0, following, restored, restored)
@@ -189,7 +189,7 @@ def _last_of_this_job(store: Store, run: str) -> int:
 
 def _saved(run: str, number: int, step: int) -> ConflictError:
     return ConflictError(
-        f"step {step} of run {run} is saved already in timeline {number}, in which this process saves",
+        f"step {step} of run {run} is already saved in timeline {number}, which this process saves in",
         hint="save each step once; to go back to an earlier step, restore it first (`resume=True` of RepositoryReader)",
     )
 

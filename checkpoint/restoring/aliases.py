@@ -122,6 +122,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _different(target: Target, group: Sequence[Target]) -> MismatchError:
     other = next(each for each in reversed(group) if each is not target)
     return MismatchError(
-        f"{target.path} and {other.path} share memory here, and have different contents in the checkpoint",
-        hint="nothing was changed; build the state as when it was saved, or exclude one of them",
+        f"{target.path} and {other.path} share memory in the state, but have different contents in the checkpoint",
+        hint="the state is unchanged; build it as it was when it was saved, or exclude one of them",
     )

@@ -147,7 +147,7 @@ class LeasedStep(contextlib.AbstractContextManager[Step]):
     def __enter__(self) -> Step:
         try:
             self._lease()
-            repository.require_there(self._store, self._run, self._base)
+            repository.require_exists(self._store, self._run, self._base)
             return open_step(self._store, self._run, self._base)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
@@ -155,8 +155,8 @@ class LeasedStep(contextlib.AbstractContextManager[Step]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            gone = isinstance(error, (CorruptionError, NotFoundError))
-            if gone and repository.is_removed(self._store, self._run, self._base):
+            missing = isinstance(error, (CorruptionError, NotFoundError))
+            if missing and repository.is_removed(self._store, self._run, self._base):
                 raise repository.removed(
                     self._run, self._base.step
                 ) from error  # retention assumed that this reader had died
@@ -164,7 +164,14 @@ class LeasedStep(contextlib.AbstractContextManager[Step]):
             self._close()
 
     def _lease(self) -> None:
-        lease = LeaseKeeper(self._store, names.new_id(), self._run, self._base.timeline, self._base.step, [self._base])
+        lease = LeaseKeeper(
+            self._store,
+            names.new_id(),
+            run=self._run,
+            timeline=self._base.timeline,
+            step=self._base.step,
+            bases=[self._base],
+        )
         try:
             self._stack.enter_context(lease)
             self._stack.callback(lease.release)
@@ -201,14 +208,14 @@ class ChunkReader:
 
     def __init__(self, step: Step, wants: Sequence[Want]) -> None:
         self._step, self.wants = step, wants
-        self._left = [0] * len(wants)
+        self._remaining = [0] * len(wants)
         self._open: dict[int, memoryview] = {}
         self._lock = threading.Lock()
         self._needed: dict[str, dict[int, NeededChunk]] = defaultdict(dict)
         for number, want in enumerate(wants):
             for key, chunk, use in _uses(number, want):
                 self._needed[key].setdefault(chunk.offset, NeededChunk(chunk)).uses.append(use)
-                self._left[number] += 1
+                self._remaining[number] += 1
 
     def needed(self) -> list[tuple[str, NeededChunk]]:
         """All chunks, each with the key of its pack."""
@@ -240,8 +247,8 @@ class ChunkReader:
     def use(self, pack: str, wanted: NeededChunk, payload: memoryview | None) -> None:
         """Copy a chunk's bytes to its uses, except the use that it was read into. `payload` is None for a damaged chunk."""
         if payload is None:
-            if (wrong := self.direct_memory(pack, wanted) if wanted.direct else None) is not None:
-                wrong[:] = bytes(len(wrong))
+            if (damaged_part := self.direct_memory(pack, wanted) if wanted.direct else None) is not None:
+                damaged_part[:] = bytes(len(damaged_part))
             raise self.damaged(pack, wanted)
         for use in wanted.uses:
             if use is not wanted.direct:
@@ -249,9 +256,9 @@ class ChunkReader:
         if wanted.direct is not None:
             self.done(wanted.direct.want)  # last: the other uses are copied from there
 
-    def left(self, want: int) -> int:
+    def remaining(self, want: int) -> int:
         """The number of chunk uses that a request still waits for."""
-        return self._left[want]
+        return self._remaining[want]
 
     def put(self, use: ChunkUse, payload: memoryview) -> None:
         """Copy the part of a chunk that one use needs."""
@@ -270,8 +277,8 @@ class ChunkReader:
     def done(self, want: int) -> None:
         """Count one use of a request as done. After the last use, close the sink."""
         with self._lock:
-            self._left[want] -= 1
-            if self._left[want]:
+            self._remaining[want] -= 1
+            if self._remaining[want]:
                 return
             self._open.pop(want, None)
         self.wants[want].sink.close()

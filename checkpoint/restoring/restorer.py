@@ -42,13 +42,13 @@ from headrace.checkpoint.state import fit, tensors, tree
 from headrace.checkpoint.state.build import Fit
 from headrace.checkpoint.state.fit import Selection
 from headrace.checkpoint.state.tensors import LocalTensor, TensorSink
-from headrace.checkpoint.tier import restoring as tier_restoring
-from headrace.checkpoint.tier.restoring import Found, NodeTier, node_tier
+from headrace.checkpoint.tier.restoring import Found, NodeTier, log_sources, node_tier, open_offline
 from headrace.dataio.core.errors import MismatchError, UsageError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar.connection import SidecarName
 from headrace.dataio.store.base import Store
 
+_log = get_logger(__name__)
 DCP_MARK = "torch.distributed.checkpoint"
 """The mark in the documents of steps that `headrace.checkpoint.dcp` saved."""
 
@@ -124,14 +124,11 @@ def _wants(targets: Iterable[tuple[str, Any, LocalTensor]], saved: Mapping[str, 
     return list(wants.values())
 
 
-_log = get_logger(__name__)
-
-
 class Restorer:
     """Restores for one checkpointer, from its store or from the node's local tier."""
 
     def __init__(
-        self, store: Store, ranks: Ranks, lineage: Lineage, sidecar: SidecarName, direct: Direct | None
+        self, store: Store, *, ranks: Ranks, lineage: Lineage, sidecar: SidecarName, direct: Direct | None
     ) -> None:
         self._store, self._ranks, self._lineage = store, ranks, lineage
         self._sidecar, self._direct = sidecar, direct
@@ -141,21 +138,19 @@ class Restorer:
         state: dict[str, Any],
         run: str,
         step: int | str | Base,
-        begin: Callable[[], object],
-        select: Callable[[], Selection],
+        prepare: Callable[[], Selection],
         required: bool = False,
     ) -> Found | None:
         """Restore a step. All ranks call it.
 
-        It calls `begin` and `select` first. If one of them raises on any rank, all ranks raise. The result is the step
-        that was restored. If the run has no step, the result is None, unless a step is `required`.
+        `prepare` is called first and returns the selection. If it raises on any rank, all ranks raise. The result is the
+        step that was restored. If the run has no step, the result is None, unless a step is `required`.
         """
         asked = step.step if isinstance(step, Base) else step
         number = asked if isinstance(asked, int) and 0 <= asked < names.STEP_LIMIT else 0
         with contextlib.ExitStack() as stack:
             with self._ranks.agreed(number):
-                begin()
-                selection = select()
+                selection = prepare()
                 tier = stack.enter_context(node_tier(self._sidecar))
                 tier.send(self._store, names.check_run(run))
             # from here on, steps that were only in the local tiers of nodes are also in the store
@@ -163,12 +158,12 @@ class Restorer:
             if found is None:
                 return None
             with self._ranks.agreed(), gc_paused():
-                near = self._near(tier)
-                work = self._open(stack, state, run, found, near, selection)
+                reader = self._reader(tier)
+                work = self._open(stack, state, run, found, reader, selection)
                 self._require_matches(selection)
-                require_one_content(work, near)
-            apply(work, self._ranks, near)
-            tier_restoring.told(near, found.base.step)
+                require_one_content(work, reader)
+            apply(work, self._ranks, reader)
+            log_sources(reader, found.base.step)
         if work.todo.skipped:
             _log.warning("step %d: left as they are: %s", found.base.step, ", ".join(work.todo.skipped[:8]))
         return found
@@ -187,20 +182,20 @@ class Restorer:
         message = self._ranks.agree(number, msgspec.msgpack.encode(found), error)
         return msgspec.msgpack.decode(message, type=Found | None)
 
-    def _near(self, tier: NodeTier) -> Store:
-        near = tier.near(self._store)
-        return GdsStore(near, self._direct) if self._direct is not None and near is self._store else near
+    def _reader(self, tier: NodeTier) -> Store:
+        reader = tier.reader(self._store)
+        return GdsStore(reader, self._direct) if self._direct is not None and reader is self._store else reader
 
     def _require_matches(self, selection: Selection) -> None:
         """Raise an error for a pattern without a match. With several ranks, log it: it may be meant for another rank."""
         if not selection.unmatched or not selection.strict:
             return
-        said = f"include has patterns without a match: {', '.join(map(repr, selection.unmatched[:8]))}"
+        message = f"include has patterns without a match: {', '.join(map(repr, selection.unmatched[:8]))}"
         if self._ranks.world_size == 1:
             raise UsageError(
-                said, hint="`headrace ckpt show` lists the entries of a step; strict=False ignores these patterns"
+                message, hint="`headrace ckpt show` lists the entries of a step; strict=False ignores these patterns"
             )
-        _log.warning("%s on this rank", said)
+        _log.warning("%s on this rank", message)
 
     def _open(
         self,
@@ -208,11 +203,11 @@ class Restorer:
         state: dict[str, Any],
         run: str,
         found: Found,
-        near: Store,
+        reader: Store,
         selection: Selection,
     ) -> Fitted:
         """Open the step and compare it with the state."""
         opening = (
-            tier_restoring.away(near, run, found.base) if found.away else chunk_reader.LeasedStep(near, run, found.base)
+            open_offline(reader, run, found.base) if found.offline else chunk_reader.LeasedStep(reader, run, found.base)
         )
         return fitted(state, stack.enter_context(opening), self._ranks.rank, selection)

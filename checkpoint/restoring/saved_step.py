@@ -187,7 +187,7 @@ def read(
 
 def _named(saved: Mapping[str, Saved], name: str) -> Saved:
     if name not in saved:
-        raise CorruptionError(f"the checkpoint names tensor {name!r:.200} and does not hold it")
+        raise CorruptionError(f"the checkpoint refers to tensor {name!r:.200}, which it does not hold")
     return saved[name]
 
 

@@ -46,7 +46,7 @@ from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.files import file_system
 from headrace.dataio.store.base import Store
 
-_Mine = dict[int, tuple[str, NeededChunk]]
+_Needed = dict[int, tuple[str, NeededChunk]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,19 @@ class SharedReads:
     """The ranks' common knowledge of their reads in a restore.
 
     `marked`: at least one rank has set its mark.
-    `near`: the store is on each rank's own node.
+    `on_node`: the store is on each rank's own node.
     `places`: every chunk of the step, by pack and offset, with its size, in the same order on every rank.
     `shared`: for each reader, the chunks that several ranks need.
     `threads`: the number of threads that this rank should read with.
     """
 
     marked: bool
-    near: bool
+    on_node: bool
     places: dict[tuple[str, int], int]
     shared: tuple[list[SharedChunk], ...]
     threads: int
 
-    def mine(self, reading: ChunkReader) -> _Mine:
+    def needed(self, reading: ChunkReader) -> _Needed:
         """The chunks that the reader needs, by their number in `places`."""
         number = {place: i for i, place in enumerate(self.places)}
         return {number[key, chunk.offset]: (key, chunk) for key, chunk in reading.needed()}
@@ -96,17 +96,17 @@ def compare(store: Store, step: Step, readings: Sequence[ChunkReader], mark: boo
     """Exchange which rank needs which chunks. All ranks call it, with the same number of readers."""
     if ranks.world_size == 1:
         return SharedReads(mark, True, {}, tuple([] for _ in readings), threads(store, 1))
-    alone = SharedReads(mark, on_this_node(store), _places(step), (), 0)
-    count = len(alone.places)
-    needs = [needs_bitmap(list(alone.mine(reading)), count) for reading in readings]
-    told = ranks.all(bytes([mark, alone.near]) + node_id() + b"".join(needs))
-    sizes, maps = list(alone.places.values()), [one[2 + NODE_BYTES :] for one in told]
+    own = SharedReads(mark, on_this_node(store), _places(step), (), 0)
+    count = len(own.places)
+    needs = [needs_bitmap(list(own.needed(reading)), count) for reading in readings]
+    answers = ranks.all(bytes([mark, own.on_node]) + node_id() + b"".join(needs))
+    sizes, maps = list(own.places.values()), [one[2 + NODE_BYTES :] for one in answers]
     width = len(needs[0])
     common = tuple(assign_readers([each[i * width :][:width] for each in maps], sizes) for i in range(len(readings)))
-    here = sum(one[2 : 2 + NODE_BYTES] == node_id() for one in told)
+    ranks_on_node = sum(one[2 : 2 + NODE_BYTES] == node_id() for one in answers)
     # a directory that one node exports is local to that node's ranks only, and all ranks must read in the same way
-    near = all(one[1] for one in told)
-    return SharedReads(any(one[0] for one in told), near, alone.places, common, threads(store, here))
+    on_node = all(one[1] for one in answers)
+    return SharedReads(any(one[0] for one in answers), on_node, own.places, common, threads(store, ranks_on_node))
 
 
 def read(
@@ -117,26 +117,26 @@ def read(
     The result holds the error of this rank, if any.
     """
     pending = PendingError()
-    near = not given or common.near
+    on_node = not given or common.on_node
     sizes = list(common.places.values())
     with pending:
-        mine = common.mine(reading) if given else {}
-        if near:
+        needed = common.needed(reading) if given else {}
+        if on_node:
             if given and not isinstance(store, ReadsDirectly):  # such a store does not use the page cache
-                prefetch(store, [mine[each.chunk] for each in given if each.reader == ranks.rank])
+                prefetch(store, [needed[each.chunk] for each in given if each.reader == ranks.rank])
             reading.fetch(store, reading.needed(), common.threads)
         else:
             sent = {each.chunk for each in given}
-            reading.fetch(store, [place for n, place in mine.items() if n not in sent], common.threads)
-    for turn in rounds(given, sizes) if not near else ():
-        held: dict[int, torch.Tensor] = {}
+            reading.fetch(store, [place for n, place in needed.items() if n not in sent], common.threads)
+    for batch in rounds(given, sizes) if not on_node else ():
+        received: dict[int, torch.Tensor] = {}
         if pending.error is None:
             with pending:
-                held = _read_turn(store, reading, mine, turn, ranks.rank, common.threads)
+                received = _read_round(store, reading, needed, batch, ranks.rank, common.threads)
         ranks.agree(0, b"", pending.error)
-        _send(turn, held, sizes, ranks)
+        _send(batch, received, sizes, ranks)
         with pending:
-            _use_all(reading, mine, held, [each for each in turn if ranks.rank in each.others])
+            _use_all(reading, needed, received, [each for each in batch if ranks.rank in each.others])
     return pending
 
 
@@ -145,48 +145,50 @@ def _places(step: Step) -> dict[tuple[str, int], int]:
     return dict(sorted(found.items()))
 
 
-def _read_turn(
-    store: Store, reading: ChunkReader, mine: _Mine, turn: Sequence[SharedChunk], rank: int, workers: int
+def _read_round(
+    store: Store, reading: ChunkReader, needed: _Needed, batch: Sequence[SharedChunk], rank: int, workers: int
 ) -> dict[int, torch.Tensor]:
     """The chunks that this rank reads for itself and for other ranks, by number."""
-    held: dict[int, torch.Tensor] = {}
-    own = {mine[each.chunk]: each.chunk for each in turn if each.reader == rank}
+    received: dict[int, torch.Tensor] = {}
+    own = {needed[each.chunk]: each.chunk for each in batch if each.reader == rank}
 
     def keep(key: str, chunk: NeededChunk, payload: memoryview | None) -> None:
         reading.use(key, chunk, payload)
-        held[own[key, chunk]] = torch.frombuffer(bytearray(payload or b""), dtype=torch.uint8)
+        received[own[key, chunk]] = torch.frombuffer(bytearray(payload or b""), dtype=torch.uint8)
 
     fetch.fetch(store, reading.batches(own), keep, workers=workers)
-    return held
+    return received
 
 
-def _send(turn: Sequence[SharedChunk], held: dict[int, torch.Tensor], sizes: Sequence[int], ranks: Ranks) -> None:
-    """Send every chunk of the round to the ranks that need it. Received chunks are added to `held`."""
+def _send(batch: Sequence[SharedChunk], received: dict[int, torch.Tensor], sizes: Sequence[int], ranks: Ranks) -> None:
+    """Send every chunk of the round to the ranks that need it. Received chunks are added to `received`."""
     sending: list[Any] = []
-    for tag, each in enumerate(turn):
+    for tag, each in enumerate(batch):
         if each.reader == ranks.rank:
-            sending += [dist.isend(held[each.chunk], other, ranks.group(), tag) for other in each.others]
+            sending += [dist.isend(received[each.chunk], other, ranks.group(), tag) for other in each.others]
         elif ranks.rank in each.others:
-            held[each.chunk] = torch.empty(sizes[each.chunk], dtype=torch.uint8)
-            sending.append(dist.irecv(held[each.chunk], each.reader, ranks.group(), tag))
+            received[each.chunk] = torch.empty(sizes[each.chunk], dtype=torch.uint8)
+            sending.append(dist.irecv(received[each.chunk], each.reader, ranks.group(), tag))
     for request in sending:
         request.wait()
 
 
-def _use_all(reading: ChunkReader, mine: _Mine, held: dict[int, torch.Tensor], received: Sequence[SharedChunk]) -> None:
+def _use_all(
+    reading: ChunkReader, needed: _Needed, payloads: dict[int, torch.Tensor], received: Sequence[SharedChunk]
+) -> None:
     for each in received:
-        key, chunk = mine[each.chunk]
-        payload = memory_of(held[each.chunk])
+        key, chunk = needed[each.chunk]
+        payload = memory_of(payloads[each.chunk])
         if digest(payload) != chunk.digest:
             raise CorruptionError(f"rank {each.reader} sent {len(payload)} bytes of {key} that differ from those saved")
         reading.use(key, chunk, payload)
 
 
-_OWN = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "tmpfs", "ramfs"}
+_LOCAL_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "tmpfs", "ramfs"}
 _FILE = "file://"
 NODE_BYTES = 8
-_LEAST, _MOST = 2, 8
-_WAITING = 4
+_MIN_THREADS, _MAX_THREADS = 2, 8
+_WAITING_THREADS = 4
 """The least number of threads of one rank for reads from another machine, or of all ranks of a node for reads from a
 disk. Such threads mostly wait."""
 
@@ -194,15 +196,15 @@ disk. Such threads mostly wait."""
 def on_this_node(store: Store) -> bool:
     """Whether the store is a directory on a disk or in the memory of this node."""
     folder = _directory(store)
-    return folder is not None and file_system(folder) in _OWN
+    return folder is not None and file_system(folder) in _LOCAL_FILE_SYSTEMS
 
 
-def threads(store: Store, ranks_here: int) -> int:
+def threads(store: Store, ranks_on_node: int) -> int:
     """The number of threads that this rank reads and hashes with, given the number of ranks on the node."""
-    cores, ranks = len(os.sched_getaffinity(0)), max(ranks_here, 1)
+    cores, ranks = len(os.sched_getaffinity(0)), max(ranks_on_node, 1)
     if on_this_node(store):
-        return min(max(max(cores, _WAITING) // ranks, _LEAST), _MOST)
-    return min(max(cores // ranks, _WAITING), _MOST)
+        return min(max(max(cores, _WAITING_THREADS) // ranks, _MIN_THREADS), _MAX_THREADS)
+    return min(max(cores // ranks, _WAITING_THREADS), _MAX_THREADS)
 
 
 @cache

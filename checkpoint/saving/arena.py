@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from headrace.checkpoint.format.chunking import Layout
-from headrace.checkpoint.saving.copy_threads import Crew, threads_here
+from headrace.checkpoint.saving.copy_threads import CopyPool, num_copy_threads
 from headrace.dataio.core.errors import CapacityError, DeadlineError, HeadraceError
 from headrace.dataio.core.log import get_logger
 
@@ -34,10 +34,10 @@ _log = get_logger(__name__)
 class Arena:
     """`size` bytes of shared memory, rounded up to 2 MiB. `fd` can be sent to other processes.
 
-    If `crew` is given, its threads touch every page.
+    If `pool` is given, its threads touch every page.
     """
 
-    def __init__(self, size: int, crew: Crew | None = None) -> None:
+    def __init__(self, size: int, pool: CopyPool | None = None) -> None:
         self.size = max(-(-size // _ROUND), 1) * _ROUND
         self.fd = os.memfd_create("headrace-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -50,19 +50,19 @@ class Arena:
         _advise(self._map)
         self.bytes = np.frombuffer(self._map, np.uint8)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        if crew is not None:
-            self._touch(crew)
+        if pool is not None:
+            self._touch(pool)
         self._pinned = _pin(self.tensor)  # after the touch: otherwise one thread would fault in every page here
 
     def view(self) -> memoryview:
         """A read-only view of the whole arena."""
         return memoryview(self._map).toreadonly()
 
-    def _touch(self, crew: Crew) -> None:
+    def _touch(self, pool: CopyPool) -> None:
         """Fault in every page now rather than during a copy."""
-        part = -(-self.size // crew.size)
-        parts = [self.bytes[i * part : (i + 1) * part : _PAGE] for i in range(crew.size)]
-        for worker in [crew.submit(piece.fill, 0) for piece in parts]:
+        part = -(-self.size // pool.size)
+        parts = [self.bytes[i * part : (i + 1) * part : _PAGE] for i in range(pool.size)]
+        for worker in [pool.submit(piece.fill, 0) for piece in parts]:
             worker.result()
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ def _advise(mapped: mmap.mmap) -> None:
         _log.debug("no huge pages for the arena: %s", error)
 
 
-def _device_here() -> contextlib.AbstractContextManager[object]:
+def _current_device() -> contextlib.AbstractContextManager[object]:
     """A context manager that sets the caller's CUDA device in another thread.
 
     A new thread starts on device 0. Registering memory there would create a CUDA context of some hundred MiB on that
@@ -110,7 +110,7 @@ class Staging:
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.crew = Crew(threads_here())
+        self.pool = CopyPool(num_copy_threads())
         self._arena: Arena | None = None
         self._layout: Layout | None = None
         self._free = threading.Condition()
@@ -153,7 +153,7 @@ class Staging:
             if self._owned or self._closed:
                 return False
             self._owned = True
-        threading.Thread(target=self._warm_up, args=(layout, _device_here()), name="headrace-warm-up").start()
+        threading.Thread(target=self._warm_up, args=(layout, _current_device()), name="headrace-warm-up").start()
         return True
 
     def give_back(self) -> None:
@@ -180,14 +180,14 @@ class Staging:
 
     def _drop_if_closed(self) -> None:
         if self._closed and not self._owned:
-            self.crew.shutdown(wait=False)
+            self.pool.shutdown(wait=False)
             if self._arena is not None:
                 self._arena.close()
                 self._arena = None
 
-    def _warm_up(self, layout: Layout, here: contextlib.AbstractContextManager[object]) -> None:
+    def _warm_up(self, layout: Layout, device: contextlib.AbstractContextManager[object]) -> None:
         try:
-            with here:
+            with device:
                 self._fitting(layout)
         except HeadraceError as error:  # the next save tries again, and raises the error
             _log.warning("the staging arena could not be made ahead of time: %s", error)
@@ -200,7 +200,7 @@ class Staging:
             if self._arena is not None:
                 self._arena.close()
             self._arena, self._layout = None, layout
-            self._arena = Arena(size, self.crew)
+            self._arena = Arena(size, self.pool)
         elif layout != self._layout:
             # clear the gaps between small tensors, because they are part of the chunks
             self._arena.bytes[: min(layout.small_bytes, self._arena.size)] = 0

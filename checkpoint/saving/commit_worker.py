@@ -19,6 +19,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -57,106 +58,147 @@ _lease_deleted = declare("ckpt.lease-deleted", "committed, nothing left to do")
 
 def commit_staged(
     arena: ArenaBytes | None,
-    plan: bytes,
+    plan: PutPlan,
     emit: Callable[[Event], None],
     *,
     store: Store | None = None,
-    shelf: LocalTier | None = None,
+    local_tier: LocalTier | None = None,
     progress: ProgressFile | None = None,
     gate: Callable[[], None] | None = None,
-    gone: commit.Gone = commit.none_known,
+    failed_ranks: commit.FailedRanks = commit.no_failed_ranks,
     clock: Clock = SYSTEM_CLOCK,
 ) -> dict[str, object]:
     """Commit the plan's step and return the report of the save.
 
-    `store`: the store, if the caller has opened it already. `shelf`: the node's tier. With `progress` the worker
+    `store`: the store, if the caller has opened it already. `local_tier`: the node's tier. With `progress` the worker
     continues where an earlier worker stopped; `arena` may be None if only the manifest is left to be written. `gate` is
-    called before each piece that is sent. `gone` is asked about the ranks whose manifests are missing.
+    called before each piece that is sent. `failed_ranks` is asked about the ranks whose manifests are missing.
     """
-    decoded = plans.decode(plan, len(arena) if arena is not None else _ANY_BYTES)
-    book = progress or ProgressFile(None)
+    progress = progress or ProgressFile(None)
     with contextlib.ExitStack() as opened:
         if store is None:
-            inner: Store = opened.enter_context(open_location(decoded.location.to_location()))
-            store = RecordingStore(PausableUploads(inner, gate) if gate is not None else inner, book)
-        held = opened.enter_context(saving.holding(store, decoded, shelf, clock))
+            inner: Store = opened.enter_context(open_location(plan.location.to_location()))
+            store = RecordingStore(PausableUploads(inner, gate) if gate is not None else inner, progress)
+        if local_tier is None:
+            return _Commit(arena, plan, emit, store, None, progress, failed_ranks, clock).run() | {"kept": None}
+        tier_save = opened.enter_context(saving.open_tier_save(store, plan, local_tier, clock))
+        work = _Commit(arena, plan, emit, tier_save.store, tier_save, progress, failed_ranks, clock)
         try:
-            return _commit(arena, decoded, emit, held, book, gone, clock) | {"kept": held.kept}
+            return work.run() | {"kept": tier_save.kept}
         except TransientError as error:
-            if held.can_keep_alone and arena is not None:
+            if tier_save.can_save_locally:
                 with contextlib.suppress(HeadraceError, OSError):  # the caller gets the store's error instead
-                    _keep(arena, decoded, emit, held, book, clock)
-            if held.kept is None:
+                    work.keep_locally(tier_save)
+            if tier_save.kept is None:
                 raise
-            raise saving.kept_alone(error, decoded.step) from error
+            raise saving.local_only_error(error, plan.step) from error
 
 
-def _keep(
-    arena: ArenaBytes,
-    plan: PutPlan,
-    emit: Callable[[Event], None],
-    held: saving.Holding,
-    book: ProgressFile,
-    clock: Clock,
-) -> None:
-    """Keep the rank's whole part of the step in the tier while the store is unreachable.
+@dataclass(slots=True)
+class _Commit:
+    """One commit. `store` writes through `tier_save` if the node has a local tier."""
 
-    It is kept without bases, because no lease protects them. The next worker, or a restore, sends it from the tier.
-    """
-    held.alone()
-    stored = upload(arena, msgspec.structs.replace(plan, bases=()), emit, held.store, ProgressFile(None))
-    manifest = manifest_of(plan, stored, clock)
-    encoded = manifests.encode(manifest)
-    held.complete(manifest, encoded)
-    if held.kept is not None:
-        book.finished(encoded)
-        if book.safe:
-            emit(Released())
+    arena: ArenaBytes | None
+    plan: PutPlan
+    emit: Callable[[Event], None]
+    store: Store
+    tier_save: saving.TierSave | None
+    progress: ProgressFile
+    failed_ranks: commit.FailedRanks
+    clock: Clock
 
+    def run(self) -> dict[str, object]:
+        """Commit the step and return the report."""
+        plan, store, tier_save, began = self.plan, self.store, self.tier_save, self.clock.monotonic()
+        attempt = Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
+        _started()
+        if (found := _existing_commit(store, attempt)) is not None:
+            self.emit(Released())
+            return result_of(store, attempt, plan.rank, found) | {"seconds": self.clock.monotonic() - began}
+        with self._lease() as lease:
+            _leased()
+            self.progress.abandon(store)
+            if tier_save is not None:
+                tier_save.send_pending(self.progress.manifest)
+            manifest, encoded = self._store_packs()
+            if tier_save is not None:
+                tier_save.complete(manifest, encoded)
+            if self.progress.safe:
+                self.emit(Released())
+            _arena_released()
+            won = store.put_if_absent(attempt.manifest_key(plan.rank), encoded)
+            if not won and tier_save is not None:
+                tier_save.withdraw()  # another worker's manifest counts
+            _manifest_written()
+            if not self.progress.safe:
+                self.emit(Released())
+            self.emit(Committing())
+            found = commit.finish(
+                store,
+                attempt,
+                lease,
+                timeout=plan.commit_timeout,
+                rank=plan.rank,
+                failed_ranks=self.failed_ranks,
+                clock=self.clock,
+            )
+            if tier_save is not None:
+                tier_save.committed(found)
+            lease.release()
+            _lease_deleted()
+        result = _report(attempt, found, manifest) if won else result_of(store, attempt, plan.rank, found, manifest)
+        return result | {"seconds": self.clock.monotonic() - began}
 
-def _commit(
-    arena: ArenaBytes | None,
-    plan: PutPlan,
-    emit: Callable[[Event], None],
-    held: saving.Holding,
-    book: ProgressFile,
-    gone: commit.Gone,
-    clock: Clock,
-) -> dict[str, object]:
-    began, store = clock.monotonic(), held.store
-    attempt = Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
-    _started()
-    if (found := _look_first(store, attempt)) is not None:
-        emit(Released())
-        return result_of(store, attempt, plan.rank, found) | {"seconds": clock.monotonic() - began}
-    lease = LeaseKeeper(store, plan.attempt, plan.run, plan.timeline, plan.step, plan.bases, plan.lease_seconds, clock)
-    with lease:
-        _leased()
-        book.abandon(store)
-        held.go_on(book.manifest)
-        manifest, encoded = _packed(arena, plan, emit, store, book, clock)
-        held.complete(manifest, encoded)
-        if book.safe:
-            emit(Released())
-        _arena_released()
-        stands = store.put_if_absent(attempt.manifest_key(plan.rank), encoded)
-        if not stands:
-            held.replaced()  # another worker's manifest counts
-        _manifest_written()
-        if not book.safe:
-            emit(Released())
-        emit(Committing())
-        found = commit.finish(
-            store, attempt, lease, timeout=plan.commit_timeout, rank=plan.rank, gone=gone, clock=clock
+    def keep_locally(self, tier_save: saving.TierSave) -> None:
+        """Keep the rank's whole part of the step in the tier while the store is unreachable.
+
+        It is kept without bases, because no lease protects them. The next worker, or a restore, sends it from the tier.
+        """
+        if self.arena is None:
+            return
+        tier_save.skip_store()
+        without_bases = msgspec.structs.replace(self.plan, bases=())
+        stored = upload(self.arena, without_bases, self.emit, tier_save.store, ProgressFile(None))
+        manifest = manifest_of(self.plan, stored, self.clock)
+        encoded = manifests.encode(manifest)
+        tier_save.complete(manifest, encoded)
+        if tier_save.kept is not None:
+            self.progress.finished(encoded)
+            if self.progress.safe:
+                self.emit(Released())
+
+    def _lease(self) -> LeaseKeeper:
+        plan = self.plan
+        return LeaseKeeper(
+            self.store,
+            plan.attempt,
+            run=plan.run,
+            timeline=plan.timeline,
+            step=plan.step,
+            bases=plan.bases,
+            life=plan.lease_seconds,
+            clock=self.clock,
         )
-        held.committed(found)
-        lease.release()
-        _lease_deleted()
-    result = _told(attempt, found, manifest) if stands else result_of(store, attempt, plan.rank, found, manifest)
-    return result | {"seconds": clock.monotonic() - began}
+
+    def _store_packs(self) -> tuple[manifests.Manifest, bytes]:
+        """Store every pack that the manifest needs, and return the manifest and its encoding.
+
+        Afterwards the arena is not needed.
+        """
+        progress, plan = self.progress, self.plan
+        if progress.manifest is not None:
+            return progress.require_packs(self.store, plan, progress.manifest), progress.manifest
+        if self.arena is None:
+            raise _lost(plan)
+        stored = upload(self.arena, plan, self.emit, self.store, progress)
+        _packs_written()
+        manifest = manifest_of(plan, stored, self.clock)
+        encoded = manifests.encode(manifest)
+        progress.finished(encoded)
+        return manifest, encoded
 
 
-def _look_first(store: Store, attempt: Attempt) -> Commit | None:
+def _existing_commit(store: Store, attempt: Attempt) -> Commit | None:
     """The COMMIT, if an earlier worker wrote it. Raises if the attempt cannot become the step any more."""
     view = commit.look(store, attempt, lease_alive=True)
     action = commit.decide(attempt, view)
@@ -167,30 +209,6 @@ def _look_first(store: Store, attempt: Attempt) -> Commit | None:
     return view.commit
 
 
-def _packed(
-    arena: ArenaBytes | None,
-    plan: PutPlan,
-    emit: Callable[[Event], None],
-    store: Store,
-    book: ProgressFile,
-    clock: Clock,
-) -> tuple[manifests.Manifest, bytes]:
-    """Store every pack that the manifest needs, and return the manifest and its encoding.
-
-    Afterwards the arena is not needed.
-    """
-    if book.manifest is not None:
-        return book.require_packs(store, plan, book.manifest), book.manifest
-    if arena is None:
-        raise _lost(plan)
-    stored = upload(arena, plan, emit, store, book)
-    _packs_written()
-    manifest = manifest_of(plan, stored, clock)
-    encoded = manifests.encode(manifest)
-    book.finished(encoded)
-    return manifest, encoded
-
-
 def _lost(plan: PutPlan) -> FinalError:
     return FinalError(
         f"step {plan.step} of run {plan.run} is lost: the processes that held its bytes ended before they were stored",
@@ -199,23 +217,23 @@ def _lost(plan: PutPlan) -> FinalError:
 
 
 def result_of(
-    store: Store, attempt: Attempt, rank: int, found: Commit, mine: manifests.Manifest | None = None
+    store: Store, attempt: Attempt, rank: int, found: Commit, own: manifests.Manifest | None = None
 ) -> dict[str, object]:
     """The report of a committed save, from the rank's manifest in the store.
 
-    If a policy has already removed the step, or the store is unreachable, the report is made from `mine`.
+    If a policy has already removed the step, or the store is unreachable, the report is made from `own`.
     """
     key = attempt.manifest_key(rank)
     try:
         manifest = manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key)
     except (NotFoundError, TransientError):
-        if mine is None:
+        if own is None:
             raise
-        manifest = mine
-    return _told(attempt, found, manifest)
+        manifest = own
+    return _report(attempt, found, manifest)
 
 
-def _told(attempt: Attempt, found: Commit, manifest: manifests.Manifest) -> dict[str, object]:
+def _report(attempt: Attempt, found: Commit, manifest: manifests.Manifest) -> dict[str, object]:
     return {
         "run": attempt.run,
         "timeline": attempt.timeline,
@@ -245,8 +263,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = ProgressFile(options.progress_fd if options.progress_fd >= 0 else None)
     gate = partial(pass_by, options.gate_fd) if options.gate_fd >= 0 else None
     try:
-        shelf, plan = saving.shelf_of(options), _read_plan(options.plan_fd)
-        result = commit_staged(_mapped(options.arena_fd), plan, _print, shelf=shelf, progress=progress, gate=gate)
+        arena, local_tier = _mapped(options.arena_fd), saving.local_tier_from(options)
+        plan = plans.decode(_read_plan(options.plan_fd), _ANY_BYTES if arena is None else len(arena))
+        result = commit_staged(arena, plan, _print, local_tier=local_tier, progress=progress, gate=gate)
     except HeadraceError as error:
         _print(failed(error, again=_may_succeed_later(error)))
         return error.exit_code

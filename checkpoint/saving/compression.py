@@ -139,6 +139,7 @@ class CodecChooser:
     def __init__(
         self,
         compression: str,
+        *,
         specs: Sequence[TensorSpec],
         layout: Layout,
         spans: Sequence[Sequence[PieceSpan]],

@@ -43,7 +43,7 @@ _WORTH = 0.85
 _BYTES, _ROUNDS, _PROCESSES, _SECONDS = 256 * MIB, 5, 2, 60
 
 
-class Crew(ThreadPoolExecutor):
+class CopyPool(ThreadPoolExecutor):
     """A pool of `size` threads that copy a state."""
 
     def __init__(self, size: int) -> None:
@@ -51,16 +51,16 @@ class Crew(ThreadPoolExecutor):
         self.size = size
 
 
-def threads(cores: int, ranks_here: int) -> int:
+def threads(cores: int, ranks_on_node: int) -> int:
     """Number of threads with which a rank copies while its trainer waits. Pure.
 
     It is the rank's share of the node's cores, at most eight.
     More threads gain nothing, because memory bandwidth is the limit.
     """
-    return min(max(cores // max(ranks_here, 1), 1), _MOST)
+    return min(max(cores // max(ranks_on_node, 1), 1), _MOST)
 
 
-def threads_here() -> int:
+def num_copy_threads() -> int:
     """`threads` for this process. Launchers such as torchrun give the node's ranks in `LOCAL_WORLD_SIZE`."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return threads(len(os.sched_getaffinity(0)), int(ranks) if ranks.isdecimal() else 1)
@@ -93,7 +93,7 @@ def advice(as_it_is: float, streamed: float, environment: Mapping[str, str]) -> 
 
 def measure(size: int = _BYTES, rounds: int = _ROUNDS) -> float:
     """Median seconds in which this process copies `size` bytes into shared memory, in the same way as staging."""
-    count = threads_here()
+    count = num_copy_threads()
     try:
         source, target = np.ones(size, np.uint8), np.frombuffer(mmap.mmap(-1, size), np.uint8)
     except (MemoryError, OSError) as error:
@@ -104,10 +104,10 @@ def measure(size: int = _BYTES, rounds: int = _ROUNDS) -> float:
         np.copyto(target[at : at + PIECE], source[at : at + PIECE])
 
     found = []
-    with Crew(count) as crew:
+    with CopyPool(count) as pool:
         for _ in range(rounds):
             began = time.perf_counter()
-            list(crew.map(one, range(0, size, PIECE)))
+            list(pool.map(one, range(0, size, PIECE)))
             found.append(time.perf_counter() - began)
     return median(found)
 
@@ -141,10 +141,12 @@ def _report(as_json: bool) -> str:
     plain, streamed = (min(found[with_it]) * 2**30 / _BYTES for with_it in (False, True))
     advised = advice(plain, streamed, os.environ)
     if as_json:
-        return json.dumps({"threads": threads_here(), "seconds_per_gib": plain, "with": streamed, "advice": advised})
+        return json.dumps(
+            {"threads": num_copy_threads(), "seconds_per_gib": plain, "with": streamed, "advice": advised}
+        )
     return "\n".join(
         [
-            f"copies into the staging arena, {threads_here()} threads, pieces of {PIECE // MIB} MiB",
+            f"copies into the staging arena, {num_copy_threads()} threads, pieces of {PIECE // MIB} MiB",
             f"  as it is                            {plain * 1000:8.0f} ms for a GiB",
             f"  past the caches from 1 MiB on       {streamed * 1000:8.0f} ms for a GiB",
             f"next: {advised}" if advised else "verdict: as fast as the machine allows",

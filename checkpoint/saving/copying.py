@@ -31,7 +31,7 @@ import torch
 from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.saving.arena import Arena
-from headrace.checkpoint.saving.copy_threads import LATE, PIECE, Crew
+from headrace.checkpoint.saving.copy_threads import LATE, PIECE, CopyPool
 from headrace.checkpoint.state.tensors import as_bits, has_plain_memory
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import DeadlineError, UsageError
@@ -44,7 +44,7 @@ _Copy = tuple[torch.Tensor, int | None, int, int]
 
 Start None: its memory is not contiguous.
 """
-_TURN, _MANY = MIB, 4096
+_BATCH_BYTES, _BATCH_TENSORS = MIB, 4096
 """A thread copies small tensors in one turn until the turn has this many bytes or this many tensors."""
 
 
@@ -65,8 +65,9 @@ class Copying:
 
     def __init__(
         self,
-        crew: Crew,
+        pool: CopyPool,
         arena: Arena,
+        *,
         tensors: Sequence[torch.Tensor],
         specs: Sequence[TensorSpec],
         layout: Layout,
@@ -76,7 +77,7 @@ class Copying:
         self._arena, self._lock = arena, threading.Lock()
         self._error: BaseException | None = None
         self._sealed = False
-        self._idle, self._at_work = threading.Condition(), set[int]()
+        self._idle, self._copying_threads = threading.Condition(), set[int]()
         self._watched = [(specs[i].name, tensors[i], tensors[i]._version) for i in late]
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._todo: deque[list[_Copy]] = deque()
@@ -84,21 +85,21 @@ class Copying:
             rows = [(tensors[i], at, i in late) for i, at in enumerate(layout.offsets) if specs[i].nbytes]
             now, later = (_part(rows, of_late) for of_late in (False, True))
         try:
-            self._begin(crew, now, later)
+            self._begin(pool, now, later)
             if not late:
                 self.join()
         except BaseException:
             self.cancel()
             raise
 
-    def _begin(self, crew: Crew, now: _Part, later: _Part) -> None:
+    def _begin(self, pool: CopyPool, now: _Part, later: _Part) -> None:
         self._enqueue_devices(now.of_devices, hold=True)
         self._todo.extend(now.of_host)
-        self._copy_now(crew)
+        self._copy_now(pool)
         self._enqueue_devices(later.of_devices, hold=False)
         self._todo.extend(later.of_host)
-        for _ in range(min(LATE, crew.size, len(self._todo))):
-            crew.submit(self._work)
+        for _ in range(min(LATE, pool.size, len(self._todo))):
+            pool.submit(self._work)
 
     @property
     def sealed(self) -> bool:
@@ -151,19 +152,19 @@ class Copying:
     def _wait_for_host(self, timeout: float | None) -> None:
         """Wait until no host memory is left to copy and no thread, the trainer's included, is copying."""
         with self._idle:
-            done = self._idle.wait_for(lambda: not self._todo and not self._at_work, timeout)
+            done = self._idle.wait_for(lambda: not self._todo and not self._copying_threads, timeout)
         if not done:
             raise DeadlineError(f"the state is not copied after {timeout:g} s", hint="it goes on; wait again")
 
     def _seal(self) -> None:
         with self._lock:
             if not self._sealed:
-                self._error = self._error or self._disturbed()
+                self._error = self._error or self._find_changed()
                 self._watched, self._sealed = [], True
         if self._error is not None:
             raise self._error
 
-    def _disturbed(self) -> UsageError | None:
+    def _find_changed(self) -> UsageError | None:
         for name, tensor, version in self._watched:
             if tensor._version != version:
                 return UsageError(
@@ -173,10 +174,10 @@ class Copying:
                 )
         return None
 
-    def _copy_now(self, crew: Crew) -> None:
+    def _copy_now(self, pool: CopyPool) -> None:
         """Copy everything that is queued now, and return when it is copied."""
-        for _ in range(min(crew.size, len(self._todo)) - 1):
-            crew.submit(self._work)
+        for _ in range(min(pool.size, len(self._todo)) - 1):
+            pool.submit(self._work)
         self._work()
         self._wait_for_host(None)
         if self._error is not None:
@@ -188,9 +189,9 @@ class Copying:
                 with self._idle:
                     if not self._todo:
                         return
-                    self._at_work.add(threading.get_ident())
-                    turn = self._todo.popleft()
-                for each in turn:
+                    self._copying_threads.add(threading.get_ident())
+                    batch = self._todo.popleft()
+                for each in batch:
                     _copy(self._arena, *each)
                 _mid_stage()
             except BaseException as error:  # also KeyboardInterrupt: the interrupted turn is not in the arena
@@ -200,7 +201,7 @@ class Copying:
                     raise
             finally:
                 with self._idle:
-                    self._at_work.discard(threading.get_ident())
+                    self._copying_threads.discard(threading.get_ident())
                     self._idle.notify_all()
 
     def _enqueue_devices(self, rows: Sequence[tuple[torch.Tensor, int]], *, hold: bool) -> None:
@@ -229,22 +230,22 @@ def _part(rows: Iterable[tuple[torch.Tensor, int, bool]], late: bool) -> _Part:
             # `detach` keeps the memory of a late tensor, even if the trainer replaces the tensor
             part = (tensor.detach() if late else tensor, at)
             (devices if tensor.device.type == "cuda" else host).append(part)
-    return _Part(devices, list(_turns(host)))
+    return _Part(devices, list(_batches(host)))
 
 
-def _turns(rows: Iterable[tuple[torch.Tensor, int]]) -> Iterator[list[_Copy]]:
+def _batches(rows: Iterable[tuple[torch.Tensor, int]]) -> Iterator[list[_Copy]]:
     """Group the pieces into the turns of a thread."""
-    turn: list[_Copy] = []
+    batch: list[_Copy] = []
     size = 0
     for row in rows:
         for piece in _pieces(*row):
-            turn.append(piece)
+            batch.append(piece)
             size += piece[2]
-            if size >= _TURN or len(turn) == _MANY:
-                yield turn
-                turn, size = [], 0
-    if turn:
-        yield turn
+            if size >= _BATCH_BYTES or len(batch) == _BATCH_TENSORS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _pieces(tensor: torch.Tensor, at: int) -> Iterator[_Copy]:
@@ -300,7 +301,7 @@ def _frozen_in(state: object, depth: int = 0) -> Iterator[torch.Tensor]:
 
 def late_tensors(state: object, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     """Indices of the `tensors` that only a step of the optimizers in `state` changes."""
-    governed = {_memory(t) for optimizer in optimizers_in(state) for t in _governed(optimizer)}
+    governed = {_memory(t) for optimizer in optimizers_in(state) for t in _tensors_of(optimizer)}
     if not governed:
         return frozenset()
     governed |= {_memory(t) for t in _frozen_in(state)}
@@ -308,7 +309,7 @@ def late_tensors(state: object, tensors: Sequence[torch.Tensor]) -> frozenset[in
     return frozenset(i for i, t in enumerate(tensors) if not t.is_inference() and _memory(t) in governed)
 
 
-def _governed(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
     for values in optimizer.state.values():
@@ -355,12 +356,12 @@ class OptimizerGate:
         self._hooks.clear()
 
 
-def _hook(gates: weakref.ref[OptimizerGate]) -> Any:
+def _hook(gate: weakref.ref[OptimizerGate]) -> Any:
     pid = os.getpid()
 
     def before_step(*_: object) -> None:
         if (
-            os.getpid() == pid and (found := gates()) is not None
+            os.getpid() == pid and (found := gate()) is not None
         ):  # a forked child has its own memory, and no thread that copies
             found.pass_all()
 

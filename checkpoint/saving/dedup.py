@@ -76,49 +76,49 @@ def load(
     known = KnownChunks()
     if not bases:
         return known
-    going = repository.pending_deletes(store)
+    pending = repository.pending_deletes(store)
     for base in bases:
         at = base.of(run)
-        if (at.run, at.timeline, at.step) in going:
+        if (at.run, at.timeline, at.step) in pending:
             _log.info("step %d of run %s is being collected and is not used as a base", at.step, at.run)
             continue
         try:
-            if _is_step(store, at.run, base):
+            if _is_committed(store, at.run, base):
                 _add(fetch.manifests_like(store, at.run, base, rank, world_size, replicas), known)
                 known.bases.append(base)
         except (NotFoundError, CorruptionError, UnsupportedError) as error:
             _log.warning("step %d cannot serve as a base, everything is written anew: %s", base.step, error)
-    _forget_nearly_dead(store, run, known)
+    _drop_sparse_packs(store, run, known)
     return known
 
 
-def _forget_nearly_dead(store: Store, run: str, known: KnownChunks) -> None:
+def _drop_sparse_packs(store: Store, run: str, known: KnownChunks) -> None:
     own = {base.attempt for base in known.bases}
     needed: dict[PackName, int] = defaultdict(int)
     for stored in known.chunks.values():
         if stored.pack.attempt not in own:
             needed[stored.pack] += stored.chunk.stored
-    little = {pack for pack, size in needed.items() if is_little(size, PACK_BYTES)}
-    little = {pack for pack in little if is_little(needed[pack], _size(store, pack.key))}
-    if not little:
+    sparse = {pack for pack, size in needed.items() if is_sparse(size, PACK_BYTES)}
+    sparse = {pack for pack in sparse if is_sparse(needed[pack], _size(store, pack.key))}
+    if not sparse:
         return
-    living = {
+    live_attempts = {
         attempt for each in {run, *(base.run or run for base in known.bases)} for attempt in _attempts(store, each)
     }
-    going = {pack for pack in little if pack.attempt not in living}
+    pending = {pack for pack in sparse if pack.attempt not in live_attempts}
     known.chunks = {
         name: stored
         for name, stored in known.chunks.items()
-        if stored.pack not in going and stored.whole.pack not in going
+        if stored.pack not in pending and stored.whole.pack not in pending
     }
     known.shards = {
         shard: chunks
         for shard, chunks in known.shards.items()
-        if not any(stored.pack in going or stored.whole.pack in going for stored in chunks)
+        if not any(stored.pack in pending or stored.whole.pack in pending for stored in chunks)
     }
 
 
-def is_little(needed: int, size: int) -> bool:
+def is_sparse(needed: int, size: int) -> bool:
     """Whether a pack of `size` bytes is too large to be kept for `needed` of them."""
     return needed * LEAST_SHARE < size
 
@@ -136,13 +136,13 @@ def _attempts(store: Store, run: str) -> set[str]:
     return {key.attempt for key in keys if key is not None and key.kind == "manifest"}
 
 
-def _is_step(store: Store, run: str, base: Base) -> bool:
+def _is_committed(store: Store, run: str, base: Base) -> bool:
     found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
     return found is not None and not found.tombstone and found.attempt == base.attempt
 
 
-def _add(given: Sequence[Manifest], known: KnownChunks) -> None:
-    for manifest in given:
+def _add(manifests: Sequence[Manifest], known: KnownChunks) -> None:
+    for manifest in manifests:
         stored = [Stored(manifest.packs[chunk.pack], chunk) for chunk in manifest.chunks]
         for chunk, on in manifest.links:
             stored[chunk] = Stored(stored[chunk].pack, stored[chunk].chunk, stored[on])
@@ -154,9 +154,6 @@ def _add(given: Sequence[Manifest], known: KnownChunks) -> None:
                 known.shards.setdefault(shard_of(manifest.rank, tensor), own)
 
 
-_log = get_logger(__name__)
-
-
 class DeltaBases:
     """The base chunk of each piece, by piece number, for pieces that may be stored as differences."""
 
@@ -164,6 +161,7 @@ class DeltaBases:
         self,
         store: Store,
         known: KnownChunks,
+        *,
         rank: int,
         specs: Sequence[TensorSpec],
         spans: Sequence[Sequence[PieceSpan]],

@@ -29,9 +29,9 @@ from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.sidecar.client import SaveMeter, Sidecar, StagedJob
 from headrace.dataio.store.base import Store
 
-ROOM_SECONDS = 600.0
+QUEUE_SECONDS = 600.0
 """Seconds that a save waits for room in the daemon before this process commits it."""
-CARRY_SECONDS = 6 * 3600.0
+COMMIT_SECONDS = 6 * 3600.0
 """Seconds that the client waits for the daemon to finish one save."""
 RETURN_SECONDS = 20.0
 """Seconds that the client waits for a lost daemon to return before it saves in this process."""
@@ -45,17 +45,17 @@ _plan_built = declare("trainer.plan-built", "the arena is full, the plan is buil
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagedSave:
     """A staged save.
 
     - `arena_fd`: -1 for a state in slices, which only this process can save.
     - `give_back`, `abandon`: release the arena.
     - `handed_over`: called with "sidecar" or "process".
-    - `through`: wraps the store when this process saves.
-    - `gone`: reports ranks that have ended. It is used only without a daemon, because a daemon stores the parts of
+    - `through`: wraps the store when this process saves; None to use it as it is.
+    - `failed_ranks`: reports ranks that have ended. It is used only without a daemon, because a daemon stores the parts of
       ended ranks.
-    - `silent`: reports ranks on a lost node; None if that cannot be observed.
+    - `silent_ranks`: reports ranks on a lost node; None if that cannot be observed.
     """
 
     plan: PutPlan
@@ -65,18 +65,18 @@ class StagedSave:
     abandon: Callable[[], None]
     handed_over: Callable[[str], None]
     urgent: bool = False
-    through: Callable[[Store], Store] = lambda store: store
-    gone: commit.Gone = commit.none_known
-    silent: commit.Gone | None = None
+    through: Callable[[Store], Store] | None = None
+    failed_ranks: commit.FailedRanks = commit.no_failed_ranks
+    silent_ranks: commit.FailedRanks | None = None
 
 
 class SaveExecutor:
     """Runs every save of one `Checkpointer`, in the sidecar or in this process."""
 
     def __init__(
-        self, store: Store, sidecar: str | os.PathLike[str] | None, meter: SaveMeter, clock: Clock = SYSTEM_CLOCK
+        self, store: Store, sidecar: str | os.PathLike[str] | None, *, meter: SaveMeter, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        self._store, self._wanted, self._meter, self._clock = store, sidecar, meter, clock
+        self._store, self._sidecar_name, self._meter, self._clock = store, sidecar, meter, clock
         self._sidecar: Sidecar | None = None
         self._lock = threading.Lock()
 
@@ -86,10 +86,10 @@ class SaveExecutor:
         save.handed_over("process" if staged is None else "sidecar")
         try:
             if sidecar is None or staged is None:
-                return self._here(save, shared=sidecar is not None)
-            return self._there(save, sidecar, staged)
+                return self._commit_in_process(save, shared=sidecar is not None)
+            return self._commit_in_sidecar(save, sidecar, staged)
         except TransientError as error:
-            return self._look_again(save.plan, error)
+            return self._result_or_raise(save.plan, error)
 
     def close(self) -> None:
         """Close the connection to the sidecar; its jobs continue."""
@@ -103,7 +103,7 @@ class SaveExecutor:
 
         Without a job this process saves; a sidecar that is returned then may be saving as well.
         """
-        if self._wanted is None:
+        if self._sidecar_name is None:
             return None, None
         if save.arena_fd < 0:
             warn_once(_log, "the state comes in slices, which the sidecar does not take: saving inside this process")
@@ -121,19 +121,19 @@ class SaveExecutor:
             return sidecar, _stage(sidecar, save)
         except HeadraceError as error:
             warn_once(_log, f"the sidecar did not take the save over, saving inside this process: {error}")
-            unsure = sidecar.broken or isinstance(error, DeadlineError)
+            may_have_started = sidecar.broken or isinstance(error, DeadlineError)
             self.close()
-            return (sidecar if unsure else None), None
+            return (sidecar if may_have_started else None), None
 
     def _find(self) -> Sidecar | None:
         with self._lock:
             if self._sidecar is None or self._sidecar.broken:
-                self._sidecar = Sidecar.find(self._wanted)
+                self._sidecar = Sidecar.find(self._sidecar_name)
                 if self._sidecar is not None:
                     self._sidecar.reporting = self._meter.report
             return self._sidecar
 
-    def _here(self, save: StagedSave, *, shared: bool) -> dict[str, object]:
+    def _commit_in_process(self, save: StagedSave, *, shared: bool) -> dict[str, object]:
         """Commit in this process.
 
         `shared`: a sidecar may also be reading the arena and may commit the same attempt.
@@ -147,61 +147,71 @@ class SaveExecutor:
                 release()
 
         try:
-            with node_tier(self._wanted) as tier:
-                plan, shelf = plans.encode(save.plan), tier.shelf
-                store = save.through(self._store)
-                gone = commit.none_known if shared else save.gone
-                return commit_staged(save.view(), plan, emit, store=store, shelf=shelf, gone=gone, clock=self._clock)
+            with contextlib.ExitStack() as stack:
+                local_tier = None
+                if self._sidecar_name is not None:
+                    local_tier = stack.enter_context(node_tier(self._sidecar_name)).local_tier
+                store = self._store if save.through is None else save.through(self._store)
+                failed_ranks = commit.no_failed_ranks if shared else save.failed_ranks
+                return commit_staged(
+                    save.view(),
+                    save.plan,
+                    emit,
+                    store=store,
+                    local_tier=local_tier,
+                    failed_ranks=failed_ranks,
+                    clock=self._clock,
+                )
         finally:
             if not done:
                 release()
 
-    def _there(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
+    def _commit_in_sidecar(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
         """Wait for the daemon's job, across restarts of the daemon.
 
         If the daemon does not return, save in this process.
         """
         with self._watching(save):
-            return self._followed(save, sidecar, staged)
+            return self._follow(save, sidecar, staged)
 
-    def _followed(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
-        held = _ArenaOwner(save)
+    def _follow(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
+        owner = _ArenaOwner(save)
         for _ in range(ROUNDS):
             try:
-                staged.wait_released(CARRY_SECONDS)
-                held.give_back()
-                return staged.result(CARRY_SECONDS)
+                staged.wait_released(COMMIT_SECONDS)
+                owner.give_back()
+                return staged.result(COMMIT_SECONDS)
             except BaseException as error:
                 if not isinstance(error, TransientError) or not sidecar.broken:
-                    held.abandon()
+                    owner.abandon()
                     raise
-                found = self._found_again(save, staged.token, error, held.given)
+                found = self._reconnect(save, staged.token, error, owner.released)
             if isinstance(found, dict):
-                held.abandon()
+                owner.abandon()
                 return found
             if found is None:
                 break
             sidecar, staged = found
-        if held.given:
+        if owner.released:
             raise _without_daemon(save.plan)
-        return self._here(save, shared=True)
+        return self._commit_in_process(save, shared=True)
 
     @contextlib.contextmanager
     def _watching(self, save: StagedSave) -> Iterator[None]:
         """Abort the attempt when the node of a missing rank is lost, which no daemon reports."""
-        if save.silent is None:
+        if save.silent_ranks is None:
             yield
             return
-        over, arguments = threading.Event(), (self._store, attempt_of(save.plan), save.silent)
-        watcher = threading.Thread(target=_watch, args=(over, *arguments), name=f"headrace-nodes-{save.plan.step}")
+        stopped, arguments = threading.Event(), (self._store, attempt_of(save.plan), save.silent_ranks)
+        watcher = threading.Thread(target=_watch, args=(stopped, *arguments), name=f"headrace-nodes-{save.plan.step}")
         watcher.start()
         try:
             yield
         finally:
-            over.set()
+            stopped.set()
             watcher.join()
 
-    def _found_again(
+    def _reconnect(
         self, save: StagedSave, token: str, error: TransientError, released: bool
     ) -> tuple[Sidecar, StagedJob] | dict[str, object] | None:
         """Find the job again after the connection broke.
@@ -211,9 +221,9 @@ class SaveExecutor:
         """
         until = self._clock.monotonic() + (GRACE_SECONDS if released else RETURN_SECONDS)
         while True:
-            if (result := self._committed(save.plan)) is not None:
+            if (result := self._try_find_result(save.plan)) is not None:
                 return result
-            if (back := self._back(save, token, released)) is not None:
+            if (back := self._find_job(save, token, released)) is not None:
                 return back
             if self._clock.monotonic() >= until:
                 if released:
@@ -221,7 +231,7 @@ class SaveExecutor:
                 return None
             self._clock.sleep(_POLL)
 
-    def _back(self, save: StagedSave, token: str, released: bool) -> tuple[Sidecar, StagedJob] | None:
+    def _find_job(self, save: StagedSave, token: str, released: bool) -> tuple[Sidecar, StagedJob] | None:
         """The job at a daemon that has returned.
 
         It is staged again if the daemon does not know it and the arena is not released.
@@ -242,10 +252,10 @@ class SaveExecutor:
             _log.warning("step %d could not be staged again: %s", save.plan.step, error)
             return None
 
-    def _look_again(self, plan: PutPlan, error: TransientError) -> dict[str, object]:
+    def _result_or_raise(self, plan: PutPlan, error: TransientError) -> dict[str, object]:
         """Return the save's result if it was committed despite the error; else raise the error."""
         try:
-            found = self._recognised(plan)
+            found = self._find_result(plan)
         except HeadraceError as second:
             _log.warning("whether step %d was committed cannot be seen either: %s", plan.step, second)
             raise error from second
@@ -253,13 +263,13 @@ class SaveExecutor:
             raise error
         return found
 
-    def _committed(self, plan: PutPlan) -> dict[str, object] | None:
-        """As `_recognised`, but None if the store is unreachable."""
+    def _try_find_result(self, plan: PutPlan) -> dict[str, object] | None:
+        """As `_find_result`, but None if the store is unreachable."""
         with contextlib.suppress(TransientError):
-            return self._recognised(plan)
+            return self._find_result(plan)
         return None
 
-    def _recognised(self, plan: PutPlan) -> dict[str, object] | None:
+    def _find_result(self, plan: PutPlan) -> dict[str, object] | None:
         attempt = attempt_of(plan)
         found = commit.recognise(self._store, attempt)
         if found is None or found.tombstone or found.attempt != plan.attempt:
@@ -271,16 +281,16 @@ class _ArenaOwner:
     """Gives the arena of a save back, or abandons it, once."""
 
     def __init__(self, save: StagedSave) -> None:
-        self._staged_save, self.given = save, False
+        self._staged_save, self.released = save, False
 
     def give_back(self) -> None:
-        if not self.given:
-            self.given = True
+        if not self.released:
+            self.released = True
             self._staged_save.give_back()
 
     def abandon(self) -> None:
-        if not self.given:
-            self.given = True
+        if not self.released:
+            self.released = True
             self._staged_save.abandon()
 
 
@@ -289,11 +299,11 @@ def attempt_of(plan: PutPlan) -> Attempt:
     return Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
 
 
-def _watch(over: threading.Event, store: Store, attempt: Attempt, silent: commit.Gone) -> None:
-    while not over.wait(_WATCH_SECONDS):
-        if silent(range(attempt.world_size)):
+def _watch(stopped: threading.Event, store: Store, attempt: Attempt, silent_ranks: commit.FailedRanks) -> None:
+    while not stopped.wait(_WATCH_SECONDS):
+        if silent_ranks(range(attempt.world_size)):
             with contextlib.suppress(HeadraceError):  # the store is unreachable: the next round tries again
-                commit.abort_without(store, attempt, silent)
+                commit.abort_without(store, attempt, silent_ranks)
 
 
 def _stage(sidecar: Sidecar, save: StagedSave) -> StagedJob:
@@ -305,7 +315,7 @@ def _stage(sidecar: Sidecar, save: StagedSave) -> StagedJob:
         plan=plan,
         about=_about(save.plan),
         urgent=save.urgent,
-        wait=ROOM_SECONDS,
+        wait=QUEUE_SECONDS,
     )
 
 

@@ -221,15 +221,15 @@ class ProgressFile:
 
 
 class RecordingStore(Wrapper):
-    """Wraps `inner` and records uploads and packs in `book`."""
+    """Wraps `inner` and records uploads and packs in `progress`."""
 
-    def __init__(self, inner: Store, book: ProgressFile) -> None:
+    def __init__(self, inner: Store, progress: ProgressFile) -> None:
         super().__init__(inner)
-        self._book = book
+        self._progress = progress
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
-        size = self.inner.put_logged(key, parts, self._book)
-        self._book.ended(key, size)
+        size = self.inner.put_logged(key, parts, self._progress)
+        self._progress.ended(key, size)
         return size
 
 

@@ -60,7 +60,7 @@ class SlicedState:
     """
 
     def __init__(
-        self, arena: Arena, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], layout: Layout
+        self, arena: Arena, tensors: Sequence[torch.Tensor], *, specs: Sequence[TensorSpec], layout: Layout
     ) -> None:
         self.wait_seconds = 0.0
         self._arena, self._total = arena, layout.total

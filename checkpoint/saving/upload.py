@@ -35,7 +35,7 @@ from headrace.dataio.store.base import Store
 _THREADS = 2
 _AHEAD = 8
 """Chunks hashed ahead of the upload."""
-_ON_THEIR_WAY = 32 * MIB
+_IN_FLIGHT_BYTES = 32 * MIB
 """Bytes that the store may still be reading when it asks for more.
 
 They are compared later, or when the pack is stored.
@@ -89,50 +89,61 @@ class Tables:
             self.links.append((self.number[entry.digest], self.number[base.chunk.digest]))
 
 
-def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], store: Store, book: ProgressFile) -> Stored:
+def upload(
+    arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], store: Store, progress: ProgressFile
+) -> Stored:
     """Hash every piece of the arena and store the new chunks."""
     specs = [tensor.spec() for tensor in plan.tensors]
-    place = chunking.lay_out(specs)
-    pieces, spans = chunking.cut_all(specs, place)
-    taken = compression.UploadSpeed(plan.upload_hint)
+    layout = chunking.lay_out(specs)
+    pieces, spans = chunking.cut_all(specs, layout)
     known = dedup.load(store, plan.run, plan.bases, rank=plan.rank, world_size=plan.world_size, replicas=plan.replicas)
-    bases = DeltaBases(store, known, plan.rank, specs, spans) if plan.compression == "delta" else None
-    choice = compression.CodecChooser(plan.compression, specs, place, spans, taken, _THREADS, bases)
+    bases = DeltaBases(store, known, rank=plan.rank, specs=specs, spans=spans) if plan.compression == "delta" else None
+    upload_speed, codecs = None, None
+    if plan.compression != "none":
+        upload_speed = compression.UploadSpeed(plan.upload_hint)
+        codecs = compression.CodecChooser(
+            plan.compression,
+            specs=specs,
+            layout=layout,
+            spans=spans,
+            upload=upload_speed,
+            threads=_THREADS,
+            bases=bases,
+        )
     tables, digests = Tables(), list[bytes]()
-    add_stored(known, book.stored(store, plan))
+    add_stored(known, progress.stored(store, plan))
     total = sum(piece.length for piece in pieces)
 
     def new_chunks() -> Iterator[pack.NewChunk]:
-        done = said = 0
-        for piece, (chunk, base, seen) in zip(pieces, _hashed(pool, arena, pieces, known, choice), strict=True):
+        done = reported = 0
+        for piece, (chunk, base, fingerprint) in zip(pieces, _hashed(pool, arena, pieces, known, codecs), strict=True):
             digests.append(chunk.digest)
             if base is not None and chunk.digest not in tables.number:
                 tables.references[chunk.digest] = base
             for new in _if_new(chunk, known, tables):
-                same.sent(piece, seen)
+                check.sent(piece, fingerprint)
                 yield new
             done += chunk.raw
-            if done == total or done - said >= max(total // 100, 4 * MIB):
-                said = done
+            if done == total or done - reported >= max(total // 100, 4 * MIB):
+                reported = done
                 emit(Progress(done, total))
 
     def packed(nth: int, entry: pack.Entry) -> None:
-        name = book.name(plan, nth)
+        name = progress.name(plan, nth)
         tables.add(name, entry)
         tables.written += entry.stored
-        book.packing(name, entry)
+        progress.packing(name, entry)
         _in_pack()
 
     def key_of(nth: int) -> str:
-        return book.name(plan, nth).key
+        return progress.name(plan, nth).key
 
-    with ThreadPoolExecutor(
-        _THREADS, thread_name_prefix="headrace-hash"
-    ) as pool:  # ends with this call, however it ends
-        same = _ArenaCheck(arena, pool, plan.step)
-        for nth, _ in enumerate(pack.write_all(store, key_of, new_chunks(), packed, taken.took)):
-            same.require()
-            book.checked(key_of(nth))
+    took = upload_speed.took if upload_speed is not None else None
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="headrace-hash") as pool:
+        check = _ArenaCheck(arena, pool, plan.step)
+        for nth, _ in enumerate(pack.write_all(store, key_of, new_chunks(), packed, took)):
+            check.require()
+            progress.checked(key_of(nth))
             _first_pack()
     return Stored(specs, spans, tables, digests, known)
 
@@ -149,18 +160,18 @@ class _ArenaCheck:
         self._arena, self._pool, self._step = arena if isinstance(arena, memoryview) else None, pool, step
         self._waiting: deque[tuple[chunking.Piece, int]] = deque()
         self._bytes = 0
-        self._looks: deque[Future[None]] = deque()
+        self._checks: deque[Future[None]] = deque()
 
-    def sent(self, piece: chunking.Piece, seen: int) -> None:
-        """Record that this piece is sent next; `seen` is its fingerprint."""
+    def sent(self, piece: chunking.Piece, fingerprint: int) -> None:
+        """Record that this piece is sent next; `fingerprint` is its fingerprint."""
         if self._arena is None:
             return
-        self._waiting.append((piece, seen))
+        self._waiting.append((piece, fingerprint))
         self._bytes += piece.length
-        while self._bytes > _ON_THEIR_WAY:
-            self._look()
-        while len(self._looks) > _AHEAD:
-            self._looks.popleft().result()
+        while self._bytes > _IN_FLIGHT_BYTES:
+            self._submit()
+        while len(self._checks) > _AHEAD:
+            self._checks.popleft().result()
 
     def require(self) -> None:
         """Check all pieces that were sent; raise `CorruptionError` if one has changed.
@@ -168,18 +179,18 @@ class _ArenaCheck:
         The store must have all of them.
         """
         while self._waiting:
-            self._look()
-        while self._looks:
-            self._looks.popleft().result()
+            self._submit()
+        while self._checks:
+            self._checks.popleft().result()
 
-    def _look(self) -> None:
-        piece, seen = self._waiting.popleft()
+    def _submit(self) -> None:
+        piece, fingerprint = self._waiting.popleft()
         self._bytes -= piece.length
-        self._looks.append(self._pool.submit(self._compare, piece, seen))
+        self._checks.append(self._pool.submit(self._compare, piece, fingerprint))
 
-    def _compare(self, piece: chunking.Piece, seen: int) -> None:
+    def _compare(self, piece: chunking.Piece, fingerprint: int) -> None:
         assert self._arena is not None
-        if _fingerprint(self._arena[piece.at : piece.at + piece.length]) != seen:
+        if _fingerprint(self._arena[piece.at : piece.at + piece.length]) != fingerprint:
             raise CorruptionError(
                 f"step {self._step} is not saved: its staged copy was changed while it was stored, within {piece.length} bytes "
                 f"from {piece.at} on",
@@ -208,24 +219,26 @@ def _hashed(
     arena: ArenaBytes,
     pieces: Sequence[chunking.Piece],
     known: dedup.KnownChunks,
-    choice: compression.CodecChooser,
+    codecs: compression.CodecChooser | None,
 ) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None, int]]:
     """Yield each piece as a chunk, in order, with the base of a difference and the fingerprint for `_ArenaCheck`.
 
-    Threads hash the pieces a few chunks ahead, and compress those that are new.
+    Threads hash the pieces a few chunks ahead, and compress those that are new. Without `codecs`, chunks are stored raw.
     """
 
     def work(numbered: tuple[int, chunking.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None, int]:
         number, piece = numbered
         payload = arena[piece.at : piece.at + piece.length]
-        seen = (
+        fingerprint = (
             _fingerprint(payload) if isinstance(arena, memoryview) else 0
         )  # first, so that every later change is detected
         name = digest(payload)
         if name in known.chunks:
-            return pack.NewChunk(name, payload, piece.length), None, seen
-        made = choice.pack(number, payload)
-        return pack.NewChunk(name, made.stored, piece.length, made.kind), made.base, seen
+            return pack.NewChunk(name, payload, piece.length), None, fingerprint
+        if codecs is None:
+            return pack.NewChunk(name, payload, piece.length), None, fingerprint
+        made = codecs.pack(number, payload)
+        return pack.NewChunk(name, made.stored, piece.length, made.kind), made.base, fingerprint
 
     return in_order(pool, work, enumerate(pieces), _AHEAD)
 

@@ -48,45 +48,45 @@ class Builder:
 
     def __init__(self, saved: Saved, plan: Fit) -> None:
         self._saved, self._plan = saved, plan
-        self._made: dict[str, Any] = {}
+        self._built: dict[str, Any] = {}
         self._bytes = 0
 
     def meta(self, name: str) -> tuple[str, tuple[int, ...]]:
         """(dtype, shape) of a saved tensor."""
         if name not in self._saved:
-            raise CorruptionError(f"the checkpoint names tensor {name!r:.200} and does not hold it")
+            raise CorruptionError(f"the checkpoint refers to tensor {name!r:.200}, which it does not hold")
         return self._saved[name]
 
-    def value(self, there: object, path: str) -> object:
+    def value(self, node: object, path: str) -> object:
         """The saved value itself."""
-        if isinstance(there, TensorRef):
-            return self.tensor(there.name)
-        if isinstance(there, ViewRef):
-            return self.view(there)
-        if isinstance(there, (MetaNode, PartsNode, StatefulNode, ValueNode)):
-            return self._odd(there, path)
-        if isinstance(there, dict):
-            built = type(there)()
-            built.update({k: self.value(v, join(path, k)) for k, v in there.items()})
+        if isinstance(node, TensorRef):
+            return self.tensor(node.name)
+        if isinstance(node, ViewRef):
+            return self.view(node)
+        if isinstance(node, (MetaNode, PartsNode, StatefulNode, ValueNode)):
+            return self._special(node, path)
+        if isinstance(node, dict):
+            built = type(node)()
+            built.update({k: self.value(v, join(path, k)) for k, v in node.items()})
             return built
-        if isinstance(there, (list, tuple)):
-            return type(there)(self.value(v, join(path, i)) for i, v in enumerate(there))
-        return there
+        if isinstance(node, (list, tuple)):
+            return type(node)(self.value(v, join(path, i)) for i, v in enumerate(node))
+        return node
 
     def tensor(self, name: str, model: Any = None) -> Any:
         """A new tensor, to be read later; placed like `model` if given."""
-        if name not in self._made:
+        if name not in self._built:
             dtype, shape = self.meta(name)
             if model is None:
                 self._count(math.prod(shape) * chunking.ITEM_BYTES.get(dtype, 1))
-            self._made[name] = tensors.empty_like(dtype, shape, model)
-            self._plan.fresh.append((name, self._made[name]))
-        return self._made[name]
+            self._built[name] = tensors.empty_like(dtype, shape, model)
+            self._plan.fresh.append((name, self._built[name]))
+        return self._built[name]
 
     def _count(self, size: int) -> None:
         before, self._bytes = self._bytes, self._bytes + size
         if before // CHECKED_BYTES != self._bytes // CHECKED_BYTES:
-            check_memory(self._bytes, "what the checkpoint holds and the state has no place for yet")
+            check_memory(self._bytes, "values of the checkpoint that the state does not hold yet")
 
     def view(self, ref: ViewRef) -> Any:
         """A view of bytes that are read later."""
@@ -95,7 +95,7 @@ class Builder:
         last = sum((n - 1) * step for n, step in zip(ref.shape, ref.stride, strict=False))
         sound = size and dtype == "uint8" and len(shape) == 1 and len(ref.shape) == len(ref.stride)
         if not sound or 0 in ref.shape or ref.offset % size or ref.offset + (last + 1) * size > shape[0]:
-            raise CorruptionError(f"the checkpoint holds a view of tensor {ref.name!r:.200} that reaches out of it")
+            raise CorruptionError(f"the checkpoint holds a view that reaches outside tensor {ref.name!r:.200}")
         return tensors.view_of(self.tensor(ref.name), ref.dtype, ref.shape, ref.stride, ref.offset)
 
     def assembled(self, node: PartsNode, path: str) -> Any:
@@ -106,18 +106,18 @@ class Builder:
             self._plan.checks.append(lambda: tensors.check_parts(parts, path))
         return made
 
-    def _odd(self, there: object, path: str) -> Any:
-        if isinstance(there, MetaNode):
-            return tensors.meta_tensor(there.dtype, there.shape)
-        if isinstance(there, ValueNode):
+    def _special(self, node: object, path: str) -> Any:
+        if isinstance(node, MetaNode):
+            return tensors.meta_tensor(node.dtype, node.shape)
+        if isinstance(node, ValueNode):
             try:
-                return values.decode(ValueNode(there.kind, there.about, self.value(there.value, path)))
+                return values.decode(ValueNode(node.kind, node.about, self.value(node.value, path)))
             except MismatchError as error:
                 self._plan.problems.append(f"{path}: {error}")
                 return None
-        made = self.assembled(there, path) if isinstance(there, PartsNode) else None
+        made = self.assembled(node, path) if isinstance(node, PartsNode) else None
         if made is None:
-            self._plan.problems.append(f"{path}: {called(there)} in the checkpoint, a plain value here")
+            self._plan.problems.append(f"{path}: {kind_name(node)} in the checkpoint, a plain value in the state")
         return made
 
 
@@ -132,16 +132,16 @@ def plain(node: object, path: str) -> object:
     return value
 
 
-def called(there: object) -> str:
+def kind_name(node: object) -> str:
     """A description of a saved value for error texts."""
-    if isinstance(there, (TensorRef, ViewRef)):
+    if isinstance(node, (TensorRef, ViewRef)):
         return "a tensor"
-    if isinstance(there, MetaNode):
+    if isinstance(node, MetaNode):
         return "a meta tensor"
-    if isinstance(there, PartsNode):
-        return f"a tensor of kind {there.kind}"
-    if isinstance(there, ValueNode):
-        return f"a value of type {there.kind}"
-    if isinstance(there, StatefulNode):
-        return f"the state of a {there.kind}" if there.kind != OTHER else "the state of an object"
-    return f"a {type(there).__name__}"
+    if isinstance(node, PartsNode):
+        return f"a tensor of kind {node.kind}"
+    if isinstance(node, ValueNode):
+        return f"a value of type {node.kind}"
+    if isinstance(node, StatefulNode):
+        return f"the state of a {node.kind}" if node.kind != OTHER else "the state of an object"
+    return f"a {type(node).__name__}"

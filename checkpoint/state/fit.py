@@ -13,7 +13,7 @@ to fit. An entry is selected if both are true:
 Objects that load their own state are restored as a whole. Modules, dicts and lists are restored entry by entry.
 
 Failure behaviour: `MismatchError` describes the entries that are missing, unexpected, or of another shape, type or kind.
-It names the first `_MOST_SAID` of them and counts the rest. `UsageError` is raised for more than `MOST` patterns, or for
+It names the first `_MAX_NAMED` of them and counts the rest. `UsageError` is raised for more than `MOST` patterns, or for
 a pattern that is not text.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from headrace.checkpoint.state import tensors, values
-from headrace.checkpoint.state.build import Builder, Fit, Saved, called
+from headrace.checkpoint.state.build import Builder, Fit, Saved, kind_name
 from headrace.checkpoint.state.flatten import is_stateful, state_of
 from headrace.checkpoint.state.tensors import MODULE, OPTIMIZER, LocalTensor
 from headrace.checkpoint.state.tree import (
@@ -43,29 +43,31 @@ from headrace.checkpoint.state.tree import (
 )
 from headrace.dataio.core.errors import MismatchError, UsageError
 
-_MOST_SAID = 8
+_MAX_NAMED = 8
 _SEQUENCES = ("namedtuple", "collections.deque")
 
 
 def fit(state: object, tree: object, saved: Saved, selection: Selection | None = None) -> Fit:
     """Compare the selected entries of `state` with a saved tree. Raises `MismatchError` if any entry does not fit."""
     if not isinstance(state, dict):
-        raise UsageError(f"the state is a {type(state).__name__}", hint="give the dict that was saved")
+        raise UsageError(
+            f"the state is a {type(state).__name__}", hint="give a dict with the keys of the dict that was saved"
+        )
     fitter = _Fitter(saved, selection or Selection())
     if isinstance(tree, dict):
         fitter.items(state, tree, "")
     else:
-        fitter.say("", "the checkpoint does not hold a dict")
+        fitter.report("", "the checkpoint does not hold a dict")
     if fitter.plan.problems:
         raise _mismatch(fitter.plan.problems)
     return fitter.plan
 
 
 def _mismatch(problems: list[str]) -> MismatchError:
-    more = f"; and {len(problems) - _MOST_SAID} more" if len(problems) > _MOST_SAID else ""
+    more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
     return MismatchError(
-        "the checkpoint does not fit the state: " + "; ".join(problems[:_MOST_SAID]) + more,
-        hint="nothing was changed; build the state as it was when it was saved, "
+        "the checkpoint does not fit the state: " + "; ".join(problems[:_MAX_NAMED]) + more,
+        hint="the state is unchanged; build it as it was when it was saved, "
         "or restore a part of it: include=, exclude=, strict=False",
     )
 
@@ -75,195 +77,209 @@ class _Fitter:
         self.plan, self._selection = Fit(), selection
         self._build = Builder(saved, self.plan)
 
-    def say(self, path: str, what: str) -> None:
+    def report(self, path: str, what: str) -> None:
         self.plan.problems.append(f"{path or 'the state'}: {what}")
 
-    def value(self, here: Any, there: object, path: str) -> object:
-        """The value that the parent is to hold. It is `here` itself if it is changed in place or not restored."""
-        if isinstance(here, dict) and isinstance(there, ValueNode) and isinstance(there.value, dict):
-            there = there.value if self._holds(here) or not self._selection.everything else there  # a defaultdict
-        if self._holds(here) or (isinstance(here, dict) and isinstance(there, dict) and not self._selection.everything):
-            return self._container(here, there, path)
-        if is_stateful(here) and tensors.kind_of(here) == MODULE:
-            self._module(here, there, path)
-            return here
+    def value(self, current: Any, saved: object, path: str) -> object:
+        """The value that the parent is to hold. It is `current` itself if it is changed in place or not restored."""
+        if isinstance(current, dict) and isinstance(saved, ValueNode) and isinstance(saved.value, dict):
+            saved = saved.value if self._holds(current) or not self._selection.everything else saved  # a defaultdict
+        if self._holds(current) or (
+            isinstance(current, dict) and isinstance(saved, dict) and not self._selection.everything
+        ):
+            return self._container(current, saved, path)
+        if is_stateful(current) and tensors.kind_of(current) == MODULE:
+            self._module(current, saved, path)
+            return current
         if not self._selection.takes(path):
-            return here
-        if isinstance(here, torch.Tensor):
-            self.tensor(here, there, path)
-            return here
-        if is_stateful(here):
-            self._stateful(here, there, path)
-            return here
-        return self._build.value(there, path)
+            return current
+        if isinstance(current, torch.Tensor):
+            self.tensor(current, saved, path)
+            return current
+        if is_stateful(current):
+            self._stateful(current, saved, path)
+            return current
+        return self._build.value(saved, path)
 
-    def _container(self, here: Any, there: object, path: str) -> object:
-        if isinstance(here, dict) and isinstance(there, dict):
-            return self.items(here, there, path)
-        if isinstance(here, (list, tuple)) and type(there) is (list if isinstance(here, list) else tuple):
-            return self.sequence(here, there, path)
-        if isinstance(there, ValueNode) and there.kind in _SEQUENCES and isinstance(here, (tuple, deque)):
-            return self._sequence_of(here, there, path)
+    def _container(self, current: Any, saved: object, path: str) -> object:
+        if isinstance(current, dict) and isinstance(saved, dict):
+            return self.items(current, saved, path)
+        if isinstance(current, (list, tuple)) and type(saved) is (list if isinstance(current, list) else tuple):
+            return self.sequence(current, saved, path)
+        if isinstance(saved, ValueNode) and saved.kind in _SEQUENCES and isinstance(current, (tuple, deque)):
+            return self._sequence_of(current, saved, path)
         if self._selection.takes(path):
-            self.say(path, f"a {type(here).__name__} here, {called(there)} in the checkpoint")
-        return here
+            self.report(path, f"a {type(current).__name__} in the state, {kind_name(saved)} in the checkpoint")
+        return current
 
-    def _sequence_of(self, here: Any, there: ValueNode, path: str) -> object:
+    def _sequence_of(self, current: Any, saved: ValueNode, path: str) -> object:
         """Fit a named tuple or deque."""
         try:
-            made = values.decode(there)  # its items are still nodes of the tree
+            made = values.decode(saved)  # its items are still nodes of the tree
         except MismatchError as error:
             if self._selection.takes(path):
-                self.say(path, str(error))
-            return here
-        if type(made) is type(here) and getattr(made, "maxlen", None) == getattr(here, "maxlen", None):
-            return self.sequence(here, made, path)
+                self.report(path, str(error))
+            return current
+        if type(made) is type(current) and getattr(made, "maxlen", None) == getattr(current, "maxlen", None):
+            return self.sequence(current, made, path)
         if self._selection.takes(path):
-            self.say(path, f"{_limited(here)} here, {_limited(made)} in the checkpoint")
-        return here
+            self.report(path, f"{_limited(current)} in the state, {_limited(made)} in the checkpoint")
+        return current
 
-    def tensor(self, here: Any, there: object, path: str) -> None:
-        if tensors.meta_shape(here) is not None:
-            self._bare(here, there, path)
-        elif isinstance(there, PartsNode):
-            self._parts(here, there, path)
-        elif isinstance(there, (TensorRef, ViewRef)) and tensors.parts_of(here, path) is None:
-            seen = tensors.describe(here, path)
-            was = self._build.meta(there.name) if isinstance(there, TensorRef) else (there.dtype, there.shape)
-            if self._alike(was, (seen.dtype, seen.shape), path):
-                self._dense(here, there, seen)
+    def tensor(self, current: Any, saved: object, path: str) -> None:
+        if tensors.meta_shape(current) is not None:
+            self._bare(current, saved, path)
+        elif isinstance(saved, PartsNode):
+            self._parts(current, saved, path)
+        elif isinstance(saved, (TensorRef, ViewRef)) and tensors.parts_of(current, path) is None:
+            seen = tensors.describe(current, path)
+            saved_meta = self._build.meta(saved.name) if isinstance(saved, TensorRef) else (saved.dtype, saved.shape)
+            if self._alike(saved_meta, (seen.dtype, seen.shape), path):
+                self._dense(current, saved, seen)
         else:
-            self.say(path, f"a tensor here, {called(there)} in the checkpoint")
+            self.report(path, f"a tensor in the state, {kind_name(saved)} in the checkpoint")
 
-    def _dense(self, here: Any, there: TensorRef | ViewRef, seen: LocalTensor) -> None:
-        if isinstance(there, TensorRef):
-            self.plan.in_place.append((there.name, here, seen))
+    def _dense(self, current: Any, saved: TensorRef | ViewRef, seen: LocalTensor) -> None:
+        if isinstance(saved, TensorRef):
+            self.plan.in_place.append((saved.name, current, seen))
         else:
-            view = self._build.view(there)
-            self.plan.late.append(lambda: tensors.assign(here, view))
+            view = self._build.view(saved)
+            self.plan.late.append(lambda: tensors.assign(current, view))
 
-    def _alike(self, was: tuple[str, tuple[int, ...]], now: tuple[str, tuple[int, ...]], path: str) -> bool:
-        if was[1] != now[1]:
-            self.say(path, f"shape {list(was[1])} in the checkpoint, {list(now[1])} here")
-        elif was[0] != now[0] and not self._selection.cast:
-            self.say(path, f"type {was[0]} in the checkpoint, {now[0]} here")
+    def _alike(
+        self, saved_meta: tuple[str, tuple[int, ...]], current_meta: tuple[str, tuple[int, ...]], path: str
+    ) -> bool:
+        if saved_meta[1] != current_meta[1]:
+            self.report(path, f"shape {list(saved_meta[1])} in the checkpoint, {list(current_meta[1])} in the state")
+        elif saved_meta[0] != current_meta[0] and not self._selection.cast:
+            self.report(path, f"type {saved_meta[0]} in the checkpoint, {current_meta[0]} in the state")
         else:
             return True
         return False
 
-    def _bare(self, here: Any, there: object, path: str) -> None:
-        now = tensors.meta_shape(here)
-        if not isinstance(there, MetaNode):
-            self.say(path, f"a tensor on the meta device here, {called(there)} in the checkpoint")
-        elif (there.dtype, there.shape) != now:
-            self.say(path, f"{there.dtype}{list(there.shape)} in the checkpoint, {now} here, both without bytes")
+    def _bare(self, current: Any, saved: object, path: str) -> None:
+        current_meta = tensors.meta_shape(current)
+        if not isinstance(saved, MetaNode):
+            self.report(path, f"a tensor on the meta device in the state, {kind_name(saved)} in the checkpoint")
+        elif (saved.dtype, saved.shape) != current_meta:
+            self.report(
+                path,
+                f"{saved.dtype}{list(saved.shape)} in the checkpoint, {current_meta} in the state; both have no bytes",
+            )
 
-    def _parts(self, here: Any, there: PartsNode, path: str) -> None:
-        mine = tensors.parts_of(here, path)
-        if mine is None or mine.kind != there.kind or _shape(mine.values) != _shape(there.values):
-            self.say(path, f"{mine.kind if mine else 'a dense tensor'} here, {called(there)} in the checkpoint")
-        elif mine.kind.startswith("wrapper:"):
-            for name, part in self._common(mine.tensors, there.parts, path):
-                self.tensor(part, there.parts[name], join(path, name))
+    def _parts(self, current: Any, saved: PartsNode, path: str) -> None:
+        parts = tensors.parts_of(current, path)
+        if parts is None or parts.kind != saved.kind or _shape(parts.values) != _shape(saved.values):
+            self.report(
+                path, f"{parts.kind if parts else 'a dense tensor'} in the state, {kind_name(saved)} in the checkpoint"
+            )
+        elif parts.kind.startswith("wrapper:"):
+            for name, part in self._common(parts.tensors, saved.parts, path):
+                self.tensor(part, saved.parts[name], join(path, name))
         else:
-            made = self._build.assembled(there, path)
-            self.plan.late.append(lambda: tensors.assign(here, made))
+            made = self._build.assembled(saved, path)
+            self.plan.late.append(lambda: tensors.assign(current, made))
 
-    def _stateful(self, here: Any, there: object, path: str) -> None:
-        kind, inner = tensors.kind_of(here), tensors.unwrap(here)
-        if not isinstance(there, StatefulNode) or there.kind == MODULE:
-            self.say(path, f"a {type(inner).__name__} here, {called(there)} in the checkpoint")
+    def _stateful(self, current: Any, saved: object, path: str) -> None:
+        kind, inner = tensors.kind_of(current), tensors.unwrap(current)
+        if not isinstance(saved, StatefulNode) or saved.kind == MODULE:
+            self.report(path, f"a {type(inner).__name__} in the state, {kind_name(saved)} in the checkpoint")
             return
         if kind == OPTIMIZER:
-            state = self._optimizer(inner, there.state, path)
+            state = self._optimizer(inner, saved.state, path)
         else:
-            state = self._build.value(there.state, path)
+            state = self._build.value(saved.state, path)
         self.plan.early.append(lambda: tensors.load_state(kind, inner, state))
 
-    def _module(self, given: Any, there: object, path: str) -> None:
+    def _module(self, given: Any, saved: object, path: str) -> None:
         module = tensors.unwrap(given)
-        here = state_of(module, path)
-        if not isinstance(there, StatefulNode) or there.kind != MODULE:
+        current = state_of(module, path)
+        if not isinstance(saved, StatefulNode) or saved.kind != MODULE:
             if self._selection.takes(path):
-                self.say(path, f"a {type(module).__name__} here, {called(there)} in the checkpoint")
-        elif not isinstance(here, dict) or not isinstance(there.state, dict):
-            self.say(path, "its state is not a dict")
+                self.report(path, f"a {type(module).__name__} in the state, {kind_name(saved)} in the checkpoint")
+        elif not isinstance(current, dict) or not isinstance(saved.state, dict):
+            self.report(path, "its state is not a dict")
         else:
-            new = {k: self.value(v, there.state[k], join(path, k)) for k, v in self._common(here, there.state, path)}
+            new = {k: self.value(v, saved.state[k], join(path, k)) for k, v in self._common(current, saved.state, path)}
             if new:
-                loaded = OrderedDict((key, new.get(key, value)) for key, value in here.items())
+                loaded = OrderedDict((key, new.get(key, value)) for key, value in current.items())
                 self.plan.late.append(lambda: tensors.load_state(MODULE, module, loaded))
 
-    def _optimizer(self, optimizer: Any, there: Any, path: str) -> object:
+    def _optimizer(self, optimizer: Any, saved: Any, path: str) -> object:
         """The saved state, with each tensor placed like its parameter."""
-        here: Any = state_of(optimizer, path)
+        current: Any = state_of(optimizer, path)
         try:
-            sizes = [[len(group["params"]) for group in state["param_groups"]] for state in (here, there)]
-            numbers = [number for group in there["param_groups"] for number in group["params"]]
-            entries = dict(there["state"])
+            sizes = [[len(group["params"]) for group in state["param_groups"]] for state in (current, saved)]
+            numbers = [number for group in saved["param_groups"] for number in group["params"]]
+            entries = dict(saved["state"])
         except (TypeError, KeyError, AttributeError):
-            return self._build.value(there, path)  # not PyTorch's format: its own load_state_dict checks it
+            return self._build.value(saved, path)  # not PyTorch's format: its own load_state_dict checks it
         if sizes[0] != sizes[1]:
-            self.say(join(path, "param_groups"), f"groups of {sizes[1]} parameters in the checkpoint, {sizes[0]} here")
+            self.report(
+                join(path, "param_groups"),
+                f"groups of {sizes[1]} parameters in the checkpoint, {sizes[0]} in the state",
+            )
             return None
         params = dict(zip(numbers, tensors.parameters_of(optimizer), strict=False))
         state = {
-            i: self._slots(entry, here["state"].get(i), params.get(i), join(f"{path}/state", i))
+            i: self._slots(entry, current["state"].get(i), params.get(i), join(f"{path}/state", i))
             for i, entry in entries.items()
         }
-        rest = {key: self._build.value(value, join(path, key)) for key, value in there.items() if key != "state"}
+        rest = {key: self._build.value(value, join(path, key)) for key, value in saved.items() if key != "state"}
         return {"state": state, **rest}
 
-    def _slots(self, there: Any, here: Any, param: Any, path: str) -> object:
-        if not isinstance(there, dict):
-            return self._build.value(there, path)
-        now = here if isinstance(here, dict) else {}
-        return {key: self._slot(value, now.get(key), param, join(path, key)) for key, value in there.items()}
+    def _slots(self, saved: Any, current: Any, param: Any, path: str) -> object:
+        if not isinstance(saved, dict):
+            return self._build.value(saved, path)
+        slots = current if isinstance(current, dict) else {}
+        return {key: self._slot(value, slots.get(key), param, join(path, key)) for key, value in saved.items()}
 
-    def _slot(self, there: object, here: Any, param: Any, path: str) -> object:
-        if not isinstance(there, TensorRef):
-            return self._build.value(there, path)
-        shape = self._build.meta(there.name)[1]
-        if isinstance(here, torch.Tensor):
-            was = tuple(here.shape)
-            if was != shape:
-                self.say(path, f"shape {list(shape)} in the checkpoint, {list(was)} here")
+    def _slot(self, saved: object, current: Any, param: Any, path: str) -> object:
+        if not isinstance(saved, TensorRef):
+            return self._build.value(saved, path)
+        shape = self._build.meta(saved.name)[1]
+        if isinstance(current, torch.Tensor):
+            current_shape = tuple(current.shape)
+            if current_shape != shape:
+                self.report(path, f"shape {list(shape)} in the checkpoint, {list(current_shape)} in the state")
                 return None
-        model = here if isinstance(here, torch.Tensor) else param
+        model = current if isinstance(current, torch.Tensor) else param
         fits = isinstance(model, torch.Tensor) and tuple(model.shape) == shape and shape != ()
-        return self._build.tensor(there.name, model if fits else None)
+        return self._build.tensor(saved.name, model if fits else None)
 
-    def items(self, here: dict[Any, Any], there: dict[Any, Any], path: str) -> object:
-        for key, value in self._common(here, there, path):
-            new = self.value(value, there[key], join(path, key))
+    def items(self, current: dict[Any, Any], saved: dict[Any, Any], path: str) -> object:
+        for key, value in self._common(current, saved, path):
+            new = self.value(value, saved[key], join(path, key))
             if new is not value:
-                self.plan.late.append(_setter(here, key, new))
-        return here
+                self.plan.late.append(_setter(current, key, new))
+        return current
 
-    def sequence(self, here: Any, there: Any, path: str) -> object:
-        if len(here) != len(there):
+    def sequence(self, current: Any, saved: Any, path: str) -> object:
+        if len(current) != len(saved):
             if self._selection.takes(path):
-                self.say(path, f"{len(there)} entries in the checkpoint, {len(here)} here")
-            return here
-        new = [self.value(a, b, join(path, i)) for i, (a, b) in enumerate(zip(here, there, strict=True))]
-        if isinstance(here, tuple):
-            kind = type(here) if hasattr(here, "_fields") else tuple
-            return tuple.__new__(kind, new) if any(a is not b for a, b in zip(new, here, strict=True)) else here
-        for i, (value, old) in enumerate(zip(new, here, strict=True)):
+                self.report(path, f"{len(saved)} entries in the checkpoint, {len(current)} in the state")
+            return current
+        new = [self.value(a, b, join(path, i)) for i, (a, b) in enumerate(zip(current, saved, strict=True))]
+        if isinstance(current, tuple):
+            kind = type(current) if hasattr(current, "_fields") else tuple
+            return tuple.__new__(kind, new) if any(a is not b for a, b in zip(new, current, strict=True)) else current
+        for i, (value, old) in enumerate(zip(new, current, strict=True)):
             if value is not old:
-                self.plan.late.append(_setter(here, i, value))
-        return here
+                self.plan.late.append(_setter(current, i, value))
+        return current
 
-    def _common(self, here: dict[Any, Any], there: dict[Any, Any], path: str) -> list[tuple[Any, Any]]:
-        self._missing((join(path, key) for key in here if key not in there), "missing in the checkpoint")
-        self._missing((join(path, key) for key in there if key not in here), "in the checkpoint, but not here")
-        return [(key, value) for key, value in here.items() if key in there]
+    def _common(self, current: dict[Any, Any], saved: dict[Any, Any], path: str) -> list[tuple[Any, Any]]:
+        self._missing((join(path, key) for key in current if key not in saved), "missing in the checkpoint")
+        self._missing(
+            (join(path, key) for key in saved if key not in current), "in the checkpoint, but not in the state"
+        )
+        return [(key, value) for key, value in current.items() if key in saved]
 
     def _missing(self, paths: Iterable[str], what: str) -> None:
         for path in paths:
             if self._selection.takes(path):
                 if self._selection.strict:
-                    self.say(path, what)
+                    self.report(path, what)
                 else:
                     self.plan.skipped.append(path)
 
@@ -342,7 +358,7 @@ def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
     several: object = given
     found = (given,) if isinstance(given, str) else tuple(given) if isinstance(several, Iterable) else ("",)
     if len(found) > MOST or not all(isinstance(pattern, str) and pattern for pattern in found):
-        raise UsageError(f"patterns are texts, at most {MOST}", hint='for example include=["model/*"]')
+        raise UsageError(f"patterns must be strings, at most {MOST}", hint='for example include=["model/*"]')
     return found
 
 

@@ -67,30 +67,30 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def nowhere(path: str) -> bool:
-    """The default of `everywhere`: no entry is replicated by its path."""
+def never(path: str) -> bool:
+    """The default of `replicated_path`: no entry is replicated by its path."""
     return False
 
 
-def flatten(state: object, everywhere: Callable[[str], bool] = nowhere) -> Flat:
+def flatten(state: object, replicated_path: Callable[[str], bool] = never) -> Flat:
     """Flatten `state`, a dict. Tensors are referenced, not copied.
 
-    `everywhere` tells whether the entry at a path is the same on all ranks. It adds to the rules for modules, optimizers,
+    `replicated_path` tells whether the entry at a path is the same on all ranks. It adds to the rules for modules, optimizers,
     schedulers and DTensors.
     """
     if not isinstance(state, dict):
         raise UsageError(
             f"the state is a {type(state).__name__}", hint='give a dict such as {"model": model, "optim": optim}'
         )
-    flattener = _Flattener(everywhere)
+    flattener = _Flattener(replicated_path)
     tree = flattener.value(_as_dict(state), "", False, 0)
     return Flat(tree, list(flattener.leaves.values()))
 
 
 class _Flattener:
-    def __init__(self, everywhere: Callable[[str], bool]) -> None:
+    def __init__(self, replicated_path: Callable[[str], bool]) -> None:
         self.leaves: dict[str, Leaf] = {}
-        self._everywhere = everywhere
+        self._replicated_path = replicated_path
         self._named: set[str] = set()
         self._memory: dict[Hashable, str] = {}
 
@@ -132,7 +132,7 @@ class _Flattener:
         if bare is not None:
             return MetaNode(*bare)
         parts = tensors.parts_of(tensor, path)
-        replicated = replicated or self._everywhere(path)
+        replicated = replicated or self._replicated_path(path)
         if parts is None:
             seen = tensors.describe(tensor, path)
             return TensorRef(self._add(Leaf(path, seen, replicated or seen.sharded)))

@@ -62,8 +62,8 @@ class Divergence:
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        who = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        return f"{self.name} (rank {who})"
+        ranks = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"{self.name} (rank {ranks})"
 
 
 def diverged(prepared: PreparedSave, ranks: Exchange, step: int) -> tuple[Divergence, ...]:
@@ -76,8 +76,8 @@ def diverged(prepared: PreparedSave, ranks: Exchange, step: int) -> tuple[Diverg
         hashes = _hashes(prepared, step)
     except Exception as caught:  # the other ranks wait for this one
         error = caught
-    own = [b"".join(hashes[replica.key] for replica in each) if _is_mine(each, hashes) else b"" for each in sets]
-    whole = b"".join(_both_ways(xxhash.xxh3_64_digest(one)) if one else bytes(16) for one in own)
+    own = [b"".join(hashes[replica.key] for replica in each) if _holds_all(each, hashes) else b"" for each in sets]
+    whole = b"".join(_with_inverse(xxhash.xxh3_64_digest(one)) if one else bytes(16) for one in own)
     most = ranks.maximum(whole)
     found: list[Divergence] = []
     for i, each in enumerate(sets):
@@ -116,23 +116,23 @@ def _hashes(prepared: PreparedSave, step: int) -> dict[str, bytes]:
         samples.append(sample(leaf.local.tensor, step))
     found: dict[str, bytes] = {}
     for device in {each.device for each in samples}:
-        there = [i for i, each in enumerate(samples) if each.device == device]
+        on_device = [i for i, each in enumerate(samples) if each.device == device]
         if device.type == "cpu":
-            found |= {keys[i]: xxhash.xxh3_64_digest(memory_of(samples[i])) for i in there}
+            found |= {keys[i]: xxhash.xxh3_64_digest(memory_of(samples[i])) for i in on_device}
             continue
-        together, at = memory_of(copied := torch.cat([samples[i] for i in there]).cpu()), 0
-        for i in there:
+        together, at = memory_of(copied := torch.cat([samples[i] for i in on_device]).cpu()), 0
+        for i in on_device:
             found[keys[i]] = xxhash.xxh3_64_digest(together[at : at + samples[i].numel()])
             at += samples[i].numel()
         del copied  # `together` is a view of its memory
     return found
 
 
-def _is_mine(members: Sequence[Replica], hashes: dict[str, bytes]) -> bool:
+def _holds_all(members: Sequence[Replica], hashes: dict[str, bytes]) -> bool:
     return all(replica.key in hashes for replica in members)
 
 
-def _both_ways(value: bytes) -> bytes:
+def _with_inverse(value: bytes) -> bytes:
     """A value and its inverse. After an all-reduce by maximum, they are still inverse only if all values were equal."""
     return value + _inverse(value)
 

@@ -114,7 +114,7 @@ class RankPlan:
     """
 
     structure: Structure
-    division: WriteAssignment
+    assignment: WriteAssignment
     parts: tuple[tuple[int, tuple[slice, ...]], ...]
     specs: tuple[TensorSpec, ...]
     layout: Layout
@@ -149,9 +149,9 @@ class Exchange(Protocol):
         ...
 
 
-def flatten_state(given: object, everywhere: Callable[[str], bool] = state.nowhere) -> FlatState:
-    """Split `given` into tensors and a document, without communication. `everywhere`: as for `flatten`."""
-    flat = share(state.flatten(given, everywhere))
+def flatten_state(given: object, replicated: Callable[[str], bool] = state.never) -> FlatState:
+    """Split `given` into tensors and a document, without communication. `replicated`: as `replicated_path` of `flatten`."""
+    flat = share(state.flatten(given, replicated))
     return FlatState(tree.encode(flat.tree), flat.leaves)
 
 
@@ -162,59 +162,63 @@ class SavePlanner:
         self._structure: Structure | None = None
         self._share: RankPlan | None = None
 
-    def known(self, taken: FlatState) -> FlatState:
+    def known(self, flat: FlatState) -> FlatState:
         """Add the structure, without communication. The structure of the last save is reused if it is equal."""
-        rows = taken.rows
+        rows = flat.rows
         if self._structure is None or self._structure.rows != rows:
             self._structure = Structure.of(rows)
-        return replace(taken, structure=self._structure)
+        return replace(flat, structure=self._structure)
 
-    def prepare(self, taken: FlatState, ranks: Exchange) -> PreparedSave:
+    def prepare(self, flat: FlatState, ranks: Exchange) -> PreparedSave:
         """Select the tensors that this rank writes, of a state that `known` returned. All ranks call it."""
-        structure, share = taken.structure or Structure.of(taken.rows), self._share
-        division = assign_writes(tuple(ranks.gather(structure.table)))
-        if share is None or share.structure is not structure or share.division is not division:
-            self._share = share = _rank_plan(structure, division, ranks.rank)
+        structure, share = flat.structure or Structure.of(flat.rows), self._share
+        assignment = assign_writes(tuple(ranks.gather(structure.table)))
+        if share is None or share.structure is not structure or share.assignment is not assignment:
+            self._share = share = _rank_plan(structure, assignment, ranks.rank)
         tensors: list[Any] = []
         for number, part in share.parts:
-            tensor = taken.leaves[number].local.tensor
+            tensor = flat.leaves[number].local.tensor
             tensors.append(tensor[part] if part else tensor)
-        shared = {key: taken.leaves[number] for key, number in share.shared}
-        return PreparedSave(taken.tree, share.specs, tensors, share.layout, division.digest, division.replicas, shared)
+        shared = {key: flat.leaves[number] for key, number in share.shared}
+        return PreparedSave(
+            flat.tree, share.specs, tensors, share.layout, assignment.digest, assignment.replicas, shared
+        )
 
 
-def expected(taken: FlatState, rank: int, world_size: int) -> Layout:
+def expected(flat: FlatState, rank: int, world_size: int) -> Layout:
     """Estimate the layout of this rank's writes, to reserve memory early. This needs no communication."""
-    everywhere = [leaf for leaf in taken.leaves if leaf.replicated and not leaf.local.sharded]
+    replicated = [leaf for leaf in flat.leaves if leaf.replicated and not leaf.local.sharded]
     sizes = (
         (x.name, chunking.nbytes(x.local.dtype, x.local.shape), (0,) if x.first else range(world_size))
-        for x in everywhere
+        for x in replicated
     )
     found = assign_writers(sizes)
-    rows = taken.rows
-    mine = [i for i, x in enumerate(taken.leaves) if found.get(x.name, rank) == rank and not _empty(rows[i])]
-    return lay_out(_specs(rows, mine)[1])
+    rows = flat.rows
+    own = [i for i, x in enumerate(flat.leaves) if found.get(x.name, rank) == rank and not _empty(rows[i])]
+    return lay_out(_specs(rows, own)[1])
 
 
-def _rank_plan(structure: Structure, division: WriteAssignment, rank: int) -> RankPlan:
+def _rank_plan(structure: Structure, assignment: WriteAssignment, rank: int) -> RankPlan:
     rows, keys = structure.rows, structure.keys
-    mine = [i for i, row in enumerate(rows) if division.owners.get(keys[i], None if row[3] else rank) == rank]
-    here = {key: i for i, key in enumerate(keys) if rows[i][3]}
-    shared = tuple((replica.key, here[replica.key]) for replica in division.replicas if replica.key in here)
-    parts, specs = _specs(rows, mine)
-    return RankPlan(structure, division, parts, specs, lay_out(specs), shared)
+    own = [i for i, row in enumerate(rows) if assignment.owners.get(keys[i], None if row[3] else rank) == rank]
+    local_keys = {key: i for i, key in enumerate(keys) if rows[i][3]}
+    shared = tuple(
+        (replica.key, local_keys[replica.key]) for replica in assignment.replicas if replica.key in local_keys
+    )
+    parts, specs = _specs(rows, own)
+    return RankPlan(structure, assignment, parts, specs, lay_out(specs), shared)
 
 
 def _specs(
-    rows: Sequence[_Row], mine: Sequence[int]
+    rows: Sequence[_Row], own: Sequence[int]
 ) -> tuple[tuple[tuple[int, tuple[slice, ...]], ...], tuple[TensorSpec, ...]]:
-    """The parts of the leaves `mine` to store, and their specs.
+    """The parts of the leaves `own` to store, and their specs.
 
     A shard that is cut in an inner dimension is stored as several bands.
     """
     parts: list[tuple[int, tuple[slice, ...]]] = []
     specs: list[TensorSpec] = []
-    for number in mine:
+    for number in own:
         name, dtype, box, replicated, _ = rows[number]
         found = chunking.bands(box, chunking.ITEM_BYTES[dtype])
         parts += [(number, chunking.inside(band, box) if len(found) > 1 else ()) for band in found]
@@ -234,10 +238,10 @@ def assign_writes(tables: tuple[bytes, ...]) -> WriteAssignment:
             holders.setdefault(key, []).append(rank)
     _check(rows, holders)
     held = ((key, chunking.nbytes(row.dtype, row.local), _may_write(row, holders[key])) for key, row in rows.items())
-    whole = digest(msgspec.msgpack.encode([digest(table) for table in tables]))
+    all_digests = digest(msgspec.msgpack.encode([digest(table) for table in tables]))
     replicas = (Replica(k, row.name, tuple(holders[k])) for k, row in rows.items() if len(holders[k]) > 1)
     compared = tuple(replica for replica in replicas if not rows[replica.key].first)
-    return WriteAssignment(assign_writers(held), compared, whole)
+    return WriteAssignment(assign_writers(held), compared, all_digests)
 
 
 def _decode(table: bytes) -> list[Row]:
@@ -257,7 +261,8 @@ def _check(rows: dict[str, Row], holders: dict[str, list[int]]) -> None:
         first = rows[keys[0]]
         other = next((k for k in keys if (rows[k].dtype, rows[k].shape) != (first.dtype, first.shape)), None)
         if other is not None:
-            what = f"it is {_called(first)} on rank {holders[keys[0]][0]} and {_called(rows[other])} on rank {holders[other][0]}"
+            rank, other_rank = holders[keys[0]][0], holders[other][0]
+            what = f"it is {_type_name(first)} on rank {rank} and {_type_name(rows[other])} on rank {other_rank}"
         else:
             what = coverage_error([rows[key].box for key in keys]) or ""
         if what:
@@ -267,7 +272,7 @@ def _check(rows: dict[str, Row], holders: dict[str, list[int]]) -> None:
             )
 
 
-def _called(row: Row) -> str:
+def _type_name(row: Row) -> str:
     return f"{row.dtype}{list(row.shape)}"
 
 
@@ -280,18 +285,18 @@ def _empty(row: _Row) -> bool:
 
 
 def _table(rows: Sequence[_Row]) -> bytes:
-    told = [_told(row) for row in rows if row[3] and not _empty(row)]
-    data = msgspec.msgpack.encode(told)
+    rows_to_send = [_as_row(row) for row in rows if row[3] and not _empty(row)]
+    data = msgspec.msgpack.encode(rows_to_send)
     if len(data) > TABLE_BYTES:
         raise CapacityError(
-            f"the names and shapes of {len(told)} tensors take {format_bytes(len(data))}, "
+            f"the names and shapes of {len(rows_to_send)} tensors take {format_bytes(len(data))}, "
             f"more than {format_bytes(TABLE_BYTES)}",
             hint="join tiny tensors",
         )
     return zstandard.ZstdCompressor(level=1).compress(data)
 
 
-def _told(row: _Row) -> Row:
+def _as_row(row: _Row) -> Row:
     name, dtype, box, _, first = row
     if 0 in box.shape:  # a tensor without elements: all its shards are equal
         box, first = Box(box.shape, (0,) * len(box.shape), box.shape), True

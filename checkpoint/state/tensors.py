@@ -267,7 +267,7 @@ class TensorSink:
         self._copy: torch.Tensor | None = None
 
     @property
-    def straight(self) -> torch.Tensor | None:
+    def direct_target(self) -> torch.Tensor | None:
         """The tensor, if the bytes are exactly its memory. A reader that can write there does not need to open the sink."""
         return self._tensor if self._dtype == self._tensor.dtype and self._tensor.is_contiguous() else None
 

@@ -64,7 +64,9 @@ def encode(value: Any) -> ValueNode | None:
 def decode(node: ValueNode) -> Any:
     """The value of a node. The caller has already decoded the node's `value`."""
     if node.kind not in _MAKING:
-        raise UnsupportedError(f"values of kind {node.kind!r:.60} are not known here", hint="install a newer Headrace")
+        raise UnsupportedError(
+            f"values of kind {node.kind!r:.60} are unknown to this Headrace", hint="install a newer Headrace"
+        )
     try:
         return _MAKING[node.kind](node.about, node.value)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
@@ -124,7 +126,7 @@ def _loaded(name: Any, base: type) -> Any:
     found = _find(_exact(name, str))
     if found is None or not issubclass(found, base):
         raise MismatchError(
-            f"the checkpoint holds a value of the class {name!s:.200}, which is not loaded here",
+            f"the checkpoint holds a value of the class {name!s:.200}, which is not loaded in this process",
             hint="import its module before restoring",
         )
     return found
@@ -132,7 +134,7 @@ def _loaded(name: Any, base: type) -> Any:
 
 def _changed(name: object) -> MismatchError:
     return MismatchError(
-        f"the class {name!s:.200} is not the one that was saved: a member or field has another name",
+        f"the class {name!s:.200} differs from the one that was saved: a member or field has another name",
         hint="restore with the class as it was, or save the step again without it",
     )
 
@@ -171,7 +173,7 @@ def _of_torch(name: Any, kind: type) -> object:
 def _numpy(about: Any, _: object) -> Any:
     text, shape, data = _several(about, 3)
     if not _NUMPY_DTYPE.fullmatch(text):
-        raise ValueError(f"{text!r:.60} is no type of numbers or text")
+        raise ValueError(f"{text!r:.60} is not a type of numbers or text")
     return np.frombuffer(_exact(data, bytes), np.dtype(text)).reshape(_wholes(shape)).copy()
 
 

@@ -1,15 +1,15 @@
 """Restores from the node's local tier, and commits steps that only the tier has.
 
-- `NodeTier.near(store)` returns the store to read a step from. `NodeTier.find` finds the step, also while the store
+- `NodeTier.reader(store)` returns the store to read a step from. `NodeTier.find` finds the step, also while the store
   is unreachable.
-- Before a restore, `send` and `finish` complete steps that were saved while the store was unreachable, or whose saver
-  died.
+- Before a restore, `send_unfinished` and `commit_unfinished` complete steps that were saved while the store was
+  unreachable, or whose saver died.
 
 Invariants: the sidecar names the tier's directory. Without a sidecar the store itself is read. A step that is restored
 while the store is unreachable was committed and is complete in the node's tier and its buddy's. The ordinary commit
 protocol decides about unfinished steps, under a lease that names the bases *before* they are checked. An attempt that
 can no longer be committed is marked as over; this module deletes nothing from the tier.
-Failure behaviour: a sidecar that does not answer counts as no tier. Errors of `send` and `finish` are logged; the next
+Failure behaviour: a sidecar that does not answer counts as no tier. Their errors are logged; the next
 restore tries again.
 """
 
@@ -32,8 +32,7 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.fetch import Step, open_step
 from headrace.checkpoint.repository.lease import LeaseKeeper
-from headrace.checkpoint.tier import restoring
-from headrace.checkpoint.tier.saving import keeps, mark_committed, open_shelf
+from headrace.checkpoint.tier.saving import mark_committed, may_hold, open_local_tier
 from headrace.dataio.core.errors import (
     ConflictError,
     CorruptionError,
@@ -54,26 +53,33 @@ from headrace.dataio.store.local_tier.tier import LocalTier
 
 RECALL_SECONDS = 600.0
 """Timeout in seconds for the transfer of one object from the buddy."""
+TURN_SECONDS = 600.0
+"""Seconds that one call of `send_unfinished` waits in total for other processes of the node that are sending."""
+_POLL = 0.1
+STALE_SECONDS = 5 * 24 * 3600.0
+"""Older attempts count as over, because a collector may remove their packs when they are a week old."""
+_CANDIDATES = 4
+"""The most unfinished attempts of one run that are tried, newest first."""
 _log = get_logger(__name__)
 
 
 class Found(msgspec.Struct, array_like=True, frozen=True):
-    """The step to restore. `away`: the store was unreachable, so the step was found in the tier."""
+    """The step to restore. `offline`: the store was unreachable, so the step was found in the tier."""
 
     base: Base
-    away: bool = False
+    offline: bool = False
 
 
 class NodeTier:
-    """The node's tier during one operation. `shelf` is None if the node has no usable tier."""
+    """The node's tier during one operation. `local_tier` is None if the node has no usable tier."""
 
     def __init__(self, sidecar: Sidecar | None) -> None:
         self._sidecar, self._buddy = sidecar, False
-        self.shelf = self._open()
+        self.local_tier = self._open()
 
-    def near(self, store: Store) -> Store:
+    def reader(self, store: Store) -> Store:
         """`store`, read through the tier."""
-        return store if self.shelf is None else TierReader(store, self.shelf, keeps, self.recall)
+        return store if self.local_tier is None else TierReader(store, self.local_tier, may_hold, self.recall)
 
     def recall(self, source: str, key: str) -> bool:
         """Fetch an object from the buddy into the tier.
@@ -85,38 +91,38 @@ class NodeTier:
         try:
             return self._sidecar.recall(source, key, RECALL_SECONDS)
         except HeadraceError as error:
-            _log.warning("the buddy's copy of %s did not come: %s", key, error)
+            _log.warning("could not fetch %s from the buddy: %s", key, error)
             return False
 
     def send(self, store: Store, run: str) -> None:
-        """On every rank, before a step is looked up: fetch the buddy's records, then call `send` of this module."""
-        if self.shelf is not None:
+        """On every rank, before a step is looked up: fetch the buddy's records, then send unfinished attempts."""
+        if self.local_tier is not None:
             self.recall(store.location.url, "")
-            restoring.send(store, self.shelf, run, self.recall)
+            send_unfinished(store, self.local_tier, run, self.recall)
 
     def find(self, store: Store, run: str, step: int | str | Base) -> Found | None:
         """On one rank, after all ranks have called `send`: the step to restore; None if the run has none."""
         try:
-            if self.shelf is not None:
-                restoring.finish(store, self.shelf, run)
+            if self.local_tier is not None:
+                commit_unfinished(store, self.local_tier, run)
             base = repository.find(store, run, step)
             return None if base is None else Found(base)
         except TransientError:
-            base = latest(self.shelf, store.location.url, run, step)
+            base = latest(self.local_tier, store.location.url, run, step)
             if base is None:
                 raise
-            return Found(base, away=True)
+            return Found(base, offline=True)
 
     def _open(self) -> LocalTier | None:
         try:
-            told = self._sidecar.status().get("tier") if self._sidecar is not None else None
+            reported = self._sidecar.status().get("tier") if self._sidecar is not None else None
         except HeadraceError as error:
-            _log.warning("the sidecar does not say where its tier is: %s", error)
+            _log.warning("could not ask the sidecar for the directory of the tier: %s", error)
             return None
-        if not isinstance(told, dict) or not told.get("directory"):
+        if not isinstance(reported, dict) or not reported.get("directory"):
             return None
-        self._buddy = bool(told.get("buddy"))
-        return open_shelf(Path(told["directory"]), int(told["budget_bytes"]), int(told["steps"]))
+        self._buddy = bool(reported.get("buddy"))
+        return open_local_tier(Path(reported["directory"]), int(reported["budget_bytes"]), int(reported["steps"]))
 
 
 @contextlib.contextmanager
@@ -133,9 +139,9 @@ def node_tier(sidecar: SidecarName) -> Iterator[NodeTier]:
             found.close()
 
 
-def latest(shelf: LocalTier | None, url: str, run: str, step: int | str | Base) -> Base | None:
+def latest(local_tier: LocalTier | None, url: str, run: str, step: int | str | Base) -> Base | None:
     """The step, or for "latest" the newest step, that the tier knows to be committed; None if there is none."""
-    for record in shelf.records(url, run) if shelf is not None else ():
+    for record in local_tier.records(url, run) if local_tier is not None else ():
         base = Base(record.timeline, record.step, record.attempt)
         if record.committed and not record.over and step in ("latest", record.step, base):
             return base
@@ -143,114 +149,107 @@ def latest(shelf: LocalTier | None, url: str, run: str, step: int | str | Base) 
 
 
 @contextlib.contextmanager
-def away(near: Store, run: str, base: Base) -> Iterator[Step]:
+def open_offline(reader: Store, run: str, base: Base) -> Iterator[Step]:
     """Open a step from the tier while the store is unreachable. No lease and no COMMIT are written."""
     _log.warning("the store cannot be reached: restoring step %d of run %s from the node's tier", base.step, run)
-    yield open_step(near, run, base)
+    yield open_step(reader, run, base)
 
 
 def outdated(run: str, restored: Base, newer: Base | None) -> ConflictError:
     """The error of a trainer that continues from a step which is no longer the latest."""
-    what = f"step {newer.step} of timeline {newer.timeline}" if newer is not None else "gone"
+    what = f"step {newer.step} of timeline {newer.timeline} is newer" if newer is not None else "the run has no step"
     return ConflictError(
-        f"run {run}: step {restored.step} was restored while the store was away, and its latest is {what}",
-        hint="restore again; or restore a step by its number to go back on purpose",
+        f"run {run}: step {restored.step} was restored while the store was unreachable, but {what}",
+        hint="restore again, or restore an older step by its number",
     )
 
 
-def told(near: Store, step: int) -> None:
+def log_sources(reader: Store, step: int) -> None:
     """Log how many bytes each source (tier, buddy, store) supplied, if the tier or the buddy supplied any."""
-    if isinstance(near, TierReader) and near.bytes["tier"] + near.bytes["buddy"]:
-        read = ", ".join(f"{format_bytes(size)} from the {where}" for where, size in near.bytes.items() if size)
+    if isinstance(reader, TierReader) and reader.bytes["tier"] + reader.bytes["buddy"]:
+        read = ", ".join(f"{format_bytes(size)} from the {where}" for where, size in reader.bytes.items() if size)
         _log.info("restored step %d: %s", step, read)
 
 
-TURN_SECONDS = 600.0
-"""Seconds that one call of `send` waits in total for other processes of the node that are sending."""
-_POLL = 0.1
-OLD_SECONDS = 5 * 24 * 3600.0
-"""Older attempts count as over, because a collector may remove their packs when they are a week old."""
-_CANDIDATES = 4
-"""The most unfinished attempts of one run that are tried, newest first."""
-_log = get_logger(__name__)
-
-
-def send(store: Store, shelf: LocalTier, run: str, recall: FetchFromBuddy) -> None:
+def send_unfinished(store: Store, local_tier: LocalTier, run: str, recall: FetchFromBuddy) -> None:
     """On every rank: upload the objects of unfinished attempts that this node's tier has and the store lacks."""
     until = time.monotonic() + TURN_SECONDS
-    for record in unfinished(shelf, store.location.url, run):
-        with _logged(f"step {record.step} of run {run}, which only the tier has, is not sent"), _alone(shelf, until):
-            if _may_become_a_step(store, shelf, record):
-                _send(store, shelf, record, recall)
+    for record in unfinished(local_tier, store.location.url, run):
+        with (
+            _logged(f"step {record.step} of run {run}, which only the tier has, could not be sent"),
+            _one_sender(local_tier, until),
+        ):
+            if _is_committable(store, local_tier, record):
+                _send(store, local_tier, record, recall)
 
 
-def finish(store: Store, shelf: LocalTier, run: str) -> None:
-    """On one rank, after all ranks have called `send`: commit the newest attempt that is now complete in the store."""
+def commit_unfinished(store: Store, local_tier: LocalTier, run: str) -> None:
+    """On one rank, after all ranks have called `send_unfinished`: commit the newest attempt that is now complete in the store."""
     tried = set[str]()
-    for record in unfinished(shelf, store.location.url, run):
+    for record in unfinished(local_tier, store.location.url, run):
         if record.attempt in tried:
             continue
         tried.add(record.attempt)
-        with _logged(f"step {record.step} of run {run}, which only the tier has, is not committed"):
-            if _may_become_a_step(store, shelf, record) and _commit(store, shelf, record):
+        with _logged(f"step {record.step} of run {run}, which only the tier has, could not be committed"):
+            if _is_committable(store, local_tier, record) and _commit(store, local_tier, record):
                 _log.warning("step %d of run %s was committed from the node's tier", record.step, run)
                 return
 
 
-def unfinished(shelf: LocalTier, source: str, run: str) -> list[Record]:
+def unfinished(local_tier: LocalTier, source: str, run: str) -> list[Record]:
     """The newest records that are neither committed nor over, newest first."""
-    return [r for r in shelf.records(source, run) if not r.committed and not r.over][:_CANDIDATES]
+    return [r for r in local_tier.records(source, run) if not r.committed and not r.over][:_CANDIDATES]
 
 
-def _may_become_a_step(store: Store, shelf: LocalTier, record: Record) -> bool:
+def _is_committable(store: Store, local_tier: LocalTier, record: Record) -> bool:
     """Whether the attempt can still become a step newer than the latest.
 
     Updates the record if it is committed or over.
     """
     attempt = attempt_of(record)
-    old = time.time() - record.created > OLD_SECONDS
+    old = time.time() - record.created > STALE_SECONDS
     found = commit.recognise(store, attempt)
     if found is not None and found.attempt == attempt.id and not found.tombstone:
-        mark_committed(store, shelf, record, found.committed)
+        mark_committed(store, local_tier, record, found.committed)
         return False
     if old or isinstance(commit.decide(attempt, commit.look(store, attempt, lease_alive=True)), commit.Stop):
-        _over(shelf, record)
+        _mark_over(local_tier, record)
         return False
     latest = repository.find(store, record.run, "latest")
     return latest is None or (latest.timeline, latest.step) < record.place
 
 
-def _send(store: Store, shelf: LocalTier, record: Record, recall: FetchFromBuddy) -> None:
-    manifest, encoded = _manifest_of(shelf, record, recall)
+def _send(store: Store, local_tier: LocalTier, record: Record, recall: FetchFromBuddy) -> None:
+    manifest, encoded = _manifest_of(local_tier, record, recall)
     with _lease(store, record, manifest.bases) as lease:
-        _require_bases(store, shelf, record, manifest.bases)
+        _require_bases(store, local_tier, record, manifest.bases)
         for key in (pack.key for pack in manifest.packs if pack.attempt == record.attempt):
             if not store.exists(key):  # the manifest's packs; another worker than the record's may have written them
-                _require_here(shelf, record, key, recall)
-                store.put_multipart(key, _verified(shelf, record.source, key))
+                _require_in_tier(local_tier, record, key, recall)
+                store.put_multipart(key, _verified(local_tier, record.source, key))
         lease.require_alive()
         store.put_if_absent(record.own[-1], encoded)
 
 
-def _commit(store: Store, shelf: LocalTier, record: Record) -> bool:
+def _commit(store: Store, local_tier: LocalTier, record: Record) -> bool:
     attempt = attempt_of(record)
     ranks = commit.look(store, attempt, lease_alive=True).manifests
     if len(ranks) < attempt.world_size:
         return False
     bases = _bases_of_all(store, attempt)
     with _lease(store, record, bases) as lease:
-        _require_bases(store, shelf, record, bases)
+        _require_bases(store, local_tier, record, bases)
         try:
             found = commit.finish(store, attempt, lease, timeout=0.0)
         except ConflictError:
-            _over(shelf, record)
+            _mark_over(local_tier, record)
             raise
         lease.release()
         # the step is committed, so the leases of its other processes are not needed either
         store.delete_many([info.key for info in store.list(names.leases_of(attempt.id))])
-    for other in shelf.records(record.source, record.run):
+    for other in local_tier.records(record.source, record.run):
         if other.attempt == record.attempt:
-            mark_committed(store, shelf, other, found.committed)
+            mark_committed(store, local_tier, other, found.committed)
     return True
 
 
@@ -265,48 +264,52 @@ def attempt_of(record: Record) -> Attempt:
     return Attempt(record.run, record.timeline, record.step, record.attempt, record.world_size)
 
 
-def _manifest_of(shelf: LocalTier, record: Record, recall: FetchFromBuddy) -> tuple[Manifest, bytes]:
+def _manifest_of(local_tier: LocalTier, record: Record, recall: FetchFromBuddy) -> tuple[Manifest, bytes]:
     key = record.own[-1]
-    _require_here(shelf, record, key, recall)
-    data = b"".join(_verified(shelf, record.source, key))
+    _require_in_tier(local_tier, record, key, recall)
+    data = b"".join(_verified(local_tier, record.source, key))
     found = manifests.decode(data, key)
     if key != attempt_of(record).manifest_key(record.rank):
-        raise CorruptionError(f"the record of step {record.step} names another's manifest")
+        raise CorruptionError(f"the record of step {record.step} names the manifest of another rank")
     return found, data
 
 
-def _require_here(shelf: LocalTier, record: Record, key: str, recall: FetchFromBuddy) -> None:
-    if not shelf.has(record.source, key) and not recall(record.source, key):
-        raise NotFoundError(f"{key} is neither in the store nor in a tier")
+def _require_in_tier(local_tier: LocalTier, record: Record, key: str, recall: FetchFromBuddy) -> None:
+    if not local_tier.has(record.source, key) and not recall(record.source, key):
+        raise NotFoundError(f"{key} is neither in the store nor in a local tier")
 
 
-def _verified(shelf: LocalTier, source: str, key: str) -> Iterator[memoryview]:
-    held = shelf.open(source, key)
+def _verified(local_tier: LocalTier, source: str, key: str) -> Iterator[memoryview]:
+    held = local_tier.open(source, key)
     if held is None:
-        raise NotFoundError(f"{key} is in the tier no more")
-    return checked(shelf, held.label)
+        raise NotFoundError(f"{key} is no longer in the local tier")
+    return checked(local_tier, held.label)
 
 
-def _require_bases(store: Store, shelf: LocalTier, record: Record, bases: Sequence[Base]) -> None:
+def _require_bases(store: Store, local_tier: LocalTier, record: Record, bases: Sequence[Base]) -> None:
     """Check that the bases still exist. The lease must protect them already."""
-    going = repository.pending_deletes(store)
+    pending = repository.pending_deletes(store)
     for base in bases:
         at = base.of(record.run)
         found = commit.find_commit(store, names.commit(at.run, at.timeline, at.step))
-        there = found is not None and found.attempt == base.attempt and not found.tombstone
-        if not there or (at.run, at.timeline, at.step) in going:
-            _over(shelf, record)
-            raise ConflictError(f"step {base.step}, which it references, was removed by retention")
+        committed = found is not None and found.attempt == base.attempt and not found.tombstone
+        if not committed or (at.run, at.timeline, at.step) in pending:
+            _mark_over(local_tier, record)
+            raise ConflictError(
+                f"step {record.step} cannot be committed: retention removed step {base.step}, which it references"
+            )
 
 
 def _lease(store: Store, record: Record, bases: Sequence[Base]) -> LeaseKeeper:
     """A lease on the attempt with this process's own key: a saver on another node may still hold a lease with other bases."""
     holder = os.urandom(4).hex()
-    return LeaseKeeper(store, record.attempt, record.run, record.timeline, record.step, bases, holder=holder)
+    return LeaseKeeper(
+        store, record.attempt, run=record.run, timeline=record.timeline, step=record.step, bases=bases, holder=holder
+    )
 
 
-def _over(shelf: LocalTier, record: Record) -> None:
-    shelf.put_record(msgspec.structs.replace(record, over=True))
+def _mark_over(local_tier: LocalTier, record: Record) -> None:
+    local_tier.put_record(msgspec.structs.replace(record, over=True))
 
 
 @contextlib.contextmanager
@@ -318,11 +321,13 @@ def _logged(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(shelf: LocalTier, until: float) -> Iterator[None]:
+def _one_sender(local_tier: LocalTier, until: float) -> Iterator[None]:
     """Let one process of the node send at a time. The next one then finds the objects in the store."""
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(file_lock(shelf.root / "sending", until - time.monotonic(), _POLL))
+            held.enter_context(file_lock(local_tier.root / "sending", until - time.monotonic(), _POLL))
         except TimeoutError:
-            raise DeadlineError("another process of this node is still sending", hint="restore again later") from None
+            raise DeadlineError(
+                "another process of this node is still sending steps from the local tier", hint="restore again later"
+            ) from None
         yield

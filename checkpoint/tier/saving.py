@@ -1,8 +1,8 @@
 """Keeps a save in the node's local tier while it is written to the store.
 
-Purpose: a worker writes to `Holding.store`. With a tier, packs are in the tier before they are in the store.
+Purpose: a worker writes to `TierSave.store`. So packs are in the tier before they are in the store.
 Invariants: a record is written when this rank's packs and manifest are in the tier. It is marked as committed only
-after COMMIT was read. Without a tier, or after the tier has failed, a save works as if there were no tier.
+after COMMIT was read. After the tier has failed, the save works as if there were no tier.
 Failure behaviour: if the tier cannot be written, the rest of the save ignores it, and that is logged.
 """
 
@@ -32,7 +32,7 @@ from headrace.dataio.store.local_tier.tier import LocalTier
 _log = get_logger(__name__)
 
 
-def keeps(key: str) -> bool:
+def may_hold(key: str) -> bool:
     """Whether a tier may hold the object: a pack, manifest or decision.
 
     Their keys name an attempt, so they never change.
@@ -43,79 +43,73 @@ def keeps(key: str) -> bool:
     return parsed is not None and parsed.kind in ("manifest", "fate")
 
 
-class Holding:
+class TierSave:
     """The tier's part in one save.
 
     `kept`: seconds from the save's start until all of it was in the tier; None until then.
     """
 
-    def __init__(
-        self, store: Store, plan: PutPlan, keeping: WriteThroughTier | None, shelf: LocalTier | None, clock: Clock
-    ) -> None:
-        self.store: Store = keeping or store
-        self._url, self._plan, self._clock = store.location.url, plan, clock
-        self._keeping, self._shelf = keeping, shelf
+    def __init__(self, writer: WriteThroughTier, plan: PutPlan, local_tier: LocalTier, *, clock: Clock) -> None:
+        self.store: Store = writer
+        self._url, self._plan, self._clock = writer.location.url, plan, clock
+        self._writer, self._local_tier = writer, local_tier
         self._began = clock.monotonic()
         self._record: Record | None = None
         self.kept: float | None = None
 
     @property
-    def can_keep_alone(self) -> bool:
+    def can_save_locally(self) -> bool:
         """Whether the tier can still keep the step while the store is unreachable."""
-        return self._keeping is not None and self._keeping.whole and self._record is None
+        return self._writer.whole and self._record is None
 
-    def alone(self) -> None:
+    def skip_store(self) -> None:
         """Write to the tier only from now on."""
-        assert self._keeping is not None
-        self._keeping.send = False
+        self._writer.send = False
 
-    def go_on(self, encoded: bytes | None) -> None:
+    def send_pending(self, encoded: bytes | None) -> None:
         """If an earlier worker of this save finished its manifest (`encoded`), send the packs that only the tier has."""
-        if encoded is None or self._keeping is None or self._shelf is None:
+        if encoded is None:
             return
         p = self._plan
         key = names.manifest(p.run, p.timeline, p.step, p.attempt, p.rank)
         for pack in manifests.decode(encoded, key).packs:
-            kept = self._shelf.open(self._url, pack.key) if pack.attempt == p.attempt else None
+            kept = self._local_tier.open(self._url, pack.key) if pack.attempt == p.attempt else None
             if kept is not None and not self.store.exists(pack.key):
-                self._keeping.send_to_store(kept.label)
+                self._writer.send_to_store(kept.label)
 
     def complete(self, manifest: Manifest, encoded: bytes) -> None:
         """Keep the manifest and write the record, after all packs are written."""
-        if self._keeping is None or self._shelf is None or not self._keeping.whole:
+        if not self._writer.whole:
             return
-        record = record_of(self._url, manifest, self._clock.time())
+        record = new_record(self._url, manifest, self._clock.time())
         try:
-            self._shelf.keep(self._url, record.own[-1], encoded)
-            self._shelf.put_record(record)
+            self._local_tier.keep(self._url, record.own[-1], encoded)
+            self._local_tier.put_record(record)
         except TROUBLE as error:
-            self._keeping.go_on_without(error)
+            self._writer.go_on_without(error)
             return
         self._record, self.kept = record, self._clock.monotonic() - self._began
 
-    def replaced(self) -> None:
+    def withdraw(self) -> None:
         """Withdraw the record and the manifest, because another worker's manifest counts."""
-        if self._record is not None and self._shelf is not None:
+        if self._record is not None:
             with contextlib.suppress(*TROUBLE):
-                self._shelf.drop(self._url, self._record.own[-1])
-                self._shelf.withdraw(self._record)
+                self._local_tier.drop(self._url, self._record.own[-1])
+                self._local_tier.withdraw(self._record)
         self._record = self.kept = None
 
     def committed(self, found: Commit) -> None:
         """Mark the record as committed."""
-        if self._record is not None and self._shelf is not None:
+        if self._record is not None:
             with contextlib.suppress(*TROUBLE, HeadraceError):
-                mark_committed(self.store, self._shelf, self._record, found.committed)
+                mark_committed(self.store, self._local_tier, self._record, found.committed)
 
 
 @contextlib.contextmanager
-def holding(store: Store, plan: PutPlan, shelf: LocalTier | None, clock: Clock) -> Iterator[Holding]:
-    """The `Holding` of one save; without a tier if `shelf` is None."""
-    if shelf is None:
-        yield Holding(store, plan, None, None, clock)
-        return
-    with WriteThroughTier(store, shelf, keeps) as keeping:
-        yield Holding(store, plan, keeping, shelf, clock)
+def open_tier_save(store: Store, plan: PutPlan, local_tier: LocalTier, clock: Clock) -> Iterator[TierSave]:
+    """The tier's part in the save of `plan`, until the block ends."""
+    with WriteThroughTier(store, local_tier, may_hold) as writer:
+        yield TierSave(writer, plan, local_tier, clock=clock)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -125,12 +119,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier-steps", type=int, default=1, help="how many steps of a run it keeps")
 
 
-def shelf_of(options: argparse.Namespace) -> LocalTier | None:
+def local_tier_from(options: argparse.Namespace) -> LocalTier | None:
     """The tier that the flags name; None if there is none, or if it cannot be used (logged once)."""
-    return None if options.tier_dir is None else open_shelf(options.tier_dir, options.tier_bytes, options.tier_steps)
+    return (
+        None if options.tier_dir is None else open_local_tier(options.tier_dir, options.tier_bytes, options.tier_steps)
+    )
 
 
-def open_shelf(folder: Path, size: int, steps: int) -> LocalTier | None:
+def open_local_tier(folder: Path, size: int, steps: int) -> LocalTier | None:
     """Open the tier in this directory; None if it cannot be used (logged once)."""
     try:
         return LocalTier(folder, TierLimits(size, steps))
@@ -139,7 +135,7 @@ def open_shelf(folder: Path, size: int, steps: int) -> LocalTier | None:
         return None
 
 
-def record_of(url: str, manifest: Manifest, now: float) -> Record:
+def new_record(url: str, manifest: Manifest, now: float) -> Record:
     """The record of a rank's part of a step in the tier."""
     m = manifest
     where = Attempt(m.run, m.timeline, m.step, m.attempt, m.world_size)
@@ -157,20 +153,20 @@ def record_of(url: str, manifest: Manifest, now: float) -> Record:
     )
 
 
-def mark_committed(store: Store, shelf: LocalTier, record: Record, when: float) -> None:
+def mark_committed(store: Store, local_tier: LocalTier, record: Record, when: float) -> None:
     """Mark the record as committed, and keep the step's decision, which holds the digests of all manifests."""
     key = names.decision(record.run, record.timeline, record.step, record.attempt)
-    shelf.keep(record.source, key, store.get(key))
-    shelf.put_record(msgspec.structs.replace(record, committed=when))
+    local_tier.keep(record.source, key, store.get(key))
+    local_tier.put_record(msgspec.structs.replace(record, committed=when))
 
 
-class KeptAloneError(TransientError):
+class LocalOnlyError(TransientError):
     """Only the tier has the save. A later restore may still commit it."""
 
 
-def kept_alone(error: TransientError, step: int) -> KeptAloneError:
+def local_only_error(error: TransientError, step: int) -> LocalOnlyError:
     """The error of a save that only the tier has."""
-    return KeptAloneError(
+    return LocalOnlyError(
         f"step {step} is not committed, but kept in this node's tier: {error.message}",
         hint="when the store is back, `restore` commits it first",
     )

@@ -80,9 +80,9 @@ class AnnouncementList:
 
     def _keep(self, new: Sequence[tuple[str, int, int]]) -> _Group | None:
         """Keep the groups that `new` continues. The last one is removed and returned, since it may have more neighbours now."""
-        gone = dropped_count(self._list, new)
-        if gone is not None:
-            self._first += gone
+        dropped = dropped_count(self._list, new)
+        if dropped is not None:
+            self._first += dropped
             while self._groups and self._groups[0].at < self._first:
                 self._groups.popleft()
             if self._groups and self._groups[0].at == self._first:
@@ -95,14 +95,14 @@ class AnnouncementList:
 def dropped_count(old: Sequence[T], new: Sequence[T]) -> int | None:
     """How many items at the start of `old` are missing in `new`, if `new` continues the rest of it; None if it does
     not. An item may occur several times: the header of a long video is announced with each of its clips."""
-    gone = -1
+    dropped = -1
     while new:
         try:
-            gone = old.index(new[0], gone + 1)
+            dropped = old.index(new[0], dropped + 1)
         except ValueError:
             return None
-        if old[gone:] == new[: len(old) - gone]:
-            return gone
+        if old[dropped:] == new[: len(old) - dropped]:
+            return dropped
     return None
 
 
@@ -114,10 +114,10 @@ def _shifted(groups: Sequence[_Group], due: Sequence[float], now: float) -> bool
 def _grouped(upcoming: Upcoming, at_most: int) -> Iterator[tuple[int, str, Ranges]]:
     """(index of the first, key, ranges) of neighbours in `upcoming`, which usually belong to one sample."""
     first, key, ranges, size = 0, "", list[tuple[int, int]](), 0
-    for place, (name, offset, length) in enumerate(upcoming):
+    for number, (name, offset, length) in enumerate(upcoming):
         if ranges and (name != key or size + length > at_most or offset < ranges[-1][0]):
             yield first, key, tuple(ranges)
-            first, ranges, size = place, [], 0
+            first, ranges, size = number, [], 0
         key, size = name, size + length
         ranges.append((offset, length))
     if ranges:
@@ -172,25 +172,25 @@ class Forecast:
         """When each of `reads` ((key, offset), soonest first) is due."""
         old = self._streams.get(stream)
         new = _Stream(now, list(reads), [])
-        gone = dropped_count(old.reads, new.reads) if old is not None else None
-        if old is not None and gone is not None:
-            self._judge(old, gone, now)
+        dropped = dropped_count(old.reads, new.reads) if old is not None else None
+        if old is not None and dropped is not None:
+            self._judge(old, dropped, now)
             new.pace, new.judged = old.pace, old.judged
-            if gone:
-                seen = (now - old.at) / gone
-                new.pace, new.judged = seen if not old.judged else old.pace + WEIGHT * (seen - old.pace), True
+            if dropped:
+                measured = (now - old.at) / dropped
+                new.pace, new.judged = measured if not old.judged else old.pace + WEIGHT * (measured - old.pace), True
             else:
                 new.at = old.at  # the list did not move: keep measuring from the same time
         new.due = [now + (n + 1) * new.pace for n in range(len(reads))]
         self._streams[stream] = new
         return new.due
 
-    def over(self, stream: int) -> None:
+    def forget(self, stream: int) -> None:
         self._streams.pop(stream, None)
 
-    def _judge(self, old: _Stream, gone: int, now: float) -> None:
+    def _judge(self, old: _Stream, dropped: int, now: float) -> None:
         if old.judged:
-            self._errors.extend(now - due for due in old.due[:gone])
+            self._errors.extend(now - due for due in old.due[:dropped])
 
     def report(self) -> dict[str, float | int]:
         """Actual minus predicted need in seconds: median, and the 95th percentile of its size."""

@@ -153,7 +153,7 @@ class Lease:
     __slots__ = ("_ended", "descriptor", "file", "once", "present", "size")
 
     def __init__(
-        self, file: int, opened: BlockFile, present: list[tuple[int, int]], ended: deque[int], once: bool = False
+        self, file: int, opened: BlockFile, *, present: list[tuple[int, int]], ended: deque[int], once: bool = False
     ) -> None:
         self.file, self.size, self.present, self.once = file, opened.size, present, once
         self.descriptor: Descriptor = opened.reader

@@ -48,20 +48,20 @@ class TierDirectory(msgspec.Struct, frozen=True):
 
 
 class Disks:
-    """The cache files by number. `places` are the tiers, fastest first."""
+    """The cache files by number. `tiers`: fastest first."""
 
-    def __init__(self, places: Sequence[TierDirectory], block_bytes: int, clock: Clock) -> None:
-        self.places, self._block_bytes, self._clock = places, block_bytes, clock
+    def __init__(self, tiers: Sequence[TierDirectory], block_bytes: int, clock: Clock) -> None:
+        self.tiers, self._block_bytes, self._clock = tiers, block_bytes, clock
         self.files: dict[int, BlockFile] = {}
         self._paused: dict[int, float] = {}  # failed tiers, and when to try them again
 
     def create(self, create: Create) -> None:
         """Create an empty file; `OSError` when its disk fails."""
-        place = self.places[create.tier]
+        tier = self.tiers[create.tier]
         self.files[create.file] = (
-            create_persistent(place.path, create.object, self._block_bytes)
-            if create.keep and place.keep
-            else BlockDirectory(place.path).create(create.object.size)
+            create_persistent(tier.path, create.object, self._block_bytes)
+            if create.keep and tier.keep
+            else BlockDirectory(tier.path).create(create.object.size)
         )
 
     def drop(self, file: int) -> bool:
@@ -71,13 +71,13 @@ class Disks:
             dropped.unlink()
         return dropped is not None
 
-    def left(self) -> Iterator[tuple[int, AdoptedFile]]:
+    def remaining(self) -> Iterator[tuple[int, AdoptedFile]]:
         """The files that an earlier engine left, with their tiers. Their blocks are verified when they are first
         requested."""
-        for tier, place in enumerate(self.places):
-            if place.keep:
-                for found in adopt(place.path, self._block_bytes):
-                    yield tier, found
+        for number, tier in enumerate(self.tiers):
+            if tier.keep:
+                for found in adopt(tier.path, self._block_bytes):
+                    yield number, found
 
     # disk errors
 
@@ -89,8 +89,9 @@ class Disks:
     def pause(self, tier: int, error: OSError) -> None:
         """Stop using the tier for `RECOVER_SECONDS`."""
         self._paused[tier] = self._clock.monotonic() + RECOVER_SECONDS
-        left = "using the other tiers" if len(self._paused) < len(self.places) else "reading from the store directly"
-        warn_once(_log, f"the cache in {self.places[tier].path} cannot be written ({error.strerror}): {left}")
+        all_failed = len(self._paused) == len(self.tiers)
+        instead = "reading from the store directly" if all_failed else "using the other tiers"
+        warn_once(_log, f"the cache in {self.tiers[tier].path} cannot be written ({error.strerror}): {instead}")
 
     def recovered(self) -> list[int]:
         """The tiers whose pause is over; they are tried again."""
@@ -107,7 +108,6 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 NAME_BYTES = 16 << 10
 MAP_BYTES = 64 << 20
 
-_log = get_logger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 _decode: msgspec.msgpack.Decoder[tuple[str, str, int, float]] = msgspec.msgpack.Decoder(tuple[str, str, int, float])
 
@@ -123,7 +123,7 @@ class PersistentFile(BlockFile):
 
     __slots__ = ("_listing", "_path", "digests")
 
-    def __init__(self, path: Path, writer: Descriptor, reader: Descriptor, listing: Descriptor, size: int) -> None:
+    def __init__(self, path: Path, *, writer: Descriptor, reader: Descriptor, listing: Descriptor, size: int) -> None:
         super().__init__(writer, reader, size)
         self._path, self._listing = path, listing
         self.digests: dict[int, int] = {}
@@ -159,7 +159,7 @@ def create_persistent(directory: Path, obj: ObjectId, block_bytes: int) -> Persi
         with contextlib.suppress(OSError):
             path.unlink()
         raise
-    return PersistentFile(path, writer, reader, listing, obj.size)
+    return PersistentFile(path, writer=writer, reader=reader, listing=listing, size=obj.size)
 
 
 def adopt(directory: Path, block_bytes: int) -> Iterator[AdoptedFile]:
@@ -186,7 +186,9 @@ def _open(map_path: Path, block_bytes: int) -> AdoptedFile:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != obj.size:
         raise ValueError(f"{path.name} is not the file that its map describes")
     reader = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
-    file = PersistentFile(path, writer, reader, Descriptor(os.open(map_path, _APPEND)), obj.size)
+    file = PersistentFile(
+        path, writer=writer, reader=reader, listing=Descriptor(os.open(map_path, _APPEND)), size=obj.size
+    )
     file.digests = digests
     return AdoptedFile(obj, file)
 
@@ -235,11 +237,11 @@ class SupersededError(Exception):
 class PendingBlock:
     """A block that is being fetched into a file. Safe to share between the threads of its attempts."""
 
-    __slots__ = ("_block", "_file", "_first", "_lock", "_there")
+    __slots__ = ("_block", "_file", "_first", "_lock", "_written")
 
     def __init__(self, file: BlockFile, block: int, first: int) -> None:
         self._file, self._block, self._first = file, block, first
-        self._lock, self._there = threading.Lock(), False
+        self._lock, self._written = threading.Lock(), False
 
     def start_writer(self) -> BlockWriter:
         """A writer for the attempt that writes piece by piece."""
@@ -248,15 +250,15 @@ class PendingBlock:
     def write_all(self, view: memoryview) -> None:
         """Write the whole block at once, if no attempt has completed it."""
         with self._lock:
-            if not self._there:
+            if not self._written:
                 self._write(self._first, view)
                 self._file.wrote(self._block, digest(view) if isinstance(self._file, PersistentFile) else 0)
-                self._there = True
+                self._written = True
 
     def write_piece(self, offset: int, piece: memoryview) -> None:
         """Write a piece; `SupersededError` when the other attempt has written the whole block."""
         with self._lock:
-            if self._there:
+            if self._written:
                 raise SupersededError
             self._write(offset, piece)
 
@@ -269,9 +271,9 @@ class PendingBlock:
     def finish(self, found: int) -> None:
         """Complete the block after all pieces are written; `found` is their digest."""
         with self._lock:
-            if not self._there:
+            if not self._written:
                 self._file.wrote(self._block, found)
-            self._there = True
+            self._written = True
 
 
 class BlockWriter:

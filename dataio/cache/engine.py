@@ -22,6 +22,7 @@ from pathlib import Path
 
 from headrace.dataio.cache.announcements import AnnouncementList, Forecast, Upcoming, check_inside
 from headrace.dataio.cache.blocks import Lease
+from headrace.dataio.cache.counters import ReadCounters
 from headrace.dataio.cache.disks import DiskError, Disks, TierDirectory
 from headrace.dataio.cache.fetcher import Fetcher, FetchResult, FetchTask
 from headrace.dataio.cache.objects import Objects
@@ -38,14 +39,12 @@ ANNOUNCED = 4096
 """Maximum number of ranges of one announcement. The engine ignores the rest."""
 ENDED = 256
 """Maximum number of ended leases that wait to be processed."""
-REPORT_EVERY_READS = 64
 RUNS = 256
 """Maximum number of present runs that a lease lists."""
-GROWN_LOOKS, GROWN_FILES, GROWN_RUNS = 256, 16, 32
+GROWN_KNOWN, GROWN_FILES, GROWN_RUNS = 256, 16, 32
 """Maximum number of files that `grown` checks and returns, and of runs of each."""
 
 _log = get_logger(__name__)
-_CACHE_BYTES = {source: metrics.cache_bytes.labels(source) for source in ("bypass", "cache", "store")}
 Ranges = Sequence[tuple[int, int]]
 
 
@@ -87,14 +86,10 @@ class Engine:
         buffers: Maximum number of blocks in flight; by default as many as threads.
         """
         buffers = buffers or threads
-        places = (TierDirectory(directory, budget, keep), *slower)
-        self._clock, self._disks, self._objects = clock, Disks(places, block_bytes, clock), Objects(clock)
+        tiers = (TierDirectory(directory, budget, keep), *slower)
+        self._clock, self._disks, self._objects = clock, Disks(tiers, block_bytes, clock), Objects(clock)
         self._listeners: list[Callable[[int], None]] = []
-        self._plan = CachePlan(
-            [place.budget for place in places],
-            block_bytes=block_bytes,
-            max_files=max_files,
-        )
+        self._plan = CachePlan([tier.budget for tier in tiers], block_bytes=block_bytes, max_files=max_files)
         self._lock = threading.Lock()
         self._sources: dict[str, Store] = {}
         self._waiting: dict[int, Future[Lease | None]] = {}
@@ -104,14 +99,13 @@ class Engine:
         self._announcing: dict[int, _Stream] = {}
         self._tickets = itertools.count()
         self._closed = False
-        self._counts = {"fetched_bytes": 0, "asked_bytes": 0, "hit_bytes": 0, "reads_ready": 0, "reads_late": 0}
-        self._unreported = dict.fromkeys(_CACHE_BYTES, 0)
-        self._reads = 0
-        self._tier_hits = [0] * len(places)
+        self._counters = ReadCounters(len(tiers))
         self._forecast = Forecast()
         self._adopt()
-        self._asking = max(1, threads // 2)
-        self._fetcher = Fetcher(threads, buffers, block_bytes, clock, self._on_fetched)
+        self._num_lookups = max(1, threads // 2)
+        self._fetcher = Fetcher(
+            threads=threads, buffers=buffers, block_bytes=block_bytes, clock=clock, on_fetched=self._on_fetched
+        )
         self._plan.set_prefetch_limits(*self._fetcher.prefetch_limits())
 
     def open(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Future[Lease | None]:
@@ -157,17 +151,19 @@ class Engine:
             file = self._plan.take(known, ranges)  # type: ignore[arg-type]  # any sequence of pairs will do
             if file is None or file not in self._disks.files:
                 return None
-            self._count(size, True, False, stream)
-            self._hit(file, size)
+            self._counters.add(size, present=True, bypassed=False, announced=bool(stream))
+            self._counters.hit(self._plan.tier_of(file), size)
             return self._lease(file, False)
 
-    def grown(self, told: Mapping[int, Sequence[tuple[int, int]]]) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Some of the files in `told` that have more present bytes now, with their runs. `told` maps a file to the run list
-        that was sent last, as the same object that `Lease.present` or `grown` gave."""
-        if len(told) > GROWN_LOOKS:
+    def grown(self, known_runs: Mapping[int, Sequence[tuple[int, int]]]) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Some of the files in `known_runs` that have more present bytes now, with their runs.
+
+        `known_runs` maps a file to the run list that was sent last: the same object that `Lease.present` or `grown` gave.
+        """
+        if len(known_runs) > GROWN_KNOWN:
             return []
         with self._lock:
-            return self._plan.grown(told, GROWN_FILES, GROWN_RUNS)
+            return self._plan.grown(known_runs, GROWN_FILES, GROWN_RUNS)
 
     def announce(self, stream: int, store: Store, upcoming: Upcoming) -> None:
         """Prefetch (key, offset, length), soonest first; replaces what `stream` announced before."""
@@ -184,8 +180,8 @@ class Engine:
             return
         self._fetcher.submit(lambda: self._announce(stream))
         others = deque(unknown[1:])  # in parallel: each is a round trip
-        for _ in range(min(self._asking, len(others))):
-            self._fetcher.submit(partial(self._ask, store, others))
+        for _ in range(min(self._num_lookups, len(others))):
+            self._fetcher.submit(partial(self._look_up, store, others))
 
     def withdraw(self, stream: int) -> None:
         """Forget what `stream` announced."""
@@ -193,7 +189,7 @@ class Engine:
             self._announcing.pop(stream, None)
             self._jobs.pop(stream, None)
             self._trace_parents.pop(stream, None)
-            self._forecast.over(stream)
+            self._forecast.forget(stream)
             later = self._execute(self._plan.withdraw(stream))
         _run_all(later)
 
@@ -254,29 +250,29 @@ class Engine:
         """Byte and file counts for the status."""
         self._run([])
         with self._lock:
-            self._report_metrics()
-            return {**self._plan.counts(), **self._counts, "paused": self._disks.paused}
+            self._counters.report()
+            return {**self._plan.counts(), **self._counters.totals, "paused": self._disks.paused}
 
     def tier_stats(self) -> list[dict[str, object]]:
         """Directory, budget, usage and hits in bytes of each tier, and whether its disk is paused after an error."""
         with self._lock:
             return [
                 {
-                    "directory": str(place.path),
+                    "directory": str(tier.path),
                     "budget_bytes": budget,
                     "used_bytes": used,
                     "hit_bytes": hits,
-                    "paused": not well,
+                    "paused": not usable,
                 }
-                for place, hits, (budget, used, well) in zip(
-                    self._disks.places, self._tier_hits, self._plan.tiers, strict=True
+                for tier, hits, (budget, used, usable) in zip(
+                    self._disks.tiers, self._counters.tier_hits, self._plan.tiers, strict=True
                 )
             ]
 
     def prefetch_stats(self) -> dict[str, float | int]:
         """Prefetching: the window, reads that were ready in time, and the error of the forecast."""
         with self._lock:
-            ready, late = self._counts["reads_ready"], self._counts["reads_late"]
+            ready, late = self._counters.totals["reads_ready"], self._counters.totals["reads_late"]
             return {
                 "reads_ready": ready,
                 "reads_late": late,
@@ -288,7 +284,7 @@ class Engine:
         """Stop the threads after their current work; requests that still wait fail with `TransientError`."""
         with self._lock:
             self._closed = True
-            self._report_metrics()
+            self._counters.report()
             waiting, self._waiting = list(self._waiting.values()), {}
             self._disks.files.clear()
         self._fetcher.close()
@@ -309,42 +305,21 @@ class Engine:
             future.set_exception(error)
             return
         ticket, wanted = next(self._tickets), tuple((offset, length) for offset, length in ranges)
+        size = sum(length for _, length in wanted)
         with self._lock:
             self._waiting[ticket] = future
             self._recover()
             self._sources[obj.source] = store
-            there = self._plan.has_all(obj, wanted)
+            present = self._plan.has_all(obj, wanted)
             instructions = [] if self._closed else self._plan.request(ticket, obj, wanted, stream)
-            for ready in (found for found in instructions if there and isinstance(found, Ready)):
-                self._hit(ready.file, sum(length for _, length in wanted) if ready.ticket == ticket else 0)
+            for ready in (found for found in instructions if present and isinstance(found, Ready)):
+                self._counters.hit(self._plan.tier_of(ready.file), size if ready.ticket == ticket else 0)
             later = self._execute(instructions)
-            self._count(sum(length for _, length in wanted), there, Bypass(ticket) in instructions, stream)
+            bypassed = Bypass(ticket) in instructions
+            self._counters.add(size, present=present, bypassed=bypassed, announced=bool(stream))
         if self._closed:
             later = [self._resolve(ticket, TransientError("the cache is closed"))]
         _run_all(later)
-
-    def _count(self, size: int, there: bool, bypassed: bool, stream: int) -> None:
-        self._unreported["bypass" if bypassed else "cache" if there else "store"] += size
-        self._reads += 1
-        if self._reads >= REPORT_EVERY_READS:
-            self._report_metrics()
-        self._counts["asked_bytes"] += size
-        self._counts["hit_bytes"] += size if there else 0
-        if stream:
-            self._counts["reads_ready" if there else "reads_late"] += 1
-
-    def _report_metrics(self) -> None:
-        """Pass the counters to the process's metrics, once for many reads, because that costs more than counting."""
-        self._reads = 0
-        for source, size in self._unreported.items():
-            if size:
-                _CACHE_BYTES[source].inc(size)
-                self._unreported[source] = 0
-
-    def _hit(self, file: int, size: int) -> None:
-        tier = self._plan.tier_of(file)
-        if tier is not None:
-            self._tier_hits[tier] += size
 
     def _announce(self, stream: int) -> None:
         """Process a stream's announcements until there is no newer one. One task per stream keeps them in order."""
@@ -362,7 +337,7 @@ class Engine:
             except Exception:  # an announcement is a hint: the reads report the error
                 _log.exception("not prefetching from %s", store.location.url)
 
-    def _ask(self, store: Store, keys: deque[str]) -> None:
+    def _look_up(self, store: Store, keys: deque[str]) -> None:
         """Look up objects before they are needed. Errors are raised by the reads that need them."""
         while not self._closed:
             try:
@@ -425,7 +400,7 @@ class Engine:
 
     def _adopt(self) -> None:
         """Adopt the files of an earlier engine."""
-        for tier, found in self._disks.left():
+        for tier, found in self._disks.remaining():
             file = self._plan.adopt(found.object, found.file.digests, tier)
             if file is None:
                 found.file.unlink()
@@ -454,7 +429,7 @@ class Engine:
         if opened is None:  # an empty object whose file could not be made
             self._ended.append(file)
             return None
-        return Lease(file, opened, self._plan.runs(file, RUNS), self._ended, once)
+        return Lease(file, opened, present=self._plan.runs(file, RUNS), ended=self._ended, once=once)
 
     def _resolve(self, ticket: int, outcome: Lease | BaseException | None) -> Callable[[], None]:
         future = self._waiting.pop(ticket, None)
@@ -472,7 +447,7 @@ class Engine:
         later = list[Callable[[], None]]()
         with self._lock:
             for fetch, error, from_store in results:
-                self._counts["fetched_bytes"] += from_store
+                self._counters.totals["fetched_bytes"] += from_store
                 if isinstance(error, DiskError):
                     self._pause(self._plan.tier_of(fetch.file), error.error)
                     later += self._execute(self._plan.lost(fetch.file), error)

@@ -44,6 +44,7 @@ class Fetcher:
 
     def __init__(
         self,
+        *,
         threads: int,
         buffers: int,
         block_bytes: int,

@@ -34,7 +34,7 @@ class Objects:
         self._clock, self._lock = clock, threading.Lock()
         self._names: weakref.WeakKeyDictionary[Store, str] = weakref.WeakKeyDictionary()
         self._known: OrderedDict[tuple[str, str], tuple[ObjectId, float]] = OrderedDict()
-        self._asked: dict[tuple[str, str], Future[ObjectId]] = {}
+        self._lookups: dict[tuple[str, str], Future[ObjectId]] = {}
 
     def source(self, store: Store) -> str:
         """`source_of` the store's location, computed once."""
@@ -77,22 +77,22 @@ class Objects:
     def _stat(self, store: Store, key: str) -> ObjectId:
         source = self.source(store)
         with self._lock:
-            asked = self._asked.get((source, key))
-            if asked is None:
-                mine = self._asked[source, key] = Future[ObjectId]()
-        if asked is not None:
-            return asked.result()
+            pending = self._lookups.get((source, key))
+            if pending is None:
+                lookup = self._lookups[source, key] = Future[ObjectId]()
+        if pending is not None:
+            return pending.result()
         try:
             info = store.stat(key)
             obj = ObjectId(source, key, info.size, info.modified)
             self._remember(obj)
-            mine.set_result(obj)
+            lookup.set_result(obj)
         except BaseException as error:
-            mine.set_exception(error)
+            lookup.set_exception(error)
             raise
         finally:
             with self._lock:
-                del self._asked[source, key]
+                del self._lookups[source, key]
         return obj
 
     def _remember(self, obj: ObjectId) -> None:
@@ -114,12 +114,12 @@ def source_name(url: str, options: Mapping[str, object]) -> str:
 
 
 class KnownSizes(Wrapper):
-    """`inner` with known object sizes, which `say` returns on first use. Only for readers of one dataset version that
+    """`inner` with known object sizes, which `load` returns on first use. Only for readers of one dataset version that
     cache nothing persistently, because `stat` checks neither that the object exists nor when it was modified."""
 
-    def __init__(self, inner: Store, say: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, inner: Store, load: Callable[[], Mapping[str, int]]) -> None:
         super().__init__(inner)
-        self._say = say
+        self._load = load
 
     def stat(self, key: str) -> ObjectInfo:
         size = self._sizes.get(key)
@@ -130,4 +130,4 @@ class KnownSizes(Wrapper):
 
     @cached_property
     def _sizes(self) -> Mapping[str, int]:
-        return self._say()
+        return self._load()

@@ -95,14 +95,14 @@ def _forget(options: argparse.Namespace) -> int:
     tier = ask(options).get("tier")
     if not tier:
         raise NotFoundError("this sidecar has no local tier", hint="see tier_dir in docs/sidecar.md")
-    shelf = LocalTier(Path(tier["directory"]), TierLimits(tier["budget_bytes"], tier["steps"]))
-    chosen = [r for r in shelf.records(run=options.run) if options.step in (None, r.step)]
+    local_tier = LocalTier(Path(tier["directory"]), TierLimits(tier["budget_bytes"], tier["steps"]))
+    chosen = [r for r in local_tier.records(run=options.run) if options.step in (None, r.step)]
     if not chosen:
         raise NotFoundError(
             f"the local tier keeps no such step of run {options.run}", hint="see headrace sidecar status"
         )
     if options.apply:
-        shelf.forget(chosen)
+        local_tier.forget(chosen)
     print(json.dumps([_line(r) for r in chosen]) if options.json else _text(chosen, options.apply))
     return 0
 

@@ -31,6 +31,7 @@ from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.core.tracing import context, span
 from headrace.dataio.sidecar import paths, wire
 from headrace.dataio.sidecar import protocol as m
+from headrace.dataio.sidecar.adaptive_poll import AdaptivePoll
 from headrace.dataio.sidecar.jobs.memfd import sealed
 from headrace.dataio.sidecar.staged_jobs import StagedJob, StagedJobs
 
@@ -55,7 +56,7 @@ _ANSWERS = (*_GOOD, m.Failed)
 class _Slot:
     """The pending answer of one request."""
 
-    __slots__ = ("answer", "descriptors", "over", "waiting")
+    __slots__ = ("answer", "descriptors", "done", "waiting")
 
     def __init__(self, *, waits: bool) -> None:
         """`waits`: another thread receives the answer."""
@@ -64,11 +65,11 @@ class _Slot:
             self.waiting.acquire()
         self.answer: m.FromDaemon | None = None
         self.descriptors: tuple[int, ...] = ()
-        self.over = False
+        self.done = False
 
     def wake(self) -> None:
         """Called once, by the thread that removed the slot from the connection's table."""
-        self.over = True
+        self.done = True
         if self.waiting is not None:
             self.waiting.release()
 
@@ -95,14 +96,14 @@ class Sidecar:
         self._events.register(sock, select.EPOLLIN)
         self._poll.register(sock, select.POLLIN)
         self._broken: TransientError | None = None
-        self._heard, self._asked = time.monotonic(), 0.0  # when the daemon last sent a message, and when it was pinged
+        self._last_message, self._last_ping = time.monotonic(), 0.0
         self.closed_files: deque[int] = deque()
         """Files to give back to the daemon. Finalizers append to it, from any thread at any time."""
         self.touched_files: set[int] = set()
         self.forgotten: Callable[[int], None] = lambda _file: None
         self.reporting: Callable[[], m.Report | None] = lambda: None
         """Called once a tick for the report to send, if the daemon supports reports."""
-        self._reports = self.goes_on = False
+        self._reports = self.incremental = False
         self._thread = threading.Thread(target=self._receive, name="headrace-sidecar", daemon=True)
 
     @classmethod
@@ -131,11 +132,11 @@ class Sidecar:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(CONNECT_SECONDS)
-            _connect_to(sock, os.fspath(path))
+            wire.connect(sock, os.fspath(path), CONNECT_SECONDS)
             pid, uid = wire.peer(sock)
             if uid not in (os.geteuid(), 0):  # root's is the service manager's, which passes it to the daemon
                 raise ConflictError(f"the sidecar on {path} belongs to user {uid}")
-            _send_all(sock, wire.frame(m.encode(m.Hello(m.VERSION, os.getpid()))), (), CONNECT_SECONDS)
+            wire.send_all(sock, wire.frame(m.encode(m.Hello(m.VERSION, os.getpid()))), (), CONNECT_SECONDS)
             found = cls(sock, path, pid)
             found._handshake()
             # no Python timeout from here on: it would add a poll to every send and receive
@@ -156,7 +157,7 @@ class Sidecar:
             for frame in self._framer.feed(data, descriptors):
                 answer = m.decode_from_daemon(frame.payload)
                 if isinstance(answer, m.Welcome):
-                    self._reports, self.goes_on = answer.reports, answer.goes_on
+                    self._reports, self.incremental = answer.reports, answer.incremental
                     return
                 if isinstance(answer, m.Refused):
                     raise m.error_of(answer.code, answer.message, "")
@@ -214,7 +215,7 @@ class Sidecar:
             timeout: Seconds to wait.
         """
         answer, _ = self.call(lambda id: m.Recall(id, source, key), timeout=timeout)
-        return isinstance(answer, m.Recalled) and answer.there
+        return isinstance(answer, m.Recalled) and answer.found
 
     def status(self) -> dict[str, object]:
         """The daemon's status: the object that `headrace sidecar status --json` prints."""
@@ -251,23 +252,23 @@ class Sidecar:
         caller's."""
         # This thread receives its answer itself if no other thread is receiving, and starts before it sends: handing the answer
         # over from the background thread would double the time of a round trip.
-        here = self._receiving.acquire(blocking=False)
+        receives_itself = self._receiving.acquire(blocking=False)
         try:
-            id, slot = next(self._ids), _Slot(waits=not here)
+            id, slot = next(self._ids), _Slot(waits=not receives_itself)
             with self._lock:
                 self._raise_if_broken()
                 self._slots[id] = slot
             try:
-                if here:
+                if receives_itself:
                     self._mute(0)
                 self._send(build(id), descriptors, timeout)
                 self._wait(slot, timeout)
             finally:
-                if not slot.over:
+                if not slot.done:
                     with self._lock:
                         self._slots.pop(id, None)
         finally:
-            if here:
+            if receives_itself:
                 self._mute(select.EPOLLIN)  # the background thread continues, also for other requests
                 self._receiving.release()
         answer = slot.answer
@@ -280,7 +281,7 @@ class Sidecar:
             raise m.error_of(answer.code, answer.message, answer.hint)
         raise _unexpected_answer()
 
-    def tell(self, message: m.FromClient) -> None:
+    def send(self, message: m.FromClient) -> None:
         """Send a message without an answer."""
         self._raise_if_broken()
         self._send(message, (), ANSWER_SECONDS)
@@ -296,7 +297,7 @@ class Sidecar:
             data = wire.frame(m.encode(m.Closed(self._take_closed_files()))) + data
         try:
             with self._sending:
-                _send_all(self._sock, data, descriptors, timeout)
+                wire.send_all(self._sock, data, descriptors, timeout)
         except (OSError, DeadlineError) as error:
             self._break(str(error))  # half a frame may have gone out
             self._raise_if_broken()
@@ -316,14 +317,14 @@ class Sidecar:
             return
         began = time.monotonic()
         until, polls = began + timeout, self.spin.worth
-        sleeps = min(until, began + self.spin.seconds) if polls else began
+        polls_until = min(until, began + self.spin.seconds) if polls else began
         try:
-            while not slot.over and self._broken is None and time.monotonic() < sleeps:
+            while not slot.done and self._broken is None and time.monotonic() < polls_until:
                 self._take(wait=False)
-            while not slot.over and self._broken is None and (left := until - time.monotonic()) > 0:
+            while not slot.done and self._broken is None and (left := until - time.monotonic()) > 0:
                 if left >= TICK_SECONDS or self._poll.poll(left * 1000):
                     self._take(wait=left >= TICK_SECONDS)
-            self.spin.waited(time.monotonic() - began if slot.over else math.inf, polled=polls)
+            self.spin.waited(time.monotonic() - began if slot.done else math.inf, polled=polls)
         except HeadraceError as error:
             self._break(error.message)
         except (OSError, ValueError) as error:
@@ -346,7 +347,7 @@ class Sidecar:
         if not data:
             raise TransientError("the daemon closed it")
         for frame in self._framer.feed(data, descriptors):
-            self._heard = time.monotonic()  # only complete messages count as a sign of life
+            self._last_message = time.monotonic()  # only complete messages count as a sign of life
             self._dispatch(frame)
 
     def _receive(self) -> None:
@@ -393,22 +394,22 @@ class Sidecar:
     def _check_liveness(self) -> None:
         """Close the connection if the daemon hangs, for example because it was stopped."""
         now = time.monotonic()
-        if self._asked <= self._heard:
-            if now - self._heard >= PING_SECONDS and (self._slots or self._jobs):
-                self._asked = now
+        if self._last_ping <= self._last_message:
+            if now - self._last_message >= PING_SECONDS and (self._slots or self._jobs):
+                self._last_ping = now
                 with contextlib.suppress(TransientError):
-                    self.tell(m.AskStatus(next(self._ids)))
-        elif now - self._asked >= HUNG_SECONDS:
-            raise TransientError(f"the daemon hangs: it has been silent for {now - self._heard:.0f} s")
+                    self.send(m.AskStatus(next(self._ids)))
+        elif now - self._last_ping >= HUNG_SECONDS:
+            raise TransientError(f"the daemon hangs: it has been silent for {now - self._last_message:.0f} s")
 
     def _housekeeping(self) -> None:
         """Tell the daemon which files were closed, and which were read."""
         with contextlib.suppress(TransientError):
             while closed := self._take_closed_files():
-                self.tell(m.Closed(closed))
+                self.send(m.Closed(closed))
             touched, self.touched_files = self.touched_files, set()
             if touched:
-                self.tell(m.Touched(sorted(touched)[:BATCH]))
+                self.send(m.Touched(sorted(touched)[:BATCH]))
 
     def _take_closed_files(self) -> list[int]:
         closed: list[int] = []
@@ -420,7 +421,7 @@ class Sidecar:
     def _report(self) -> None:
         if self._reports and (report := self.reporting()) is not None:
             with contextlib.suppress(TransientError):
-                self.tell(report)
+                self.send(report)
 
     def _break(self, reason: str) -> None:
         with self._lock:
@@ -443,67 +444,3 @@ def _unexpected_answer() -> TransientError:
     return TransientError(
         "the sidecar sent an answer of the wrong type", hint="restart the sidecar and the trainer with the same version"
     )
-
-
-def _connect_to(sock: socket.socket, path: str) -> None:
-    """Connect; retries while the daemon's accept queue is full, which a socket with a timeout reports as an error."""
-    until = time.monotonic() + CONNECT_SECONDS
-    while True:
-        try:
-            return sock.connect(path)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.005)
-
-
-def _send_all(sock: socket.socket, data: bytes, descriptors: Sequence[int], timeout: float) -> None:
-    view, until = memoryview(data), 0.0
-    while view:
-        try:
-            view, descriptors = view[wire.send(sock, view, descriptors, wait=False) :], ()
-        except BlockingIOError:
-            until = until or time.monotonic() + timeout
-            ready = select.poll()
-            ready.register(sock, select.POLLOUT)
-            if not ready.poll(max(0.0, until - time.monotonic()) * 1000):
-                raise DeadlineError(f"the sidecar read no data for {timeout:g} s") from None
-
-
-SPIN_SECONDS = 100e-6
-_NEW = 1 / 8
-_MOST = 8
-"""A longer wait counts as this many times `seconds`: one slow answer ends the polling, and a few fast ones restart
-it."""
-
-
-class AdaptivePoll:
-    """Decides whether to poll for an answer before sleeping until it arrives.
-
-    The cache answers within tens of microseconds, and waking an idle processor may take as long; polling saves one of
-    the two wake-ups of a round trip. It lasts at most `SPIN_SECONDS`, is used only while answers usually arrive within
-    that time, and never on a machine with one processor, which the daemon needs. For one wait at a time. `polled`
-    counts waits that began with polling, `helped` those that ended during it.
-
-    Adaptive spinning: Karlin, Li, Manasse, Owicki, SOSP 1991.
-    """
-
-    __slots__ = ("_alone", "_usual", "helped", "polled", "seconds")
-
-    def __init__(self, seconds: float = SPIN_SECONDS, processors: int | None = None) -> None:
-        self.seconds = seconds
-        self._alone = (processors or len(os.sched_getaffinity(0))) < 2
-        self._usual = _MOST * seconds
-        self.polled = self.helped = 0
-
-    @property
-    def worth(self) -> bool:
-        """Whether to poll first now."""
-        return self._usual < self.seconds and not self._alone
-
-    def waited(self, seconds: float, *, polled: bool) -> None:
-        """Record a wait of `seconds`, infinity without an answer; `polled`: it began with polling."""
-        self._usual += (min(seconds, _MOST * self.seconds) - self._usual) * _NEW
-        if polled:
-            self.polled += 1
-            self.helped += seconds < self.seconds

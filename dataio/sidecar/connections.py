@@ -55,26 +55,27 @@ _log = get_logger(__name__)
 
 
 class ConnectionManager:
-    """All connections. `most()` returns their maximum number, `status()` the daemon's status. `came()` is called for each
+    """All connections. `limit()` returns their maximum number, `status()` the daemon's status. `on_connect()` is called for each
     new connection."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         engine: Engine,
+        *,
         job_stats: JobStats,
         reads: ReadService,
         staging: StagingService,
-        most: Callable[[], int],
+        limit: Callable[[], int],
         status: Callable[[], dict[str, object]],
-        came: Callable[[], None],
+        on_connect: Callable[[], None],
     ) -> None:
         self._loop, self._engine, self._job_stats = loop, engine, job_stats
         self._reads, self._staging = reads, staging
-        self._most, self._status, self._came = most, status, came
+        self._limit, self._status, self._on_connect = limit, status, on_connect
         self._clients: dict[int, ClientState] = {}
         self._next = 1
-        self._listening: socket.socket | None = None
+        self._listener: socket.socket | None = None
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -84,17 +85,17 @@ class ConnectionManager:
         for client in list(self._clients.values())[:LISTED_CLIENTS]:
             yield {"pid": client.pid, "held_files": client.session.held, "opens": client.session.opens}
 
-    def listen(self, listening: socket.socket) -> None:
+    def listen(self, listener: socket.socket) -> None:
         """Start accepting clients."""
-        self._listening = listening
-        self._loop.add_reader(listening.fileno(), self._accept, listening)
+        self._listener = listener
+        self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def stop_listening(self) -> None:
         """Stop accepting clients and close the socket."""
-        if self._listening is not None:
-            self._loop.remove_reader(self._listening.fileno())
-            self._listening.close()
-        self._listening = None
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+        self._listener = None
 
     def close(self) -> None:
         """End all connections."""
@@ -105,27 +106,27 @@ class ConnectionManager:
     def dropped(self, file: int) -> None:
         """The cache has dropped a file: tell the clients that hold it."""
         for client in list(self._clients.values()):
-            client.carry_out(client.session.dropped(file))
+            client.execute(client.session.dropped(file))
 
     # in and out
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listening.accept()
+            sock, _ = listener.accept()
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:  # usually no descriptors are left: try again in a second
             _log.error("cannot accept a client: %s", error.strerror)
-            self._loop.remove_reader(listening.fileno())
-            self._loop.call_later(1.0, self._accept_again, listening)
+            self._loop.remove_reader(listener.fileno())
+            self._loop.call_later(1.0, self._accept_again, listener)
             return
         pid, uid = wire.peer(sock)
         if uid != os.geteuid():
             _log.warning("refused a connection from process %d of user %d: it belongs to another user", pid, uid)
             sock.close()
-        elif len(self._clients) >= self._most():
+        elif len(self._clients) >= self._limit():
             refusal = m.Refused(
-                "capacity", f"the sidecar has {len(self._clients)} clients; the limit is {self._most()}"
+                "capacity", f"the sidecar has {len(self._clients)} clients; the limit is {self._limit()}"
             )
             sock.setblocking(False)
             with contextlib.suppress(OSError):
@@ -134,20 +135,23 @@ class ConnectionManager:
         else:
             self._welcome(sock, pid)
 
-    def _accept_again(self, listening: socket.socket) -> None:
-        if self._listening is listening:
-            self._loop.add_reader(listening.fileno(), self._accept, listening)
+    def _accept_again(self, listener: socket.socket) -> None:
+        if self._listener is listener:
+            self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def _welcome(self, sock: socket.socket, pid: int) -> None:
-        self._came()
+        self._on_connect()
         number, self._next = self._next, self._next + 1
-        client = ClientState(Session(os.getpid()), pid, lambda instructions: self._carry_out(client, instructions))
-        client.listener = lambda event: client.carry_out(client.session.job(event))
+        client = ClientState(Session(os.getpid()), pid, lambda instructions: self._execute(client, instructions))
+        client.listener = lambda event: client.execute(client.session.job(event))
         self._clients[number] = client
         client.peer = ClientSocket(
-            sock, self._loop, lambda payload, fds: self._received(client, payload, fds), lambda: self._ended(number)
+            sock,
+            self._loop,
+            frame=lambda payload, fds: self._received(client, payload, fds),
+            ended=lambda: self._ended(number),
         )
-        client.greeting = self._loop.call_later(HELLO_SECONDS, self._expect_hello, number)
+        client.hello_timer = self._loop.call_later(HELLO_SECONDS, self._expect_hello, number)
 
     def _expect_hello(self, number: int) -> None:
         client = self._clients.get(number)
@@ -159,20 +163,20 @@ class ConnectionManager:
             message = m.decode_from_client(payload)
         except HeadraceError as error:
             wire.close_all(descriptors)
-            client.carry_out([HangUp(error.message)])
+            client.execute([HangUp(error.message)])
             return
-        if type(message) is m.Open and not descriptors and client.session.at_once(message):
+        if type(message) is m.Open and not descriptors and client.session.can_open_now(message):
             lease = self._reads.present(client, message)
             if lease is not None:
-                self._carry_out(client, client.session.opened_at_once(message, lease, self._reads.grown(client)))
+                self._execute(client, client.session.opened_now(message, lease, self._reads.grown(client)))
                 return
-        client.carry_out(client.session.received(message, descriptors))
+        client.execute(client.session.received(message, descriptors))
 
     def _ended(self, number: int) -> None:
         client = self._clients.pop(number)
-        if client.greeting is not None:
-            client.greeting.cancel()
-        client.session.over()
+        if client.hello_timer is not None:
+            client.hello_timer.cancel()
+        client.session.end()
         self._job_stats.ended(id(client), client.process)
         self._staging.ended(client)
         self._reads.ended(client)
@@ -184,7 +188,7 @@ class ConnectionManager:
 
     # instructions
 
-    def _carry_out(self, client: ClientState, instructions: list[Instruction]) -> None:
+    def _execute(self, client: ClientState, instructions: list[Instruction]) -> None:
         peer = client.peer
         if peer is None:
             return
@@ -219,13 +223,13 @@ class ConnectionManager:
 
 @dataclass(slots=True, eq=False)
 class ClientState:
-    """The daemon's state of one client. Services pass their instructions to `carry_out`."""
+    """The daemon's state of one client. Services pass their instructions to `execute`."""
 
     session: Session
     pid: int
-    carry_out: Callable[[list[Instruction]], None]
+    execute: Callable[[list[Instruction]], None]
     peer: ClientSocket | None = None
-    greeting: asyncio.TimerHandle | None = None
+    hello_timer: asyncio.TimerHandle | None = None
     listener: Callable[[m.JobEvent], None] | None = None
     opening: bool = False  # the store of an announcement is being opened
     job: str = ""  # the job whose limits apply
@@ -263,8 +267,6 @@ OUTBOX_BYTES = 1 << 20
 READS = 8
 """Receives per loop iteration, so one busy client does not delay others."""
 
-_log = get_logger(__name__)
-
 
 @dataclass(slots=True)
 class _Outgoing:
@@ -279,6 +281,7 @@ class ClientSocket:
         self,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
+        *,
         frame: Callable[[bytes, tuple[int, ...]], None],
         ended: Callable[[], None],
     ) -> None:
@@ -289,14 +292,14 @@ class ClientSocket:
         self._closing = False
         self.open = True
         sock.setblocking(False)
-        loop.add_reader(sock.fileno(), self._readable)
+        loop.add_reader(sock.fileno(), self._on_readable)
 
     def send(self, payload: bytes, descriptor: Descriptor | None = None) -> None:
         """Send a frame, now or when the client reads again."""
         if not self.open or self._closing:
             return
         data = wire.frame(payload, 0 if descriptor is None else 1)
-        if descriptor is None and not self._outbox and self._gone(data):
+        if descriptor is None and not self._outbox and self._try_send(data):
             return
         self._outbox.append(_Outgoing(memoryview(data), descriptor))
         self._waiting += len(data)
@@ -330,7 +333,7 @@ class ClientSocket:
         self._outbox.clear()
         self._ended()
 
-    def _readable(self) -> None:
+    def _on_readable(self) -> None:
         try:
             for _ in range(READS):
                 data, descriptors = wire.receive(self._sock)
@@ -338,7 +341,7 @@ class ClientSocket:
                     wire.close_all(descriptors)
                     self.close("")
                     return
-                self._hand_out(self._framer.feed(data, descriptors))
+                self._deliver(self._framer.feed(data, descriptors))
                 if not self.open or self._closing or len(data) < wire.CHUNK:
                     return
         except BlockingIOError:
@@ -346,14 +349,14 @@ class ClientSocket:
         except (OSError, HeadraceError) as error:
             self.close(str(error))
 
-    def _hand_out(self, frames: list[wire.Frame]) -> None:
+    def _deliver(self, frames: list[wire.Frame]) -> None:
         for frame in frames:
             if self.open and not self._closing:
                 self._frame(frame.payload, frame.descriptors)
             else:
                 wire.close_all(frame.descriptors)
 
-    def _gone(self, data: bytes) -> bool:
+    def _try_send(self, data: bytes) -> bool:
         """Try to send directly, which succeeds while the client reads; False if the frame must be queued."""
         try:
             sent = wire.send(self._sock, data)

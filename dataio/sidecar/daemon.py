@@ -66,10 +66,10 @@ class Daemon:
     async def serve(self, ready: Callable[[], None] = lambda: None) -> bool:
         """Run until SIGTERM or SIGINT. Returns whether every staged checkpoint was finished."""
         daemon.settle()
-        self._given = systemd.listening()
-        if self._given is not None:
-            self._config = replace(self._config, socket=systemd.path_of(self._given))
-        lock = paths.claim(self._config.socket, keep=self._given is not None)
+        self._inherited = systemd.listening()
+        if self._inherited is not None:
+            self._config = replace(self._config, socket=systemd.path_of(self._inherited))
+        lock = paths.claim(self._config.socket, keep=self._inherited is not None)
         self._cache = CacheDirectories()
         try:
             self._loop = asyncio.get_running_loop()
@@ -105,27 +105,31 @@ class Daemon:
         commands = self._config.commands if self._tier is None else self._tier.commands(self._config.commands)
         self._jobs = JobService(
             Path(f"{self._config.socket}.jobs"),
-            commands,
-            self._call,
-            self._later,
-            Schedule(self._config.running_jobs, self._config.queued_jobs, self._config.arena_bytes),
-            self._config.lost_seconds,
-            RetrySchedule(self._config.retry_seconds),
+            commands=commands,
+            call=self._call,
+            later=self._later,
+            schedule=Schedule(self._config.running_jobs, self._config.queued_jobs, self._config.arena_bytes),
+            lost_seconds=self._config.lost_seconds,
+            retry_schedule=RetrySchedule(self._config.retry_seconds),
         )
         self._view.saves.room = self._jobs.room
-        self._ticker = Ticker(POINT_SECONDS, self._view.tick, self._busy, self._loop.call_later)
+        self._ticker = Ticker(POINT_SECONDS, record=self._view.tick, busy=self._busy, later=self._loop.call_later)
         self._tasks = BackgroundTasks(self._loop)
-        self._reads = ReadService(self._engine, self._stores, self._view.job_stats, self._loop, self._tasks)
-        staging = StagingService(self._jobs, self._tier, self._view.saves, self._loop, self._tasks)
+        self._reads = ReadService(
+            self._engine, stores=self._stores, job_stats=self._view.job_stats, loop=self._loop, tasks=self._tasks
+        )
+        staging = StagingService(
+            self._jobs, tier=self._tier, saves=self._view.saves, loop=self._loop, tasks=self._tasks
+        )
         self._clients = ConnectionManager(
             self._loop,
             self._engine,
-            self._view.job_stats,
-            self._reads,
-            staging,
-            lambda: self._config.clients,
-            self.status,
-            self._ticker.wake,
+            job_stats=self._view.job_stats,
+            reads=self._reads,
+            staging=staging,
+            limit=lambda: self._config.clients,
+            status=self.status,
+            on_connect=self._ticker.wake,
         )
         self._engine.subscribe(lambda file: self._call(partial(self._clients.dropped, file)))
         self._jobs.adopt(staging.show)
@@ -144,7 +148,7 @@ class Daemon:
                     f"port {self._config.http_port} cannot be used: {error.strerror}",
                     hint="give another --http-port, or off",
                 ) from None
-        listening = self._given or _listen(self._config.socket)
+        listening = self._inherited or _listen(self._config.socket)
         self._clients.listen(listening)
         _log.info("ready on %s, cache in %s, status on port %s", self._config.socket, self._cache_names, self._port)
         self._ticker.wake()
@@ -154,7 +158,7 @@ class Daemon:
         await stop.wait()
         self._stopping = self._reads.draining = True
         self._clients.stop_listening()
-        if self._given is None:
+        if self._inherited is None:
             self._config.socket.unlink(missing_ok=True)
         self._http = http
 
@@ -165,7 +169,7 @@ class Daemon:
         except HeadraceError as error:
             _log.error("the configuration stays as it was: %s", error)
             return
-        if self._given is not None:
+        if self._inherited is not None:
             config = replace(config, socket=self._config.socket)
         fixed = [name for name in RESTART if getattr(config, name) != getattr(self._config, name)]
         if fixed:
@@ -271,28 +275,29 @@ def settle() -> None:
 class Ticker:
     """Records a point of the history every `seconds`, while something changes.
 
-    `draw()` records a point, and returns whether it differs from the last one. `busy()` returns whether the state may
+    `record()` records a point, and returns whether it differs from the last one. `busy()` returns whether the state may
     change without a `wake`. `later(seconds, action)` schedules a call.
     """
 
     def __init__(
         self,
         seconds: float,
-        draw: Callable[[], bool],
+        *,
+        record: Callable[[], bool],
         busy: Callable[[], bool],
         later: Callable[[float, Callable[[], None]], object],
     ) -> None:
-        self._seconds, self._draw, self._busy, self._later = seconds, draw, busy, later
+        self._seconds, self._record, self._busy, self._later = seconds, record, busy, later
         self._due = False
 
     def wake(self) -> None:
         """Record a point of the current state, and further ones every `seconds`, because the state may change from now on."""
         if not self._due:
             self._due = True
-            self._draw()
+            self._record()
             self._later(self._seconds, self._beat)
 
     def _beat(self) -> None:
-        self._due = self._draw() or self._busy()
+        self._due = self._record() or self._busy()
         if self._due:
             self._later(self._seconds, self._beat)

@@ -70,7 +70,7 @@ class _Source:
 
     report: m.Report
     began: float
-    heard: float
+    last_report: float
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class _Process:
 
     def totals(self) -> Totals:
         loaders = [s for s in self.sources.values() if s.report.wall > 0]
-        wall = max((s.heard for s in loaders), default=0.0) - min((s.began for s in loaders), default=0.0)
+        wall = max((s.last_report for s in loaders), default=0.0) - min((s.began for s in loaders), default=0.0)
         own = [s.report for s in self.sources.values()]
         return Totals(
             wall,
@@ -201,12 +201,12 @@ class JobStats:
     # inside
 
     def _describe(self, name: str, job: _Job, total: Totals, now: float) -> dict[str, object]:
-        mine = [p for p in self._processes.values() if p.job == name]
-        idle = [s.report.idle for p in mine for s in p.sources.values() if s.report.wall > 0]
+        own = [p for p in self._processes.values() if p.job == name]
+        idle = [s.report.idle for p in own for s in p.sources.values() if s.report.wall > 0]
         past = job.points[-min(len(job.points), WINDOW_POINTS)] if job.points else (self._clock(), total)
         return {
             "job": name,
-            "trainers": len(mine),
+            "trainers": len(own),
             **rates(total - past[1], self._clock() - past[0]),
             "goodput_since_start": _rounded(total.goodput),
             "idle_seconds": round(min(idle), 1) if idle else None,
@@ -226,18 +226,18 @@ class JobStats:
     def _keep(self, process: _Process, report: m.Report) -> None:
         now, known = self._clock(), process.sources.get(report.source)
         if known is not None:
-            known.report, known.heard = _newer(known.report, report), now if report.wall else known.heard
+            known.report, known.last_report = _newer(known.report, report), now if report.wall else known.last_report
         elif len(process.sources) < SOURCES:
             process.sources[report.source] = _Source(report, now - report.wall, now)
 
     def _new(self, process: int, report: m.Report) -> _Process | None:
         if len(self._processes) >= PROCESSES:
             return None
-        left = self._departed.pop(process, None)
-        if left is not None and report.source in left.sources:  # it reconnected
-            job = self._job(left.job)
-            job.ended -= left.totals()
-            found = left
+        old_job = self._departed.pop(process, None)
+        if old_job is not None and report.source in old_job.sources:  # it reconnected
+            job = self._job(old_job.job)
+            job.ended -= old_job.totals()
+            found = old_job
         else:
             found = _Process(self._name(plain(report.run or report.group)))
         found.waited += self._early.pop(process, 0)
@@ -252,11 +252,11 @@ class JobStats:
             return
         process.job = new
         others = any(p.job == old for p in self._processes.values())
-        left = self._jobs.get(old)
-        if left is not None and not others and left.ended == Totals() and old != OTHER:
-            fresh = self._job(new)
-            if not fresh.points:
-                fresh.points = left.points
+        old_job = self._jobs.get(old)
+        if old_job is not None and not others and old_job.ended == Totals() and old != OTHER:
+            renamed = self._job(new)
+            if not renamed.points:
+                renamed.points = old_job.points
             del self._jobs[old]
 
     def _name(self, name: str) -> str:
@@ -346,7 +346,7 @@ class SaveStats:
         again."""
         name = "".join(c for c in about if c.isprintable())
         self._saves[token] = save = _Save(name, self._clock(), phase=phase, trouble=trouble)
-        return lambda event: self._heard(save, event)
+        return lambda event: self._on_event(save, event)
 
     def listed(self) -> list[dict[str, object]]:
         """Saves in flight first, then those that ended, newest first."""
@@ -355,7 +355,7 @@ class SaveStats:
         order = sorted(self._saves.values(), key=lambda save: (save.ended is not None, -save.accepted))
         return [self._describe(save) for save in order[:LISTED]]
 
-    def _heard(self, save: _Save, event: m.JobEvent) -> None:
+    def _on_event(self, save: _Save, event: m.JobEvent) -> None:
         match event:
             case m.Progress(_, done, total):
                 save.done, save.total = done, total
@@ -366,18 +366,18 @@ class SaveStats:
                 self._end(save, "failed")
             case m.Done(_, result):
                 self._end(save, "committed")
-                self._tell(result)
+                self._report_commit(result)
 
     def _end(self, save: _Save, outcome: str) -> None:
         save.ended = self._clock()
         self.outcomes[outcome] += 1
-        over = [token for token, other in self._saves.items() if other.ended is not None]
-        for token in over[:-KEPT]:
+        ended = [token for token, other in self._saves.items() if other.ended is not None]
+        for token in ended[:-KEPT]:
             del self._saves[token]
 
-    def _tell(self, result: str) -> None:
-        said = json.loads(result)
-        run, step, when = said.get("run"), said.get("step"), said.get("committed")
+    def _report_commit(self, result: str) -> None:
+        fields = json.loads(result)
+        run, step, when = fields.get("run"), fields.get("step"), fields.get("committed")
         good = isinstance(run, str) and isinstance(step, int) and isinstance(when, int | float)
         if good and step >= 0 and math.isfinite(when):
             self._committed(run, step, when)

@@ -107,20 +107,19 @@ class SaveMeter:
         self._step: int | None = None
         self._committed = 0.0
 
-    def held(self, seconds: float) -> None:
+    def stalled(self, seconds: float) -> None:
         """`save` stalled the trainer for `seconds`."""
         with self._lock:
             self._stall, self._saves = self._stall + seconds, self._saves + 1
 
-    def waited(self, seconds: float) -> None:
-        """A copy that continued after `save` returned stalled the trainer for `seconds`."""
-        with self._lock:
-            self._stall += seconds
+    def committed(self, step: int, when: float, waited: float = 0.0) -> None:
+        """The step was committed at this Unix time.
 
-    def committed(self, step: int, when: float) -> None:
-        """The step was committed, or restored, at this Unix time."""
+        `waited`: seconds for which its copy stalled the trainer after `save` had returned.
+        """
         with self._lock:
             self._step, self._committed = step, max(when, 0.0)
+            self._stall += waited
 
     def report(self) -> m.Report | None:
         """The totals up to now."""

@@ -67,7 +67,7 @@ class JobMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from self._of_jobs()
-        yield from self._of_board()
+        yield from self._of_progress()
         yield from self._of_saves()
         yield from self._of_cache()
 
@@ -87,7 +87,7 @@ class JobMetrics(Collector):
             read.add_metric([job, "store"], late)
         yield read
 
-    def _of_board(self) -> Iterable[Metric]:
+    def _of_progress(self) -> Iterable[Metric]:
         trainers = GaugeMetricFamily("headrace_job_trainers", "Processes of a job", labels=["job"])
         goodput = GaugeMetricFamily(
             "headrace_job_goodput_ratio", "Share of the last minute that was computed", labels=["job"]

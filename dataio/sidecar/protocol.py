@@ -1,9 +1,10 @@
 """The messages of the sidecar's socket.
 
-Invariants: every message is one tagged msgpack map of at most `limits.MESSAGE_BYTES`; nothing in it is code, and
-nothing is secret: a location travels without credentials, since each side uses its own. A request carries an `id` that
-its answer repeats. `Stage` carries two file descriptors and `Opened` at most one; no other message carries any.
-Failure behaviour: what does not decode raises `UsageError`, and the connection it came from ends.
+Invariants: every message is one tagged msgpack map of at most `limits.MESSAGE_BYTES`. No message contains code or
+secrets; a location is sent without credentials, because each side uses its own. A request has an `id`, which its answer
+repeats. `Stage` has two file descriptors and `Opened` at most one; no other message has any. The keys of the maps are
+fixed: a field with another name gives its key with `name=`.
+Failure behaviour: an invalid message raises `UsageError`, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Open(Message, frozen=True, tag="open"):
-    """Answered by `Opened`, `Bypassed` or `Failed` once [offset, offset + length) of each range is in the cache, or
-    after `deadline` seconds. `have` is the file that the client holds for this object, 0 for none: it is not sent
-    again."""
+    """Request ranges, (offset, length), of an object.
+
+    Answered by `Opened`, `Bypassed` or `Failed` once the ranges are in the cache, or after `deadline` seconds. `have` is
+    the file that the client holds for this object, 0 for none. Its descriptor is not sent again.
+    """
 
     id: Id
     where: Where
@@ -69,14 +72,16 @@ class Open(Message, frozen=True, tag="open"):
 
 
 class Announce(Message, frozen=True, tag="announce"):
-    """(key, offset, length) that will be read next, soonest first; replaces the last announcement, or, with `gone`,
-    goes on from
-    it: without so many of its first, and with these behind the others. At most `RANGES` in all. Not answered."""
+    """Announce the next reads, (key, offset, length), soonest first. At most `RANGES`. Not answered.
+
+    The list replaces the last announcement. With `dropped` it is incremental: remove that many ranges from the start of
+    the last list, and append these.
+    """
 
     where: Where
     upcoming: Annotated[list[tuple[Key, Size, Size]], msgspec.Meta(max_length=RANGES)]
     trace: Trace = ""
-    gone: Size | None = None
+    dropped: Size | None = msgspec.field(default=None, name="gone")
 
 
 class Touched(Message, frozen=True, tag="touched"):
@@ -92,7 +97,10 @@ class Closed(Message, frozen=True, tag="closed"):
 
 
 class Stage(Message, frozen=True, tag="stage"):
-    """A checkpoint: descriptors of the arena and of the put plan come along. Answered by `Staged` or `Failed`."""
+    """Stage a checkpoint. The message has the descriptors of the arena and of the put plan.
+
+    Answered by `Staged` or `Failed`.
+    """
 
     id: Id
     kind: Name
@@ -112,8 +120,10 @@ class Follow(Message, frozen=True, tag="follow"):
 
 
 class Recall(Message, frozen=True, tag="recall"):
-    """Bring the object `key` of the store `source` from the buddy into the node's tier; with an empty key the records
-    of all steps. Answered by `Recalled` or `Failed` (docs/design/0005)."""
+    """Fetch the object `key` of the store `source` from the buddy into the node's tier (docs/design/0005).
+
+    With an empty key, fetch the records of all steps. Answered by `Recalled` or `Failed`.
+    """
 
     id: Id
     source: Text
@@ -127,8 +137,10 @@ class AskStatus(Message, frozen=True, tag="status?"):
 
 
 class Report(Message, frozen=True, tag="report"):
-    """Totals of one loader or checkpointer since it began (docs/design/0003), so a lost report does no harm. Not
-    answered."""
+    """Totals of one loader or checkpointer since it began (docs/design/0003). A lost report does no harm.
+
+    Not answered.
+    """
 
     source: Id
     group: Name
@@ -149,13 +161,15 @@ class Report(Message, frozen=True, tag="report"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The handshake is done. `reports`: whether `Report` is understood; `goes_on`: whether an `Announce` that goes on
-    from the last one is."""
+    """The handshake is done.
+
+    `reports`: the daemon understands `Report`. `incremental`: it understands an `Announce` with `dropped`.
+    """
 
     version: int
     pid: int
     reports: bool = False
-    goes_on: bool = False
+    incremental: bool = msgspec.field(default=False, name="goes_on")
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -166,9 +180,12 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class Opened(Message, frozen=True, tag="opened"):
-    """The ranges are in `file`, whose read-only descriptor comes along unless the client has it. (first, end) runs of
-    `present` are there as well; what is there stays there. `once`: the cache has dropped the file already, so close it
-    after this read; no `Forget` follows. `also`: of some other files that the client holds, what is there by now."""
+    """The ranges are in `file`. Its read-only descriptor is attached, unless the client has it.
+
+    `present`: all runs, (first, end), that are in the file; a run that is present stays present. `once`: the cache has
+    dropped the file already, so close it after this read; no `Forget` follows. `also`: the present runs of some other
+    files that the client holds.
+    """
 
     id: Id
     file: Id
@@ -179,13 +196,13 @@ class Opened(Message, frozen=True, tag="opened"):
 
 
 class Bypassed(Message, frozen=True, tag="bypassed"):
-    """The cache has no room: the client reads the store itself."""
+    """The cache has no room. The client reads the store directly."""
 
     id: Id
 
 
 class Forget(Message, frozen=True, tag="forget"):
-    """The cache has dropped this file: close it when its views are gone."""
+    """The cache has dropped this file: close it when its last view is released."""
 
     file: Id
 
@@ -198,7 +215,7 @@ class Staged(Message, frozen=True, tag="staged"):
 
 
 class Progress(Message, frozen=True, tag="progress"):
-    """Bytes done and in all of a job."""
+    """Bytes that a job has processed, and its total."""
 
     token: Name
     done: Size
@@ -231,7 +248,7 @@ class Recalled(Message, frozen=True, tag="recalled"):
     """Whether the object is in the local tier now."""
 
     id: Id
-    there: bool
+    found: bool = msgspec.field(name="there")
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -301,7 +318,7 @@ def location(where: Where) -> Location:
 
 
 def error_fields(error: BaseException) -> tuple[str, str, str]:
-    """Code, message and hint to send for `error`, cut to what a message may hold."""
+    """Code, message and hint to send for `error`, cut to the limits of a message."""
     if isinstance(error, HeadraceError):
         return error.code[:64], error.message[:4096], error.hint[:4096]
     return HeadraceError.code, f"{type(error).__name__}: {error}"[:4096], ""

@@ -40,7 +40,7 @@ _CONNECT_SHARE = 0.05
 """Maximum share of the time that is spent on connecting to a daemon that does not answer."""
 OPEN_SECONDS = 60.0
 MAPPED_FILES = 128
-TOLD_READS = 64
+TALLY_READS = 64
 NEW_SHARE = 4
 """An announcement is sent when at least one part in this many of it is new."""
 _ANNOUNCE_BYTES = limits.MESSAGE_BYTES - 16 * limits.KIB
@@ -100,11 +100,11 @@ class _Tally:
             self._delivered += size
             self._cached += cached
             self._reads += 1
-            if self._reads < TOLD_READS:
+            if self._reads < TALLY_READS:
                 return
-        self.tell()
+        self.send()
 
-    def tell(self) -> None:
+    def send(self) -> None:
         """Pass on what was counted."""
         with self._lock:
             delivered, cached = self._delivered, self._cached
@@ -116,7 +116,7 @@ class _Tally:
 
     def report(self) -> m.Report | None:
         """The report that is sent to the daemon once a second."""
-        self.tell()
+        self.send()
         return self._meter.report() if self._meter is not None else None
 
 
@@ -135,8 +135,8 @@ class SidecarReader:
         self._next_try = clock.monotonic()
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._dropped: deque[int] = deque(maxlen=256)  # files that the daemon dropped recently
-        self._private: ShardReader | None = None
-        self._told: Sidecar | None = None  # the connection that received the last announcement
+        self._fallback_reader: ShardReader | None = None
+        self._announced_on: Sidecar | None = None  # the connection that received the last announcement
         self._announced: list[tuple[str, int, int]] = []  # the list that was sent last
         self._announcing = threading.Lock()
         self._closed = False
@@ -164,7 +164,7 @@ class SidecarReader:
                 warn_once(
                     _log, f"the sidecar could not serve {self._where.url}; this process reads it directly: {error}"
                 )
-        return self._own().read(key, ranges)
+        return self._fallback().read(key, ranges)
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill every (offset, buffer) from the object `key`."""
@@ -178,15 +178,15 @@ class SidecarReader:
         """Have the daemon prefetch what will be read next."""
         connection = self._connected()
         if connection is None:
-            self._own().announce(upcoming)
+            self._fallback().announce(upcoming)
             return
-        if self._told is connection and (self._hardly_new(upcoming) or self._all_known(upcoming)):
+        if self._announced_on is connection and (self._mostly_announced(upcoming) or self._all_known(upcoming)):
             return  # little or nothing is left to prefetch, as in most of a later epoch
         with self._announcing:  # each continues the one before
             try:
-                connection.tell(self._announcement(connection, upcoming))
+                connection.send(self._announcement(connection, upcoming))
             except HeadraceError as error:
-                self._told = None
+                self._announced_on = None
                 _log.debug("not announced: %s", error)
 
     def close(self) -> None:
@@ -194,14 +194,14 @@ class SidecarReader:
         with self._lock:
             self._closed = True
             connection, self._connection = self._connection, None
-            private, self._private = self._private, None
+            private, self._fallback_reader = self._fallback_reader, None
             known, self._known = self._known, OrderedDict()
         del known
         if connection is not None:
             connection.close()
         if private is not None:
             private.close()
-        self._tally.tell()
+        self._tally.send()
 
     # through the daemon
 
@@ -216,7 +216,7 @@ class SidecarReader:
                 return False
         return True
 
-    def _hardly_new(self, upcoming: Sequence[tuple[str, int, int]]) -> bool:
+    def _mostly_announced(self, upcoming: Sequence[tuple[str, int, int]]) -> bool:
         """Whether most of it was announced already: handling an announcement costs the daemon about a tenth of a
         block's fetch."""
         few = len(upcoming) // NEW_SHARE
@@ -224,14 +224,14 @@ class SidecarReader:
 
     def _announcement(self, connection: Sidecar, upcoming: Sequence[tuple[str, int, int]]) -> m.Announce:
         """The message for this list: only its new part, if the daemon knows the rest."""
-        last = self._announced if self._told is connection and connection.goes_on else []
-        self._told = connection
-        gone = dropped_count(last, list(upcoming))
-        gone = len(last) if gone is None else gone
-        known = len(last) - gone
+        last = self._announced if self._announced_on is connection and connection.incremental else []
+        self._announced_on = connection
+        removed = dropped_count(last, list(upcoming))
+        removed = len(last) if removed is None else removed
+        known = len(last) - removed
         more = _fitting(upcoming[known : m.RANGES])
-        self._announced = [*last[gone:], *more]
-        return m.Announce(self._where, more, context(), gone if known else None)
+        self._announced = [*last[removed:], *more]
+        return m.Announce(self._where, more, context(), removed if known else None)
 
     def _ask(self, connection: Sidecar, key: str, ranges: Ranges, known: _Known | None) -> list[memoryview] | None:
         with span("sidecar.open", key=key):
@@ -273,12 +273,12 @@ class SidecarReader:
         if answer.once:
             return learnt
         with self._lock:
-            gone = self._known.get(key)
+            removed = self._known.get(key)
             if self._connection is connection and answer.file not in self._dropped:
                 self._known[key] = learnt
                 self._known.move_to_end(key)
             oldest = self._evicted() if len(self._known) > MAPPED_FILES else None
-        del gone, oldest  # their holds are released outside the lock
+        del removed, oldest  # their holds are released outside the lock
         return learnt
 
     def _learn_more(self, connection: Sidecar, also: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> None:
@@ -305,8 +305,8 @@ class SidecarReader:
     def _forget(self, file: int) -> None:
         with self._lock:
             self._dropped.append(file)
-            gone = [self._known.pop(key) for key in [k for k, known in self._known.items() if known.file == file]]
-        del gone
+            removed = [self._known.pop(key) for key in [k for k, known in self._known.items() if known.file == file]]
+        del removed
 
     # connecting, and falling back
 
@@ -346,11 +346,11 @@ class SidecarReader:
             f"{what} {paths.chosen(self._sidecar)}: this process reads shards directly (start one: headrace sidecar run)",
         )
 
-    def _own(self) -> ShardReader:
+    def _fallback(self) -> ShardReader:
         with self._lock:
-            if self._private is None:
-                self._private = open_local_reader(self._store)
-            return self._private
+            if self._fallback_reader is None:
+                self._fallback_reader = open_local_reader(self._store)
+            return self._fallback_reader
 
 
 def _fitting(upcoming: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:

@@ -53,6 +53,7 @@ class ReadService:
     def __init__(
         self,
         engine: Engine,
+        *,
         stores: StoreCache,
         job_stats: JobStats,
         loop: asyncio.AbstractEventLoop,
@@ -60,8 +61,8 @@ class ReadService:
     ) -> None:
         self._engine, self._stores, self._job_stats = engine, stores, job_stats
         self._loop, self._tasks = loop, tasks
-        self._arriving = threading.Lock()
-        self._arrived: list[tuple[_Waiting, Future[Lease | None]]] = []
+        self._results_lock = threading.Lock()
+        self._results: list[tuple[_Waiting, Future[Lease | None]]] = []
         self.draining = False
 
     def present(self, client: ClientState, request: m.Open) -> Lease | None:
@@ -76,18 +77,18 @@ class ReadService:
 
     def grown(self, client: ClientState) -> session.Grown:
         """Files with more present bytes than the client knows. Sending their runs saves requests."""
-        return self._engine.grown(client.session.told)
+        return self._engine.grown(client.session.sent_runs)
 
     def open(self, client: ClientState, request: m.Open) -> None:
         """Answer when all ranges are present."""
         if self.draining:
-            client.carry_out(client.session.opened(request.id, None))
+            client.execute(client.session.opened(request.id, None))
             return
         location = m.location(request.where)
         try:
             store = self._stores.acquire_open(location)
         except Exception as error:  # as below
-            client.carry_out(client.session.open_failed(request.id, error))
+            client.execute(client.session.open_failed(request.id, error))
             return
         if store is None:
             self._wait(client, request, location, None)
@@ -97,13 +98,13 @@ class ReadService:
             found = self._engine.open(store, request.key, request.ranges, id(client))
         except Exception as error:  # any error of a location or store goes to this client only
             self._stores.release(location)
-            client.carry_out(client.session.open_failed(request.id, error))
+            client.execute(client.session.open_failed(request.id, error))
             return
         if not found.done():
             self._wait(client, request, location, found)
             return
         self._stores.release(location)
-        client.carry_out(self._outcome(client, request.id, found))
+        client.execute(self._outcome(client, request.id, found))
 
     def prefetch(self, client: ClientState, request: m.Announce) -> None:
         """Process an announcement."""
@@ -135,7 +136,9 @@ class ReadService:
         self, client: ClientState, request: m.Open, location: Location, future: Future[Lease | None] | None
     ) -> None:
         self._job_stats.waited(client.process, sum(length for _, length in request.ranges))
-        timer = self._loop.call_later(request.deadline, lambda: client.carry_out(client.session.late(request.id)))
+        timer = self._loop.call_later(
+            request.deadline, lambda: client.execute(client.session.open_timed_out(request.id))
+        )
         if future is None:
             self._tasks.spawn(self._open_store(client, request, location, timer))
         else:
@@ -152,7 +155,7 @@ class ReadService:
             self.assign(client, request.trace)
             future = self._engine.open(store, request.key, request.ranges, id(client))
         except Exception as error:  # any error of a location or store goes to this client only
-            self._over(waiting, partial(client.session.open_failed, request.id, error))
+            self._finish(waiting, partial(client.session.open_failed, request.id, error))
         else:
             self._await(waiting, future)
 
@@ -160,30 +163,30 @@ class ReadService:
         """Answer when the cache has the bytes. Results are delivered together: waking the loop costs as much as an
         answer."""
 
-        def arrived(future: Future[Lease | None]) -> None:
-            with self._arriving:
-                first = not self._arrived
-                self._arrived.append((waiting, future))
+        def on_result(future: Future[Lease | None]) -> None:
+            with self._results_lock:
+                first = not self._results
+                self._results.append((waiting, future))
             if first:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._deliver)
 
-        future.add_done_callback(arrived)
+        future.add_done_callback(on_result)
 
     def _deliver(self) -> None:
-        with self._arriving:
-            arrived, self._arrived = self._arrived, []
-        for waiting, future in arrived:
+        with self._results_lock:
+            results, self._results = self._results, []
+        for waiting, future in results:
             try:
-                self._over(waiting, partial(self._outcome, waiting.client, waiting.request, future))
+                self._finish(waiting, partial(self._outcome, waiting.client, waiting.request, future))
             except Exception:
                 _log.exception("an answer could not be sent")
 
-    def _over(self, waiting: _Waiting, answer: Callable[[], list[session.Instruction]]) -> None:
+    def _finish(self, waiting: _Waiting, answer: Callable[[], list[session.Instruction]]) -> None:
         waiting.timer.cancel()
         if waiting.location is not None:
             self._stores.release(waiting.location)
-        waiting.client.carry_out(answer())
+        waiting.client.execute(answer())
 
     def _outcome(self, client: ClientState, request: int, future: Future[Lease | None]) -> list[session.Instruction]:
         error = future.exception()
@@ -207,8 +210,7 @@ class ReadService:
         self._stores.release(location)
 
 
-OLD_SECONDS = 60.0
-_log = get_logger(__name__)
+CLOSE_DELAY_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -237,17 +239,17 @@ class StoreCache:
         """The store, opened if necessary; it stays open until `release`."""
         if found := self.acquire_open(location):
             return found
-        made = self._opener(location)
+        opened = self._opener(location)
         source = source_of(location)
         with self._lock:
             spare = self._make_room(source)
-            entry = self._open.setdefault(source, _Open(made))
+            entry = self._open.setdefault(source, _Open(opened))
             store = self._use(source, entry)
-        for gone, old in spare:
-            self._closing(gone)
+        for closed_source, old in spare:
+            self._closing(closed_source)
             old.close()
-        if store is not made:
-            made.close()
+        if store is not opened:
+            opened.close()
         return store
 
     def release(self, location: Location) -> None:
@@ -256,22 +258,22 @@ class StoreCache:
 
     def renew(self, replaced: Callable[[str, Store], None]) -> None:
         """Reopen every store with the current credentials; `replaced` is called for each. The old ones are closed after
-        `OLD_SECONDS`, when their requests are done. A store that cannot be reopened stays in use."""
+        `CLOSE_DELAY_SECONDS`, when their requests are done. A store that cannot be reopened stays in use."""
         with self._lock:
             locations = {source: entry.store.location for source, entry in self._open.items()}
         for source, location in locations.items():
             try:
-                fresh = self._opener(location)
+                reopened = self._opener(location)
             except Exception as error:  # any error of a back end
                 _log.error("%s cannot be reopened and stays in use with the old credentials: %s", location.url, error)
                 continue
             with self._lock:
                 entry = self._open.get(source)
-                old = fresh if entry is None else entry.store
+                old = reopened if entry is None else entry.store
                 if entry is not None:
-                    entry.store = fresh
-                    replaced(source, fresh)
-            timer = threading.Timer(OLD_SECONDS, old.close)
+                    entry.store = reopened
+                    replaced(source, reopened)
+            timer = threading.Timer(CLOSE_DELAY_SECONDS, old.close)
             timer.daemon = True
             timer.start()
 

@@ -140,7 +140,7 @@ class Session:
         self._opens: dict[int, int] = {}  # request -> the file that the client has
         self._held: dict[int, list[Holdable]] = {}
         self._holds = 0
-        self.told: dict[int, Runs] = {}
+        self.sent_runs: dict[int, Runs] = {}
         """The runs of held files that were last sent to the client."""
         self._recalls = 0
         self._announced: m.Announce | None = None
@@ -177,11 +177,11 @@ class Session:
             case m.Report():
                 return [Record(message)]
 
-    def over(self) -> None:
+    def end(self) -> None:
         """The connection has ended: release everything it held."""
         self.state = "over"
         self._held.clear()
-        self.told.clear()
+        self.sent_runs.clear()
         self._opens.clear()
         self._announced = None
         self._holds = 0
@@ -189,33 +189,33 @@ class Session:
     # results
 
     def opened(self, request: int, lease: Holdable | None, grown: Grown = ()) -> list[Instruction]:
-        """The ranges of this open are in the cache; with None, the cache has no room for them. `grown`: files of `told`
+        """The ranges of this open are in the cache; with None, the cache has no room for them. `grown`: files of `sent_runs`
         of which more is present now."""
         if request not in self._opens:
             return []
         have = self._opens.pop(request)
-        return [Send(m.Bypassed(request))] if lease is None else self._there(request, have, lease, grown)
+        return [Send(m.Bypassed(request))] if lease is None else self._send_opened(request, have, lease, grown)
 
-    def at_once(self, request: m.Open) -> bool:
-        """Whether an open without descriptors may be answered by `opened_at_once`. If not, `received` handles it and
+    def can_open_now(self, request: m.Open) -> bool:
+        """Whether an open without descriptors may be answered by `opened_now`. If not, `received` handles it and
         reports any error."""
         return self.state == "ready" and request.id not in self._opens and len(self._opens) < OPENS
 
-    def opened_at_once(self, request: m.Open, lease: Holdable, grown: Grown = ()) -> list[Instruction]:
+    def opened_now(self, request: m.Open, lease: Holdable, grown: Grown = ()) -> list[Instruction]:
         """The ranges were in the cache when the request arrived."""
-        return self._there(request.id, request.have, lease, grown)
+        return self._send_opened(request.id, request.have, lease, grown)
 
-    def _there(self, request: int, have: int, lease: Holdable, grown: Grown) -> list[Instruction]:
+    def _send_opened(self, request: int, have: int, lease: Holdable, grown: Grown) -> list[Instruction]:
         also = [(file, list(runs)) for file, runs in grown if file in self._held and file != lease.file]
         answer = m.Opened(request, lease.file, lease.size, list(lease.present), lease.once, also)
-        self.told.update({file: runs for file, runs in grown if file in self._held})
+        self.sent_runs.update({file: runs for file, runs in grown if file in self._held})
         if lease.file == have and lease.file in self._held:
-            self.told[lease.file] = lease.present
+            self.sent_runs[lease.file] = lease.present
             return [Send(answer)]
         if self._holds >= HELD:
             return self._fail(request, CapacityError(f"this process holds {HELD} cached files, which is the limit"))
         self._held.setdefault(lease.file, []).append(lease)
-        self.told[lease.file] = lease.present
+        self.sent_runs[lease.file] = lease.present
         self._holds += 1
         return [Send(answer, lease)]
 
@@ -225,19 +225,19 @@ class Session:
             return []
         return self._fail(request, error)
 
-    def late(self, request: int) -> list[Instruction]:
+    def open_timed_out(self, request: int) -> list[Instruction]:
         """An open's deadline has passed."""
         return self.open_failed(request, DeadlineError("the bytes were not fetched within the deadline"))
 
     def staged(self, request: int, token: str) -> list[Instruction]:
         return [Send(m.Staged(request, token))]
 
-    def recalled(self, request: int, there: bool) -> list[Instruction]:
+    def recalled(self, request: int, found: bool) -> list[Instruction]:
         """The buddy's copy was fetched, or not."""
         if self.state != "ready":
             return []
         self._recalls -= 1
-        return [Send(m.Recalled(request, there))]
+        return [Send(m.Recalled(request, found))]
 
     def refused(self, request: int, error: BaseException) -> list[Instruction]:
         return self._fail(request, error)
@@ -270,7 +270,7 @@ class Session:
             )
             return [Send(m.Refused("unsupported", text)), *self._end(text)]
         self.state, self.client_pid = "ready", hello.pid
-        return [Send(m.Welcome(m.VERSION, self._daemon_pid, reports=True, goes_on=True))]
+        return [Send(m.Welcome(m.VERSION, self._daemon_pid, reports=True, incremental=True))]
 
     def _open(self, request: m.Open) -> list[Instruction]:
         if request.id in self._opens:
@@ -282,11 +282,11 @@ class Session:
 
     def _announce(self, message: m.Announce) -> list[Instruction]:
         """Expand an announcement that continues the last one into the full list."""
-        if message.gone is not None:
+        if message.dropped is not None:
             last = self._announced
             if last is None or last.where != message.where:
                 return self._end("an announcement that continues no earlier one")
-            upcoming = [*last.upcoming[message.gone :], *message.upcoming]
+            upcoming = [*last.upcoming[message.dropped :], *message.upcoming]
             if len(upcoming) > m.RANGES:
                 return self._end(f"{len(upcoming)} ranges are announced; the limit is {m.RANGES}")
             message = m.Announce(message.where, upcoming, message.trace)
@@ -315,12 +315,12 @@ class Session:
             self._holds -= 1
             if not leases:
                 del self._held[file]
-                self.told.pop(file, None)
+                self.sent_runs.pop(file, None)
         return []
 
     def _fail(self, request: int, error: BaseException) -> list[Instruction]:
         return [Send(m.Failed(request, *m.error_fields(error)))]
 
     def _end(self, reason: str) -> list[Instruction]:
-        self.over()
+        self.end()
         return [HangUp(reason)]

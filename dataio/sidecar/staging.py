@@ -32,6 +32,7 @@ class StagingService:
     def __init__(
         self,
         jobs: JobService,
+        *,
         tier: TierService | None,
         saves: SaveStats,
         loop: asyncio.AbstractEventLoop,
@@ -60,7 +61,7 @@ class StagingService:
         try:
             job = self._jobs.find(token)
         except HeadraceError as error:
-            client.carry_out(client.session.refused(request, error))
+            client.execute(client.session.refused(request, error))
             return
         self._answer(client, request, job)
 
@@ -84,27 +85,27 @@ class StagingService:
     def _staged(self, client: ClientState, request: int, answer: Job | HeadraceError) -> None:
         client.staging = [job for job in client.staging if job is not answer]
         if isinstance(answer, HeadraceError):
-            client.carry_out(client.session.refused(request, answer))
+            client.execute(client.session.refused(request, answer))
         else:
             self._answer(client, request, answer)
 
     def _answer(self, client: ClientState, request: int, job: Job) -> None:
-        client.carry_out(client.session.staged(request, job.token))
+        client.execute(client.session.staged(request, job.token))
         if client.listener is not None and client.ready:
             self._jobs.attend(job, client.listener)
 
     async def _recall(self, client: ClientState, request: m.Recall) -> None:
-        there = False
+        found = False
         if self._tier is not None:
-            there = await self._loop.run_in_executor(self._tier.pool, self._tier.recall, request.source, request.key)
-        client.carry_out(client.session.recalled(request.id, there))
+            found = await self._loop.run_in_executor(self._tier.pool, self._tier.recall, request.source, request.key)
+        client.execute(client.session.recalled(request.id, found))
 
 
 def job_span(kind: str, about: str, within: str) -> Callable[[m.JobEvent], None]:
     """A listener for the events of a job that begins now; it records the span `sidecar.job` at the end."""
     began, clock = time.time(), time.monotonic()
 
-    def heard(event: m.JobEvent) -> None:
+    def on_event(event: m.JobEvent) -> None:
         if isinstance(event, m.Done | m.JobFailed) and tracing.recording():
             error = event.code if isinstance(event, m.JobFailed) else ""
             tracing.record(
@@ -118,4 +119,4 @@ def job_span(kind: str, about: str, within: str) -> Callable[[m.JobEvent], None]
                 token=event.token,
             )
 
-    return heard
+    return on_event

@@ -134,11 +134,11 @@ def _rates(before: _Point, after: _Point) -> dict[str, float | None]:
     return {**{name: own[name] for name in kept}, "fetched_bytes_per_second": round(fetched)}
 
 
-KEPT, TEXT = 20, 400
+KEPT_MESSAGES, MESSAGE_CHARS = 20, 400
 
 
 @dataclass(slots=True)
-class _Said:
+class _LogMessage:
     level: str
     when: float
     times: int = 1
@@ -149,23 +149,28 @@ class RecentMessages(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said: OrderedDict[str, _Said] = OrderedDict()
+        self._messages: OrderedDict[str, _LogMessage] = OrderedDict()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        text = text if len(text) <= TEXT else text[: TEXT - 1] + "…"
-        known = self._said.pop(text, None)
-        self._said[text] = _Said(record.levelname.lower(), record.created, known.times + 1 if known else 1)
-        while len(self._said) > KEPT:
-            self._said.popitem(last=False)
+        text = text if len(text) <= MESSAGE_CHARS else text[: MESSAGE_CHARS - 1] + "…"
+        known = self._messages.pop(text, None)
+        self._messages[text] = _LogMessage(record.levelname.lower(), record.created, known.times + 1 if known else 1)
+        while len(self._messages) > KEPT_MESSAGES:
+            self._messages.popitem(last=False)
 
     def latest(self, now: float) -> list[dict[str, object]]:
         """Newest first; `age_seconds` before `now`, which is Unix time."""
         self.acquire()
         try:
             return [
-                {"text": text, "level": said.level, "age_seconds": round(now - said.when, 1), "times": said.times}
-                for text, said in reversed(self._said.items())
+                {
+                    "text": text,
+                    "level": message.level,
+                    "age_seconds": round(now - message.when, 1),
+                    "times": message.times,
+                }
+                for text, message in reversed(self._messages.items())
             ]
         finally:
             self.release()

@@ -41,7 +41,7 @@ QUEUED = 1024
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
-_ANYBODYS = (b"/livez", b"/readyz", b"/metrics")
+_PUBLIC_PATHS = (b"/livez", b"/readyz", b"/metrics")
 _ESTABLISHED = "01"
 _PATHS = b"/ /livez /readyz /metrics /status.json /history.json\n"
 _OWN_NAME = re.compile(rb"(?i)(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")
@@ -68,7 +68,7 @@ class StatusServer:
         self._status, self._history, self._ready = status, history, ready
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first
-        self._looking = asyncio.Lock()
+        self._lookup_lock = asyncio.Lock()
 
     async def start(self, port: int) -> int:
         """Listen on `port` of 127.0.0.1, or on any free port for 0; returns the port. `OSError` when it is in use."""
@@ -107,8 +107,10 @@ class StatusServer:
         if method not in (b"GET", b"HEAD"):
             return _response(405, _TEXT, b"only GET\n", "Allow: GET, HEAD\r\n")
         path = rest.split(b" ")[0].split(b"?")[0]
-        if path in _PATHS.split() and path not in _ANYBODYS:
-            async with self._looking:  # with many connections the kernel's table is long, so one lookup runs at a time
+        if path in _PATHS.split() and path not in _PUBLIC_PATHS:
+            async with (
+                self._lookup_lock
+            ):  # with many connections the kernel's table is long, so one lookup runs at a time
                 user = await asyncio.to_thread(user_of, connection)
             if user not in (os.geteuid(), 0):
                 return _response(403, _TEXT, b"this is for the daemon's user and root\n")
@@ -138,8 +140,8 @@ def user_of(connection: socket.socket) -> int | None:
     """The uid of the process at the other end of a loopback connection; None when that end is closed."""
     ends = [_end(*address) for address in (connection.getpeername(), connection.getsockname())]
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        _, *theirs, state, _, _, _, user, _ = line.split(maxsplit=8)
-        if theirs == ends and state == _ESTABLISHED:
+        _, *addresses, state, _, _, _, user, _ = line.split(maxsplit=8)
+        if addresses == ends and state == _ESTABLISHED:
             return int(user)
     return None
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from headrace.dataio.core.errors import UsageError
 
-FIRST = 3
-MOST = 1024
+FIRST_DESCRIPTOR = 3
+MAX_DESCRIPTORS = 1024
 NAME = "sidecar"
 BACKLOG = 1024
 
@@ -33,10 +33,13 @@ def given(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
     if environ.get("LISTEN_PID") != str(os.getpid()):
         return {}
     count = environ.get("LISTEN_FDS", "")
-    if not count.isdecimal() or not 0 < int(count) <= MOST:
+    if not count.isdecimal() or not 0 < int(count) <= MAX_DESCRIPTORS:
         return {}
     names = environ.get("LISTEN_FDNAMES", "").split(":")
-    return {(names[n] if n < len(names) and names[n] else str(FIRST + n)): FIRST + n for n in range(int(count))}
+    return {
+        (names[n] if n < len(names) and names[n] else str(FIRST_DESCRIPTOR + n)): FIRST_DESCRIPTOR + n
+        for n in range(int(count))
+    }
 
 
 def listening(environ: Mapping[str, str] = os.environ) -> socket.socket | None:
@@ -103,5 +106,5 @@ def _alive(loop: asyncio.AbstractEventLoop, every: float, environ: Mapping[str, 
 
 def _interval(environ: Mapping[str, str]) -> float:
     micros, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
-    mine = pid in ("", str(os.getpid()))
-    return int(micros) / 2e6 if mine and micros.isdecimal() else 0.0
+    for_this_process = pid in ("", str(os.getpid()))
+    return int(micros) / 2e6 if for_this_process and micros.isdecimal() else 0.0

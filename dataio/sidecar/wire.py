@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import array
 import os
+import select
 import socket
 import struct
+import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.errors import DeadlineError, UsageError
 
 DESCRIPTORS = 2
 """Maximum number of descriptors in one frame."""
@@ -129,6 +131,35 @@ def send(sock: socket.socket, data: memoryview | bytes, descriptors: Sequence[in
         return sock.send(data, flags)
     rights = array.array("i", descriptors)
     return sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], flags)
+
+
+def connect(sock: socket.socket, path: str, timeout: float) -> None:
+    """Connect within `timeout` seconds.
+
+    A full accept queue is an error of a socket with a timeout; the call is then tried again.
+    """
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            return sock.connect(path)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.005)
+
+
+def send_all(sock: socket.socket, data: bytes, descriptors: Sequence[int], timeout: float) -> None:
+    """Send all of `data`, with the descriptors. `DeadlineError` if the daemon accepts nothing for `timeout` seconds."""
+    view, until = memoryview(data), 0.0
+    while view:
+        try:
+            view, descriptors = view[send(sock, view, descriptors, wait=False) :], ()
+        except BlockingIOError:
+            until = until or time.monotonic() + timeout
+            ready = select.poll()
+            ready.register(sock, select.POLLOUT)
+            if not ready.poll(max(0.0, until - time.monotonic()) * 1000):
+                raise DeadlineError(f"the sidecar read no data for {timeout:g} s") from None
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:

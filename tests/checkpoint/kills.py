@@ -86,9 +86,9 @@ def trainer(task: Task, store: Store, journal: Journal) -> None:
     if base is not None:
         parent.hold(RUN, base)
         assert load(store, base) == state_of(base.timeline, base.step), f"restored {base}, which is not what was saved"
-    standing = writers.WriterState(writers.enter(), restored=base, anew=True)
+    state = writers.WriterState(writers.enter(), restored=base, may_start_fresh=True)
     first = base.step + 1 if base else 1
-    number = writers.place(store, RUN, first, standing, lambda base: parent.hold(RUN, base)).timeline
+    number = writers.place(store, RUN, first, state, lambda base: parent.hold(RUN, base)).timeline
     retention = Retention(store, RUN, Keep(last=task.last))
     for _ in range(task.rounds):
         step = base.step + 1 if base else 1

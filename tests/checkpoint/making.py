@@ -105,7 +105,7 @@ def begin(store: Store, parent: Base | None = None, run: str = RUN) -> int:
 
 def save(store: Store, made: Made, emit: Callable[[Event], None] = lambda _: None, clock: Clock = SYSTEM_CLOCK) -> Base:
     """Carry it here; the committed step."""
-    result = commit_staged(made.arena, made.encoded, emit, store=store, clock=clock)
+    result = commit_staged(made.arena, made.plan, emit, store=store, clock=clock)
     assert result["attempt"] == made.plan.attempt
     return Base(made.plan.timeline, made.plan.step, made.plan.attempt)
 

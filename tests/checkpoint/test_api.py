@@ -90,7 +90,7 @@ def test_training_goes_on_bit_for_bit_after_a_restore(store_url: str) -> None:
         expected = first.train(4)
         assert checkpointer.steps() == [3]
     assert isinstance(result, SaveResult)
-    assert (result.step, result.timeline, result.carrier) == (3, 1, "process")
+    assert (result.step, result.timeline, result.committed_by) == (3, 1, "process")
     assert result.bytes_written >= result.bytes_state > 0
     assert result.stall == handle.stall > 0
     second = Trainer(seed=99)
@@ -226,10 +226,10 @@ def test_another_shape_is_refused_by_name_before_anything_changes(tmp_path: Path
         other = Trainer(seed=5, width=24)
         before = {name: tensor.clone() for name, tensor in other.model.state_dict().items()}
         with pytest.raises(
-            MismatchError, match=r"model/0.weight: shape \[16, 8\] in the checkpoint, \[24, 8\] here"
+            MismatchError, match=r"model/0.weight: shape \[16, 8\] in the checkpoint, \[24, 8\] in the state"
         ) as caught:
             checkpointer.restore(other.state())
-        assert "nothing was changed" in caught.value.hint
+        assert "the state is unchanged" in caught.value.hint
         assert all(torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items())
 
 
@@ -247,7 +247,7 @@ def test_missing_unexpected_and_mistyped_entries_are_named(tmp_path: Path) -> No
             "old: in the checkpoint, but not here",
         ):
             assert said in str(caught.value)
-        with pytest.raises(MismatchError, match="a: a Linear here, a tensor in the checkpoint"):
+        with pytest.raises(MismatchError, match="a: a Linear in the state, a tensor in the checkpoint"):
             checkpointer.restore({"model": nn.Linear(2, 2), "a": nn.Linear(1, 1), "old": 1})
 
 
@@ -255,7 +255,7 @@ def test_an_optimizer_over_other_parameters_is_refused(tmp_path: Path) -> None:
     with open_at(tmp_path) as checkpointer:
         checkpointer.save(1, {"o": Trainer().optimizer}).result(60)
         with pytest.raises(
-            MismatchError, match=r"o/param_groups: groups of \[6\] parameters in the checkpoint, \[2\] here"
+            MismatchError, match=r"o/param_groups: groups of \[6\] parameters in the checkpoint, \[2\] in the state"
         ):
             checkpointer.restore({"o": torch.optim.AdamW(nn.Linear(2, 2).parameters())})
 
@@ -392,7 +392,7 @@ def test_a_second_save_waits_for_the_arena_within_its_bound(tmp_path: Path) -> N
             checkpointer.save(2, state)
         with pytest.raises(DeadlineError, match="step 1 is not committed after"):
             first.result(0.01)
-        checkpointer._wait = checkpointer._saver.wait = 60
+        checkpointer._wait = checkpointer._saver.timeout = 60
         releaser = threading.Timer(0.2, held.set)
         releaser.start()
         second = checkpointer.save(2, state)
@@ -490,7 +490,7 @@ def test_a_state_that_does_not_fit_is_told_how_a_part_of_it_is_restored(tmp_path
     with open_at(tmp_path) as checkpointer:
         checkpointer.save(1, {"a": torch.ones(2), "b": torch.ones(2)}).result(60)
         into = {"a": torch.zeros(2)}
-        with pytest.raises(MismatchError, match=r"b: in the checkpoint, but not here .*include=.*strict=False"):
+        with pytest.raises(MismatchError, match=r"b: in the checkpoint, but not in the state .*include=.*strict=False"):
             checkpointer.restore(into)
         assert checkpointer.restore(into, strict=False) == 1
     assert into["a"].eq(1).all()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoint.peers import PeerProbe, Peers, card, wait_closed, watched
+from headrace.checkpoint.peers import PeerProbe, Peers, card, wait_closed, watched_rank
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.store.open import open_store
 from tests.support import nursery
@@ -73,28 +73,28 @@ def test_only_the_very_process_counts_and_of_other_nodes_nothing_is_said() -> No
         text=True,
     )
     assert child.stdout is not None
-    theirs = bytes.fromhex(child.stdout.readline())
-    elsewhere = bytes(8) + theirs[8:]
-    started = int.from_bytes(theirs[16:24])
-    later = theirs[:16] + (started + 1).to_bytes(8) + theirs[24:]  # another process that had the number
-    peers = Peers([card(), theirs, elsewhere, later])
-    assert peers.gone([0, 1, 2]) == ""
-    assert peers.gone([3]) == "the process of rank 3 has ended"
+    other_card = bytes.fromhex(child.stdout.readline())
+    on_another_node = bytes(8) + other_card[8:]
+    started = int.from_bytes(other_card[16:24])
+    later = other_card[:16] + (started + 1).to_bytes(8) + other_card[24:]  # another process that had the number
+    peers = Peers([card(), other_card, on_another_node, later])
+    assert peers.failed_ranks([0, 1, 2]) == ""
+    assert peers.failed_ranks([3]) == "the process of rank 3 has ended"
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has waited for it
-    assert peers.gone([0, 1, 2, 3]) == "the process of rank 1, 3 has ended"
+    assert peers.failed_ranks([0, 1, 2, 3]) == "the process of rank 1, 3 has ended"
     child.communicate()
-    assert peers.gone([0, 1, 2]) == "the process of rank 1 has ended"
+    assert peers.failed_ranks([0, 1, 2]) == "the process of rank 1 has ended"
 
 
 def test_the_ranks_of_a_node_hold_on_to_different_ranks_of_the_next() -> None:
     nodes = [b"a", b"a", b"a", b"b", b"b", b"c"]
-    assert [watched(nodes, rank) for rank in range(6)] == [3, 4, 3, 5, 5, 0]
-    assert [watched([b"a"] * 3, rank) for rank in range(3)] == [None] * 3
+    assert [watched_rank(nodes, rank) for rank in range(6)] == [3, 4, 3, 5, 5, 0]
+    assert [watched_rank([b"a"] * 3, rank) for rank in range(3)] == [None] * 3
 
 
 def test_where_there_is_one_node_no_door_stays_open() -> None:
-    door = PeerProbe("127.0.0.1")
-    peers = Peers([card(door), card()], 0, door)
+    probe = PeerProbe("127.0.0.1")
+    peers = Peers([card(probe), card()], 0, probe)
     assert not peers.across
-    wait_closed(door.address)
+    wait_closed(probe.address)

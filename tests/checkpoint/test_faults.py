@@ -118,7 +118,10 @@ def test_a_trainers_clock_that_jumps_changes_nothing(tmp_path: Path, days: int) 
 
 def test_a_lease_lives_by_the_clock_that_does_not_jump(tmp_path: Path) -> None:
     clock = ManualClock()
-    with open_store(tmp_path) as store, LeaseKeeper(store, "0" * 26, "exp", 1, 1, (), 90.0, clock) as keeper:
+    with (
+        open_store(tmp_path) as store,
+        LeaseKeeper(store, "0" * 26, run="exp", timeline=1, step=1, bases=(), life=90.0, clock=clock) as keeper,
+    ):
         clock.ahead = 86400.0
         assert keeper.alive()
         clock.ahead, clock.now = -86400.0, clock.now + 91

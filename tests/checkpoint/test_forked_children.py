@@ -179,7 +179,7 @@ def test_a_child_that_ends_in_full_deletes_no_lease_of_its_parent_and_ends_no_co
 
 def test_a_lease_that_a_child_lets_go_of_stays(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
-        with LeaseKeeper(store, names.new_id(), "a", 1, 1, ()) as lease:
+        with LeaseKeeper(store, names.new_id(), run="a", timeline=1, step=1, bases=()) as lease:
             assert child(lambda: [lease.release(), len(list(store.list(names.LEASES)))][1]) == 1
             lease.release()
         assert not list(store.list(names.LEASES))

@@ -41,20 +41,20 @@ def test_a_mistyped_run_is_an_error_where_a_step_is_required_and_else_a_warning(
             checkpointer.save(1, _STATE).result(60)
     with at(store_url, "exp24") as checkpointer:
         with pytest.raises(
-            NotFoundError, match=r"run exp24 has no step: there is no such run at .*, but exp42, (other|pre)"
+            NotFoundError, match=r"run exp24 has no step: there is no such run at .*; there are: exp42, (other|pre)"
         ):
             checkpointer.restore(_STATE, required=True)
         with pytest.raises(
-            FileNotFoundError, match=r"run exp24 has no step 1: there is no such run at .*, but exp42, "
+            FileNotFoundError, match=r"run exp24 has no step 1: there is no such run at .*; there are: exp42, "
         ):
             checkpointer.restore(_STATE, 1)
         with caplog.at_level(logging.WARNING):
             assert checkpointer.restore(_STATE) is None
-        assert "run exp24 starts anew: there is no such run at" in caplog.text
+        assert "run exp24 starts without a step: there is no such run at" in caplog.text
         assert "but exp42, " in caplog.text
         with pytest.raises(NotFoundError, match="run exp43 has no step: there is no such run"):
             checkpointer.restore(_STATE, run="exp43", required=True)
-    with pytest.raises(NotFoundError, match=r"run exp24 has no step: there is no such run at .*, but exp42, "):
+    with pytest.raises(NotFoundError, match=r"run exp24 has no step: there is no such run at .*; there are: exp42, "):
         read(store_url, run="exp24")
 
 
@@ -78,7 +78,7 @@ def test_other_files_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture)
             NotFoundError, match=r"no checkpoint repository at .*, but other files: a, b, c, d, e, f, g, h, \.\.\."
         ):
             checkpointer.restore(_STATE, required=True)
-    assert "run exp42 starts anew: there is no checkpoint repository at" in caplog.text
+    assert "run exp42 starts without a step: there is no checkpoint repository at" in caplog.text
     assert "but other files: a, b" in caplog.text
 
 

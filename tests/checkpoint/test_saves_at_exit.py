@@ -42,8 +42,8 @@ def test_the_others_are_not_spoken_of(version: tuple[int, ...], caplog: pytest.L
 def test_a_save_that_ends_late_does_not_take_the_place_of_a_newer_one(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         lineage = Lineage(store, "exp")
-        lineage.draw(1)
-        saves, handles = Saves("exp", lineage, False, 1.0), [Handle(1, "A"), Handle(2, "B")]
+        lineage.new_ticket(1)
+        saves, handles = Saves("exp", lineage, raises=False, wait=1.0), [Handle(1, "A"), Handle(2, "B")]
         for handle in handles:
             saves.add(handle)
         for handle in reversed(handles):
@@ -51,7 +51,7 @@ def test_a_save_that_ends_late_does_not_take_the_place_of_a_newer_one(tmp_path: 
                 SaveResult("exp", lineage.timeline, handle.step, handle.attempt, 0, 0, 0, 0.0, 0.0, "process")
             )
             saves.settle()
-        assert [msgspec.structs.astuple(base)[1:3] for base in lineage.draw(3).bases] == [(2, "B")]
+        assert [msgspec.structs.astuple(base)[1:3] for base in lineage.new_ticket(3).bases] == [(2, "B")]
 
 
 @pytest.mark.parametrize("on_save_error", ["log", "raise"])

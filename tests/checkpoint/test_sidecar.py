@@ -92,11 +92,11 @@ def test_a_daemon_that_hangs_holds_up_no_save(daemon: Daemon, tmp_path: Path, mo
     monkeypatch.setattr(connection, "HUNG_SECONDS", 0.5)
     daemon.start()
     with Checkpointer(str(tmp_path), run="exp", sidecar=daemon.socket) as checkpointer:
-        assert checkpointer.save(1, {"w": torch.zeros(1000)}).result(60).carrier == "sidecar"
+        assert checkpointer.save(1, {"w": torch.zeros(1000)}).result(60).committed_by == "sidecar"
         assert daemon.process is not None
         with stopped(daemon.process.pid):
             began = time.monotonic()
-            assert checkpointer.save(2, {"w": torch.ones(1000)}).result(60).carrier == "process"
+            assert checkpointer.save(2, {"w": torch.ones(1000)}).result(60).committed_by == "process"
             assert time.monotonic() - began < 40
         assert checkpointer.steps() == [1, 2]
 
@@ -105,7 +105,7 @@ def test_killing_the_trainer_right_after_staged_still_commits(daemon: Daemon, st
     daemon.start()
     process = start_trainer("hand-over", store_url, daemon.socket)
     assert process.stdout is not None
-    assert '"carrier": "sidecar"' in process.stdout.readline()
+    assert '"committed_by": "sidecar"' in process.stdout.readline()
     process.kill()
     process.communicate(timeout=150)
     assert process.returncode == -9
@@ -127,7 +127,7 @@ def test_the_daemon_carries_save_after_save_through_one_arena(daemon: Daemon, tm
             handles.append(checkpointer.save(step, state))
             state["w"].add_(1)
         results = [handle.result(60) for handle in handles]
-        assert [r.carrier for r in results] == ["sidecar"] * 4
+        assert [r.committed_by for r in results] == ["sidecar"] * 4
         assert checkpointer.restore(state) == 3
         assert torch.equal(state["w"], expected)
     with open_store(tmp_path) as store:
@@ -144,7 +144,7 @@ def test_a_step_committed_by_an_orphan_of_a_killed_daemon_is_reported_as_committ
         wait_for(lambda: handle.done or (tmp_path / "leases").exists())  # the job's own process is at work
         daemon.stop()
         assert handle.result(60).step == 1
-        assert checkpointer.save(2, {"w": torch.zeros(10)}).result(60).carrier == "process"
+        assert checkpointer.save(2, {"w": torch.zeros(10)}).result(60).committed_by == "process"
         assert checkpointer.steps() == [1, 2]
 
 
@@ -171,12 +171,12 @@ def test_without_a_daemon_the_save_happens_here_and_it_is_said_once(
     log._logged.discard("no sidecar answers: saving inside this process")
     with Checkpointer(str(tmp_path), run="exp", sidecar=str(tmp_path / "none.sock")) as checkpointer:
         for step in (1, 2):
-            assert checkpointer.save(step, {"w": torch.zeros(5)}).result(60).carrier == "process"
+            assert checkpointer.save(step, {"w": torch.zeros(5)}).result(60).committed_by == "process"
     said = [r for r in caplog.records if "no sidecar answers" in r.getMessage()]
     assert len(said) == 1
 
 
-def test_two_carriers_of_one_save_do_each_other_no_harm(
+def test_two_workers_of_one_save_do_each_other_no_harm(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon took the save over, but its answer was lost: this process cannot know, and carries it too."""
@@ -192,7 +192,7 @@ def test_two_carriers_of_one_save_do_each_other_no_harm(
     monkeypatch.setattr(Sidecar, "stage", deaf)
     state = {"w": torch.randn(2_000_000)}
     with Checkpointer(str(tmp_path), run="exp", sidecar=daemon.socket) as checkpointer:
-        assert checkpointer.save(1, state).result(60).carrier == "process"
+        assert checkpointer.save(1, state).result(60).committed_by == "process"
         assert checkpointer._saver.staging._arena is None  # the daemon may still read it
         first = state["w"].clone()
         state["w"].zero_()
@@ -215,7 +215,7 @@ def test_secrets_in_the_options_keep_the_save_in_this_process(daemon: Daemon, tm
         open_store(tmp_path) as inner,
         Checkpointer(Secretive(inner), run="exp", sidecar=daemon.socket) as checkpointer,
     ):
-        assert checkpointer.save(1, {"w": torch.zeros(5)}).result(60).carrier == "process"
+        assert checkpointer.save(1, {"w": torch.zeros(5)}).result(60).committed_by == "process"
 
 
 def test_a_save_whose_daemon_is_gone_for_good_is_carried_here_and_its_arena_is_given_up(
@@ -236,7 +236,7 @@ def test_a_save_whose_daemon_is_gone_for_good_is_carried_here_and_its_arena_is_g
     monkeypatch.setattr(executor, "RETURN_SECONDS", 0.05)
     with Checkpointer(str(tmp_path), run="exp", sidecar="auto") as checkpointer:
         handle = checkpointer.save(1, {"w": torch.zeros(5)})
-        assert handle.result(60).carrier == "sidecar"  # who had it first
+        assert handle.result(60).committed_by == "sidecar"  # who had it first
         assert checkpointer._saver.staging._arena is None
         assert checkpointer.steps() == [1]
 
@@ -250,10 +250,15 @@ def test_a_save_that_a_daemon_carries_ends_when_another_ranks_node_is_lost(
         made = make(store, tiny_state(1), step=1, number=begin(store), world_size=2)
         fd = sealed("arena", bytes(made.arena))
         save = executor.StagedSave(
-            *(made.plan, fd, lambda: made.arena, lambda: None, lambda: None, lambda carrier: None),
-            silent=lambda ranks: "the node of rank 1 does not answer" if 1 in ranks else "",
+            plan=made.plan,
+            arena_fd=fd,
+            view=lambda: made.arena,
+            give_back=lambda: None,
+            abandon=lambda: None,
+            handed_over=lambda committed_by: None,
+            silent_ranks=lambda ranks: "the node of rank 1 does not answer" if 1 in ranks else "",
         )
-        own = executor.SaveExecutor(store, daemon.socket, SaveMeter(RUN))
+        own = executor.SaveExecutor(store, daemon.socket, meter=SaveMeter(RUN))
         with pytest.raises(TransientError, match="was aborted: the node of rank 1 does not answer"):
             own.commit_staged(save)
         own.close()

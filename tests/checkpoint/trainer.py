@@ -88,7 +88,7 @@ def hand_over(url: str, socket: str) -> None:
     checkpointer = Checkpointer(url, run="exp", sidecar=socket)
     handle = checkpointer.save(1, {"w": torch.arange(200_000.0), "n": 7})
     handle.staged(60)
-    say(carrier=handle.carrier)
+    say(committed_by=handle.committed_by)
     time.sleep(60)
 
 

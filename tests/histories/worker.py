@@ -145,7 +145,7 @@ class Trainer:
             self._pending = (nonce, handle)
             if self._task.socket:
                 handle.staged(60)
-                if handle.carrier == "sidecar":
+                if handle.committed_by == "sidecar":
                     self._journal.say("staged", nonce=nonce, attempt=handle.attempt)
             if not self._task.overlap:
                 self._fetch()
@@ -162,7 +162,11 @@ class Trainer:
         try:
             result = handle.result(90)
             self._journal.say(
-                "committed", nonce=nonce, timeline=result.timeline, attempt=result.attempt, carrier=result.carrier
+                "committed",
+                nonce=nonce,
+                timeline=result.timeline,
+                attempt=result.attempt,
+                committed_by=result.committed_by,
             )
         except HeadraceError as error:
             self._failed(nonce, error)

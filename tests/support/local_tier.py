@@ -33,7 +33,7 @@ class Counting(Wrapper):
         return Counter(name for name, _ in self.calls)[operation]
 
 
-def shelf(path: Path, size: int = 512 * MIB, steps: int = 2) -> LocalTier:
+def local_tier(path: Path, size: int = 512 * MIB, steps: int = 2) -> LocalTier:
     return LocalTier(path / "tier", TierLimits(size, steps))
 
 

@@ -36,24 +36,24 @@ class FdKeeper:
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._path = f"/proc/self/fd/{self._folder}/keeper"  # short, because the address of a Unix socket is limited
         self._sock: socket.socket | None = None
-        self._mine: dict[str, int] = {}
+        self._held: dict[str, int] = {}
 
     def put(self, name: str, fd: int) -> None:
         """Hold a copy of `fd`, which must stay open here until `drop`."""
-        self._mine[name] = fd
+        self._held[name] = fd
         try:
             self._put(name, fd)
         except (OSError, HeadraceError, subprocess.TimeoutExpired):
-            self._again()
+            self._restore()
 
     def drop(self, name: str) -> None:
         """Release the descriptor; does nothing when it is not held."""
-        self._mine.pop(name, None)
+        self._held.pop(name, None)
         with contextlib.suppress(OSError, HeadraceError):
             if self._sock is not None:
                 self._ask(f"drop {name}")
-        if not self._mine:
-            self._hang_up()
+        if not self._held:
+            self._disconnect()
 
     def take(self) -> dict[str, int]:
         """The descriptors that an earlier daemon left. The caller owns these copies; the keeper holds its own until `drop`."""
@@ -64,19 +64,19 @@ class FdKeeper:
             for name in self._ask("list")[0].split(" ")[1:]:
                 _, descriptors = self._ask(f"take {name}")
                 if descriptors:
-                    found[name] = self._mine[name] = descriptors[0]
+                    found[name] = self._held[name] = descriptors[0]
         if not found:
-            self._hang_up()
+            self._disconnect()
         return found
 
     @property
     def holds(self) -> int:
         """Number of descriptors that a connected keeper holds."""
-        return len(self._mine) if self._sock is not None else 0
+        return len(self._held) if self._sock is not None else 0
 
     def close(self) -> None:
         """Disconnect; the keeper still holds its descriptors."""
-        self._hang_up()
+        self._disconnect()
         if self._folder >= 0:
             os.close(self._folder)
             self._folder = -1
@@ -87,18 +87,18 @@ class FdKeeper:
         if self._ask(f"put {name}", [fd])[0] != "ok":
             raise TransientError("the keeper is full")
 
-    def _again(self) -> None:
+    def _restore(self) -> None:
         """Reconnect to the keeper, or start another one, and pass it all descriptors."""
         for tries in range(TRIES):
-            self._hang_up()
+            self._disconnect()
             time.sleep(tries * 0.1)  # a dying keeper still accepts connections for a moment
             try:
-                for name, fd in self._mine.items():
+                for name, fd in self._held.items():
                     self._put(name, fd)
                 return
             except (OSError, HeadraceError, subprocess.TimeoutExpired) as error:
                 reason = str(error)
-        self._hang_up()
+        self._disconnect()
         warn_once(
             _log, f"the keeper process cannot be started, so staged checkpoints do not survive this daemon: {reason}"
         )
@@ -150,7 +150,7 @@ class FdKeeper:
                 timeout=SECONDS,
             )
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._sock is not None:
             self._sock.close()
             self._sock = None

@@ -52,6 +52,7 @@ class JobService:
     def __init__(
         self,
         folder: Path,
+        *,
         commands: Mapping[str, Sequence[str]],
         call: Callable[[Callable[[], None]], object],
         later: Callable[[float, Callable[[], None]], Callable[[], None]],
@@ -62,7 +63,14 @@ class JobService:
         self._commands, self._call, self._later = commands, call, later
         self.schedule, self._table, self._gate = schedule, JobTable(folder, schedule), PriorityGate(folder / "gate")
         self._runner = Runner(
-            self._table, commands, self._gate, call, later, self._keep, retry_schedule or RetrySchedule(), lost_seconds
+            self._table,
+            commands=commands,
+            gate=self._gate,
+            call=call,
+            later=later,
+            accept=self._keep,
+            retry_schedule=retry_schedule or RetrySchedule(),
+            lost_seconds=lost_seconds,
         )
         self.accepting = True
 
@@ -88,7 +96,7 @@ class JobService:
         token = uuid.uuid4().hex
         try:
             size = self._check(kind, arena, plan)
-            taken = self.schedule.offer(token, size, urgent=urgent, patient=wait > 0)
+            taken = self.schedule.offer(token, size, urgent=urgent, may_wait=wait > 0)
         except HeadraceError as error:
             close_all((arena, plan))
             answer(error)
@@ -244,14 +252,14 @@ class JobService:
         os.close(job.plan)
         job.plan = -1
         answer, job.answer = job.answer, None
-        job = self._found_again(job)
+        job = self._restaged(job)
         self.schedule.journaled(job.token)
         if answer is not None:
             answer(job)
         _acknowledged()
         self._runner.advance()
 
-    def _found_again(self, job: Job) -> Job:
+    def _restaged(self, job: Job) -> Job:
         """The earlier job that had lost its arena, if `job` is the same checkpoint; else `job`."""
         same = [old for old in self._table.jobs.values() if old.lost and old.entry.plan_digest == job.entry.plan_digest]
         if not same:
@@ -268,7 +276,7 @@ class JobService:
     def _refuse(self, job: Job, error: HeadraceError) -> None:
         job.cancel_wait()
         job.outcome = m.JobFailed(job.token, *m.error_fields(error))
-        self._table.tell(job, job.outcome)
+        self._table.notify(job, job.outcome)
         self._table.forget(job)
         close_all(fd for fd in (job.arena, job.plan) if fd >= 0)
         self._table.clean(job.token)

@@ -64,7 +64,7 @@ class JobTable:
             return "gone"
         return "lost" if job.lost else self.schedule.state(job.token)
 
-    def tell(self, job: Job, event: m.JobEvent) -> None:
+    def notify(self, job: Job, event: m.JobEvent) -> None:
         """Pass an event to all listeners."""
         for listener in list(job.listeners):
             listener(event)
@@ -74,12 +74,12 @@ class JobTable:
         job.outcome, job.lost = outcome, False
         if isinstance(outcome, m.JobFailed):
             _log.error("%s: %s", job.entry.about or job.token, outcome.message)
-        self.tell(job, outcome)
+        self.notify(job, outcome)
         job.listeners.clear()
 
-    def over(self, job: Job) -> None:
+    def finish(self, job: Job) -> None:
         """The job has an outcome and no worker: remove it."""
-        self.let_go(job)
+        self.release_arena(job)
         self.forget(job)
         self.clean(job.token)
         self.finished[job.token] = job
@@ -88,9 +88,9 @@ class JobTable:
 
     def forget(self, job: Job) -> None:
         self.jobs.pop(job.token, None)
-        self.schedule.over(job.token)
+        self.schedule.remove(job.token)
 
-    def let_go(self, job: Job) -> None:
+    def release_arena(self, job: Job) -> None:
         """Release the arena."""
         self.schedule.released(job.token)
         if job.arena >= 0:

@@ -128,14 +128,14 @@ class Journal:
             return _checked(self.folder / name, name)
         except (OSError, HeadraceError) as error:
             _log.error("the journal's entry %s is refused and set aside: %s", name, error)
-            self._set_aside(name)
+            self._move_to_refused(name)
             return None
 
-    def _set_aside(self, name: str) -> None:
-        aside = private_directory(self.folder / "refused")
+    def _move_to_refused(self, name: str) -> None:
+        refused = private_directory(self.folder / "refused")
         with contextlib.suppress(OSError):
-            os.replace(self.folder / name, aside / name)
-        old = sorted(aside.iterdir(), key=lambda path: path.lstat().st_mtime)
+            os.replace(self.folder / name, refused / name)
+        old = sorted(refused.iterdir(), key=lambda path: path.lstat().st_mtime)
         for path in old[:-REFUSED]:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -222,9 +222,9 @@ def _owned(path: Path) -> bytes:
         os.close(fd)
 
 
-def _pread(fd: int, most: int) -> bytes:
+def _pread(fd: int, limit: int) -> bytes:
     parts, at = [], 0
-    while at < most and (part := os.pread(fd, min(most - at, 1 << 24), at)):
+    while at < limit and (part := os.pread(fd, min(limit - at, 1 << 24), at)):
         parts.append(part)
         at += len(part)
     return b"".join(parts)

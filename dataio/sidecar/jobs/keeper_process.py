@@ -83,34 +83,34 @@ class KeeperProcess:
             for level, kind, payload in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
-            if not data or not self._carry_out(sock, data.decode("ascii", "replace").split(" "), list(descriptors)):
+            if not data or not self._execute(sock, data.decode("ascii", "replace").split(" "), list(descriptors)):
                 self._leave(sock)
         except OSError:
             self._leave(sock)
 
-    def _carry_out(self, sock: socket.socket, words: list[str], descriptors: list[int]) -> bool:
+    def _execute(self, sock: socket.socket, fields: list[str], descriptors: list[int]) -> bool:
         """Execute a message; returns whether it was valid."""
-        if words[0] == "put" and len(words) == 2 and len(descriptors) == 1 and 0 < len(words[1]) <= 64:
-            room = len(self._held) < HELD or words[1] in self._held
-            for old in [self._held.pop(words[1], -1)] if room else descriptors:
+        if fields[0] == "put" and len(fields) == 2 and len(descriptors) == 1 and 0 < len(fields[1]) <= 64:
+            room = len(self._held) < HELD or fields[1] in self._held
+            for old in [self._held.pop(fields[1], -1)] if room else descriptors:
                 if old >= 0:
                     os.close(old)
             if room:
-                self._held[words[1]] = descriptors[0]
+                self._held[fields[1]] = descriptors[0]
             sock.sendall(b"ok" if room else b"no")
             return True
         for fd in descriptors:
             os.close(fd)
-        if words == ["who"]:
+        if fields == ["who"]:
             sock.sendall(f"ok {os.getpid()}".encode())
-        elif words == ["list"]:
+        elif fields == ["list"]:
             sock.sendall(" ".join(["ok", *self._held]).encode())
-        elif words[0] == "drop" and len(words) == 2:
-            if (fd := self._held.pop(words[1], -1)) >= 0:
+        elif fields[0] == "drop" and len(fields) == 2:
+            if (fd := self._held.pop(fields[1], -1)) >= 0:
                 os.close(fd)
             sock.sendall(b"ok")
-        elif words[0] == "take" and len(words) == 2:
-            found = self._held.get(words[1])
+        elif fields[0] == "take" and len(fields) == 2:
+            found = self._held.get(fields[1])
             rights = [] if found is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [found]))]
             sock.sendmsg([b"no" if found is None else b"ok"], rights)
         else:

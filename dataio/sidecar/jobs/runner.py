@@ -38,25 +38,26 @@ _log = get_logger(__name__)
 
 
 class Runner:
-    """Calls `taken(job)` for a waiting job when there is room for it."""
+    """Calls `accept(job)` for a waiting job when there is room for it."""
 
     def __init__(
         self,
         table: JobTable,
+        *,
         commands: Mapping[str, Sequence[str]],
         gate: PriorityGate,
         call: Callable[[Callable[[], None]], object],
         later: Callable[[float, Callable[[], None]], Callable[[], None]],
-        taken: Callable[[Job], None],
+        accept: Callable[[Job], None],
         retry_schedule: RetrySchedule,
         lost_seconds: float,
     ) -> None:
-        self._table, self._commands, self._gate, self._taken = table, commands, gate, taken
+        self._table, self._commands, self._gate, self._accept = table, commands, gate, accept
         self._call, self._later, self._lost_seconds = call, later, lost_seconds
         self.retry_schedule = retry_schedule
         self.retries = 0
         """Workers that were started after one that failed."""
-        self._look_again: Callable[[], None] = lambda: None
+        self._cancel_check: Callable[[], None] = lambda: None
 
     def find_worker(self, job: Job) -> None:
         """Find the state of an earlier daemon's job: over, running, without a worker, or without its arena."""
@@ -67,29 +68,29 @@ class Runner:
             os.close(fd)
         size, urgent, holds = job.entry.size, job.entry.urgent, job.entry.size if job.arena >= 0 else 0
         self._table.schedule.adopt(job.token, size, urgent=urgent, state="running", holds=holds)
-        worker = Worker(self._table.journal, job.token, None)
+        worker = Worker(self._table.journal, job.token, process=None)
         if alive:
             _log.info("%s is still run by process %d", job.entry.about or job.token, job.entry.pid)
             self._watch(job, worker)
         else:
-            end = worker.follow(lambda line: self._heard(job, decode_event(line)))
+            end = worker.follow(lambda line: self._on_event(job, decode_event(line)))
             self._ended(job, end)
 
     def advance(self) -> None:
         """Accept and start the jobs that the schedule allows now."""
         for token in self._table.schedule.take():
-            self._taken(self._table.jobs[token])
+            self._accept(self._table.jobs[token])
         for token in self._table.schedule.start():
             self._start(self._table.jobs[token])
-        self._hold()
+        self._pause_others()
 
-    def _hold(self) -> None:
+    def _pause_others(self) -> None:
         """Close the gate for other jobs while urgent ones run. Repeats itself while the gate must be closed."""
-        self._look_again()
+        self._cancel_check()
         closed = self._table.schedule.holds_back(time.monotonic())
         self._gate.close_for_others(closed)
         if closed:  # retry the lock soon; check later whether to release it
-            self._look_again = self._later(1.0 if self._gate.closed else 0.02, self._hold)
+            self._cancel_check = self._later(1.0 if self._gate.closed else 0.02, self._pause_others)
 
     def _start(self, job: Job) -> None:
         command, arena = self._commands.get(job.entry.kind, ()), -1 if job.released else job.arena
@@ -108,18 +109,18 @@ class Runner:
 
     def _watch(self, job: Job, worker: Worker) -> None:
         def watch() -> None:
-            end = worker.follow(lambda line: self._call(partial(self._heard, job, decode_event(line))))
+            end = worker.follow(lambda line: self._call(partial(self._on_event, job, decode_event(line))))
             self._call(partial(self._ended, job, end))
 
         threading.Thread(target=watch, name=f"headrace-job-{job.token[:8]}", daemon=True).start()
 
-    def _heard(self, job: Job, event: Event | None) -> None:
+    def _on_event(self, job: Job, event: Event | None) -> None:
         kind = event.event if event else ""
         if event is None or job.outcome is not None:
             job.bad_lines += 1
         elif kind == "progress":
             job.done, job.total = event.done, event.total
-            self._table.tell(job, m.Progress(job.token, event.done, event.total))
+            self._table.notify(job, m.Progress(job.token, event.done, event.total))
         elif kind == "released":
             self._released(job)
         elif kind == "committing":
@@ -135,8 +136,8 @@ class Runner:
     def _released(self, job: Job) -> None:
         if not job.released:
             job.released = True
-            self._table.let_go(job)
-            self._table.tell(job, m.Released(job.token))
+            self._table.release_arena(job)
+            self._table.notify(job, m.Released(job.token))
             self.advance()
 
     def _failed(self, job: Job, event: Event) -> None:
@@ -151,13 +152,13 @@ class Runner:
     def _ended(self, job: Job, end: End) -> None:
         """The worker has exited: the job is over, or gets another one."""
         if job.outcome is not None:
-            self._over(job)
+            self._finish(job)
         elif job.trouble is not None and job.failures > job.entry.failures:
             self._try_later(job, job.trouble)
         elif not end.killed or job.entry.tries - job.entry.failures >= TRIES:
             text = f"the {job.entry.kind} job failed: {end.reason}"
             self._table.settle(job, m.JobFailed(job.token, TransientError.code, text[:4096], "save again"))
-            self._over(job)
+            self._finish(job)
         elif job.arena < 0 and not job.released and not job.lost:
             _log.warning(
                 "%s has lost its daemon, worker and arena; waiting for its trainer", job.entry.about or job.token
@@ -166,7 +167,7 @@ class Runner:
             self._later(self._lost_seconds, partial(self._give_up, job))
         else:
             _log.warning("%s gets another worker: %s", job.entry.about or job.token, end.reason)
-            self._table.schedule.again(job.token)
+            self._table.schedule.requeue(job.token)
             self.advance()
 
     def _try_later(self, job: Job, trouble: m.JobFailed) -> None:
@@ -176,7 +177,7 @@ class Runner:
         pause = self.retry_schedule.pause(job.failures, now - since, random.random())
         if pause is None:
             self._table.settle(job, given_up(trouble, job.failures, now - since))
-            self._over(job)
+            self._finish(job)
             return
         about = job.entry.about or job.token
         _log.warning(
@@ -185,14 +186,14 @@ class Runner:
         job.entry = replaced(job.entry, failures=job.failures, failing_since=since)
         self._table.files.submit(self._table.journal.update, job.entry)
         job.next_try = time.monotonic() + pause
-        self._table.schedule.later(job.token)
+        self._table.schedule.retry_later(job.token)
         self._later(pause, partial(self._try_again, job))
         self.advance()
 
     def _try_again(self, job: Job) -> None:
         if self._table.has(job) and self._table.schedule.state(job.token) == "retrying":
             self.retries += 1
-            self._table.schedule.again(job.token)
+            self._table.schedule.requeue(job.token)
             self.advance()
 
     def _give_up(self, job: Job) -> None:
@@ -200,9 +201,9 @@ class Runner:
         loss."""
         if job.lost and self._table.has(job):
             job.lost = False
-            self._table.schedule.again(job.token)
+            self._table.schedule.requeue(job.token)
             self.advance()
 
-    def _over(self, job: Job) -> None:
-        self._table.over(job)
+    def _finish(self, job: Job) -> None:
+        self._table.finish(job)
         self.advance()

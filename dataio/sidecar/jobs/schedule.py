@@ -49,13 +49,13 @@ class Schedule:
 
     # what happens
 
-    def offer(self, token: str, size: int, *, urgent: bool, patient: bool) -> bool:
-        """Add a job. Returns True if it is taken, False if it waits for room, which `patient` allows."""
-        self._refuse(size, urgent)
-        fits = not self._of("waiting", urgent) and self._held(urgent) + size <= self.budget
-        if not fits and not patient:
+    def offer(self, token: str, size: int, *, urgent: bool, may_wait: bool) -> bool:
+        """Add a job. Returns True if it is taken, False if it waits for room, which `may_wait` allows."""
+        self._check_admissible(size, urgent)
+        fits = not self._tokens_in("waiting", urgent) and self._held_bytes(urgent) + size <= self.budget
+        if not fits and not may_wait:
             raise CapacityError(
-                f"no room for an arena of {format_bytes(size)}: {format_bytes(self._held(urgent))} of "
+                f"no room for an arena of {format_bytes(size)}: {format_bytes(self._held_bytes(urgent))} of "
                 f"{format_bytes(self.budget)} are held by checkpoints on their way",
                 hint="raise arena_bytes",
             )
@@ -70,11 +70,11 @@ class Schedule:
         """The job is in the journal, and may run now."""
         self._items[token].state = "queued"
 
-    def again(self, token: str) -> None:
+    def requeue(self, token: str) -> None:
         """Queue the job for another worker, because the last one is gone."""
         self._items[token].state = "queued"
 
-    def later(self, token: str) -> None:
+    def retry_later(self, token: str) -> None:
         """The worker failed: the job gets another one after a pause."""
         self._items[token].state = "retrying"
 
@@ -87,7 +87,7 @@ class Schedule:
         if self._items[token].state == "running":
             self._items[token].state = "committing"
 
-    def over(self, token: str) -> None:
+    def remove(self, token: str) -> None:
         """Remove a job that ended or was withdrawn."""
         self._items.pop(token, None)
 
@@ -97,9 +97,9 @@ class Schedule:
         """Take the waiting jobs that fit now; returns their tokens."""
         taken = []
         for urgent in (True, False):
-            for token in self._of("waiting", urgent):
+            for token in self._tokens_in("waiting", urgent):
                 item = self._items[token]
-                if self._held(urgent) + item.size > self.budget:
+                if self._held_bytes(urgent) + item.size > self.budget:
                     break
                 item.state, item.holds = "taken", item.size
                 taken.append(token)
@@ -109,14 +109,14 @@ class Schedule:
         """Mark the jobs that may start now as running; returns their tokens, urgent ones first."""
         started = []
         for urgent in (True, False):
-            for token in self._of("queued", urgent)[: self._places(urgent)]:
+            for token in self._tokens_in("queued", urgent)[: self._free_slots(urgent)]:
                 self._items[token].state = "running"
                 started.append(token)
         return started
 
     def holds_back(self, now: float) -> bool:
         """Whether jobs that are not urgent must pause now."""
-        if not self._of("running", urgent=True):
+        if not self._tokens_in("running", urgent=True):
             self._held_since = None
             return False
         if self._held_since is None:
@@ -145,25 +145,25 @@ class Schedule:
 
     # inside
 
-    def _refuse(self, size: int, urgent: bool) -> None:
+    def _check_admissible(self, size: int, urgent: bool) -> None:
         if size > self.budget:
             raise CapacityError(
                 f"an arena of {format_bytes(size)} is larger than all that the sidecar may hold, "
                 f"{format_bytes(self.budget)}",
                 hint="raise arena_bytes",
             )
-        before = sum(len(self._of(state, urgent)) for state in ("waiting", "taken", "queued", "retrying"))
-        if before - self._places(urgent) >= self._queued:
+        before = sum(len(self._tokens_in(state, urgent)) for state in ("waiting", "taken", "queued", "retrying"))
+        if before - self._free_slots(urgent) >= self._queued:
             raise CapacityError(f"{before} staged checkpoints wait already; the most is {self._queued}")
 
-    def _of(self, state: str, urgent: bool) -> list[str]:
+    def _tokens_in(self, state: str, urgent: bool) -> list[str]:
         return [token for token, item in self._items.items() if item.state == state and item.urgent == urgent]
 
-    def _held(self, urgent: bool) -> int:
+    def _held_bytes(self, urgent: bool) -> int:
         return sum(item.holds for item in self._items.values() if item.urgent == urgent)
 
-    def _places(self, urgent: bool) -> int:
-        busy = len(self._of("running", urgent)) + max(0, len(self._of("committing", urgent)) - COMMITTING)
+    def _free_slots(self, urgent: bool) -> int:
+        busy = len(self._tokens_in("running", urgent)) + max(0, len(self._tokens_in("committing", urgent)) - COMMITTING)
         return max(0, self._running - busy)
 
 

@@ -16,7 +16,7 @@ Invariants: the worker holds the lock on the events file from before its first i
 can tell whether it is alive. A new daemon reads the file from its beginning, so it sees all events that the old daemon
 saw.
 Failure behaviour: a line that is longer than `LINE_BYTES` or is not an event is counted and ignored. The daemon kills a
-worker that writes more than `SAID_BYTES`. A worker that cannot be started ends at once, with the reason.
+worker that writes more than `OUTPUT_BYTES`. A worker that cannot be started ends at once, with the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from headrace.dataio.sidecar.jobs.gate import PriorityGate
 from headrace.dataio.sidecar.jobs.journal import Entry, Journal, is_locked
 
 POLL_SECONDS = 0.02
-SAID_BYTES = 16 * MIB
+OUTPUT_BYTES = 16 * MIB
 _LAST_BYTES = 8192
 _LAST_LINES = 20
 
@@ -55,7 +55,9 @@ class End:
 class Worker:
     """A worker that this daemon started, or an earlier one (`process` is None)."""
 
-    def __init__(self, journal: Journal, token: str, process: subprocess.Popen[bytes] | None, start: int = 0) -> None:
+    def __init__(
+        self, journal: Journal, token: str, *, process: subprocess.Popen[bytes] | None, start: int = 0
+    ) -> None:
         self._journal, self._token, self._process, self._start = journal, token, process, start
         self._events = journal.open(token, "events")
         self._ended = select.poll()
@@ -91,26 +93,26 @@ class Worker:
                 pass_fds=[fd for fd in numbers.values() if fd >= 0],
                 start_new_session=True,
             )
-        return cls(journal, token, process, start)
+        return cls(journal, token, process=process, start=start)
 
     @property
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
-    def follow(self, heard: Callable[[bytes], object]) -> End:
-        """Pass every line to `heard` until the worker ends. If an earlier daemon started the worker, that includes the
+    def follow(self, on_line: Callable[[bytes], object]) -> End:
+        """Pass every line to `on_line` until the worker ends. If an earlier daemon started the worker, that includes the
         lines of the workers before it."""
         lines, at = Lines(), self._start
         try:
             while True:
-                gone = self._is_gone()  # checked before reading, so the last lines are not missed
+                ended = self._has_ended()  # checked before reading, so the last lines are not missed
                 while data := os.pread(self._events, 1 * MIB, at):
                     at += len(data)
                     for line in lines.feed(data):
-                        heard(line)
-                if gone:
+                        on_line(line)
+                if ended:
                     return self._end()
-                if at - self._start > SAID_BYTES:
+                if at - self._start > OUTPUT_BYTES:
                     self.kill()
         finally:
             os.close(self._events)
@@ -121,7 +123,7 @@ class Worker:
         if self._process is not None:
             self._process.kill()
 
-    def _is_gone(self) -> bool:
+    def _has_ended(self) -> bool:
         if self._process is None:
             if is_locked(self._events):
                 time.sleep(5 * POLL_SECONDS)
@@ -135,10 +137,10 @@ class Worker:
     def _end(self) -> End:
         code = self._process.returncode if self._process is not None else None
         what = "its process ended" if code is None else f"its process ended with code {code}"
-        said = "\n".join(self._last_words())[-3000:]
-        return End(f"{what} and no result" + (f"; it said last:\n{said}" if said else ""), code is None or code < 0)
+        output = "\n".join(self._last_log_lines())[-3000:]
+        return End(f"{what} and no result" + (f"; it said last:\n{output}" if output else ""), code is None or code < 0)
 
-    def _last_words(self) -> list[str]:
+    def _last_log_lines(self) -> list[str]:
         with contextlib.suppress(OSError):
             fd = self._journal.open(self._token, "log", os.O_RDONLY)
             try:

@@ -5,7 +5,7 @@ they are fetched over several connections while the trainer reads.
 Invariants: concurrent requests for one object fetch it once. Requested objects go before prefetched ones. At most
 `CONNECTIONS` objects are in flight, each in pieces of `protocol.PIECE` bytes, which bounds the memory. At most `AHEAD`
 prefetches wait.
-Failure behaviour: when the buddy is unreachable or the connection breaks, no request is sent for `AWAY_SECONDS`.
+Failure behaviour: when the buddy is unreachable or the connection breaks, no request is sent for `UNREACHABLE_SECONDS`.
 Waiting callers get False and read from the store. If the tier has no room or an object is corrupt, only that object
 fails.
 """
@@ -31,7 +31,7 @@ CONNECTIONS = 4
 AHEAD = 1024
 FOLLOWED = 256
 """Number of records that are remembered as prefetched."""
-AWAY_SECONDS = 5.0
+UNREACHABLE_SECONDS = 5.0
 """Pause after the buddy could not be reached."""
 _Name = tuple[str, str]
 _log = get_logger(__name__)
@@ -40,12 +40,12 @@ _log = get_logger(__name__)
 class BuddyFetch:
     """Fetches in its own threads; `recall` blocks the caller's thread. `counts`: requested objects by outcome."""
 
-    def __init__(self, config: TierConfig, shelf: LocalTier, context: ssl.SSLContext) -> None:
-        self._config, self._shelf, self._context = config, shelf, context
+    def __init__(self, config: TierConfig, local_tier: LocalTier, context: ssl.SSLContext) -> None:
+        self._config, self._local_tier, self._context = config, local_tier, context
         self._pace = p.RateLimit(None)  # no limit: a trainer waits for these bytes
         self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="headrace-fetch")
-        self._lock, self._away_until, self._closed = threading.Lock(), 0.0, False
-        self._coming: dict[_Name, Future[bool]] = {}
+        self._lock, self._unreachable_until, self._closed = threading.Lock(), 0.0, False
+        self._in_flight: dict[_Name, Future[bool]] = {}
         self._queue: deque[_Name] = deque()
         self._fetchers = 0
         self._followed: dict[tuple[str, int], None] = {}
@@ -53,11 +53,11 @@ class BuddyFetch:
 
     def recall(self, source: str, key: str) -> bool:
         """Fetch an object, or with an empty key the records of a store; returns whether it is here now."""
-        if time.monotonic() < self._away_until:
+        if time.monotonic() < self._unreachable_until:
             return False
         if not key:
             return self._records(source)
-        if self._shelf.has(source, key):
+        if self._local_tier.has(source, key):
             return True
         wanted = self._want((source, key), urgent=True)
         for name in self._needed_with(source, key):
@@ -75,10 +75,10 @@ class BuddyFetch:
     def _needed_with(self, source: str, key: str) -> list[_Name]:
         """The other objects of the records that name this one. A record counts only for the first of its objects."""
         found: dict[_Name, None] = {}
-        for record in self._shelf.records(source):
+        for record in self._local_tier.records(source):
             if key in record.keys and self._is_new(record):
                 found.update(dict.fromkeys((source, other) for other in record.keys))
-        return [name for name in found if name[1] != key and not self._shelf.has(*name)][:AHEAD]
+        return [name for name in found if name[1] != key and not self._local_tier.has(*name)][:AHEAD]
 
     def _is_new(self, record: Record) -> bool:
         name = (record.attempt, record.rank)
@@ -91,14 +91,14 @@ class BuddyFetch:
 
     def _want(self, name: _Name, *, urgent: bool) -> Future[bool]:
         with self._lock:
-            coming = self._coming.get(name)
-            if coming is None:
-                coming = Future()
-                away = time.monotonic() < self._away_until
-                if self._closed or (not urgent and (away or len(self._queue) >= AHEAD)):
-                    coming.set_result(False)
-                    return coming
-                self._coming[name] = coming
+            pending = self._in_flight.get(name)
+            if pending is None:
+                pending = Future()
+                unreachable = time.monotonic() < self._unreachable_until
+                if self._closed or (not urgent and (unreachable or len(self._queue) >= AHEAD)):
+                    pending.set_result(False)
+                    return pending
+                self._in_flight[name] = pending
                 self._queue.append(name)
             if urgent and name in self._queue:
                 self._queue.remove(name)
@@ -106,7 +106,7 @@ class BuddyFetch:
             if self._queue and self._fetchers < CONNECTIONS:
                 self._fetchers += 1
                 self._pool.submit(self._fetch_all)
-        return coming
+        return pending
 
     # fetching
 
@@ -115,16 +115,16 @@ class BuddyFetch:
         with ExitStack() as stack:
             buddy: BuddyClient | None = None
             while (name := self._next()) is not None:
-                there = False
+                found = False
                 try:
                     buddy = buddy or stack.enter_context(BuddyClient.connect(self._config, self._context, self._pace))
-                    there = buddy.fetch(self._shelf, *name)
-                    self._count("found" if there else "absent")
+                    found = buddy.fetch(self._local_tier, *name)
+                    self._count("found" if found else "absent")
                 except (HeadraceError, OSError) as error:
                     buddy = None  # the connection still delivers the rest of that object
                     self._failed(name, error)
                 finally:
-                    self._arrived(name, there)
+                    self._complete(name, found)
 
     def _next(self) -> _Name | None:
         with self._lock:
@@ -133,33 +133,33 @@ class BuddyFetch:
                 return None
             return self._queue.popleft()
 
-    def _arrived(self, name: _Name, there: bool) -> None:
+    def _complete(self, name: _Name, found: bool) -> None:
         with self._lock:
-            coming = self._coming.pop(name, None)
-        if coming is not None:
-            coming.set_result(there)
+            pending = self._in_flight.pop(name, None)
+        if pending is not None:
+            pending.set_result(found)
 
     def _failed(self, name: _Name, error: Exception) -> None:
         _log.warning("the buddy could not supply %s: %s", name[1] or "its records", error)
         self._count("failed")
         if not isinstance(error, CapacityError | CorruptionError):
             with self._lock:
-                self._away_until = time.monotonic() + AWAY_SECONDS
+                self._unreachable_until = time.monotonic() + UNREACHABLE_SECONDS
             self._drop_queue()
 
     def _drop_queue(self) -> None:
         with self._lock:
-            dropped = [self._coming.pop(name) for name in self._queue]
+            dropped = [self._in_flight.pop(name) for name in self._queue]
             self._queue.clear()
-        for coming in dropped:
-            coming.set_result(False)
+        for pending in dropped:
+            pending.set_result(False)
 
     def _records(self, source: str) -> bool:
         try:
             with BuddyClient.connect(self._config, self._context, self._pace) as buddy:
                 records = buddy.records(source)
             for record in records:
-                self._shelf.put_record(as_guest(record))
+                self._local_tier.put_record(as_guest(record))
         except (HeadraceError, OSError) as error:
             self._failed((source, ""), error)
             return False

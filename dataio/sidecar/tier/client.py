@@ -50,7 +50,7 @@ class BuddyClient:
     def connect(cls, config: TierConfig, context: ssl.SSLContext, pace: p.RateLimit) -> BuddyClient:
         where = config.buddy
         assert where is not None
-        with _said(f"the buddy at {where}"):
+        with _buddy_errors(f"the buddy at {where}"):
             sock = socket.create_connection((where.host, where.port), CONNECT_SECONDS)
             try:
                 sock = context.wrap_socket(sock, server_hostname=where.host)
@@ -62,12 +62,12 @@ class BuddyClient:
                 raise
         return cls(channel)
 
-    def offer(self, shelf: LocalTier, source: str, key: str) -> bool:
-        """Send an object of `shelf`, unless the buddy has it; False when it is no longer in `shelf`."""
-        held = shelf.open(source, key)
+    def offer(self, local_tier: LocalTier, source: str, key: str) -> bool:
+        """Send an object of `local_tier`, unless the buddy has it; False when it is no longer in `local_tier`."""
+        held = local_tier.open(source, key)
         if held is None:
             return False
-        with _said(f"sending {key} to the buddy"):
+        with _buddy_errors(f"sending {key} to the buddy"):
             self._channel.send(p.Offer(source, key, held.size, held.label.digest))
             want = _expect(self._channel.answer(), p.Want)
             if want.offset > held.size:
@@ -79,27 +79,27 @@ class BuddyClient:
     def keep(self, record: Record) -> None:
         """Send the record."""
         data = documents.encode(record)
-        with _said(f"sending the record of step {record.step} to the buddy"):
+        with _buddy_errors(f"sending the record of step {record.step} to the buddy"):
             self._channel.send(p.Keep(len(data)))
             self._channel.send_bytes([data])
             _expect(self._channel.answer(), p.Stored)
 
     def records(self, source: str) -> list[Record]:
         """The buddy's records of this store."""
-        with _said("listing the buddy's records"):
+        with _buddy_errors("listing the buddy's records"):
             self._channel.send(p.List(source))
             sizes = _expect(self._channel.answer(), p.Listed).sizes
             return [documents.decode(self._channel.whole(size), "a buddy's record") for size in sizes]
 
-    def fetch(self, shelf: LocalTier, source: str, key: str) -> bool:
-        """Fetch an object into `shelf`; False when the buddy does not have it."""
-        with _said(f"fetching {key} from the buddy"):
+    def fetch(self, local_tier: LocalTier, source: str, key: str) -> bool:
+        """Fetch an object into `local_tier`; False when the buddy does not have it."""
+        with _buddy_errors(f"fetching {key} from the buddy"):
             self._channel.send(p.Fetch(source, key, 0))
             answer = self._channel.answer()
             if isinstance(answer, p.Absent):
                 return False
             found = _expect(answer, p.Found)
-            with shelf.reserve() as reservation:
+            with local_tier.reserve() as reservation:
                 writer = reservation.writer(source, key)
                 for piece in self._channel.body(found.size):
                     writer.write(piece)
@@ -129,7 +129,7 @@ def _expect(answer: p.Answer, kind: type[A]) -> A:
 
 
 @contextlib.contextmanager
-def _said(doing: str) -> Iterator[None]:
+def _buddy_errors(doing: str) -> Iterator[None]:
     """Turn connection errors into `BuddyError`. `CapacityError` and `CorruptionError` pass through."""
     try:
         yield
@@ -162,8 +162,8 @@ class Copy:
 class CopySender:
     """Sends copies from `start` to `close`. `trouble` is the reason why it cannot, and empty while it can."""
 
-    def __init__(self, config: TierConfig, shelf: LocalTier) -> None:
-        self._config, self._shelf = config, shelf
+    def __init__(self, config: TierConfig, local_tier: LocalTier) -> None:
+        self._config, self._local_tier = config, local_tier
         self._context, self._pace = client_context(config), p.RateLimit(config.rate)
         self._sent: dict[tuple[str, str, bytes], None] = {}
         self._done: dict[tuple[str, int, bool], None] = {}
@@ -189,7 +189,7 @@ class CopySender:
             try:
                 self._next()  # updates `waiting`, also while the buddy is unreachable
                 with BuddyClient.connect(self._config, self._context, self._pace) as buddy:
-                    self._well()
+                    self._report_reachable()
                     pause = 1.0
                     self._send_all(buddy)
             except (HeadraceError, OSError) as error:
@@ -212,7 +212,7 @@ class CopySender:
 
     def _next(self) -> Record | None:
         """The newest record that the buddy lacks, or has only in its state before the commit."""
-        left = [r for r in self._shelf.records() if not r.guest and not r.over and _name(r) not in self._done]
+        left = [r for r in self._local_tier.records() if not r.guest and not r.over and _name(r) not in self._done]
         self.waiting = len(left)
         return left[0] if left else None
 
@@ -220,7 +220,7 @@ class CopySender:
         for key in record.keys:
             if self._stop.is_set():
                 return
-            held, before = self._shelf.open(record.source, key), buddy.sent
+            held, before = self._local_tier.open(record.source, key), buddy.sent
             if held is None:
                 continue
             name = (
@@ -228,12 +228,12 @@ class CopySender:
                 key,
                 held.label.digest,
             )  # a second worker's manifest has the same key as the first one's
-            if name not in self._sent and buddy.offer(self._shelf, record.source, key):
+            if name not in self._sent and buddy.offer(self._local_tier, record.source, key):
                 _note(self._sent, name)
             self.bytes += buddy.sent - before
         buddy.keep(record)
         _note(self._done, _name(record))
-        self._well()
+        self._report_reachable()
         known = self.copies.get(record.run)
         if known is None or record.created >= known.made:
             self.copies.pop(record.run, None)
@@ -241,7 +241,7 @@ class CopySender:
             while len(self.copies) > RUNS:
                 del self.copies[next(iter(self.copies))]
 
-    def _well(self) -> None:
+    def _report_reachable(self) -> None:
         if self.trouble:
             _log.info("the buddy at %s takes copies", self._config.buddy)
         self.trouble = ""

@@ -5,7 +5,7 @@ three TLS files. Buddies use TLS 1.3 with certificates of one CA on both sides. 
 before it has checked the certificate against the CA and its names against the configured ones. Only OpenSSL reads the
 keys.
 Failure behaviour: `UsageError` names the missing or wrong setting. A refused peer raises `ssl.SSLError` or
-`StrangerError`.
+`UnknownPeerError`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def rate(text: str) -> int | None:
     return size
 
 
-class StrangerError(Exception):
+class UnknownPeerError(Exception):
     """The CA signed the certificate, but none of its names is accepted."""
 
 
@@ -125,13 +125,13 @@ def client_context(config: TierConfig) -> ssl.SSLContext:
 
 
 def require_name(peer: ssl.SSLSocket, welcome: Sequence[str]) -> str:
-    """The accepted name in the peer's certificate; `StrangerError` when there is none."""
+    """The accepted name in the peer's certificate; `UnknownPeerError` when there is none."""
     certificate = peer.getpeercert() or {}
     found = names_of(certificate)
     for name in found:
         if any(same_name(name, wanted) for wanted in welcome):
             return name
-    raise StrangerError(f"a certificate for {', '.join(found)[:200] or 'nobody'}")
+    raise UnknownPeerError(f"a certificate for {', '.join(found)[:200] or 'nobody'}")
 
 
 def names_of(certificate: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ Invariants:
 - At most `CONNECTIONS` peers are admitted, each with its own thread, so a slow peer does not delay others.
 - A connection gets a thread when its first bytes arrive. At most `SILENT` connections have sent nothing; a further one
   replaces the oldest of them.
-- At most `STRANGERS` threads serve peers that are not admitted yet. Then a new peer replaces one of the address that
+- At most `UNADMITTED` threads serve peers that are not admitted yet. Then a new peer replaces one of the address that
   has the most of them, if its own address would still have fewer.
 
 Failure behaviour: a peer that is refused or violates the protocol is disconnected, and counted by reason. A request
@@ -31,13 +31,13 @@ from dataclasses import dataclass, field
 from headrace.dataio.core.errors import CapacityError, HeadraceError, UsageError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar.tier import protocol as p
-from headrace.dataio.sidecar.tier.config import StrangerError, TierConfig, require_name, server_context
+from headrace.dataio.sidecar.tier.config import TierConfig, UnknownPeerError, require_name, server_context
 from headrace.dataio.store.local_tier import records as documents
 from headrace.dataio.store.local_tier.objects import Writer
 from headrace.dataio.store.local_tier.tier import LocalTier
 
 CONNECTIONS = 16
-STRANGERS = 64
+UNADMITTED = 64
 """Maximum number of peers that have a thread and are not admitted yet."""
 SILENT = 512
 """Maximum number of connections that have sent nothing yet, and the length of the kernel's accept queue."""
@@ -66,8 +66,8 @@ class _Partial:
 class BuddyServer:
     """Listens from `start` to `close`. `counts`: refused peers by reason; `received`: bytes of objects."""
 
-    def __init__(self, config: TierConfig, shelf: LocalTier) -> None:
-        self._config, self._shelf = config, shelf
+    def __init__(self, config: TierConfig, local_tier: LocalTier) -> None:
+        self._config, self._local_tier = config, local_tier
         self._context = server_context(config)
         self._lock = threading.Lock()
         self._peers: dict[socket.socket, str] = {}  # with their addresses, in order of arrival
@@ -161,18 +161,18 @@ class BuddyServer:
     def _start(self, sock: socket.socket, address: str) -> None:
         """Start a thread for a connection that has sent something, if necessary by disconnecting another stranger."""
         with self._lock:
-            strangers = {other: at for other, at in self._peers.items() if other not in self._known}
-            loser = _loser(strangers, address) if len(strangers) >= STRANGERS else None
-            full = len(strangers) >= STRANGERS and loser is None
+            unadmitted = {other: at for other, at in self._peers.items() if other not in self._known}
+            replaced = _peer_to_replace(unadmitted, address) if len(unadmitted) >= UNADMITTED else None
+            full = len(unadmitted) >= UNADMITTED and replaced is None
             if not full:
                 self._peers[sock] = address
-            if loser is not None:
-                del self._peers[loser]
-        if loser is not None:
-            _hang_up(loser)  # its thread reports it
+            if replaced is not None:
+                del self._peers[replaced]
+        if replaced is not None:
+            _hang_up(replaced)  # its thread reports it
         if full:
             sock.close()
-            self._refuse("busy", address, _BusyError(f"{STRANGERS} strangers are connected"))
+            self._refuse("busy", address, _BusyError(f"{UNADMITTED} strangers are connected"))
             return
         threading.Thread(target=self._serve, args=(sock, address), name="headrace-buddy", daemon=True).start()
 
@@ -185,11 +185,11 @@ class BuddyServer:
                     if self._peers.pop(sock, None) is None:
                         raise _BusyError("another address has fewer connections")
                     self._peers[peer] = address
-                self._let_in(peer)
+                self._admit(peer)
                 self._talk(p.Channel(peer, self._pace))
         except _BusyError as error:
             self._refuse("busy", address, error)
-        except StrangerError as error:
+        except UnknownPeerError as error:
             self._refuse("name", address, error)
         except ssl.SSLError as error:
             self._refuse("tls", address, error)
@@ -204,7 +204,7 @@ class BuddyServer:
                 self._known -= {peer}
             sock.close()
 
-    def _let_in(self, peer: ssl.SSLSocket) -> None:
+    def _admit(self, peer: ssl.SSLSocket) -> None:
         """Admit a peer. It is disconnected if its whole handshake takes longer than `HANDSHAKE_SECONDS`."""
         timer = threading.Timer(HANDSHAKE_SECONDS, _hang_up, (peer,))
         timer.daemon = True
@@ -255,7 +255,7 @@ class BuddyServer:
     # requests
 
     def _take(self, channel: p.Channel, offer: p.Offer) -> None:
-        held = self._shelf.open(offer.source, offer.key)
+        held = self._local_tier.open(offer.source, offer.key)
         if held is not None and (held.size, held.label.digest) == (offer.size, offer.digest):
             channel.send(p.Want(offer.size))
             channel.send(p.Stored())
@@ -286,10 +286,10 @@ class BuddyServer:
                 raise CapacityError(
                     "it is being sent already" if found else f"{PARTIALS} objects are being sent already"
                 )
-            self._shelf.make_room(offer.size)
+            self._local_tier.make_room(offer.size)
             ends = ExitStack()
             try:
-                writer = ends.enter_context(self._shelf.reserve()).writer(offer.source, offer.key)
+                writer = ends.enter_context(self._local_tier.reserve()).writer(offer.source, offer.key)
             except BaseException:
                 ends.close()
                 raise
@@ -309,19 +309,19 @@ class BuddyServer:
 
     def _keep(self, channel: p.Channel, data: bytes) -> None:
         try:
-            self._shelf.put_record(documents.as_guest(documents.decode(data, "a buddy's record")))
+            self._local_tier.put_record(documents.as_guest(documents.decode(data, "a buddy's record")))
         except (HeadraceError, OSError) as error:
             channel.send(p.Refused(getattr(error, "code", "capacity"), str(error)[:1000]))
             return
         channel.send(p.Stored())
 
     def _list(self, channel: p.Channel, source: str) -> None:
-        found = [documents.encode(record) for record in self._shelf.records(source)[: p.RECORDS]]
+        found = [documents.encode(record) for record in self._local_tier.records(source)[: p.RECORDS]]
         channel.send(p.Listed([len(data) for data in found]))
         channel.send_bytes(found)
 
     def _give(self, channel: p.Channel, request: p.Fetch) -> None:
-        held = self._shelf.open(request.source, request.key)
+        held = self._local_tier.open(request.source, request.key)
         if held is None or request.offset > held.size:
             channel.send(p.Absent())
             return
@@ -332,13 +332,13 @@ class BuddyServer:
             raise ConnectionError(str(error)) from None
 
 
-def _loser(strangers: Mapping[socket.socket, str], newcomer: str) -> socket.socket | None:
+def _peer_to_replace(unadmitted: Mapping[socket.socket, str], address_of_new: str) -> socket.socket | None:
     """The oldest stranger of the address that has the most, unless the newcomer's address would then have as many."""
-    counts = Counter(strangers.values())
+    counts = Counter(unadmitted.values())
     address, most = counts.most_common(1)[0]
-    if most <= counts[newcomer] + 1:
+    if most <= counts[address_of_new] + 1:
         return None
-    return next(sock for sock, at in strangers.items() if at == address)
+    return next(sock for sock, at in unadmitted.items() if at == address)
 
 
 class _BusyError(Exception):

@@ -39,22 +39,24 @@ class TierService:
 
     def __init__(self, config: TierConfig) -> None:
         self.config = config.check()
-        self.shelf = LocalTier(config.folder, TierLimits(config.bytes, config.steps))
-        self._server = BuddyServer(config, self.shelf) if config.listen is not None else None
-        self._sending = CopySender(config, self.shelf) if config.buddy is not None else None
-        self._recalls = BuddyFetch(config, self.shelf, client_context(config)) if config.buddy is not None else None
+        self.local_tier = LocalTier(config.folder, TierLimits(config.bytes, config.steps))
+        self._server = BuddyServer(config, self.local_tier) if config.listen is not None else None
+        self._sending = CopySender(config, self.local_tier) if config.buddy is not None else None
+        self._recalls = (
+            BuddyFetch(config, self.local_tier, client_context(config)) if config.buddy is not None else None
+        )
         self.pool = ThreadPoolExecutor(WAITING, thread_name_prefix="headrace-recall")
         """Threads for `recall`, which blocks."""
         self._medium = storage_kind(config.folder)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look_after, name="headrace-tier", daemon=True)
+        self._thread = threading.Thread(target=self._tidy_periodically, name="headrace-tier", daemon=True)
         self._port: int | None = None
         self._shown: dict[str, object] = {}
         self._metrics = TierMetrics(self.status)
 
     def start(self) -> None:
         """Start all threads; `UsageError` when the port for buddies is in use."""
-        self._look()
+        self._refresh()
         REGISTRY.register(self._metrics)
         if self._server is not None:
             self._port = self._server.start()
@@ -78,8 +80,8 @@ class TierService:
 
     def commands(self, commands: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
         """The jobs' commands, extended by the arguments that describe the tier."""
-        told = ("--tier-dir", str(self.shelf.root), "--tier-bytes", str(self.shelf.limits.bytes))
-        more = (*told, "--tier-steps", str(self.shelf.limits.steps))
+        flags = ("--tier-dir", str(self.local_tier.root), "--tier-bytes", str(self.local_tier.limits.bytes))
+        more = (*flags, "--tier-steps", str(self.local_tier.limits.steps))
         return {kind: (*command, *more) if kind == "checkpoint" else command for kind, command in commands.items()}
 
     def recall(self, source: str, key: str) -> bool:
@@ -98,30 +100,32 @@ class TierService:
 
     # inside
 
-    def _look_after(self) -> None:
+    def _tidy_periodically(self) -> None:
         while not self._stop.wait(TIDY_SECONDS / 5):
-            self._look()
+            self._refresh()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """Update the contents that `status` shows, and tidy the tier every `TIDY_SECONDS`."""
         trouble = ""
         try:
             if time.monotonic() - getattr(self, "_tidied", 0.0) > TIDY_SECONDS:
                 self._tidied = time.monotonic()
-                self.shelf.tidy()
+                self.local_tier.tidy()
                 if self._server is not None:
                     self._server.tidy()
-            records, used = self.shelf.records(), self.shelf.used()
+            records, used = self.local_tier.records(), self.local_tier.used()
         except (OSError, HeadraceError) as error:
             trouble = str(getattr(error, "strerror", None) or error)
             if not self._shown.get("trouble"):
-                _log.warning("the tier in %s cannot be used, saves go to the store only: %s", self.shelf.root, trouble)
+                _log.warning(
+                    "the tier in %s cannot be used, saves go to the store only: %s", self.local_tier.root, trouble
+                )
             records, used = [], 0
         self._shown = {
-            "directory": str(self.shelf.root),
+            "directory": str(self.local_tier.root),
             "medium": self._medium,
-            "budget_bytes": self.shelf.limits.bytes,
-            "steps": self.shelf.limits.steps,
+            "budget_bytes": self.local_tier.limits.bytes,
+            "steps": self.local_tier.limits.steps,
             "used_bytes": used,
             "trouble": trouble,
             "kept": _steps(records, self._sending.has if self._sending is not None else None),

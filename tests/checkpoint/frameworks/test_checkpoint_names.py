@@ -234,8 +234,10 @@ def test_a_name_that_cannot_be_asked_for_or_published_stays_hidden_and_the_other
     assert hidden(tmp_path) == ["1", "2"]
     assert read_name(tmp_path / "3").step == 3
     assert [
-        record.getMessage().partition(":")[0] for record in caplog.records if "stays hidden" in record.getMessage()
-    ] == [f"the name {tmp_path / name} stays hidden" for name in "12"]
+        record.getMessage().partition(":")[0]
+        for record in caplog.records
+        if "could not be published" in record.getMessage()
+    ] == [f"the name {tmp_path / name} could not be published" for name in "12"]
     later.away = set()
     Names(later).recover(tmp_path, "1")  # type: ignore[arg-type]
     assert read_name(tmp_path / "1").step == 1
@@ -280,7 +282,7 @@ def test_an_old_name_stays_until_a_later_save_has_its_own(tmp_path: Path, later:
     names.save(2, {}, tmp_path / "2", write_file)
     names.remove(tmp_path / "1")
     next(tmp_path.glob(".2.*")).unlink()
-    with pytest.raises(UsageError, match=r"step 2 is committed, and its name .* cannot be made") as failed:
+    with pytest.raises(UsageError, match=r"step 2 is committed, but its name .* cannot be written") as failed:
         later.names[2].publish()
     later.names[2].withdraw(failed.value)
     assert seen(tmp_path) == {"1": 1}
@@ -301,7 +303,7 @@ def test_a_name_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=None) as checkpointer:
         names = Names(checkpointer)
-        with pytest.raises(UsageError, match=r"step 1 is begun, and its name .*/file/name cannot be made"):
+        with pytest.raises(UsageError, match=r"step 1 is begun, but its name .*/file/name cannot be written"):
             names.save(1, {"w": b"x"}, tmp_path / "file" / "name", write_file)
         names.save(2, {"w": b"x"}, tmp_path / "name", write_file)
         names.wait()

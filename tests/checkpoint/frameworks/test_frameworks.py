@@ -164,7 +164,7 @@ def test_lightnings_load_from_checkpoint_reads_a_name(tmp_path: Path) -> None:
         loaded = Module.load_from_checkpoint(tmp_path / name)
         assert torch.equal(loaded.layer.weight, module.layer.weight)
     plugin.close()
-    with pytest.raises(UsageError, match=r"names step 0 of run exp, and this process has no repository"):
+    with pytest.raises(UsageError, match=r"names step 0 of run exp, but this process has no RepositoryIO"):
         Module.load_from_checkpoint(tmp_path / "ours.ckpt")
 
 

@@ -94,7 +94,9 @@ def test_clocks_that_are_an_hour_off_cost_nothing(saver: float, collector: float
         clock = Skewed(saver * (-1) ** step)
         bases.append(save(store, make(store, tiny_state(step), step=step, number=number), clock=clock))
         assert latest(store) == bases[-1]
-    busy = lease.LeaseKeeper(store, "0" * 25 + "1", RUN, number, 4, [bases[1]], clock=Skewed(saver))
+    busy = lease.LeaseKeeper(
+        store, "0" * 25 + "1", run=RUN, timeline=number, step=4, bases=[bases[1]], clock=Skewed(saver)
+    )
     with busy:
         done = collect(store, to_delete(store, RUN, Keep(last=1)), clock=Skewed(collector))
         assert done.aborted == ()

@@ -99,7 +99,7 @@ def test_removed_steps_are_gone_and_what_others_need_of_them_stays(store_url: st
 def test_a_step_that_somebody_reads_is_spared(tmp_path: Path) -> None:
     with open_store(str(tmp_path)) as store:
         one, *_ = three_steps(store)
-        with lease.LeaseKeeper(store, "0" * 26, RUN, 1, 1, [one]):
+        with lease.LeaseKeeper(store, "0" * 26, run=RUN, timeline=1, step=1, bases=[one]):
             done = collect(store, to_delete(store, RUN, Keep(last=1)))
             assert [step.step for step in done.spared] == [1]
             assert [step.step for step in done.tombstones] == [2]
@@ -130,7 +130,7 @@ def test_a_collectors_own_clock_does_not_matter(tmp_path: Path) -> None:
     with open_store(str(tmp_path)) as store:
         three_steps(store)
         attempt = "0" * 25 + "1"
-        with lease.LeaseKeeper(store, attempt, RUN, 1, 4, []):
+        with lease.LeaseKeeper(store, attempt, run=RUN, timeline=1, step=4, bases=[]):
             assert collect(store, (), clock=Ahead()).aborted == ()
             assert commit.find_decision(store, names.decision(RUN, 1, 4, attempt)) is None
 
@@ -140,7 +140,7 @@ def test_what_a_dead_saver_left_is_fenced_and_deleted(tmp_path: Path) -> None:
         *_, three = three_steps(store)
         made = make(store, tiny_state(9), step=4, number=1, bases=(three,))
         store.put_multipart(names.pack(made.plan.attempt, "0-00000000-0"), [b"x" * 1000])
-        with lease.LeaseKeeper(store, made.plan.attempt, RUN, 1, 4, [three]):
+        with lease.LeaseKeeper(store, made.plan.attempt, run=RUN, timeline=1, step=4, bases=[three]):
             assert collect(store, ()).empty  # it may live
         path = tmp_path / names.lease(made.plan.attempt)
         os.utime(path, (path.stat().st_mtime - 400,) * 2)

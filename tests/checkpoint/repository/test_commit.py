@@ -18,9 +18,9 @@ from headrace.checkpoint.format.documents import (
     Decision,
     Lease,
     PendingDelete,
+    ProcessName,
     StepOfRun,
     Timeline,
-    Who,
     encode,
     read,
 )
@@ -37,7 +37,7 @@ from headrace.checkpoint.repository.commit import (
     WriteDecision,
     decide,
 )
-from headrace.checkpoint.repository.lease import Holding, LeaseKeeper
+from headrace.checkpoint.repository.lease import LeaseKeeper, LeaseTimes
 from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.dataio.core.clock import SYSTEM_CLOCK
@@ -68,7 +68,7 @@ from tests.checkpoint.making import (
 
 ME, OTHER = "01HZZZZZZZ0000000000000000", "01HZZZZZZZ0000000000000001"
 TWO = Attempt("r", 1, 5, ME, 2)
-NEWER = Timeline(run="r", timeline=2, parent=None, created=0.0, who=Who("other-host", 7))
+NEWER = Timeline(run="r", timeline=2, parent=None, created=0.0, process=ProcessName("other-host", 7))
 
 
 def test_every_situation_has_the_one_right_next_action() -> None:
@@ -228,7 +228,7 @@ class LetGo(Wrapped):
 
 
 class Again(Wrapped):
-    """A store in which an earlier carrier of every plan has been already, as far as its manifest."""
+    """A store in which an earlier worker of every plan has been already, as far as its manifest."""
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         won, at = self.inner.put_if_absent(key, data), names.parse_step_key(key)
@@ -237,7 +237,7 @@ class Again(Wrapped):
 
 def test_a_save_that_was_committed_says_so_though_retention_has_let_it_go_already(store: Store) -> None:
     made = make(store, tiny_state(1), step=1, number=begin(store))
-    result = commit_staged(made.arena, made.encoded, lambda _: None, store=LetGo(Again(store)))
+    result = commit_staged(made.arena, made.plan, lambda _: None, store=LetGo(Again(store)))
     assert result["attempt"] == made.plan.attempt
     assert [base.step for base in repository.visible(store, RUN)] == [2]
 
@@ -280,7 +280,7 @@ class GoneOnceCommitted(Wrapped):
 def test_a_save_that_was_committed_says_so_though_the_store_went_away_just_then(store: Store) -> None:
     away = GoneOnceCommitted(Again(store))
     made = make(store, tiny_state(1), step=1, number=begin(store))
-    result = commit_staged(made.arena, made.encoded, lambda _: None, store=away)
+    result = commit_staged(made.arena, made.plan, lambda _: None, store=away)
     assert away.fired
     assert (result["step"], result["attempt"]) == (1, made.plan.attempt)
     assert latest(store) == Base(made.plan.timeline, 1, made.plan.attempt)
@@ -290,7 +290,7 @@ def test_a_manifest_that_stands_is_not_read_again_for_what_it_says(store: Store)
     """It may have millions of chunks; the seal of the fate has read it once already."""
     away = GoneOnceCommitted(store)
     made = make(store, tiny_state(1), step=1, number=begin(store))
-    result = commit_staged(made.arena, made.encoded, lambda _: None, store=away)
+    result = commit_staged(made.arena, made.plan, lambda _: None, store=away)
     assert (away.fired, away.read) == (False, 1)
     assert (result["step"], result["rank"], result["attempt"]) == (1, 0, made.plan.attempt)
 
@@ -334,7 +334,7 @@ def test_of_a_base_that_was_divided_alike_a_rank_reads_its_own_manifest_alone(
     again = two_ranks(store, number, 2, replicas=divided, bases=(base,))
     results = both(
         *(
-            lambda m=m, s=s: commit_staged(m.arena, m.encoded, lambda _: None, store=s)
+            lambda m=m, s=s: commit_staged(m.arena, m.plan, lambda _: None, store=s)
             for m, s in zip(again, reads, strict=True)
         )
     )
@@ -376,7 +376,7 @@ def test_a_rank_that_waited_leaves_the_manifests_to_the_one_that_came_last(store
     mine, other = made[rank], made[1 - rank]
     counting = GoneOnceCommitted(store)
     clock = Meanwhile(lambda: dies_before_the_fate(store, other), lambda: None, lambda: save(store, other))
-    result = commit_staged(mine.arena, mine.encoded, lambda _: None, store=counting, clock=clock)
+    result = commit_staged(mine.arena, mine.plan, lambda _: None, store=counting, clock=clock)
     assert not clock.others
     assert result["attempt"] == mine.plan.attempt
     assert (counting.read, counting.fired) == (0, False)
@@ -463,19 +463,19 @@ def test_a_saver_that_could_not_renew_its_lease_stops_before_the_fate(store: Sto
 
 
 def test_a_lease_is_due_at_a_third_of_its_life_and_trusted_for_one() -> None:
-    holding = Holding(30.0)
-    assert holding.due(0.0)
-    assert not holding.alive(0.0)
-    holding.renewed(0.0)
-    assert [holding.due(t) for t in (9.9, 10.0)] == [False, True]
-    assert [holding.alive(t) for t in (29.9, 30.0)] == [True, False]
-    assert holding.wait(4.0) == 6.0
-    assert holding.wait(29.0) == 0.3  # overdue: try again soon, but not in a tight loop
+    times = LeaseTimes(30.0)
+    assert times.due(0.0)
+    assert not times.alive(0.0)
+    times.renewed(0.0)
+    assert [times.due(t) for t in (9.9, 10.0)] == [False, True]
+    assert [times.alive(t) for t in (29.9, 30.0)] == [True, False]
+    assert times.wait(4.0) == 6.0
+    assert times.wait(29.0) == 0.3  # overdue: try again soon, but not in a tight loop
 
 
 def test_a_lease_names_its_bases_is_renewed_and_deleted(store: Store) -> None:
     clock = ManualClock()
-    keeper = LeaseKeeper(store, ME, RUN, 1, 5, [Base(1, 4, OTHER)], 30.0, clock)
+    keeper = LeaseKeeper(store, ME, run=RUN, timeline=1, step=5, bases=[Base(1, 4, OTHER)], life=30.0, clock=clock)
     with keeper:
         first = read(store, names.lease(ME), Lease)
         assert first.bases == (Base(1, 4, OTHER),)
@@ -488,7 +488,7 @@ def test_a_lease_names_its_bases_is_renewed_and_deleted(store: Store) -> None:
 
 
 def test_a_keeper_that_is_forgotten_renews_no_more_and_leaves_no_thread(store: Store) -> None:
-    LeaseKeeper(store, ME, RUN, 1, 5, [], 300.0, SYSTEM_CLOCK).__enter__()
+    LeaseKeeper(store, ME, run=RUN, timeline=1, step=5, bases=[], life=300.0, clock=SYSTEM_CLOCK).__enter__()
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == f"headrace-lease-{ME}":
@@ -498,7 +498,7 @@ def test_a_keeper_that_is_forgotten_renews_no_more_and_leaves_no_thread(store: S
 
 
 def test_a_lease_renews_itself_while_its_holder_works(store: Store) -> None:
-    with LeaseKeeper(store, ME, RUN, 1, 5, [], 1.5, SYSTEM_CLOCK):
+    with LeaseKeeper(store, ME, run=RUN, timeline=1, step=5, bases=[], life=1.5, clock=SYSTEM_CLOCK):
         first = read(store, names.lease(ME), Lease).until
         deadline = SYSTEM_CLOCK.monotonic() + 20
         while read(store, names.lease(ME), Lease).until == first:

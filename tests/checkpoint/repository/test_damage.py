@@ -18,7 +18,7 @@ from headrace.checkpoint.format.documents import (
     Timeline,
     decode,
     encode,
-    me,
+    this_process,
 )
 from headrace.checkpoint.repository import check, collect, tags, timeline
 from headrace.checkpoint.repository import steps as repository
@@ -42,7 +42,7 @@ def repository_with_everything() -> tuple[MemoryStore, list[Base]]:
     removed = save(store, make(store, STATES[1], step=9, number=number))
     begin(store, found[2])
     collect.collect(store, [StepOfRun(RUN, number, removed.step)])
-    LeaseKeeper(store, "0" * 26, RUN, 1, 3, [found[2]])._write()
+    LeaseKeeper(store, "0" * 26, run=RUN, timeline=1, step=3, bases=[found[2]])._write()
     record = PendingDelete(steps=(StepOfRun(RUN, 1, 1),), policy=Policy(last=2))
     store.put("gc/00000000000000000000000000.json", encode(record))
     return store, found
@@ -209,7 +209,7 @@ def test_every_kind_of_document_of_a_newer_format_asks_for_a_newer_headrace(kind
 
 
 def test_a_document_that_was_edited_is_refused_and_one_without_a_digest_is_read() -> None:
-    made = Timeline(run=RUN, timeline=1, parent=None, created=1.0, who=me())
+    made = Timeline(run=RUN, timeline=1, parent=None, created=1.0, process=this_process())
     data = encode(made)
     assert decode(data, Timeline, "t") == made
     with pytest.raises(CorruptionError, match="t is damaged: its BLAKE3 digest does not match"):

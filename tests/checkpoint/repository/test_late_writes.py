@@ -43,7 +43,7 @@ def three_steps(store: Late) -> list[Base]:
 
 def leased(store: MemoryStore, attempt: str, *bases: Base, holder: str = "") -> None:
     """One renewal of a lease, whose holder then stops for a while."""
-    with LeaseKeeper(store, attempt, RUN, 1, 2, bases, holder=holder):
+    with LeaseKeeper(store, attempt, run=RUN, timeline=1, step=2, bases=bases, holder=holder):
         pass
 
 
@@ -68,7 +68,7 @@ def test_a_base_is_spared_while_any_lease_of_the_attempt_lives() -> None:
 
 def test_a_lease_whose_earlier_renewal_is_applied_last_protects_for_one_life_more(late: Late) -> None:
     base = three_steps(late)[0]
-    with LeaseKeeper(late, attempt := names.new_id(), RUN, 1, 4, [base], life=0.2) as lease:
+    with LeaseKeeper(late, attempt := names.new_id(), run=RUN, timeline=1, step=4, bases=[base], life=0.2) as lease:
         lease.release()
     renewal = next(request for request in late.writes if request.key == names.lease(attempt))
     late.land(renewal)
@@ -236,7 +236,7 @@ def test_two_that_move_a_tag_at_once_both_succeed_and_others_that_never_stop_are
     assert times == [0]
     assert tags.find(late, "best").step == 2
     times[0] = 1000
-    with pytest.raises(TransientError, match="others keep moving"):
+    with pytest.raises(TransientError, match="other processes keep moving"):
         tags.tag(late, "best", RUN, 3, move=True)
 
 

@@ -94,7 +94,7 @@ class World:
 
     def _save(self, made: Made) -> None:
         book = ProgressFile(self.progress)
-        commit_staged(made.arena, made.encoded, lambda _: None, store=RecordingStore(self.store, book), progress=book)
+        commit_staged(made.arena, made.plan, lambda _: None, store=RecordingStore(self.store, book), progress=book)
 
     def move(self, choice: int, draw: random.Random) -> None:
         if choice == TIME:

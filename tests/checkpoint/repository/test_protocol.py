@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import Commit, Decision, Timeline, decode, encode, me
+from headrace.checkpoint.format.documents import Commit, Decision, Timeline, decode, encode, this_process
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.commit import Attempt, Committed, Stop, WriteCommit, WriteDecision, decide
 from headrace.dataio.core.errors import NotFoundError
@@ -85,7 +85,7 @@ def saver(store: Store, attempt: Attempt, rank: int) -> Iterator[str]:
 
 def takeover(store: Store) -> Iterator[str]:
     yield "starting"
-    document = Timeline(run="r", timeline=2, parent=None, created=0.0, who=me())
+    document = Timeline(run="r", timeline=2, parent=None, created=0.0, process=this_process())
     store.put_if_absent(names.timeline("r", 2), encode(document))
 
 

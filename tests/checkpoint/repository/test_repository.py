@@ -208,7 +208,7 @@ def test_a_flipped_payload_bit_is_traced_to_every_step_and_tensor_it_hits(damage
         load(store, first)
     ((where, what, hits),) = problems(root)
     assert where == str(pack.relative_to(root))
-    assert f"at offset {at} are not what was written" in what
+    assert f"at offset {at} differ from the bytes that were written" in what
     assert hits == ("exp/1/1: frozen", "exp/1/2: frozen")
     assert problems(root, data=False) == []
 
@@ -224,7 +224,7 @@ def test_a_missing_a_cut_and_a_table_damaged_pack_are_told_apart(damaged: tuple[
     pack.write_bytes(good)
     flip(pack, -100)
     assert [what for _, what, _ in problems(root)] == [
-        f"{pack.relative_to(root)} is damaged: the footer is not what was written"
+        f"{pack.relative_to(root)} is damaged: the footer does not match its digest"
     ]
     with open_store(root) as store:
         assert load(store, first) == tiny_state(1)  # restoring needs manifests only

@@ -224,7 +224,7 @@ class Loose(ParentLease):
     """The rule that is wrong: what was restored is not held."""
 
     def hold(self, run: str, base: Base) -> None:
-        repository.require_there(self._store, run, base)
+        repository.require_exists(self._store, run, base)
 
 
 def moments(prepare: Callable[[MemoryStore], Actor], meanwhile: Callable[[MemoryStore], object]) -> list[Actor]:
@@ -244,8 +244,8 @@ def moments(prepare: Callable[[MemoryStore], Actor], meanwhile: Callable[[Memory
 
 def opened_by_saving(store: Store, step: int, restored: Base, parent: ParentLease) -> int:
     """What a trainer that starts does before its first save; the number of its timeline."""
-    standing = WriterState("heir-1", restored=restored, anew=True)
-    return writers.place(store, RUN, step, standing, lambda base: parent.hold(RUN, base)).timeline
+    state = WriterState("heir-1", restored=restored, may_start_fresh=True)
+    return writers.place(store, RUN, step, state, lambda base: parent.hold(RUN, base)).timeline
 
 
 def three_steps(store: MemoryStore) -> list[Base]:
@@ -400,7 +400,8 @@ def test_a_trainer_whose_restored_step_was_removed_is_told_before_it_opens_a_tim
     store.now += 1000  # it sleeps
     assert [step.step for step in collect.retain(store, RUN, Keep(last=1), clock=clock).tombstones] == [1]  # type: ignore[union-attr]
     with pytest.raises(
-        ConflictError, match=r"what step 2 goes on from was removed .*: step 1 of run exp is being removed"
+        ConflictError,
+        match=r"step 2 cannot be saved, because retention removed its parent step: step 1 of run exp is",
     ):
         opened_by_saving(store, 2, one, parent)
     assert timeline.numbers(store, RUN) == [1]
@@ -421,7 +422,7 @@ class Forgetful(MemoryStore):
 def test_a_lease_that_a_listing_misses_still_protects() -> None:
     store = Forgetful()
     one, *_ = three_steps(store)
-    with LeaseKeeper(store, "0" * 26, RUN, 1, 9, [one]):
+    with LeaseKeeper(store, "0" * 26, run=RUN, timeline=1, step=9, bases=[one]):
         done = collect.retain(store, RUN, Keep(last=1))
         assert store.looks == 3
         assert done is not None

@@ -160,6 +160,6 @@ def test_a_trainer_whose_restored_step_is_gone_learns_it_before_it_saves(url: st
         checkpointer.restore(state(0), 1)
         store.delete_many([info.key for info in store.list(names.LEASES)])  # as if it had run out
         assert [step.step for step in collect(store, [StepOfRun(RUN, 1, 1)]).tombstones] == [1]
-        with pytest.raises(ConflictError, match="what step 1 goes on from was removed"):
+        with pytest.raises(ConflictError, match="step 1 cannot be saved, because retention removed its parent"):
             checkpointer.save(1, state(9))
         assert max(timeline.numbers(store, RUN)) == 2  # it opened none

@@ -30,15 +30,15 @@ def store(tmp_path: Path) -> Iterator[Store]:
 class Writer:
     """A writer of the run, with what a Checkpointer and DCP's session remember."""
 
-    def __init__(self, store: Store, anew: bool = True) -> None:
-        self.store, self.anew, self.name = store, anew, writers.enter()
+    def __init__(self, store: Store, may_start_fresh: bool = True) -> None:
+        self.store, self.may_start_fresh, self.name = store, may_start_fresh, writers.enter()
         self.timeline = 0
         self.restored: Base | None = None
 
     def save(self, *steps: int) -> Base:
         for step in steps:
-            standing = WriterState(self.name, self.timeline, self.restored, anew=self.anew)
-            self.timeline, self.restored = writers.place(self.store, RUN, step, standing).timeline, None
+            state = WriterState(self.name, self.timeline, self.restored, may_start_fresh=self.may_start_fresh)
+            self.timeline, self.restored = writers.place(self.store, RUN, step, state).timeline, None
             made = save(self.store, make(self.store, tiny_state(step), step=step, number=self.timeline))
         return made
 
@@ -46,9 +46,9 @@ class Writer:
         self.restored = step if isinstance(step, Base) else repository.find(self.store, RUN, step)
 
 
-def another_process(store: Store, anew: bool = True) -> Writer:
+def another_process(store: Store, may_start_fresh: bool = True) -> Writer:
     writers.is_new_process()
-    return Writer(store, anew)
+    return Writer(store, may_start_fresh)
 
 
 def steps(store: Store) -> list[int]:
@@ -95,8 +95,8 @@ def test_what_is_restored_after_a_death_before_the_first_commit(
     writer = Writer(store)
     writer.save(1, 2, 3, 4)
     writer.restore(restored)
-    standing = WriterState(writer.name, writer.timeline, writer.restored, anew=True)
-    assert writers.place(store, RUN, saved, standing).timeline == 2
+    state = WriterState(writer.name, writer.timeline, writer.restored, may_start_fresh=True)
+    assert writers.place(store, RUN, saved, state).timeline == 2
     assert steps(store) == until_committed
     writer.restored = None
     writer.save(saved)
@@ -127,7 +127,7 @@ def test_a_new_process_that_restores_nothing_goes_on_or_starts_anew_by_its_first
     Writer(store).save(10, 20)
     another_process(store).save(30)
     assert steps(store) == [10, 20, 30]
-    another_process(store, anew=False).save(20)
+    another_process(store, may_start_fresh=False).save(20)
     assert steps(store) == [10, 20]
     another_process(store).save(5)
     assert steps(store) == [5]
@@ -156,12 +156,12 @@ def test_hidden_steps_are_gone_back_to_where_the_branch_has_none(store: Store) -
 
 
 def test_writers_of_one_process_share_a_timeline_and_a_step_is_saved_once(store: Store) -> None:
-    first, second = Writer(store), Writer(store, anew=False)
+    first, second = Writer(store), Writer(store, may_start_fresh=False)
     first.save(1)
     second.save(2)
     first.save(3)
     assert (steps(store), timeline.numbers(store, RUN)) == ([1, 2, 3], [1])
-    with pytest.raises(ConflictError, match="step 3 of run exp is saved already in timeline 1, in which this process"):
+    with pytest.raises(ConflictError, match="step 3 of run exp is already saved in timeline 1, which this process"):
         second.save(3)
     with pytest.raises(ConflictError, match="step 2 of run exp is saved already"):
         Writer(store).save(2)
@@ -213,10 +213,10 @@ def test_a_writer_whose_run_was_taken_over_stays_out_whatever_it_restores(store:
             zombie.save(4)
     assert steps(store) == [1, 2, 3]
     known = Writer(store)
-    standing = WriterState(known.name, handed_on=True)
+    state = WriterState(known.name, handed_on=True)
     writers.join([zombie.name])  # saves for this process are made by that one alone
     with pytest.raises(ConflictError, match="timeline 1 was taken over by timeline 2"):
-        writers.place(store, RUN, 4, standing)
+        writers.place(store, RUN, 4, state)
 
 
 def test_another_writer_of_the_same_process_is_named_as_such(store: Store) -> None:
@@ -227,10 +227,10 @@ def test_another_writer_of_the_same_process_is_named_as_such(store: Store) -> No
     attempt = Attempt(RUN, 1, 3, "01J00000000000000000000000", 1)
     action = commit.decide(attempt, commit.look(store, attempt, lease_alive=True))
     assert isinstance(action, commit.Stop)
-    assert "timeline 1 was taken over by timeline 2, which this process opened itself" in str(action.error)
+    assert "timeline 1 was taken over by timeline 2, which this process opened" in str(action.error)
     assert first.timeline == 1
-    standing = WriterState(first.name, first.timeline)
-    assert writers.place(store, RUN, 3, standing) == SaveTarget(2, repository.find(store, RUN, 2))
+    state = WriterState(first.name, first.timeline)
+    assert writers.place(store, RUN, 3, state) == SaveTarget(2, repository.find(store, RUN, 2))
 
 
 def test_of_two_writers_that_come_at_once_one_opens_the_timeline(store: Store) -> None:

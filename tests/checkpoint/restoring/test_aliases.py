@@ -50,7 +50,7 @@ def test_untied_weights_are_not_restored_into_tied_ones_unless_they_are_equal(ro
     first, second = model(rows, tied=False), model(rows, tied=True)
     before = second.get_parameter("embed.weight").clone()
     save(tmp_path / "differ", {"m": first})
-    with pytest.raises(MismatchError, match=r"m/embed\.weight and m/head\.weight share memory here"):
+    with pytest.raises(MismatchError, match=r"m/embed\.weight and m/head\.weight share memory in the state"):
         restore(tmp_path / "differ", {"m": second})
     assert torch.equal(second.get_parameter("embed.weight"), before)
     restore(tmp_path / "differ", {"m": second}, exclude="m/head.weight")
@@ -79,7 +79,7 @@ def test_separate_tensors_are_not_restored_into_views_unless_they_agree(tmp_path
     assert torch.equal(memory, wanted)
     save(tmp_path / "not", {**{n: t.clone() for n, t in views(wanted).items()}, "column": torch.zeros(10)})
     memory.zero_()
-    with pytest.raises(MismatchError, match="share memory here"):
+    with pytest.raises(MismatchError, match="share memory in the state"):
         restore(tmp_path / "not", views(memory))
     assert not memory.any()
 
@@ -111,7 +111,7 @@ def test_through_dcp_too(tmp_path: Path) -> None:
     state["b"].fill_(1)
     dcp.save(state, storage_writer=RepositoryWriter(str(tmp_path), run="r", step=2), no_dist=True)
     shared = torch.zeros(5)
-    with pytest.raises(CheckpointException, match="a and b share memory here"):
+    with pytest.raises(CheckpointException, match="a and b share memory in the state"):
         dcp.load(
             {"a": shared, "b": shared}, storage_reader=RepositoryReader(str(tmp_path), run="r", step=1), no_dist=True
         )

@@ -37,7 +37,7 @@ def layout_of(*sizes: int) -> tuple[list[TensorSpec], Layout]:
 def stage(staging: Staging, *tensors: torch.Tensor) -> bytes:
     specs, layout = layout_of(*(t.numel() for t in tensors))
     arena = staging.take(layout, 1)
-    Copying(staging.crew, arena, tensors, specs, layout)
+    Copying(staging.pool, arena, tensors=tensors, specs=specs, layout=layout)
     staging.give_back()
     return bytes(arena.view()[: layout.total])
 
@@ -82,7 +82,7 @@ def test_small_tensors_are_copied_many_at_a_time(staging: Staging, monkeypatch: 
     """A mixture of experts has a hundred thousand; threads that meet at a lock for each take longer than the copies."""
     turns: list[int] = []
     monkeypatch.setattr(copying, "_mid_stage", lambda: turns.append(1))
-    tensors = [torch.full((16,), i % 251, dtype=torch.uint8) for i in range(3 * copying._MANY)]
+    tensors = [torch.full((16,), i % 251, dtype=torch.uint8) for i in range(3 * copying._BATCH_TENSORS)]
     assert stage(staging, *tensors) == b"".join(bytes(each.numpy()) for each in tensors)
     assert 1 < len(turns) <= 4
 
@@ -91,7 +91,7 @@ def test_parameters_that_are_no_run_of_memory_are_copied_as_they_are(staging: St
     wide = torch.arange(12.0).reshape(3, 4)
     specs = [TensorSpec("t", "float32", whole((4, 3)))]
     arena = staging.take(lay_out(specs), 1)
-    Copying(staging.crew, arena, [torch.nn.Parameter(wide.t())], specs, lay_out(specs))
+    Copying(staging.pool, arena, tensors=[torch.nn.Parameter(wide.t())], specs=specs, layout=lay_out(specs))
     staging.give_back()
     assert bytes(arena.view()[:48]) == wide.t().contiguous().numpy().tobytes()
     assert not arena.tensor.requires_grad
@@ -206,7 +206,13 @@ def test_a_step_waits_for_copies_on_each_device_and_not_only_on_the_current_one(
         SimpleNamespace(device=device, record_stream=lambda _: None, _version=0) for device in ("cuda:0", "cuda:1")
     ]
     specs, layout = layout_of(16, 16)
-    a_copy = Copying(staging.crew, staging.take(layout, 1), [torch.zeros(16, dtype=torch.uint8)] * 2, specs, layout)
+    a_copy = Copying(
+        staging.pool,
+        staging.take(layout, 1),
+        tensors=[torch.zeros(16, dtype=torch.uint8)] * 2,
+        specs=specs,
+        layout=layout,
+    )
     a_copy._enqueue_devices([(tensor, 0) for tensor in tensors], hold=False)
     assert not any(stream.waits_for for stream in streams.values())
     a_copy.gate()

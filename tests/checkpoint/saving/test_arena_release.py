@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from headrace.checkpoint import Checkpointer
-from headrace.checkpoint.format.chunking import CHUNK_BYTES, Layout, Piece, TensorSpec, lay_out, whole
+from headrace.checkpoint.format.chunking import CHUNK_BYTES, Piece, TensorSpec, lay_out, whole
 from headrace.checkpoint.gds.saving import DeviceSlices
 from headrace.checkpoint.saving import commit_worker, copying
 from headrace.checkpoint.saving.arena import Arena, Staging
-from headrace.checkpoint.saving.copy_threads import Crew
+from headrace.checkpoint.saving.copy_threads import CopyPool
 from headrace.checkpoint.saving.copying import Copying
 from headrace.checkpoint.saving.plan import PutPlan
 from headrace.checkpoint.saving.slices import SlicedState
@@ -36,14 +36,14 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    with Crew(1) as made:
+def pool() -> Iterator[CopyPool]:
+    with CopyPool(1) as made:
         yield made
 
 
-def laid_out(*tensors: torch.Tensor) -> tuple[list[TensorSpec], Layout]:
+def laid_out(*tensors: torch.Tensor) -> dict[str, Any]:
     specs = [TensorSpec(f"t{i}", "uint8", whole((t.numel(),))) for i, t in enumerate(tensors)]
-    return specs, lay_out(specs)
+    return {"specs": specs, "layout": lay_out(specs)}
 
 
 def test_a_failed_save_in_slices_gives_the_arena_back_once_nobody_fills_it(
@@ -97,7 +97,7 @@ class Paused(SlicedState):
 def test_slices_that_were_all_taken_away_are_a_copy_that_succeeded(arena: Arena) -> None:
     tensor = torch.arange(CHUNK_BYTES + 5) % 251
     tensor = tensor.to(torch.uint8)
-    sliced = Paused(arena, [tensor], *laid_out(tensor))
+    sliced = Paused(arena, [tensor], **laid_out(tensor))
     parts = [bytes(sliced[piece.at : piece.at + piece.length]) for piece in list(sliced._pieces)]
     assert b"".join(parts) == tensor.numpy().tobytes()
     ending = threading.Thread(target=sliced.cancel)
@@ -111,7 +111,7 @@ def test_slices_that_were_all_taken_away_are_a_copy_that_succeeded(arena: Arena)
 
 def test_slices_that_nobody_takes_away_are_given_up_and_say_so(arena: Arena) -> None:
     tensor = torch.zeros(arena.size + 1, dtype=torch.uint8)
-    sliced = SlicedState(arena, [tensor], *laid_out(tensor))
+    sliced = SlicedState(arena, [tensor], **laid_out(tensor))
     sliced.cancel()
     assert not sliced._feeder.is_alive()
     with pytest.raises(TransientError, match="given up"):
@@ -124,7 +124,7 @@ def test_slices_of_device_memory_end_as_often_as_one_likes(arena: Arena, monkeyp
     direct, released = Counts().direct(), list[int]()
     monkeypatch.setattr(type(direct), "release", lambda _self, buffer: released.append(buffer.data_ptr()))
     tensor = torch.zeros(5, dtype=torch.uint8)
-    sliced = DeviceSlices(direct, arena, [tensor], *laid_out(tensor))
+    sliced = DeviceSlices(direct, arena, [tensor], **laid_out(tensor))
     sliced.cancel()
     sliced.cancel()
     assert len(released) == len(set(released)) == arena.size // CHUNK_BYTES
@@ -147,7 +147,7 @@ class FakeEvent:
 
 
 def test_a_copy_that_fails_at_once_leaves_no_device_at_work(
-    arena: Arena, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, pool: CopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[FakeEvent] = []
 
@@ -163,12 +163,12 @@ def test_a_copy_that_fails_at_once_leaves_no_device_at_work(
     monkeypatch.setattr(copying, "_copy", broken)
     tensor = torch.zeros(5, dtype=torch.uint8)
     with pytest.raises(MemoryError):
-        Copying(crew, arena, [tensor], *laid_out(tensor))
+        Copying(pool, arena, [tensor], **laid_out(tensor))
     assert [event.over for event in events] == [True]
 
 
 def test_what_a_device_was_given_before_an_error_is_waited_for_too(
-    arena: Arena, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, pool: CopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []
 
@@ -183,7 +183,7 @@ def test_what_a_device_was_given_before_an_error_is_waited_for_too(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: torch.no_grad())
     there: Any = SimpleNamespace(device=torch.device("cuda", 0), record_stream=lambda _: None)
-    made = Copying(crew, arena, [], *laid_out())
+    made = Copying(pool, arena, [], **laid_out())
     with pytest.raises(torch.OutOfMemoryError):
         made._enqueue_devices([(there, 0), (there, 8)], hold=True)
     made.cancel()
@@ -191,9 +191,9 @@ def test_what_a_device_was_given_before_an_error_is_waited_for_too(
 
 
 def test_a_copy_is_whole_only_when_the_trainer_that_helps_has_copied_its_piece(
-    arena: Arena, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, pool: CopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The carrier must not read what an optimizer's step is still copying."""
+    """The worker must not read what an optimizer's step is still copying."""
     inner, at_work, go_on = copying._copy, list[str](), {"crew": threading.Event(), "trainer": threading.Event()}
 
     def held(*given: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_copy_is_whole_only_when_the_trainer_that_helps_has_copied_its_piece(
     monkeypatch.setattr(copying, "_copy", held)
     tensors = [torch.full((9 * MIB,), value, dtype=torch.uint8) for value in (1, 2)]
     specs, layout = laid_out(*tensors)
-    made = Copying(crew, arena, tensors, specs, layout, late=(0, 1))
+    made = Copying(pool, arena, tensors=tensors, specs=specs, layout=layout, late=(0, 1))
     wait_for(lambda: at_work == ["crew"])
     trainer = threading.Thread(target=made.gate, name="trainer")
     trainer.start()

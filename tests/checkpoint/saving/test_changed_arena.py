@@ -78,7 +78,7 @@ def test_an_arena_that_is_changed_while_it_is_stored_commits_nothing(
         assert load(inner, save(inner, again)) == STATE
 
 
-def test_a_pack_of_changed_bytes_is_not_what_a_carrier_that_takes_over_rests_on(tmp_path: Path) -> None:
+def test_a_pack_of_changed_bytes_is_not_what_a_worker_that_takes_over_rests_on(tmp_path: Path) -> None:
     fd = os.memfd_create("progress")
     try:
         with open_store(tmp_path) as inner:
@@ -87,12 +87,10 @@ def test_a_pack_of_changed_bytes_is_not_what_a_carrier_that_takes_over_rests_on(
             made = store.made = make(inner, STATE, step=1, number=number)
             book = ProgressFile(fd)
             with pytest.raises(CorruptionError):
-                commit_staged(
-                    made.arena, made.encoded, lambda _: None, store=RecordingStore(store, book), progress=book
-                )
+                commit_staged(made.arena, made.plan, lambda _: None, store=RecordingStore(store, book), progress=book)
             assert [info.key for info in inner.list("packs/")], "the pack was stored whole"
             assert ProgressFile(fd).stored(inner, made.plan) == {}
-            commit_staged(made.arena, made.encoded, lambda _: None, store=inner, progress=ProgressFile(fd))
+            commit_staged(made.arena, made.plan, lambda _: None, store=inner, progress=ProgressFile(fd))
             found = latest(inner)
             assert found is not None
             assert load(inner, found)["t0"] == bytes([STATE["t0"][0] ^ 1]) + STATE["t0"][1:]

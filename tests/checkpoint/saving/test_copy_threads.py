@@ -27,7 +27,7 @@ def test_the_share_is_by_what_the_launcher_says_of_this_node(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
     cores = len(os.sched_getaffinity(0))
-    assert copy_threads.threads_here() == threads(cores, ranks or cores)
+    assert copy_threads.num_copy_threads() == threads(cores, ranks or cores)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_doctor_measures_with_and_without_the_setting_in_processes_of_their_
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["threads"] == copy_threads.threads_here()
+    assert found["threads"] == copy_threads.num_copy_threads()
     assert found["seconds_per_gib"] > 0
     assert found["with"] > 0
     assert bool(found["advice"]) == (found["with"] < 0.85 * found["seconds_per_gib"])

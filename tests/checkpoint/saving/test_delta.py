@@ -227,7 +227,7 @@ def test_a_manifest_whose_links_are_wrong_is_refused(links: tuple[tuple[int, int
         manifest.decode(manifest.encode(msgspec.structs.replace(good, links=links)), key)
 
 
-def test_a_carrier_that_takes_over_stores_differences_once_more() -> None:
+def test_a_worker_that_takes_over_stores_differences_once_more() -> None:
     from headrace.checkpoint.format.pack import Entry
 
     known, entries = KnownChunks(), (Entry(b"a" * 32, 0, 5, 9, RAW), Entry(b"b" * 32, 4096, 5, 9, 5))

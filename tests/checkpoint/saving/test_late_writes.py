@@ -1,4 +1,4 @@
-"""Two carriers of one plan, on a store that applies a request of the first one after the second has committed."""
+"""Two workers of one plan, on a store that applies a request of the first one after the second has committed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 def carried(store: Store, made: Made, fd: int) -> None:
     book = ProgressFile(fd)
-    commit_staged(made.arena, made.encoded, lambda _: None, store=RecordingStore(store, book), progress=book)
+    commit_staged(made.arena, made.plan, lambda _: None, store=RecordingStore(store, book), progress=book)
 
 
 def whole(store: Store) -> None:
@@ -49,7 +49,7 @@ def whole(store: Store) -> None:
 
 
 @pytest.mark.parametrize("held", ["packs/", ".manifest", "/fate", "/COMMIT", "leases/"])
-def test_the_last_request_of_a_dead_carrier_harms_nothing_that_its_successor_stored(
+def test_the_last_request_of_a_dead_worker_harms_nothing_that_its_successor_stored(
     late: Late, fd: int, held: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The successor cuts packs in other places, as one does that compresses otherwise."""
@@ -67,7 +67,7 @@ def test_the_last_request_of_a_dead_carrier_harms_nothing_that_its_successor_sto
     whole(late)
 
 
-def test_no_request_of_two_carriers_harms_the_step_when_it_is_applied_once_more(
+def test_no_request_of_two_workers_harms_the_step_when_it_is_applied_once_more(
     late: Late, fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each by itself, and all of them from the last to the first."""

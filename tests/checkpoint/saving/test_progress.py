@@ -1,4 +1,4 @@
-"""What a carrier writes down, and a second carrier that goes on from it."""
+"""What a worker writes down, and a second worker that goes on from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.checkpoint.format.pack import Entry
 from headrace.checkpoint.repository import check
 from headrace.checkpoint.saving import progress
 from headrace.checkpoint.saving.commit_worker import commit_staged
-from headrace.checkpoint.saving.plan import Event, Released
+from headrace.checkpoint.saving.plan import Event, PutPlan, Released
 from headrace.checkpoint.saving.progress import ProgressFile, RecordingStore
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB
@@ -70,11 +70,11 @@ def test_packs_that_are_complete_are_not_written_again(tmp_path: Path, fd: int) 
         first = Dying(store, 5)
         with pytest.raises(Killed):
             commit_staged(
-                made.arena, made.encoded, lambda _: None, store=RecordingStore(first, b := ProgressFile(fd)), progress=b
+                made.arena, made.plan, lambda _: None, store=RecordingStore(first, b := ProgressFile(fd)), progress=b
             )
         second = Dying(store, 100)
         result = commit_staged(
-            made.arena, made.encoded, lambda _: None, store=RecordingStore(second, b := ProgressFile(fd)), progress=b
+            made.arena, made.plan, lambda _: None, store=RecordingStore(second, b := ProgressFile(fd)), progress=b
         )
         assert len(first.written) == 5
         assert len(second.written) == 3
@@ -94,12 +94,12 @@ def test_a_pack_that_is_gone_from_the_store_is_written_again(tmp_path: Path, fd:
         first = Dying(store, 5)
         with pytest.raises(Killed):
             commit_staged(
-                made.arena, made.encoded, lambda _: None, store=RecordingStore(first, b := ProgressFile(fd)), progress=b
+                made.arena, made.plan, lambda _: None, store=RecordingStore(first, b := ProgressFile(fd)), progress=b
             )
         store.delete_many(first.written[1:3])
         second = Dying(store, 100)
         commit_staged(
-            made.arena, made.encoded, lambda _: None, store=RecordingStore(second, b := ProgressFile(fd)), progress=b
+            made.arena, made.plan, lambda _: None, store=RecordingStore(second, b := ProgressFile(fd)), progress=b
         )
         assert len(second.written) == 5
         found = latest(store)
@@ -107,8 +107,8 @@ def test_a_pack_that_is_gone_from_the_store_is_written_again(tmp_path: Path, fd:
         assert load(store, found) == STATE
 
 
-def finished(store: Store, fd: int) -> bytes:
-    """A carrier that ended when the arena was released; the plan."""
+def finished(store: Store, fd: int) -> PutPlan:
+    """A worker that ended when the arena was released; the plan."""
     made = make(store, STATE, step=1, number=begin(store))
 
     def emit(event: Event) -> None:
@@ -116,9 +116,9 @@ def finished(store: Store, fd: int) -> bytes:
             raise Killed
 
     with pytest.raises(Killed):
-        commit_staged(made.arena, made.encoded, emit, store=RecordingStore(store, b := ProgressFile(fd)), progress=b)
+        commit_staged(made.arena, made.plan, emit, store=RecordingStore(store, b := ProgressFile(fd)), progress=b)
     assert latest(store) is None
-    return made.encoded
+    return made.plan
 
 
 def test_after_the_release_the_arena_is_not_needed(tmp_path: Path, fd: int) -> None:
@@ -159,16 +159,12 @@ def test_where_progress_cannot_be_written_the_arena_is_held_until_the_manifest_i
             patched.setattr(progress, "_write_all", torn)
             if records is None:
                 patched.setattr(progress, "_sync", broken)
-            commit_staged(
-                made.arena, made.encoded, emit, store=RecordingStore(store, b := ProgressFile(fd)), progress=b
-            )
+            commit_staged(made.arena, made.plan, emit, store=RecordingStore(store, b := ProgressFile(fd)), progress=b)
         assert there == [True]
         assert [record.levelname for record in caplog.records].count("WARNING") == 1
         assert (found := latest(store)) is not None
         assert load(store, found) == STATE
-        commit_staged(
-            made.arena, made.encoded, emit, store=store, progress=ProgressFile(fd)
-        )  # what is there does no harm
+        commit_staged(made.arena, made.plan, emit, store=store, progress=ProgressFile(fd))  # what is there does no harm
         assert check.check(store).clean
 
 
@@ -187,7 +183,7 @@ def test_without_arena_and_manifest_the_step_is_lost_and_that_is_said(tmp_path: 
         book = ProgressFile(fd)
         book.begun("packs/x", "no such upload")
         with pytest.raises(TransientError, match="step 1 of run exp is lost"):
-            commit_staged(None, made.encoded, lambda _: None, store=store, progress=book)
+            commit_staged(None, made.plan, lambda _: None, store=store, progress=book)
         assert book.unfinished == {}
         assert latest(store) is None
 
@@ -236,9 +232,9 @@ def old_record(tag: str, **fields: object) -> bytes:
 def test_a_file_of_version_0_1_gives_its_manifest_and_its_uploads_and_none_of_its_packs(
     tmp_path: Path, fd: int
 ) -> None:
-    """Its carriers shared a name, so another body of a pack may still be on its way."""
+    """Its workers shared a name, so another body of a pack may still be on its way."""
     entry = [b"d" * 32, 0, 5, 5]
-    os.write(fd, old_record("carrier", name="0123abcd"))
+    os.write(fd, old_record("committed_by", name="0123abcd"))
     os.write(fd, old_record("begun", key=PACK.key, id="id", nonce="n"))
     os.write(fd, old_record("sent", key=PACK.key, number=1, size=10, etag="e", digest=b"d"))
     os.write(fd, old_record("filled", key=PACK.key, entries=[entry]))
@@ -268,6 +264,6 @@ def test_a_pack_is_written_down_once_it_is_stored_and_checked(fd: int, first: st
     assert ProgressFile(fd)._packed[PACK.key].entries == (entry,)
 
 
-def test_each_carrier_of_one_job_names_its_packs_anew(tmp_path: Path, fd: int) -> None:
+def test_each_worker_of_one_job_names_its_packs_anew(tmp_path: Path, fd: int) -> None:
     made = make(open_store(tmp_path), STATE, step=1)
     assert len({ProgressFile(fd).name(made.plan, 0) for _ in range(4)}) == 4

@@ -198,7 +198,7 @@ def test_a_state_larger_than_the_memory_for_it_is_saved_in_slices(mode: str, tmp
             state["a"].add_(1)
             result = handle.result(60)
             assert result.sliced
-            assert result.carrier == "process"
+            assert result.committed_by == "process"
             if step == 1:
                 assert result.bytes_written == result.bytes_state
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}

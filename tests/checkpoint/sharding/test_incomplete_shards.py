@@ -109,10 +109,10 @@ def test_a_column_shard_is_staged_in_bands_and_comes_back(mode: str, tmp_path: P
     staging = Staging()
     arena = staging.take(place, 10)
     if mode == "slices":
-        copy: SlicedState | Copying = SlicedState(arena, tensors, specs, place)
+        copy: SlicedState | Copying = SlicedState(arena, tensors, specs=specs, layout=place)
     else:
         late = range(1, len(specs)) if mode == "lazy" else ()
-        copy = Copying(staging.crew, arena, tensors, specs, place, late)
+        copy = Copying(staging.crew, arena, tensors=tensors, specs=specs, layout=place, late=late)
         copy.join()
     pieces, spans = chunking.cut_all(specs, place)
     found = [

@@ -268,7 +268,9 @@ def test_a_class_that_is_not_loaded_or_has_changed_is_named_and_nothing_is_impor
         checkpointer.save(1, {"a": [Text.A], "p": Point(1)}).result(60)
         module = sys.modules.pop(__name__)
         try:
-            with pytest.raises(MismatchError, match=r"a/0: .*test_values:Text.*not loaded here.*import its module"):
+            with pytest.raises(
+                MismatchError, match=r"a/0: .*test_values:Text.*not loaded in this process.*import its module"
+            ):
                 checkpointer.restore({"a": None, "p": None})
             assert __name__ not in sys.modules
         finally:

@@ -1,4 +1,4 @@
-"""A carrier with a tier as a process of its own: `saver.py URL TIER`; it saves step 2 on top of step 1."""
+"""A worker with a tier as a process of its own: `saver.py URL TIER`; it saves step 2 on top of step 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ def main(url: str, tier: str) -> None:
         assert base is not None
         made = make(store, tiny_state(2), step=2, number=1, bases=(base,))
         commit_staged(
-            made.arena, made.encoded, lambda _: None, store=store, shelf=LocalTier(Path(tier), TierLimits(512 * MIB, 3))
+            made.arena,
+            made.plan,
+            lambda _: None,
+            store=store,
+            local_tier=LocalTier(Path(tier), TierLimits(512 * MIB, 3)),
         )
 
 

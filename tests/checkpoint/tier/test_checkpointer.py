@@ -63,7 +63,7 @@ def test_a_save_says_when_it_was_kept_and_a_restore_reads_it_there(
     checkpointer, store = trainer()
     with checkpointer:
         result = checkpointer.save(1, state(1)).result(60)
-        assert result.carrier == "sidecar"
+        assert result.committed_by == "sidecar"
         assert result.kept is not None
         assert 0 < result.kept < 60
         store.calls.clear()
@@ -93,7 +93,7 @@ def test_going_on_from_a_step_that_is_not_the_latest_any_more_is_stopped_before_
             second.save(3, found).result(60)
         back(store)
         for _ in range(2):
-            with pytest.raises(ConflictError, match="restored while the store was away, and its latest is step 2"):
+            with pytest.raises(ConflictError, match="restored while the store was unreachable, but step 2 of timeline"):
                 second.save(3, found)
         assert timeline.numbers(store, "exp") == [1, 2]
         assert second.restore(found) == 2

@@ -1,4 +1,4 @@
-"""SIGKILL of a carrier with a tier at every named point: the step is absent, or becomes one whole; never a part of one."""
+"""SIGKILL of a worker with a tier at every named point: the step is absent, or becomes one whole; never a part of one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.store.local_tier.stores import TierReader
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, begin, latest, load, make, tiny_state
-from tests.support.local_tier import shelf
+from tests.support.local_tier import local_tier
 
 assert headrace.checkpoint.saving.commit_worker
 ROOT = Path(__file__).parents[3]
@@ -43,11 +43,11 @@ def test_every_point_is_one_that_exists() -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_what_a_killed_carrier_left_is_finished_or_absent(tmp_path: Path, point: str) -> None:
-    url, tier, mark = tmp_path / "store", shelf(tmp_path, steps=3), tmp_path / "mark"
+def test_what_a_killed_worker_left_is_finished_or_absent(tmp_path: Path, point: str) -> None:
+    url, tier, mark = tmp_path / "store", local_tier(tmp_path, steps=3), tmp_path / "mark"
     with open_store(url) as store:
         made = make(store, tiny_state(1), step=1, number=begin(store))
-        commit_staged(made.arena, made.encoded, lambda _: None, store=store, shelf=tier)
+        commit_staged(made.arena, made.plan, lambda _: None, store=store, local_tier=tier)
         first = Base(1, 1, made.plan.attempt)
         done = subprocess.run(
             [sys.executable, "-m", "tests.checkpoint.tier.saver", str(url), str(tier.root)],
@@ -60,12 +60,12 @@ def test_what_a_killed_carrier_left_is_finished_or_absent(tmp_path: Path, point:
         assert done.returncode == -9, done.stderr
         assert mark.read_text() == point + "\n"
         assert any(r.step == 2 for r in tier.records()) == (point in KEPT)
-        restoring.send(store, tier, RUN, lambda _source, _key: False)
-        restoring.finish(store, tier, RUN)
+        restoring.send_unfinished(store, tier, RUN, lambda _source, _key: False)
+        restoring.commit_unfinished(store, tier, RUN)
         found = latest(store)
         assert found is not None
         assert found.step == (2 if point in KEPT else 1)
         for base, seed in ((first, 1), (found, found.step)):
-            assert load(store, base) == load(TierReader(store, tier, saving.keeps), base) == tiny_state(seed)
+            assert load(store, base) == load(TierReader(store, tier, saving.may_hold), base) == tiny_state(seed)
         assert check.check(store).clean
         assert all(r.committed for r in tier.records())

@@ -55,7 +55,7 @@ def test_a_trainer_that_starts_again_on_its_node_reads_no_pack_from_the_store(
     here = node(proxy)
     here.start()
     trainer, lines = here.train("save", s3_url, 3)
-    assert [(line["step"], line["carrier"]) for line in lines] == [(n, "sidecar") for n in (1, 2, 3)]
+    assert [(line["step"], line["committed_by"]) for line in lines] == [(n, "sidecar") for n in (1, 2, 3)]
     assert all(0 < line["kept"] < 60 for line in lines)
     trainer.kill()
     wait_for(lambda: [s["step"] for s in here.status()["kept"]] == [3, 2])  # tier_steps is 2

@@ -29,10 +29,10 @@ from headrace.dataio.store.local_tier.stores import TierReader
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, Made, begin, latest, load, make, tiny_state
-from tests.support.local_tier import Counting, shelf
+from tests.support.local_tier import Counting, local_tier
 
 
-class Away(Exception):
+class Unreachable(Exception):
     """For tests: the store fails where this says so."""
 
 
@@ -45,15 +45,15 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Counting]
 
 @pytest.fixture
 def tier(tmp_path: Path) -> LocalTier:
-    return shelf(tmp_path, steps=3)
+    return local_tier(tmp_path, steps=3)
 
 
-def away(_operation: str, _key: str) -> None:
+def unreachable(_operation: str, _key: str) -> None:
     raise TransientError("the store is away")
 
 
 def keep(store: Store, tier: LocalTier, made: Made) -> Base:
-    result = commit_staged(made.arena, made.encoded, lambda _: None, store=store, shelf=tier)
+    result = commit_staged(made.arena, made.plan, lambda _: None, store=store, local_tier=tier)
     assert isinstance(result["kept"], float)
     return Base(made.plan.timeline, made.plan.step, made.plan.attempt)
 
@@ -65,8 +65,8 @@ def saved(remote: Store, tier: LocalTier, step: int = 1, seed: int = 1, base: Ba
 
 
 @contextmanager
-def offline(near: Store, base: Base) -> Iterator[Step]:
-    with restoring.away(near, RUN, base) as step:
+def open_offline(reader: Store, base: Base) -> Iterator[Step]:
+    with restoring.open_offline(reader, RUN, base) as step:
         yield step
 
 
@@ -78,13 +78,13 @@ def test_a_kept_step_is_restored_without_reading_packs_or_manifests_from_the_sto
     remote: Counting, tier: LocalTier
 ) -> None:
     base = saved(remote, tier)
-    near = TierReader(remote, tier, saving.keeps)
+    reader = TierReader(remote, tier, saving.may_hold)
     remote.calls.clear()
-    assert load(near, base) == tiny_state(1)
+    assert load(reader, base) == tiny_state(1)
     read = [key for operation, key in remote.calls if operation in ("get", "get_into")]
     assert read
-    assert not any(saving.keeps(key) for key in read)
-    assert near.bytes["store"] < 1000 < near.bytes["tier"]
+    assert not any(saving.may_hold(key) for key in read)
+    assert reader.bytes["store"] < 1000 < reader.bytes["tier"]
 
 
 def test_a_step_that_leans_on_another_is_whole_in_the_tier(remote: Counting, tier: LocalTier) -> None:
@@ -93,10 +93,10 @@ def test_a_step_that_leans_on_another_is_whole_in_the_tier(remote: Counting, tie
     newest, oldest = tier.records()
     assert set(newest.references) >= set(oldest.own[:-1])
     tier.forget([oldest])
-    near = TierReader(remote, tier, saving.keeps)
+    reader = TierReader(remote, tier, saving.may_hold)
     remote.calls.clear()
-    assert load(near, second) == tiny_state(2)
-    assert not any(saving.keeps(key) for operation, key in remote.calls if operation == "get_into")
+    assert load(reader, second) == tiny_state(2)
+    assert not any(saving.may_hold(key) for operation, key in remote.calls if operation == "get_into")
 
 
 def test_the_arena_is_released_before_a_slow_store_has_anything(remote: Counting, tier: LocalTier) -> None:
@@ -115,7 +115,7 @@ def test_the_arena_is_released_before_a_slow_store_has_anything(remote: Counting
             assert not list(remote.inner.list(names.PACKS))
             gate.set()
 
-    commit_staged(made.arena, made.encoded, emit, store=remote, shelf=tier)
+    commit_staged(made.arena, made.plan, emit, store=remote, local_tier=tier)
     assert any(isinstance(event, Released) for event in events)
     assert load(remote, Base(1, 1, made.plan.attempt)) == tiny_state(1)
 
@@ -129,9 +129,9 @@ def test_damage_in_the_tier_falls_through_to_the_store(remote: Counting, tier: L
     data = bytearray(path.read_bytes())
     data[9000 if part == "pack" else 100] ^= 1
     path.write_bytes(bytes(data) if part != "fate" else b"cut")
-    near = TierReader(remote, tier, saving.keeps)
-    assert load(near, base) == tiny_state(1)
-    assert near.bytes["store"] > 0
+    reader = TierReader(remote, tier, saving.may_hold)
+    assert load(reader, base) == tiny_state(1)
+    assert reader.bytes["store"] > 0
     assert not tier.has(source, key)
 
 
@@ -147,10 +147,10 @@ def test_damage_in_the_tier_is_repaired_from_the_buddy(remote: Counting, tier: L
         path.write_bytes(good)
         return True
 
-    near = TierReader(remote, tier, saving.keeps, recall)
+    reader = TierReader(remote, tier, saving.may_hold, recall)
     remote.calls.clear()
-    assert load(near, base) == tiny_state(1)
-    assert near.bytes["buddy"] > 0
+    assert load(reader, base) == tiny_state(1)
+    assert reader.bytes["buddy"] > 0
     assert not any(k.startswith("packs/") for _, k in remote.calls)
     assert path.read_bytes() == good
 
@@ -164,24 +164,24 @@ def test_damage_everywhere_is_reported_and_never_returned(remote: Counting, tier
     tier.drop(source, key)
     tier.keep(source, key, data)
     with pytest.raises(CorruptionError, match="step 1 of run exp is damaged"):
-        load(TierReader(remote, tier, saving.keeps), base)
+        load(TierReader(remote, tier, saving.may_hold), base)
 
 
-def test_a_step_saved_while_the_store_is_away_is_no_step_until_a_restore_commits_it(
+def test_a_step_saved_while_the_store_is_unreachable_is_no_step_until_a_restore_commits_it(
     remote: Counting, tier: LocalTier
 ) -> None:
     first = saved(remote, tier, step=1, seed=1)
     made = make(remote, tiny_state(2), step=2, number=1, bases=(first,))
-    remote.before = away
+    remote.before = unreachable
     released: list[Event] = []
     with pytest.raises(TransientError, match="not committed, but kept in this node's tier"):
-        commit_staged(made.arena, made.encoded, released.append, store=remote, shelf=tier)
+        commit_staged(made.arena, made.plan, released.append, store=remote, local_tier=tier)
     assert any(isinstance(event, Released) for event in released)
     assert restoring.latest(tier, remote.location.url, RUN, "latest") == first
     remote.before = lambda _operation, _key: None
     assert latest(remote) == first
     with restoring.node_tier(None) as node:
-        node.shelf = tier
+        node.local_tier = tier
         node.send(remote, RUN)
         found = node.find(remote, RUN, "latest")
     assert found == restoring.Found(Base(1, 2, made.plan.attempt))
@@ -204,8 +204,8 @@ def test_a_store_that_goes_away_in_the_middle_leaves_what_a_restore_finishes(rem
         saved(remote, tier, step=2, seed=2, base=first)
     assert fired
     remote.before = lambda _operation, _key: None
-    restoring.send(remote, tier, RUN, lambda _source, _key: False)
-    restoring.finish(remote, tier, RUN)
+    restoring.send_unfinished(remote, tier, RUN, lambda _source, _key: False)
+    restoring.commit_unfinished(remote, tier, RUN)
     found = latest(remote)
     assert found is not None
     assert found.step == 2
@@ -222,14 +222,14 @@ def unfinished(remote: Counting, tier: LocalTier, *, step: int = 2, bases: tuple
 
     remote.before = fail
     with pytest.raises(TransientError, match="kept"):
-        commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+        commit_staged(made.arena, made.plan, lambda _: None, store=remote, local_tier=tier)
     remote.before = lambda _operation, _key: None
     return made
 
 
 def try_to_finish(remote: Store, tier: LocalTier) -> None:
-    restoring.send(remote, tier, RUN, lambda _source, _key: False)
-    restoring.finish(remote, tier, RUN)
+    restoring.send_unfinished(remote, tier, RUN, lambda _source, _key: False)
+    restoring.commit_unfinished(remote, tier, RUN)
 
 
 def test_a_worker_that_takes_over_sends_what_only_the_tier_has(
@@ -246,32 +246,32 @@ def test_a_worker_that_takes_over_sends_what_only_the_tier_has(
     fd = os.open(tmp_path / "progress", os.O_RDWR | os.O_CREAT)
     remote.before = fail
     with pytest.raises(TransientError):
-        commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+        commit_staged(made.arena, made.plan, lambda _: None, store=remote, local_tier=tier, progress=ProgressFile(fd))
     assert fired
     remote.before = lambda _operation, _key: None
     os.lseek(fd, 0, os.SEEK_SET)
     again = ProgressFile(fd)
     assert again.manifest is not None
-    commit_staged(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=again)
+    commit_staged(None, made.plan, lambda _: None, store=remote, local_tier=tier, progress=again)
     os.close(fd)
     assert load(remote, Base(1, 1, made.plan.attempt)) == tiny_state(1)
 
 
-def test_a_step_kept_while_the_store_was_away_altogether_is_sent_from_the_tier_by_the_next_worker(
+def test_a_step_kept_while_the_store_was_unreachable_altogether_is_sent_from_the_tier_by_the_next_worker(
     remote: Counting, tier: LocalTier, tmp_path: Path
 ) -> None:
     first = saved(remote, tier, step=1, seed=1)
     made = make(remote, tiny_state(2), step=2, number=1, bases=(first,))
     fd = os.open(tmp_path / "progress", os.O_RDWR | os.O_CREAT)
-    remote.before = away
+    remote.before = unreachable
     with pytest.raises(TransientError, match="kept in this node's tier"):
-        commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+        commit_staged(made.arena, made.plan, lambda _: None, store=remote, local_tier=tier, progress=ProgressFile(fd))
     os.lseek(fd, 0, os.SEEK_SET)
     with pytest.raises(TransientError, match=r"the store is away$"):
-        commit_staged(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+        commit_staged(None, made.plan, lambda _: None, store=remote, local_tier=tier, progress=ProgressFile(fd))
     remote.before = lambda _operation, _key: None
     os.lseek(fd, 0, os.SEEK_SET)
-    commit_staged(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+    commit_staged(None, made.plan, lambda _: None, store=remote, local_tier=tier, progress=ProgressFile(fd))
     os.close(fd)
     assert load(remote, Base(1, 2, made.plan.attempt)) == tiny_state(2)
     assert [r.committed > 0 for r in tier.records()] == [True, True]
@@ -290,11 +290,11 @@ def test_what_is_older_than_a_collector_lets_unexplained_packs_lie_is_over(remot
     first = saved(remote, tier)
     unfinished(remote, tier)
     newest = tier.records()[0]
-    tier.put_record(msgspec.structs.replace(newest, created=newest.created - restoring.OLD_SECONDS))
+    tier.put_record(msgspec.structs.replace(newest, created=newest.created - restoring.STALE_SECONDS))
     try_to_finish(remote, tier)
     assert latest(remote) == first
     assert tier.records()[0].over
-    assert restoring.OLD_SECONDS < ORPHAN_SECONDS
+    assert restoring.STALE_SECONDS < ORPHAN_SECONDS
 
 
 def test_a_collectors_abort_stops_what_only_the_tier_has(remote: Counting, tier: LocalTier) -> None:
@@ -323,7 +323,7 @@ def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, t
     first, attempt = saved(remote, tier), names.new_id()
     mine = make(remote, tiny_state(2), step=2, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
     with pytest.raises(TransientError, match="no manifest of rank 1"):
-        commit_staged(mine.arena, mine.encoded, lambda _: None, store=remote, shelf=tier)
+        commit_staged(mine.arena, mine.plan, lambda _: None, store=remote, local_tier=tier)
     fired: list[str] = []
 
     def fail(operation: str, key: str) -> None:
@@ -334,7 +334,7 @@ def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, t
     other = make(remote, tiny_state(1), step=2, attempt=attempt, rank=1, world_size=2, bases=(first,))
     remote.before = fail
     with pytest.raises(TransientError, match="away"):
-        commit_staged(other.arena, other.encoded, lambda _: None, store=remote)
+        commit_staged(other.arena, other.plan, lambda _: None, store=remote)
     assert fired
     remote.before = lambda _operation, _key: None
     remote.put(names.commit(RUN, 1, 1), encode(Commit(step=1, tombstone=True)))
@@ -348,7 +348,7 @@ def test_a_step_with_ranks_that_nobody_has_is_left_alone(remote: Counting, tier:
     attempt = names.new_id()
     made = make(remote, tiny_state(2), step=2, number=1, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
     with pytest.raises(TransientError, match="no manifest of rank 1"):
-        commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+        commit_staged(made.arena, made.plan, lambda _: None, store=remote, local_tier=tier)
     try_to_finish(remote, tier)
     assert latest(remote) == first
     assert not tier.records()[0].over
@@ -371,15 +371,15 @@ def test_a_step_that_was_committed_without_the_tier_hearing_of_it_is_noted(remot
 
 
 def test_a_full_tier_does_not_disturb_a_save(remote: Counting, tmp_path: Path) -> None:
-    tier = shelf(tmp_path, 200_000)
+    tier = local_tier(tmp_path, 200_000)
     made = make(remote, tiny_state(1), step=1, number=begin(remote))
-    result = commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+    result = commit_staged(made.arena, made.plan, lambda _: None, store=remote, local_tier=tier)
     assert result["kept"] is None
     assert load(remote, Base(1, 1, made.plan.attempt)) == tiny_state(1)
     assert tier.records() == []
 
 
-def test_another_carriers_manifest_is_not_mistaken_for_the_kept_one(remote: Counting, tier: LocalTier) -> None:
+def test_another_workers_manifest_is_not_mistaken_for_the_kept_one(remote: Counting, tier: LocalTier) -> None:
     number = begin(remote)
     made = make(remote, tiny_state(1), step=1, number=number)
     fired: list[str] = []
@@ -387,18 +387,18 @@ def test_another_carriers_manifest_is_not_mistaken_for_the_kept_one(remote: Coun
     def overtake(operation: str, key: str) -> None:
         if operation == "put_if_absent" and key.endswith(".manifest") and not fired:
             fired.append(key)
-            commit_staged(made.arena, made.encoded, lambda _: None, store=remote.inner)
+            commit_staged(made.arena, made.plan, lambda _: None, store=remote.inner)
 
     remote.before = overtake
-    commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+    commit_staged(made.arena, made.plan, lambda _: None, store=remote, local_tier=tier)
     assert fired
-    assert load(TierReader(remote, tier, saving.keeps), Base(number, 1, made.plan.attempt)) == tiny_state(1)
+    assert load(TierReader(remote, tier, saving.may_hold), Base(number, 1, made.plan.attempt)) == tiny_state(1)
 
 
-def test_a_carrier_that_stopped_and_goes_on_late_changes_nothing_of_the_step_that_is_kept(
+def test_a_worker_that_stopped_and_goes_on_late_changes_nothing_of_the_step_that_is_kept(
     remote: Counting, tier: LocalTier
 ) -> None:
-    """It stopped before it kept its manifest; another carrier of the same plan has committed since."""
+    """It stopped before it kept its manifest; another worker of the same plan has committed since."""
     made = make(remote, tiny_state(1), step=1, number=begin(remote))
     late, records, keep = list[bytes](), list[Record](), tier.keep
 
@@ -406,20 +406,20 @@ def test_a_carrier_that_stopped_and_goes_on_late_changes_nothing_of_the_step_tha
         if not late and key.endswith(".manifest"):
             late.append(data)
             commit_staged(
-                made.arena, made.encoded, lambda _: None, store=remote, shelf=LocalTier(tier.root, tier.limits)
+                made.arena, made.plan, lambda _: None, store=remote, local_tier=LocalTier(tier.root, tier.limits)
             )
             records[:] = tier.records()
         keep(source, key, data)
 
     tier.keep = stopped  # type: ignore[assignment, method-assign]
-    commit_staged(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+    commit_staged(made.arena, made.plan, lambda _: None, store=remote, local_tier=tier)
     assert late[0] != remote.get(records[0].own[-1])
     assert tier.records() == records
     base = Base(1, 1, made.plan.attempt)
-    assert load(TierReader(remote, tier, saving.keeps), base) == tiny_state(1)
+    assert load(TierReader(remote, tier, saving.may_hold), base) == tiny_state(1)
 
 
-def test_a_record_and_a_manifest_of_two_carriers_do_not_commit_a_step_without_its_packs(
+def test_a_record_and_a_manifest_of_two_workers_do_not_commit_a_step_without_its_packs(
     remote: Counting, tier: LocalTier
 ) -> None:
     first = saved(remote, tier, step=1, seed=1)
@@ -427,7 +427,7 @@ def test_a_record_and_a_manifest_of_two_carriers_do_not_commit_a_step_without_it
     record = tier.records()[0]
     other = [names.pack(record.attempt, "0-00000000-0")]
     for key in other:
-        tier.keep(record.source, key, b"the pack of an earlier carrier")
+        tier.keep(record.source, key, b"the pack of an earlier worker")
     tier.put_record(msgspec.structs.replace(record, own=(*other, record.own[-1])))
     try_to_finish(remote, tier)
     found = latest(remote)
@@ -436,32 +436,32 @@ def test_a_record_and_a_manifest_of_two_carriers_do_not_commit_a_step_without_it
     assert load(remote, found) == tiny_state(2)
 
 
-def test_restoring_while_the_store_is_away_takes_what_was_committed(tmp_path: Path, tier: LocalTier) -> None:
+def test_restoring_while_the_store_is_unreachable_takes_what_was_committed(tmp_path: Path, tier: LocalTier) -> None:
     store = Counting(open_store(tmp_path / "store"))
     first = saved(store, tier, step=1, seed=1)
     unfinished(store, tier)
-    store.before = away
+    store.before = unreachable
     with restoring.node_tier(None) as node:
-        node.shelf = tier
+        node.local_tier = tier
         node.send(store, RUN)
         found = node.find(store, RUN, "latest")
-        assert found == restoring.Found(first, away=True)
+        assert found == restoring.Found(first, offline=True)
         assert node.find(store, RUN, 1) == found
         with pytest.raises(TransientError, match="away"):
             node.find(store, RUN, 2)
-        near = node.near(store)
+        reader = node.reader(store)
     calls = len(store.calls)
     shutil.rmtree(tmp_path / "store")
-    with offline(near, first) as step:
+    with open_offline(reader, first) as step:
         assert step.base == first
         held = chunk_reader.tensors_of(step, 0)
         assert set(held) == set(tiny_state(1))
     assert len(store.calls) == calls
 
 
-def test_a_trainer_that_restored_while_the_store_was_away_learns_of_a_newer_step() -> None:
+def test_a_trainer_that_restored_while_the_store_was_unreachable_learns_of_a_newer_step() -> None:
     error = restoring.outdated("exp", Base(1, 5, "a"), Base(2, 9, "b"))
     assert isinstance(error, ConflictError)
-    assert "step 5 was restored while the store was away, and its latest is step 9 of timeline 2" in error.message
-    assert "gone" in restoring.outdated("exp", Base(1, 5, "a"), None).message
+    assert "step 5 was restored while the store was unreachable, but step 9 of timeline 2 is newer" in error.message
+    assert "has no step" in restoring.outdated("exp", Base(1, 5, "a"), None).message
     assert commit is not None

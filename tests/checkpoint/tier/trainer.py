@@ -29,7 +29,7 @@ def save(checkpointer: Checkpointer, steps: range) -> None:
     for step in steps:
         try:
             result = checkpointer.save(step, state_of(step)).result(120)
-            say(step=step, kept=result.kept, carrier=result.carrier)
+            say(step=step, kept=result.kept, committed_by=result.committed_by)
         except HeadraceError as error:
             say(step=step, error=str(error))
     time.sleep(600)

@@ -33,8 +33,15 @@ def main(url: str, socket: str, step: str, seed: str, size: str, parent: str) ->
     with open_store(url) as store:
         made = make(store, state(int(seed), int(size)), step=int(step), number=base.timeline, bases=(base,))
         fd = sealed("arena", bytes(made.arena))
-        save = StagedSave(made.plan, fd, lambda: made.arena, lambda: say("given back"), lambda: say("abandoned"), say)
-        executor = SaveExecutor(store, socket, SaveMeter(RUN))
+        save = StagedSave(
+            plan=made.plan,
+            arena_fd=fd,
+            view=lambda: made.arena,
+            give_back=lambda: say("given back"),
+            abandon=lambda: say("abandoned"),
+            handed_over=say,
+        )
+        executor = SaveExecutor(store, socket, meter=SaveMeter(RUN))
         try:
             result = executor.commit_staged(save)
             say(f"committed {result['step']} {result['attempt'] == made.plan.attempt}")

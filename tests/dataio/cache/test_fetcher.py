@@ -50,7 +50,7 @@ class Node:
         self.store, self.file = store, BlockDirectory(folder).create(size)
         self.told: list[list[FetchResult]] = []
         self._over, self._left = threading.Event(), 0
-        self._fetcher = Fetcher(1, 2, BLOCK, SYSTEM_CLOCK, self._landed)
+        self._fetcher = Fetcher(threads=1, buffers=2, block_bytes=BLOCK, clock=SYSTEM_CLOCK, on_fetched=self._landed)
 
     def fetch(self, blocks: Sequence[int], wanted: Sequence[int] = (), file: BlockFile | None = None) -> None:
         """All at once, as far as the thread can see."""

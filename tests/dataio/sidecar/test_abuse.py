@@ -35,7 +35,7 @@ def quiet(daemon: RunningDaemon, store: Store, shards: dict[str, bytes], tmp_pat
         wait_for(lambda: sidecar.status()["clients"] == 2)
         for key, data in shards.items():
             assert bytes(reader.read(key, [(7, 1000)])[0]) == data[7:1007]
-        assert reader._private is None
+        assert reader._fallback_reader is None
         files = daemon.status()["cache"]["files"]
         assert files == len(shards)
         # To write, to read, and its list of blocks. The store keeps the sources open a while longer by itself.

@@ -21,8 +21,8 @@ from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar import connection, wire
 from headrace.dataio.sidecar import protocol as m
+from headrace.dataio.sidecar.adaptive_poll import AdaptivePoll
 from headrace.dataio.sidecar.client import Sidecar, open_reader
-from headrace.dataio.sidecar.connection import AdaptivePoll
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import stopped
@@ -41,12 +41,12 @@ first = bytes(reader.read(key, [(0, 100)])[0])
 child = os.fork()
 if not child:
     again = open_reader(open_store(url), socket)
-    same = bytes(again.read(key, [(0, 100)])[0]) == first and again._private is None
+    same = bytes(again.read(key, [(0, 100)])[0]) == first and again._fallback_reader is None
     old = reader._connection.broken
     os._exit(0 if same and old else 1)
 assert os.waitpid(child, 0)[1] == 0, "the child reads by a connection of its own"
 reader.read(key, [(5 << 20, 100)])
-assert reader._private is None, "the parent's connection still works"
+assert reader._fallback_reader is None, "the parent's connection still works"
 """
 
 

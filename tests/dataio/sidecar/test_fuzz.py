@@ -24,7 +24,7 @@ SOUND: list[m.Message] = [
     m.Hello(m.VERSION, 1),
     m.Open(1, WHERE, "shards/0.tar", [(0, 10)], 0.1),
     m.Announce(WHERE, [("shards/0.tar", 0, 10)]),
-    m.Announce(WHERE, [("shards/1.tar", 0, 10)], gone=1),
+    m.Announce(WHERE, [("shards/1.tar", 0, 10)], dropped=1),
     m.Touched([1, 2]),
     m.Closed([]),
     m.Stage(2, "test", "about", priority=1, wait=1.0),
@@ -103,7 +103,7 @@ def test_hanging_up_on_a_client_that_is_gone_already_is_nothing() -> None:
         ours, theirs = socket.socketpair()
         ends = list[int]()
         peer = ClientSocket(
-            ours, asyncio.get_running_loop(), lambda _payload, _descriptors: None, lambda: ends.append(1)
+            ours, asyncio.get_running_loop(), frame=lambda _payload, _descriptors: None, ended=lambda: ends.append(1)
         )
         theirs.close()
         peer.send(m.encode(m.Refused("unsupported", "another version")))

@@ -18,7 +18,7 @@ from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
 from headrace.dataio.sidecar.client import LoaderMeter, SaveMeter, Sidecar, open_reader
 from headrace.dataio.sidecar.meters import group_name
-from headrace.dataio.sidecar.status import KEPT, TEXT, RecentMessages
+from headrace.dataio.sidecar.status import KEPT_MESSAGES, MESSAGE_CHARS, RecentMessages
 from headrace.dataio.sidecar.status_server import is_own, page
 from headrace.dataio.store.base import Store
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
@@ -85,7 +85,7 @@ def test_a_loaders_reads_and_waits_and_a_savers_stalls_reach_status_and_metrics(
             assert bytes(reader.read(key, [(0, 1000)])[0]) == data[:1000]
             assert bytes(reader.read(key, [(1000, 1000)])[0]) == data[1000:2000]
             loader.got(4)
-        saver.held(0.001)
+        saver.stalled(0.001)
         saver.committed(12, 5.0)
         wait_for(lambda: [j for j in daemon.status()["training"] if j["steps"] == 3 and j["last_step"] == 12])
         (job,) = daemon.status()["training"]
@@ -188,11 +188,11 @@ def test_errors_are_kept_in_plain_words_counted_and_bounded() -> None:
     log.error("x" * 5000)
     newest, older = recent.latest(4e9)
     assert (older["text"], older["times"], older["level"]) == ("the disk of /cache is full", 2, "warning")
-    assert len(str(newest["text"])) == TEXT
+    assert len(str(newest["text"])) == MESSAGE_CHARS
     for n in range(100):
         log.error("trouble %d", n)
     assert [said["text"] for said in recent.latest(4e9)][:2] == ["trouble 99", "trouble 98"]
-    assert len(recent.latest(4e9)) == KEPT
+    assert len(recent.latest(4e9)) == KEPT_MESSAGES
 
 
 def test_what_the_daemon_warns_of_is_on_its_status(daemon: RunningDaemon) -> None:

@@ -44,7 +44,7 @@ for key in keys:
     for offset in range(0, size, 1 << 20):
         (view,) = reader.read(key, [(offset, min(1 << 20, size - offset))])
         digest.update(view)
-print(digest.hexdigest(), reader._private is None)
+print(digest.hexdigest(), reader._fallback_reader is None)
 """
 
 
@@ -166,7 +166,7 @@ def test_a_killed_daemon_is_done_without_and_returned_to(
         wait_for(lambda: rounds > 20)
         daemon.kill()
         before = rounds
-        wait_for(lambda: reader._private is not None and rounds > before + 20)
+        wait_for(lambda: reader._fallback_reader is not None and rounds > before + 20)
         assert reader._connection is None or reader._connection.broken
         daemon.start()
         wait_for(lambda: daemon.status()["cache"]["fetched_bytes"] > 0)
@@ -219,8 +219,8 @@ def test_what_is_known_to_be_present_is_announced_no_more(
     daemon: RunningDaemon, store: Store, shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = list[object]()
-    tell = Sidecar.tell
-    monkeypatch.setattr(Sidecar, "tell", lambda self, message: (told.append(message), tell(self, message)))
+    send = Sidecar.send
+    monkeypatch.setattr(Sidecar, "tell", lambda self, message: (told.append(message), send(self, message)))
     reader = open_reader(store, daemon.socket)
     assert isinstance(reader, SidecarReader)
 
@@ -259,7 +259,7 @@ def test_of_an_announcement_that_goes_on_what_is_new_is_told_when_it_is_a_quarte
     daemon: RunningDaemon, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, followed = list[m.Announce](), list[list[tuple[str, int, int]]]()
-    session, tell = Session(1), Sidecar.tell
+    session, send = Session(1), Sidecar.send
 
     def telling(self: Sidecar, message: m.FromClient) -> None:
         if isinstance(message, m.Announce):
@@ -267,14 +267,14 @@ def test_of_an_announcement_that_goes_on_what_is_new_is_told_when_it_is_a_quarte
             (prefetch,) = session.received(message, ())
             assert isinstance(prefetch, Prefetch)
             followed.append(prefetch.request.upcoming)
-        tell(self, message)
+        send(self, message)
 
     session.received(m.Hello(m.VERSION, 1), ())
     monkeypatch.setattr(Sidecar, "tell", telling)
     coming = [("shards/1.tar", 100 * n, 100) for n in range(64)]
 
     def gone() -> int | None:
-        return told[-1].gone
+        return told[-1].dropped
 
     reader = open_reader(store, daemon.socket)
     reader.announce(coming[:16])

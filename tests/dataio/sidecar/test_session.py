@@ -86,9 +86,9 @@ def test_a_file_that_the_client_has_is_not_sent_again() -> None:
 
 def test_what_is_there_is_answered_at_once_and_held_as_if_it_had_been_begun() -> None:
     session, lease = ready(), Lease(5)
-    assert session.at_once(opening(1))
-    assert session.opened_at_once(opening(1), lease) == [Send(m.Opened(1, 5, 100, [(0, 10)]), lease)]
-    assert session.opened_at_once(opening(2, have=5), Lease(5)) == [Send(m.Opened(2, 5, 100, [(0, 10)]))]
+    assert session.can_open_now(opening(1))
+    assert session.opened_now(opening(1), lease) == [Send(m.Opened(1, 5, 100, [(0, 10)]), lease)]
+    assert session.opened_now(opening(2, have=5), Lease(5)) == [Send(m.Opened(2, 5, 100, [(0, 10)]))]
     assert (session.held, session.opens) == (1, 0)
     assert session.received(m.Closed([5]), ()) == []
     assert session.held == 0
@@ -96,30 +96,30 @@ def test_what_is_there_is_answered_at_once_and_held_as_if_it_had_been_begun() ->
 
 def test_what_grew_of_other_files_that_the_client_holds_is_told_along() -> None:
     session, more = ready(), [(0, 90)]
-    session.opened_at_once(opening(1), Lease(5))
-    session.opened_at_once(opening(2), Lease(6))
-    assert session.told == {5: ((0, 10),), 6: ((0, 10),)}
-    (answer,) = session.opened_at_once(opening(3, have=6), Lease(6), [(5, more), (6, more)])
+    session.opened_now(opening(1), Lease(5))
+    session.opened_now(opening(2), Lease(6))
+    assert session.sent_runs == {5: ((0, 10),), 6: ((0, 10),)}
+    (answer,) = session.opened_now(opening(3, have=6), Lease(6), [(5, more), (6, more)])
     assert answer == Send(m.Opened(3, 6, 100, [(0, 10)], also=[(5, more)]))
-    assert session.told[5] is more, "and not told again"
+    assert session.sent_runs[5] is more, "and not told again"
     session.received(m.Closed([5]), ())
-    assert 5 not in session.told
-    (answer,) = session.opened_at_once(opening(4, have=6), Lease(6), [(5, more)])
+    assert 5 not in session.sent_runs
+    (answer,) = session.opened_now(opening(4, have=6), Lease(6), [(5, more)])
     assert answer == Send(m.Opened(4, 6, 100, [(0, 10)])), "it was closed"
-    session.over()
-    assert not session.told
+    session.end()
+    assert not session.sent_runs
 
 
 def test_an_open_that_is_not_in_order_is_not_answered_at_once() -> None:
-    assert not Session(7).at_once(opening(1)), "nobody said hello"
+    assert not Session(7).can_open_now(opening(1)), "nobody said hello"
     session = ready()
     session.received(opening(1), ())
-    assert not session.at_once(opening(1)), "its id is in use"
+    assert not session.can_open_now(opening(1)), "its id is in use"
     for n in range(2, OPENS + 1):
         session.received(opening(n), ())
-    assert not session.at_once(opening(OPENS + 1)), "too many are in progress"
-    session.over()
-    assert not session.at_once(opening(99))
+    assert not session.can_open_now(opening(OPENS + 1)), "too many are in progress"
+    session.end()
+    assert not session.can_open_now(opening(99))
 
 
 def test_a_file_is_held_until_it_is_closed_as_often_as_it_was_sent() -> None:
@@ -167,34 +167,34 @@ def test_the_number_of_held_files_is_bounded() -> None:
 def test_a_late_answer_is_dropped() -> None:
     session = ready()
     session.received(opening(1), ())
-    (late,) = session.late(1)
-    assert isinstance(late, Send)
-    assert isinstance(late.message, m.Failed)
-    assert late.message.code == "deadline"
+    (open_timed_out,) = session.open_timed_out(1)
+    assert isinstance(open_timed_out, Send)
+    assert isinstance(open_timed_out.message, m.Failed)
+    assert open_timed_out.message.code == "deadline"
     assert session.opened(1, Lease(5)) == []
     assert session.held == 0
 
 
-def announced(keys: str, gone: int | None = None) -> m.Announce:
-    return m.Announce(WHERE, [(key, 0, 1) for key in keys], gone=gone)
+def announced(keys: str, dropped: int | None = None) -> m.Announce:
+    return m.Announce(WHERE, [(key, 0, 1) for key in keys], dropped=dropped)
 
 
 def test_an_announcement_that_goes_on_is_followed_as_the_whole_list() -> None:
     session = ready()
     assert session.received(announced("abc"), ()) == [Prefetch(announced("abc"))]
-    assert session.received(announced("de", gone=2), ()) == [Prefetch(announced("cde"))]
-    assert session.received(announced("", gone=1), ()) == [Prefetch(announced("de"))]
+    assert session.received(announced("de", dropped=2), ()) == [Prefetch(announced("cde"))]
+    assert session.received(announced("", dropped=1), ()) == [Prefetch(announced("de"))]
     assert session.received(announced("x"), ()) == [Prefetch(announced("x"))]
 
 
 def test_an_announcement_that_goes_on_from_none_or_to_too_many_ends_the_connection() -> None:
-    assert hangs_up(ready().received(announced("a", gone=0), ()))
+    assert hangs_up(ready().received(announced("a", dropped=0), ()))
     elsewhere, long = ready(), ready()
     elsewhere.received(announced("a"), ())
-    assert hangs_up(elsewhere.received(m.Announce(m.Where("file:///other", {}), [("b", 0, 1)], gone=0), ()))
+    assert hangs_up(elsewhere.received(m.Announce(m.Where("file:///other", {}), [("b", 0, 1)], dropped=0), ()))
     long.received(announced("a" * m.RANGES), ())
-    assert long.received(announced("b", gone=1), ()) == [Prefetch(announced("a" * (m.RANGES - 1) + "b"))]
-    assert hangs_up(long.received(announced("b", gone=0), ()))
+    assert long.received(announced("b", dropped=1), ()) == [Prefetch(announced("a" * (m.RANGES - 1) + "b"))]
+    assert hangs_up(long.received(announced("b", dropped=0), ()))
 
 
 def test_a_failure_goes_to_the_one_who_asked() -> None:
@@ -257,5 +257,5 @@ def test_whatever_comes_every_descriptor_has_one_fate_and_every_open_one_answer(
             (answer,) = session.opened(id, Lease(data.draw(st.integers(0, 3))))
             assert isinstance(answer, Send)
             sent += answer.lease is not None
-    session.over()
+    session.end()
     assert session.held == 0

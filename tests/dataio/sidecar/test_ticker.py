@@ -27,7 +27,7 @@ class Later:
 
 def test_a_daemon_that_nobody_uses_draws_nothing_and_has_no_timer_until_a_client_comes() -> None:
     later, drawn, clients = Later(), list[int](), [1]
-    pulse = Ticker(2.0, lambda: bool(drawn.append(1)), lambda: bool(clients), later)
+    pulse = Ticker(2.0, record=lambda: bool(drawn.append(1)), busy=lambda: bool(clients), later=later)
     pulse.wake()
     pulse.wake()
     assert (len(drawn), len(later.due)) == (1, 1)
@@ -43,7 +43,7 @@ def test_a_daemon_that_nobody_uses_draws_nothing_and_has_no_timer_until_a_client
 
 def test_a_beat_follows_for_as_long_as_anything_still_moves() -> None:
     later, moves = Later(), [True, True, False]
-    Ticker(2.0, lambda: moves.pop(0), lambda: False, later).wake()
+    Ticker(2.0, record=lambda: moves.pop(0), busy=lambda: False, later=later).wake()
     later.pass_time()
     assert len(later.due) == 1
     later.pass_time()

@@ -49,7 +49,7 @@ def keeper_pid(folder: Path) -> int:
 def place(tmp_path: Path) -> Iterator[FdKeeper]:
     made = FdKeeper(tmp_path)
     yield made
-    for name in list(made._mine):
+    for name in list(made._held):
         made.drop(name)
     made.close()
 

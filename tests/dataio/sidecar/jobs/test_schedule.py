@@ -13,7 +13,7 @@ BUDGET, RUNNING, QUEUED = 100, 2, 3
 
 
 def ready(schedule: Schedule, token: str, size: int = 1, *, urgent: bool = False) -> None:
-    assert schedule.offer(token, size, urgent=urgent, patient=False)
+    assert schedule.offer(token, size, urgent=urgent, may_wait=False)
     schedule.journaled(token)
 
 
@@ -24,7 +24,7 @@ def test_urgent_jobs_start_beside_those_that_run_and_before_those_that_wait() ->
     assert schedule.start() == ["a", "b"]
     ready(schedule, "u", urgent=True)
     assert schedule.start() == ["u"]
-    schedule.over("a")
+    schedule.remove("a")
     assert schedule.start() == ["c"]
 
 
@@ -46,8 +46,8 @@ def test_others_are_held_back_while_urgent_jobs_run_but_not_for_ever() -> None:
 def test_an_arena_without_room_waits_and_is_counted_and_small_ones_do_not_overtake_it() -> None:
     schedule = Schedule(RUNNING, QUEUED, BUDGET)
     ready(schedule, "a", 60)
-    assert not schedule.offer("b", 50, urgent=False, patient=True)
-    assert not schedule.offer("c", 10, urgent=False, patient=True)
+    assert not schedule.offer("b", 50, urgent=False, may_wait=True)
+    assert not schedule.offer("c", 10, urgent=False, may_wait=True)
     room = schedule.room()
     assert (room["held_bytes"], room["waiting_bytes"], room["waiting"]) == (60, 60, 2)
     assert schedule.take() == []
@@ -58,11 +58,11 @@ def test_an_arena_without_room_waits_and_is_counted_and_small_ones_do_not_overta
 def test_what_can_never_fit_or_may_not_wait_is_refused() -> None:
     schedule = Schedule(RUNNING, QUEUED, BUDGET)
     with pytest.raises(CapacityError, match=r"larger than all .*100 B"):
-        schedule.offer("a", 101, urgent=False, patient=True)
+        schedule.offer("a", 101, urgent=False, may_wait=True)
     ready(schedule, "a", 60)
     with pytest.raises(CapacityError, match="no room"):
-        schedule.offer("b", 50, urgent=False, patient=False)
-    assert schedule.offer("u", 100, urgent=True, patient=False), "urgent ones have a budget of their own"
+        schedule.offer("b", 50, urgent=False, may_wait=False)
+    assert schedule.offer("u", 100, urgent=True, may_wait=False), "urgent ones have a budget of their own"
 
 
 def test_jobs_that_only_wait_for_other_ranks_hold_no_place() -> None:
@@ -102,15 +102,15 @@ class Life(RuleBasedStateMachine):
         there = [token for token, state in self.states.items() if state in states]
         return data.draw(st.sampled_from(there)) if there else None
 
-    @rule(size=st.integers(0, 130), urgent=st.booleans(), patient=st.booleans())
-    def offer(self, size: int, urgent: bool, patient: bool) -> None:
+    @rule(size=st.integers(0, 130), urgent=st.booleans(), may_wait=st.booleans())
+    def offer(self, size: int, urgent: bool, may_wait: bool) -> None:
         token = str(self.counter)
         self.counter += 1
         try:
-            taken = self.schedule.offer(token, size, urgent=urgent, patient=patient)
+            taken = self.schedule.offer(token, size, urgent=urgent, may_wait=may_wait)
         except CapacityError:
             return
-        assert patient or taken
+        assert may_wait or taken
         self.states[token], self.urgent[token] = "taken" if taken else "waiting", urgent
 
     @rule(data=st.data())
@@ -143,27 +143,27 @@ class Life(RuleBasedStateMachine):
             self.states[token] = "committing"
 
     @rule(data=st.data())
-    def again(self, data: st.DataObject) -> None:
+    def requeue(self, data: st.DataObject) -> None:
         if token := self.pick(data, "running", "committing"):
-            self.schedule.again(token)
+            self.schedule.requeue(token)
             self.states[token] = "queued"
 
     @rule(data=st.data())
-    def later(self, data: st.DataObject) -> None:
+    def retry_later(self, data: st.DataObject) -> None:
         if token := self.pick(data, "running", "committing"):
-            self.schedule.later(token)
+            self.schedule.retry_later(token)
             self.states[token] = "retrying"
 
     @rule(data=st.data())
     def the_pause_is_over(self, data: st.DataObject) -> None:
         if token := self.pick(data, "retrying"):
-            self.schedule.again(token)
+            self.schedule.requeue(token)
             self.states[token] = "queued"
 
     @rule(data=st.data())
-    def over(self, data: st.DataObject) -> None:
+    def remove(self, data: st.DataObject) -> None:
         if token := self.pick(data, "waiting", "taken", "queued", "running", "committing", "retrying"):
-            self.schedule.over(token)
+            self.schedule.remove(token)
             del self.states[token]
 
     @precondition(lambda self: self.states)
@@ -177,12 +177,12 @@ class Life(RuleBasedStateMachine):
                     self.schedule.journaled(token)
                     self.states[token] = "queued"
                 elif state == "retrying":
-                    self.schedule.again(token)
+                    self.schedule.requeue(token)
                     self.states[token] = "queued"
             self.start()
             for token, state in list(self.states.items()):
                 if state in ("running", "committing"):
-                    self.schedule.over(token)
+                    self.schedule.remove(token)
                     del self.states[token]
         assert not self.states
 

@@ -74,7 +74,7 @@ def whole(held: TierObject | None) -> bytes | None:
 def test_what_is_offered_lies_on_the_buddy_and_is_fetched_back(
     guest: TierConfig, mine: LocalTier, listening: Listening
 ) -> None:
-    theirs = listening[0].shelf
+    theirs = listening[0].local_tier
     with connect(guest) as buddy:
         assert buddy.offer(mine, "s", "packs/1")
         assert not buddy.offer(mine, "s", "packs/2")
@@ -95,22 +95,22 @@ def test_what_is_offered_lies_on_the_buddy_and_is_fetched_back(
 def test_an_earlier_record_and_manifest_that_come_last_leave_the_committed_step(
     guest: TierConfig, mine: LocalTier, listening: Listening
 ) -> None:
-    """An older connection is served after a newer one. The manifest of another carrier lies there then, under the same key: its
+    """An older connection is served after a newer one. The manifest of another worker lies there then, under the same key: its
     digest is not the fate's, so a reader takes the next copy. The next offer brings the right one back."""
-    earlier, theirs = mine.records()[0], listening[0].shelf
+    earlier, theirs = mine.records()[0], listening[0].local_tier
     committed = replace_record(earlier, own=("packs/2", "manifest"), committed=5.0)
-    mine.keep("s", "manifest", b"of the first carrier")
+    mine.keep("s", "manifest", b"of the first worker")
     with connect(guest) as older, connect(guest) as newer:
-        mine.keep("s", "manifest", b"of the second carrier")
+        mine.keep("s", "manifest", b"of the second worker")
         assert newer.offer(mine, "s", "manifest")
         newer.keep(committed)
-        mine.keep("s", "manifest", b"of the first carrier")
+        mine.keep("s", "manifest", b"of the first worker")
         assert older.offer(mine, "s", "manifest")
         older.keep(earlier)
         assert theirs.records() == [replace_record(committed, guest=True)]
-        mine.keep("s", "manifest", b"of the second carrier")
+        mine.keep("s", "manifest", b"of the second worker")
         assert newer.offer(mine, "s", "manifest")
-    assert whole(theirs.open("s", "manifest")) == b"of the second carrier"
+    assert whole(theirs.open("s", "manifest")) == b"of the second worker"
 
 
 class Cut(Exception):
@@ -133,11 +133,11 @@ def test_a_broken_transfer_goes_on_where_it_broke(
         with pytest.raises(Cut), connect(guest) as buddy:
             buddy.offer(mine, "s", "packs/1")
     wait_for(lambda: refused(listening[0]) == {"broken": 1})
-    assert listening[0].shelf.open("s", "packs/1") is None
+    assert listening[0].local_tier.open("s", "packs/1") is None
     with connect(guest) as buddy:
         assert buddy.offer(mine, "s", "packs/1")
         assert buddy.sent == len(DATA) - 2 * MIB
-    assert whole(listening[0].shelf.open("s", "packs/1")) == DATA
+    assert whole(listening[0].local_tier.open("s", "packs/1")) == DATA
 
 
 def test_an_object_that_rots_on_the_way_is_no_object(guest: TierConfig, mine: LocalTier, listening: Listening) -> None:
@@ -149,8 +149,8 @@ def test_an_object_that_rots_on_the_way_is_no_object(guest: TierConfig, mine: Lo
         with pytest.raises(BuddyError, match="another digest"):
             buddy.offer(mine, "s", "packs/1")
         assert buddy.records("s") == []  # the connection goes on
-    assert listening[0].shelf.open("s", "packs/1") is None
-    assert listening[0].shelf.used() == 0
+    assert listening[0].local_tier.open("s", "packs/1") is None
+    assert listening[0].local_tier.used() == 0
 
 
 def test_a_copy_that_rotted_on_the_buddy_is_not_taken_back(
@@ -158,7 +158,7 @@ def test_a_copy_that_rotted_on_the_buddy_is_not_taken_back(
 ) -> None:
     with connect(guest) as buddy:
         buddy.offer(mine, "s", "packs/1")
-        path = listening[0].shelf.path_of("s", "packs/1")
+        path = listening[0].local_tier.path_of("s", "packs/1")
         data = bytearray(path.read_bytes())
         data[MIB] ^= 1
         path.write_bytes(data)
@@ -171,7 +171,7 @@ def test_a_copy_that_rotted_on_the_buddy_is_not_taken_back(
 def test_a_buddy_without_room_says_so_and_the_connection_goes_on(
     guest: TierConfig, mine: LocalTier, listening: Listening
 ) -> None:
-    listening[0].shelf.limits = TierLimits(2 * MIB, 2)
+    listening[0].local_tier.limits = TierLimits(2 * MIB, 2)
     with connect(guest) as buddy:
         with pytest.raises(CapacityError, match="the buddy has no room"):
             buddy.offer(mine, "s", "packs/1")
@@ -391,13 +391,13 @@ def test_strangers_that_only_hold_connections_do_not_keep_buddies_out(
     guest: TierConfig, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "HANDSHAKE_SECONDS", 1.0)
-    held = [bare(listening[1]) for _ in range(servers.STRANGERS)]
+    held = [bare(listening[1]) for _ in range(servers.UNADMITTED)]
     for sock in held[:8]:
         sock.sendall(b"\x16\x03\x01")  # the beginning of a handshake
     still_serves(guest)
     for sock in held:
         assert hung_up(sock)
-    wait_for(lambda: sum(refused(listening[0]).values()) == servers.STRANGERS)
+    wait_for(lambda: sum(refused(listening[0]).values()) == servers.UNADMITTED)
     still_serves(guest)
 
 
@@ -428,7 +428,7 @@ def test_silent_connections_keep_no_buddy_out_however_many_come_again(
 
 def test_strangers_of_one_address_make_room_for_another(guest: TierConfig, listening: Listening) -> None:
     where = (listening[1].host, listening[1].port)
-    held = [socket.create_connection(where, 5, ("127.0.0.3", 0)) for _ in range(servers.STRANGERS + 5)]
+    held = [socket.create_connection(where, 5, ("127.0.0.3", 0)) for _ in range(servers.UNADMITTED + 5)]
     for sock in held:
         sock.sendall(b"\x16\x03\x01")  # the beginning of a handshake
     wait_for(lambda: refused(listening[0]).get("busy", 0) == 5)
@@ -461,8 +461,8 @@ def test_peers_that_vanish_in_the_middle_leave_no_descriptor_and_no_byte(
     server.tidy()
     assert not server._partials
     assert len(os.listdir("/proc/self/fd")) <= before
-    listening[0].shelf.tidy()
-    assert listening[0].shelf.used() == 0
+    listening[0].local_tier.tidy()
+    assert listening[0].local_tier.used() == 0
 
 
 def test_keys_and_what_they_protect_are_in_no_text(
@@ -529,7 +529,7 @@ def test_two_that_send_the_same_object_at_once_do_not_mix(
     assert set(outcomes) <= {"stored", "busy"}
     assert "stored" in outcomes
     assert len(outcomes) == 4
-    assert whole(listening[0].shelf.open("s", "packs/1")) == DATA
+    assert whole(listening[0].local_tier.open("s", "packs/1")) == DATA
 
 
 def test_what_is_kept_is_sent_by_itself_and_recalled(
@@ -539,7 +539,7 @@ def test_what_is_kept_is_sent_by_itself_and_recalled(
     open_tier: Callable[[TierConfig], TierService],
     tmp_path: Path,
 ) -> None:
-    theirs = listening[0].shelf
+    theirs = listening[0].local_tier
     near = open_tier(guest)
     wait_for(lambda: [r.step for r in theirs.records()] == [1])
     assert whole(theirs.open("s", "packs/1")) == DATA
@@ -551,10 +551,10 @@ def test_what_is_kept_is_sent_by_itself_and_recalled(
     assert [(c["run"], c["step"]) for c in shown["copies"]] == [("run", 1)]
     new = open_tier(replace(guest, folder=tmp_path / "new"))
     assert new.recall("s", "")
-    assert [(r.step, r.guest) for r in new.shelf.records()] == [(1, True)]
+    assert [(r.step, r.guest) for r in new.local_tier.records()] == [(1, True)]
     assert new.recall("s", "packs/1")
     assert not new.recall("s", "packs/9")
-    assert whole(new.shelf.open("s", "packs/1")) == DATA
+    assert whole(new.local_tier.open("s", "packs/1")) == DATA
     assert new.status()["recalled"] == {"found": 2, "absent": 1, "failed": 0}
 
 
@@ -573,6 +573,6 @@ def test_a_buddy_that_is_gone_is_said_once_and_found_again(
     wait_for(lambda: "refused" in alone.status()["buddy"]["trouble"])  # type: ignore[index]
     assert not alone.recall("s", "packs/2")
     back = open_tier(config(tmp_path / "late", certificates, listen=Address("127.0.0.1", port), names=("127.0.0.2",)))
-    wait_for(lambda: back.shelf.records())
+    wait_for(lambda: back.local_tier.records())
     assert caplog.text.count("the buddy gets no copies") == 1
     wait_for(lambda: alone.status()["buddy"]["trouble"] == "")  # type: ignore[index]

@@ -31,14 +31,14 @@ class Watched:
         self.most = self.now = 0
         real = BuddyClient.fetch
 
-        def fetch(buddy: BuddyClient, shelf: LocalTier, source: str, key: str) -> bool:
+        def fetch(buddy: BuddyClient, local_tier: LocalTier, source: str, key: str) -> bool:
             with self.lock:
                 self.begun.append(key)
                 self.now += 1
                 self.most = max(self.most, self.now)
             try:
                 assert self.gate.wait(60)
-                return real(buddy, shelf, source, key)
+                return real(buddy, local_tier, source, key)
             finally:
                 with self.lock:
                     self.now -= 1
@@ -56,8 +56,8 @@ def node(
     """A node that knows a step of which its buddy has all objects."""
     buddy, address = listening
     for n, key in enumerate(KEYS):
-        buddy.shelf.keep("s", key, bytes([n]) * MIB)
-    buddy.shelf.put_record(record("s", 1, KEYS))
+        buddy.local_tier.keep("s", key, bytes([n]) * MIB)
+    buddy.local_tier.put_record(record("s", 1, KEYS))
     made = open_tier(config(tmp_path / "a", certificates, "127.0.0.2", buddy=address))
     assert made.recall("s", "")
     return made
@@ -69,7 +69,7 @@ def test_what_a_record_names_comes_when_one_of_it_is_asked_for(node: TierService
     wait_for(lambda: node.recalled["found"] == 1 + len(KEYS))
     assert node.recalled == {"found": 1 + len(KEYS), "absent": 0, "failed": 0}
     for n, key in enumerate(KEYS):
-        held = node.shelf.open("s", key)
+        held = node.local_tier.open("s", key)
         assert held is not None
         assert b"".join(held.pieces()) == bytes([n]) * MIB
 
@@ -86,7 +86,7 @@ def test_an_object_is_fetched_once_and_only_so_many_at_a_time_the_wanted_first(
         watched.gate.set()
         assert first.result(60)
         assert all(future.result(60) for future in last)
-    wait_for(lambda: all(node.shelf.has("s", key) for key in KEYS))
+    wait_for(lambda: all(node.local_tier.has("s", key) for key in KEYS))
     assert sorted(watched.begun) == sorted(KEYS), "each once"
     assert watched.most == buddy_fetch.CONNECTIONS
 
@@ -96,7 +96,7 @@ def test_when_the_buddy_breaks_off_nobody_waits_for_the_rest(
 ) -> None:
     fired = []
 
-    def fetch(_buddy: BuddyClient, _shelf: LocalTier, _source: str, key: str) -> bool:
+    def fetch(_buddy: BuddyClient, _local_tier: LocalTier, _source: str, key: str) -> bool:
         fired.append(key)
         raise ConnectionError("the node died")
 
@@ -117,14 +117,14 @@ def test_a_tier_without_room_for_all_takes_what_fits(
 
     buddy, address = listening
     for n, key in enumerate(KEYS):
-        buddy.shelf.keep("s", key, bytes([n]) * MIB)
-    buddy.shelf.put_record(record("s", 1, KEYS))
+        buddy.local_tier.keep("s", key, bytes([n]) * MIB)
+    buddy.local_tier.put_record(record("s", 1, KEYS))
     small = replace(config(tmp_path / "a", certificates, "127.0.0.2", buddy=address), bytes=5 * MIB)
     node = open_tier(small)
     assert node.recall("s", "")
     node.recall("s", KEYS[0])
     wait_for(lambda: sum(node.recalled.values()) == 1 + len(KEYS))
-    assert node.shelf.used() <= 5 * MIB
+    assert node.local_tier.used() <= 5 * MIB
     assert node.recalled["failed"] > 0
     assert node._recalls is not None
-    assert not node._recalls._away_until, "the buddy is well"
+    assert not node._recalls._unreachable_until, "the buddy is well"

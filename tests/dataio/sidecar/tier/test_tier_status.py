@@ -33,7 +33,7 @@ NASTY = "<img src=x onerror=document.title='owned'>"
 @dataclass
 class Shown:
     socket: Path
-    shelf: LocalTier
+    local_tier: LocalTier
 
     def status(self) -> dict[str, Any]:
         found = Sidecar.find(self.socket)
@@ -51,10 +51,10 @@ def shown(certificates: Path, tmp_path: Path) -> Iterator[Shown]:
     """The daemon, whose settings come from a file, the environment and flags."""
     with tempfile.TemporaryDirectory(prefix="mr-") as name:
         folder = Path(name)
-        shelf = LocalTier(folder / "tier", TierLimits(64 * MIB, 3))
+        local_tier = LocalTier(folder / "tier", TierLimits(64 * MIB, 3))
         for step, committed in ((3, 9.0), (4, 0.0)):
-            shelf.keep("s", f"packs/{step}", bytes(MIB))
-            shelf.put_record(record("s", step, [f"packs/{step}"], committed=committed))
+            local_tier.keep("s", f"packs/{step}", bytes(MIB))
+            local_tier.put_record(record("s", step, [f"packs/{step}"], committed=committed))
         file = folder / "sidecar.toml"
         file.write_text(f"""
 tier_bytes = "64MiB"
@@ -70,7 +70,7 @@ tls_ca = "{certificates}/ca.pem"
         environment = {**os.environ, "HEADRACE_SIDECAR_TIER_DIR": str(folder / "tier")}
         with open(tmp_path / "log", "wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        found = Shown(folder / "s.sock", shelf)
+        found = Shown(folder / "s.sock", local_tier)
         try:
             wait_for(lambda: process.poll() is not None or Sidecar.find(found.socket))
             assert process.poll() is None, (tmp_path / "log").read_text()
@@ -109,10 +109,10 @@ def test_a_step_without_another_copy_is_forgotten_only_when_told(
     text = capsys.readouterr().out
     assert "step 4 of run run, rank 0: NOT KNOWN TO BE COMMITTED" in text
     assert "nothing was removed" in text
-    assert shown.shelf.has("s", "packs/4")
+    assert shown.local_tier.has("s", "packs/4")
     assert main([*command, "--apply"]) == 0
-    assert [r.step for r in shown.shelf.records()] == [3]
-    assert not shown.shelf.has("s", "packs/4")
+    assert [r.step for r in shown.local_tier.records()] == [3]
+    assert not shown.local_tier.has("s", "packs/4")
     assert main([*command, "--apply"]) == 2
     assert "no such step" in capsys.readouterr().err
 
@@ -121,7 +121,7 @@ def test_a_step_without_another_copy_is_forgotten_only_when_told(
 def test_the_page_shows_the_tier_at_both_widths_in_both_schemes(shown: Shown, tmp_path: Path) -> None:
     import msgspec
 
-    shown.shelf.put_record(msgspec.structs.replace(record("s", 5, ["packs/4"]), run=NASTY))
+    shown.local_tier.put_record(msgspec.structs.replace(record("s", 5, ["packs/4"]), run=NASTY))
     with Browser(tmp_path / "profile") as browser:
         for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")):
             browser.look(shown.url, width, 900, scheme)

@@ -22,7 +22,7 @@ from headrace.dataio.store.local_tier import tier as shelves
 from headrace.dataio.store.local_tier.records import TierLimits
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.testing.system import clock_jump
-from tests.support.local_tier import record, shelf
+from tests.support.local_tier import local_tier, record
 
 
 def read(where: LocalTier, key: str, source: str = "s") -> bytes | None:
@@ -31,7 +31,7 @@ def read(where: LocalTier, key: str, source: str = "s") -> bytes | None:
 
 
 def test_what_was_kept_is_read_back_and_names_are_no_paths(tmp_path: Path) -> None:
-    tier = shelf(tmp_path)
+    tier = local_tier(tmp_path)
     for key in ("packs/a", "../../evil", "/etc/passwd", "x" * 1000):
         tier.keep("s3://bucket", key, key.encode() * 100_000)
         assert read(tier, key, "s3://bucket") == key.encode() * 100_000
@@ -47,7 +47,7 @@ def test_a_lock_that_somebody_keeps_is_an_error_of_the_disk_and_waited_for_no_lo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shelves, "LOCK_SECONDS", 0.05)
-    tier = shelf(tmp_path)
+    tier = local_tier(tmp_path)
     with (tier.root / "lock").open("w") as kept_open:
         fcntl.flock(kept_open, fcntl.LOCK_EX)
         with pytest.raises(OSError, match="another process held this lock"):
@@ -56,7 +56,7 @@ def test_a_lock_that_somebody_keeps_is_an_error_of_the_disk_and_waited_for_no_lo
 
 
 def test_the_lock_is_given_back_although_a_fork_has_it_open(tmp_path: Path) -> None:
-    tier = shelf(tmp_path)
+    tier = local_tier(tmp_path)
     with tier.locked():
         links = {int(fd): f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
         (own,) = [
@@ -73,12 +73,12 @@ def test_the_lock_is_given_back_although_a_fork_has_it_open(tmp_path: Path) -> N
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir(mode=0o755)
     with pytest.raises(AccessDeniedError, match="not a private directory"):
-        shelf(tmp_path)
+        local_tier(tmp_path)
 
 
 @given(st.binary(max_size=300), st.integers(0, 400))
 def test_a_torn_or_foreign_file_is_no_object(tmp_path_factory: pytest.TempPathFactory, junk: bytes, cut: int) -> None:
-    tier = shelf(tmp_path_factory.mktemp("t"))
+    tier = local_tier(tmp_path_factory.mktemp("t"))
     tier.keep("s", "k", b"x" * 200)
     path = tier.path_of("s", "k")
     whole = path.read_bytes()
@@ -91,7 +91,7 @@ def test_a_torn_or_foreign_file_is_no_object(tmp_path_factory: pytest.TempPathFa
 
 
 def test_a_link_or_a_fifo_in_the_place_of_an_object_is_not_followed(tmp_path: Path) -> None:
-    tier = shelf(tmp_path)
+    tier = local_tier(tmp_path)
     tier.keep("s", "k", b"x")
     path = tier.path_of("s", "k")
     path.rename(tmp_path / "elsewhere")
@@ -103,7 +103,7 @@ def test_a_link_or_a_fifo_in_the_place_of_an_object_is_not_followed(tmp_path: Pa
 
 
 def test_the_oldest_step_makes_room_whole_and_what_a_newer_one_needs_stays(tmp_path: Path) -> None:
-    tier = shelf(tmp_path, 200 * MIB, steps=9)
+    tier = local_tier(tmp_path, 200 * MIB, steps=9)
     for step in (1, 2, 3):
         for part in ("a", "b"):
             tier.keep("s", f"{step}/{part}", bytes(20 * MIB))
@@ -119,7 +119,7 @@ def test_the_oldest_step_makes_room_whole_and_what_a_newer_one_needs_stays(tmp_p
 
 
 def test_what_has_no_other_copy_is_not_evicted_for_room(tmp_path: Path) -> None:
-    tier = shelf(tmp_path, 100 * MIB)
+    tier = local_tier(tmp_path, 100 * MIB)
     tier.keep("s", "a", bytes(60 * MIB))
     tier.put_record(record("s", 1, ["a"], committed=0.0))
     with pytest.raises(CapacityError, match="no other copy"), tier.reserve() as reservation:
@@ -145,7 +145,7 @@ def test_the_budget_holds_whatever_becomes_an_object_while_another_asks_for_room
 
     with ThreadPoolExecutor(4) as pool:
         for round_ in range(4):
-            tier = shelf(tmp_path / str(round_), limit)
+            tier = local_tier(tmp_path / str(round_), limit)
             refused += sum(pool.map(lambda name, tier=tier: fill(tier, name), range(4)))
             assert sum(p.stat().st_size for p in (tier.root / "objects").iterdir()) <= limit
             assert tier.used() <= limit
@@ -153,7 +153,7 @@ def test_the_budget_holds_whatever_becomes_an_object_while_another_asks_for_room
 
 
 def test_the_budget_holds_while_several_write(tmp_path: Path) -> None:
-    tier = shelf(tmp_path, 200 * MIB)
+    tier = local_tier(tmp_path, 200 * MIB)
     with tier.reserve() as one, tier.reserve() as two:
         one.writer("s", "a").write(bytes(MIB))
         two.writer("s", "b").write(bytes(MIB))
@@ -168,7 +168,7 @@ def test_the_budget_holds_while_several_write(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
-    tier = shelf(tmp_path)
+    tier = local_tier(tmp_path)
     code = (
         "import sys, time; from pathlib import Path\n"
         "from headrace.dataio.store.local_tier.records import TierLimits\n"
@@ -191,7 +191,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_objects_that_no_step_needs_go_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = shelf(tmp_path)
+    tier = local_tier(tmp_path)
     tier.keep("s", "stray", b"1")
     tier.keep("s", "needed", b"2")
     tier.put_record(record("s", 1, ["needed"]))
@@ -207,7 +207,7 @@ def test_objects_that_no_step_needs_go_after_a_while(tmp_path: Path, monkeypatch
 
 
 def test_more_steps_than_wanted_go_when_it_is_tidied(tmp_path: Path) -> None:
-    tier = shelf(tmp_path, steps=2)
+    tier = local_tier(tmp_path, steps=2)
     for step in range(5):
         tier.keep("s", str(step), b"x")
         tier.put_record(record("s", step, [str(step)]))
@@ -218,15 +218,15 @@ def test_more_steps_than_wanted_go_when_it_is_tidied(tmp_path: Path) -> None:
 
 
 def test_a_committed_record_stays_committed(tmp_path: Path) -> None:
-    tier = shelf(tmp_path)
+    tier = local_tier(tmp_path)
     tier.put_record(record("s", 1, ["a"], committed=5.0))
     tier.put_record(record("s", 1, ["a"], committed=0.0))
     assert [r.committed for r in tier.records()] == [5.0]
 
 
 def test_an_earlier_record_that_comes_last_does_not_replace_a_committed_one(tmp_path: Path) -> None:
-    """It is of a carrier whose packs are others; only the committed one says what the step needs."""
-    tier, earlier, committed = shelf(tmp_path), record("s", 1, ["a"], committed=0.0), record("s", 1, ["b"])
+    """It is of a worker whose packs are others; only the committed one says what the step needs."""
+    tier, earlier, committed = local_tier(tmp_path), record("s", 1, ["a"], committed=0.0), record("s", 1, ["b"])
     for each in (earlier, committed, earlier):
         tier.put_record(each)
     assert tier.records() == [committed]
@@ -239,7 +239,7 @@ def test_an_earlier_record_that_comes_last_does_not_replace_a_committed_one(tmp_
 def test_a_record_that_is_torn_or_too_new_is_set_aside_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = shelf(tmp_path)
+    tier = local_tier(tmp_path)
     for number, data in enumerate((b"", b"\xc1garbage", documents.encode(record("s", 1, ["a"]))[:-3])):
         (tier.root / "records" / f"bad{number}").write_bytes(data)
     tier.put_record(record("s", 7, ["a"]))
@@ -253,7 +253,7 @@ def test_a_record_that_is_torn_or_too_new_is_set_aside_by_name(
 
 
 def test_limits_are_seen_by_every_process(tmp_path: Path) -> None:
-    one = shelf(tmp_path, 100 * MIB)
+    one = local_tier(tmp_path, 100 * MIB)
     two = LocalTier(one.root, TierLimits(70 * MIB, 1))
     one.keep("s", "a", bytes(10 * MIB))
     with pytest.raises(CapacityError):

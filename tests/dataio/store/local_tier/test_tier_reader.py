@@ -9,7 +9,7 @@ import pytest
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.local_tier.stores import TierReader
-from tests.support.local_tier import Counting, is_pack, shelf
+from tests.support.local_tier import Counting, is_pack, local_tier
 
 
 @pytest.fixture
@@ -26,29 +26,29 @@ def ranges(store: Store, key: str = "packs/1") -> bytes:
 
 
 def test_what_is_kept_is_not_asked_of_the_store(remote: Counting, tmp_path: Path) -> None:
-    tier, url = shelf(tmp_path), remote.location.url
+    tier, url = local_tier(tmp_path), remote.location.url
     tier.keep(url, "packs/1", b"0123456789")
     tier.keep(url, "COMMIT", b"tier")
-    near = TierReader(remote, tier, is_pack)
-    assert ranges(near) == b"01289"
-    assert near.get("packs/1") == b"0123456789"
+    reader = TierReader(remote, tier, is_pack)
+    assert ranges(reader) == b"01289"
+    assert reader.get("packs/1") == b"0123456789"
     assert remote.calls == []
-    assert near.get("COMMIT") == b"store"
-    assert near.bytes == {"tier": 15, "buddy": 0, "store": 5}
+    assert reader.get("COMMIT") == b"store"
+    assert reader.bytes == {"tier": 15, "buddy": 0, "store": 5}
 
 
 def test_what_is_not_kept_comes_from_the_store(remote: Counting, tmp_path: Path) -> None:
-    near = TierReader(remote, shelf(tmp_path), is_pack)
-    assert ranges(near) == b"01289"
+    reader = TierReader(remote, local_tier(tmp_path), is_pack)
+    assert ranges(reader) == b"01289"
     with pytest.raises(NotFoundError):
-        near.get("packs/2")
+        reader.get("packs/2")
     with pytest.raises(UsageError):
-        near.get_into("packs/1", 9, memoryview(bytearray(5)))
-    assert near.bytes == {"tier": 0, "buddy": 0, "store": 5}
+        reader.get_into("packs/1", 9, memoryview(bytearray(5)))
+    assert reader.bytes == {"tier": 0, "buddy": 0, "store": 5}
 
 
 def test_a_distrusted_copy_is_dropped_and_the_next_one_read(remote: Counting, tmp_path: Path) -> None:
-    tier, url = shelf(tmp_path), remote.location.url
+    tier, url = local_tier(tmp_path), remote.location.url
     tier.keep(url, "packs/1", b"wrong 6789")
     asked = []
 
@@ -57,23 +57,23 @@ def test_a_distrusted_copy_is_dropped_and_the_next_one_read(remote: Counting, tm
         tier.keep(source, key, b"01xxx56789")
         return True
 
-    near = TierReader(remote, tier, is_pack, recall)
-    assert ranges(near) == b"wro89"
-    assert near.invalidate("packs/1")
+    reader = TierReader(remote, tier, is_pack, recall)
+    assert ranges(reader) == b"wro89"
+    assert reader.invalidate("packs/1")
     assert not tier.has(url, "packs/1")
-    assert ranges(near) == b"01x89"
+    assert ranges(reader) == b"01x89"
     assert asked == [(url, "packs/1")]
-    assert near.invalidate("packs/1")
+    assert reader.invalidate("packs/1")
     assert not tier.has(url, "packs/1")
-    assert ranges(near) == b"01289"
-    assert not near.invalidate("packs/1")  # the store's own copy is the last
-    assert not near.invalidate("COMMIT")
+    assert ranges(reader) == b"01289"
+    assert not reader.invalidate("packs/1")  # the store's own copy is the last
+    assert not reader.invalidate("COMMIT")
     assert asked == [(url, "packs/1")]
-    assert near.bytes == {"tier": 5, "buddy": 5, "store": 5}
+    assert reader.bytes == {"tier": 5, "buddy": 5, "store": 5}
 
 
 def test_a_buddy_without_the_object_is_asked_once(remote: Counting, tmp_path: Path) -> None:
     asked: list[str] = []
-    near = TierReader(remote, shelf(tmp_path), is_pack, lambda _source, key: bool(asked.append(key)))
-    assert ranges(near) == ranges(near) == b"01289"
+    reader = TierReader(remote, local_tier(tmp_path), is_pack, lambda _source, key: bool(asked.append(key)))
+    assert ranges(reader) == ranges(reader) == b"01289"
     assert asked == ["packs/1"]

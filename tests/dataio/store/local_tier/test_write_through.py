@@ -18,7 +18,7 @@ from headrace.dataio.store.local_tier.stores import WriteThroughTier
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_store
 from tests.support.disks import disk, read_only
-from tests.support.local_tier import Counting, is_pack, shelf
+from tests.support.local_tier import Counting, is_pack, local_tier
 
 
 @pytest.fixture(params=["posix", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.soak])])
@@ -33,7 +33,7 @@ def parts(size: int = 9 * MIB, seed: int = 7) -> list[bytes]:
 
 
 def test_a_conditional_write_waits_until_what_was_kept_is_in_the_store(remote: Counting, tmp_path: Path) -> None:
-    tier, slow = shelf(tmp_path), threading.Event()
+    tier, slow = local_tier(tmp_path), threading.Event()
 
     def wait(operation: str, key: str) -> None:
         if operation == "put_multipart":
@@ -62,7 +62,7 @@ def test_a_conditional_write_waits_until_what_was_kept_is_in_the_store(remote: C
 
 
 def test_other_objects_are_not_kept(remote: Counting, tmp_path: Path) -> None:
-    tier = shelf(tmp_path)
+    tier = local_tier(tmp_path)
     with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("other/1", parts())
     assert remote.exists("other/1")
@@ -78,7 +78,7 @@ def test_an_error_of_sending_stops_the_next_conditional_write(remote: Counting, 
             raise TransientError("the store is away")
 
     remote.before = fail
-    with WriteThroughTier(remote, shelf(tmp_path), is_pack) as store:
+    with WriteThroughTier(remote, local_tier(tmp_path), is_pack) as store:
         store.put_multipart("packs/1", parts())
         store.put_multipart("packs/2", parts())
         for _ in range(2):
@@ -89,7 +89,7 @@ def test_an_error_of_sending_stops_the_next_conditional_write(remote: Counting, 
 
 
 def test_a_kept_file_that_rots_before_it_is_sent_never_becomes_an_object(remote: Counting, tmp_path: Path) -> None:
-    tier, fired = shelf(tmp_path), []
+    tier, fired = local_tier(tmp_path), []
 
     def rot(operation: str, key: str) -> None:
         if operation == "put_multipart":
@@ -111,7 +111,7 @@ def test_a_kept_file_that_rots_before_it_is_sent_never_becomes_an_object(remote:
 def test_a_full_tier_is_done_without_in_the_middle_of_an_object(
     remote: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = shelf(tmp_path, 70 * MIB)
+    tier = local_tier(tmp_path, 70 * MIB)
     log._logged.clear()
     with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("packs/1", parts())
@@ -128,7 +128,7 @@ def test_a_full_tier_is_done_without_in_the_middle_of_an_object(
 
 
 def test_a_tier_that_vanishes_is_done_without(tmp_path: Path) -> None:
-    remote, tier = Counting(open_store(tmp_path / "store")), shelf(tmp_path)
+    remote, tier = Counting(open_store(tmp_path / "store")), local_tier(tmp_path)
     log._logged.clear()
     with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("packs/1", parts())
@@ -140,7 +140,7 @@ def test_a_tier_that_vanishes_is_done_without(tmp_path: Path) -> None:
 
 
 def test_an_exception_from_the_parts_leaves_nothing(remote: Counting, tmp_path: Path) -> None:
-    tier = shelf(tmp_path)
+    tier = local_tier(tmp_path)
 
     def failing() -> Iterator[Buffer]:
         yield b"x" * MIB
