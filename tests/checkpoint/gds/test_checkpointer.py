@@ -236,7 +236,7 @@ def test_slices_are_gathered_on_a_stream_of_their_own(tmp_path: Path, monkeypatc
         seen.append(getattr(inside, "yes", False))
         gather(self, *given)
 
-    monkeypatch.setattr(saving, "_stream_of_its_own", stream)
+    monkeypatch.setattr(saving, "_new_stream", stream)
     monkeypatch.setattr(saving.DeviceSlices, "_gather", spied)
     with Checkpointer(str(tmp_path), run="a", sidecar=None, gds=Counts().direct(), staging_bytes=RING) as checkpointer:
         checkpointer.save(1, {"w": torch.zeros(RING + MIB, dtype=torch.uint8)}).result(60)

@@ -208,7 +208,7 @@ def test_records_of_tags_that_say_nothing_any_more_go_in_time() -> None:
 
 def test_a_tag_may_be_moved_so_often_and_no_more(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     three_steps(late)
-    monkeypatch.setattr(tag_records, "MOST", 2)
+    monkeypatch.setattr(tag_records, "MAX_NUMBER", 2)
     tags.tag(late, "best", RUN, 1)
     tags.tag(late, "best", RUN, 2, move=True)
     with pytest.raises(UsageError, match="choose another name"):

@@ -163,7 +163,7 @@ def test_writers_of_one_process_share_a_timeline_and_a_step_is_saved_once(store:
     assert (steps(store), timeline.numbers(store, RUN)) == ([1, 2, 3], [1])
     with pytest.raises(ConflictError, match="step 3 of run exp is already saved in timeline 1, which this process"):
         second.save(3)
-    with pytest.raises(ConflictError, match="step 2 of run exp is saved already"):
+    with pytest.raises(ConflictError, match="step 2 of run exp is already saved"):
         Writer(store).save(2)
 
 

@@ -84,9 +84,9 @@ def test_a_failed_save_in_slices_gives_the_arena_back_once_nobody_fills_it(
 class Paused(SlicedState):
     """Its feeder has published all there is, and has not ended yet."""
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *given: Any, **named: Any) -> None:
         self.over = threading.Event()
-        super().__init__(*given)
+        super().__init__(*given, **named)
 
     def _publish(self, piece: Piece, *rest: Any) -> None:
         super()._publish(piece, *rest)
@@ -124,7 +124,7 @@ def test_slices_of_device_memory_end_as_often_as_one_likes(arena: Arena, monkeyp
     direct, released = Counts().direct(), list[int]()
     monkeypatch.setattr(type(direct), "release", lambda _self, buffer: released.append(buffer.data_ptr()))
     tensor = torch.zeros(5, dtype=torch.uint8)
-    sliced = DeviceSlices(direct, arena, [tensor], **laid_out(tensor))
+    sliced = DeviceSlices(direct, arena, tensors=[tensor], **laid_out(tensor))
     sliced.cancel()
     sliced.cancel()
     assert len(released) == len(set(released)) == arena.size // CHUNK_BYTES
@@ -163,7 +163,7 @@ def test_a_copy_that_fails_at_once_leaves_no_device_at_work(
     monkeypatch.setattr(copying, "_copy", broken)
     tensor = torch.zeros(5, dtype=torch.uint8)
     with pytest.raises(MemoryError):
-        Copying(pool, arena, [tensor], **laid_out(tensor))
+        Copying(pool, arena, tensors=[tensor], **laid_out(tensor))
     assert [event.over for event in events] == [True]
 
 
@@ -183,7 +183,7 @@ def test_what_a_device_was_given_before_an_error_is_waited_for_too(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: torch.no_grad())
     there: Any = SimpleNamespace(device=torch.device("cuda", 0), record_stream=lambda _: None)
-    made = Copying(pool, arena, [], **laid_out())
+    made = Copying(pool, arena, tensors=[], **laid_out())
     with pytest.raises(torch.OutOfMemoryError):
         made._enqueue_devices([(there, 0), (there, 8)], hold=True)
     made.cancel()
@@ -194,26 +194,28 @@ def test_a_copy_is_whole_only_when_the_trainer_that_helps_has_copied_its_piece(
     arena: Arena, pool: CopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker must not read what an optimizer's step is still copying."""
-    inner, at_work, go_on = copying._copy, list[str](), {"crew": threading.Event(), "trainer": threading.Event()}
+    inner, at_work, go_on = copying._copy, list[str](), {"pool": threading.Event(), "trainer": threading.Event()}
 
     def held(*given: Any) -> None:
-        who = "trainer" if threading.current_thread().name == "trainer" else "crew"
+        who = "trainer" if threading.current_thread().name == "trainer" else "pool"
         at_work.append(who)
         assert go_on[who].wait(150)
         inner(*given)
 
     monkeypatch.setattr(copying, "_copy", held)
     tensors = [torch.full((9 * MIB,), value, dtype=torch.uint8) for value in (1, 2)]
-    specs, layout = laid_out(*tensors)
-    made = Copying(pool, arena, tensors=tensors, specs=specs, layout=layout, late=(0, 1))
-    wait_for(lambda: at_work == ["crew"])
+    planned = laid_out(*tensors)
+    made = Copying(pool, arena, tensors=tensors, **planned, late=(0, 1))
+    wait_for(lambda: at_work == ["pool"])
     trainer = threading.Thread(target=made.gate, name="trainer")
     trainer.start()
-    wait_for(lambda: at_work == ["crew", "trainer"])
-    go_on["crew"].set()
+    wait_for(lambda: at_work == ["pool", "trainer"])
+    go_on["pool"].set()
     with pytest.raises(DeadlineError):
         made.join(0.2)
     go_on["trainer"].set()
     made.join(150)
     trainer.join(150)
-    assert [bytes(arena.bytes[at : at + 9 * MIB]) for at in layout.offsets] == [t.numpy().tobytes() for t in tensors]
+    assert [bytes(arena.bytes[at : at + 9 * MIB]) for at in planned["layout"].offsets] == [
+        t.numpy().tobytes() for t in tensors
+    ]

@@ -111,9 +111,9 @@ def test_a_lazy_save_copies_before_it_returns_only_what_no_optimizer_governs(
     names: list[tuple[str, ...]] = []
     inner = copying.Copying.__init__
 
-    def spy(self: Any, pool: Any, arena: Any, tensors: Any, specs: Any, layout: Any, late: Any = ()) -> None:
+    def spy(self: Any, pool: Any, arena: Any, *, specs: Any, late: Any = (), **given: Any) -> None:
         names.append(tuple(spec.name for i, spec in enumerate(specs) if i not in late))
-        inner(self, pool, arena, tensors, specs, layout, late)
+        inner(self, pool, arena, specs=specs, late=late, **given)
 
     monkeypatch.setattr(copying.Copying, "__init__", spy)
     gate.opened.set()

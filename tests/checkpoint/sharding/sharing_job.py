@@ -73,15 +73,15 @@ def main(directory: str, damaged: str) -> None:
         bytes=sum(p.nbytes for p in saved["model"].parameters()),
         digests=[digest(p) for p in saved["model"].parameters()],
     )
-    own = set(shared_reads._OWN)
+    own = set(shared_reads._LOCAL_FILE_SYSTEMS)
     exports = own if dist.get_rank() == 0 else set()
     for file_systems in (
         own,
         set(),
         exports,
     ):  # a disk of the node; one that the ranks share, as NFS; one that rank 0 exports
-        shared_reads._OWN.clear()
-        shared_reads._OWN.update(file_systems)
+        shared_reads._LOCAL_FILE_SYSTEMS.clear()
+        shared_reads._LOCAL_FILE_SYSTEMS.update(file_systems)
         restore(directory, "exp", False)
         restore(directory, "exp", True)
         restore(damaged, "exp", False)

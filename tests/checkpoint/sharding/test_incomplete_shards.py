@@ -112,7 +112,7 @@ def test_a_column_shard_is_staged_in_bands_and_comes_back(mode: str, tmp_path: P
         copy: SlicedState | Copying = SlicedState(arena, tensors, specs=specs, layout=place)
     else:
         late = range(1, len(specs)) if mode == "lazy" else ()
-        copy = Copying(staging.crew, arena, tensors=tensors, specs=specs, layout=place, late=late)
+        copy = Copying(staging.pool, arena, tensors=tensors, specs=specs, layout=place, late=late)
         copy.join()
     pieces, spans = chunking.cut_all(specs, place)
     found = [

@@ -157,7 +157,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_the_others_are_served(quiet:
                 sock.sendall(question)
         reader = open_reader(store, quiet.socket)
         assert reader.read("shards/0.tar", [(0, 10)])
-        assert getattr(reader, "_private", 1) is None
+        assert getattr(reader, "_fallback_reader", 1) is None
         reader.close()
     assert "does not read" in quiet.log.read_text()
 

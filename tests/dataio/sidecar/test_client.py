@@ -58,7 +58,7 @@ def test_shards_on_s3_are_fetched_once_with_the_daemons_own_credentials(s3_url: 
         readers = [open_reader(store, daemon.socket) for _ in range(2)]
         for reader in readers:
             assert b"".join(reader.read("shards/0.tar", [(0, MIB), (MIB, 4 * MIB)])) == data
-            assert getattr(reader, "_private", 1) is None
+            assert getattr(reader, "_fallback_reader", 1) is None
             reader.close()
     assert daemon.status()["cache"]["fetched_bytes"] == len(data)
     loaded = Path(f"/proc/{daemon.pid}/maps").read_text()

@@ -220,7 +220,7 @@ def test_what_is_known_to_be_present_is_announced_no_more(
 ) -> None:
     told = list[object]()
     send = Sidecar.send
-    monkeypatch.setattr(Sidecar, "tell", lambda self, message: (told.append(message), send(self, message)))
+    monkeypatch.setattr(Sidecar, "send", lambda self, message: (told.append(message), send(self, message)))
     reader = open_reader(store, daemon.socket)
     assert isinstance(reader, SidecarReader)
 
@@ -270,7 +270,7 @@ def test_of_an_announcement_that_goes_on_what_is_new_is_told_when_it_is_a_quarte
         send(self, message)
 
     session.received(m.Hello(m.VERSION, 1), ())
-    monkeypatch.setattr(Sidecar, "tell", telling)
+    monkeypatch.setattr(Sidecar, "send", telling)
     coming = [("shards/1.tar", 100 * n, 100) for n in range(64)]
 
     def gone() -> int | None:
