@@ -29,7 +29,7 @@ def test_the_terminal_shows_what_the_page_shows(daemon: RunningDaemon, capsys: p
     with daemon.connect() as sidecar:
         sidecar.reporting = saver.report
         wait_for(lambda: daemon.status()["training"])
-        sidecar.tell(m.Report(5, "g", wall=1e9, wait=4e8, steps=10))
+        sidecar.send(m.Report(5, "g", wall=1e9, wait=4e8, steps=10))
         wait_for(lambda: daemon.status()["training"][0]["steps"] == 10)
         assert main(["sidecar", "status", "--socket", str(daemon.socket)]) == 0
         text = capsys.readouterr().out

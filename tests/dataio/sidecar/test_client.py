@@ -133,7 +133,7 @@ def test_a_daemon_that_has_nothing_to_say_of_a_job_does_not_hang(
     with daemon.connect() as sidecar:
         sidecar._jobs.follow("waits")
         time.sleep(3.5)
-        assert sidecar._asked > 0
+        assert sidecar._last_ping > 0
         assert not sidecar.broken
 
 
