@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "saves and restores, compared with torch.save and torch.distributed.checkpoint",
     ),
     "sidecar": ("workloads.sidecar:sidecar", "throughput, latency and memory of the node's daemon"),
-    "simulate": ("simulate.command:simulate", "a model of 8 to 16,384 GPUs: reading, checkpoints, goodput"),
+    "simulate": ("workloads.simulate:simulate", "a model of 8 to 16,384 GPUs: reading, checkpoints, goodput"),
     "report": ("core.report:report", "Markdown tables of results files"),
     "compare": ("core.compare:compare_files", "what changed between two results files beyond noise"),
 }

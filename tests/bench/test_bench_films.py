@@ -1,4 +1,4 @@
-"""`headrace bench loader --kind films`: what a film is, that all who take clips of it take the same, and what is counted."""
+"""`headrace bench loader --kind films`: what a film is, that all peers take the same clips, and what is counted."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_films_are_clips_without_a_seam_each_in_its_own_order_with_sound_as_long
     pictures = []
     for path in sorted((films / "clips").iterdir()):
         with av.open(str(path)) as film:
-            (seen, heard) = film.streams.video[0], film.streams.audio[0]
-            frames = list(film.decode(seen))
+            pictures_stream, sound_stream = film.streams.video[0], film.streams.audio[0]
+            frames = list(film.decode(pictures_stream))
             assert [frame.time for frame in frames] == pytest.approx([n / 25 for n in range(150)])
             film.seek(0)
-            assert sum(frame.samples for frame in film.decode(heard)) / 48_000 == pytest.approx(6, abs=0.05)
+            assert sum(frame.samples for frame in film.decode(sound_stream)) / 48_000 == pytest.approx(6, abs=0.05)
         pictures.append([frame.to_ndarray(format="gray").tobytes() for frame in frames[::50]])
         assert len(set(pictures[-1])) == 3
     assert pictures[0] != pictures[1]
@@ -50,7 +50,9 @@ def test_an_epoch_has_some_clips_of_each_film(films: Path, name: str) -> None:
     assert sum(batch.shape[0] for batch in batches(name, Source(films), TINY)) == 4
 
 
-def test_who_seeks_in_a_film_delivers_what_who_has_its_bytes_does(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeking_in_a_film_gives_the_same_clips_as_reading_it_whole(
+    films: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = Source(films).files()[0]
     monkeypatch.setattr(video.random, "uniform", lambda low, high: high / 2)
     whole = video.pyav(Source(films).read(name), TINY)
@@ -67,7 +69,7 @@ from pathlib import Path
 import torch
 
 from headrace.bench.peers import video
-from headrace.bench.peers.source import FLOOR, OURS, Source, batches, make
+from headrace.bench.peers.source import Source, batches
 from tests.bench.test_bench_films import TINY
 
 place = Source(Path(sys.argv[1]))
@@ -99,7 +101,7 @@ sys.exit(f"what failed was left out, and {delivered} delivered")
 
 
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ("spdl", "torchcodec"))), reason="needs SPDL and torchcodec")
-def test_peers_take_the_same_frames_and_what_they_fail_at_is_not_left_out(films: Path, tmp_path: Path) -> None:
+def test_peers_take_the_same_frames_and_a_failed_clip_is_not_skipped(films: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "LD_LIBRARY_PATH": str(ffmpeg_libraries(tmp_path))}
     done = subprocess.run(
         [sys.executable, "-c", PEERS, str(films)], env=environ, capture_output=True, text=True, timeout=150, check=False
@@ -114,7 +116,7 @@ from pathlib import Path
 
 from headrace.bench.peers import loaders
 from headrace.bench.peers import video
-from headrace.bench.peers.source import FLOOR, OURS, Source, batches, make
+from headrace.bench.peers.source import Source, batches
 from tests.bench.test_bench_films import TINY
 
 place = Source(Path(sys.argv[1]), int(sys.argv[2]))
@@ -124,7 +126,7 @@ for found in (loaders.threads(decode, place, TINY), batches("webdataset + PyAV, 
 """
 
 
-def test_films_on_a_server_are_sought_in_there_or_read(films: Path) -> None:
+def test_films_on_a_server_are_read_by_seeking_or_whole(films: Path) -> None:
     with server(films.parent) as running:
         command = [sys.executable, "-c", FROM_S3, str(films), str(running.port)]
         done = subprocess.run(
@@ -134,7 +136,7 @@ def test_films_on_a_server_are_sought_in_there_or_read(films: Path) -> None:
         assert done.stdout.split() == ["4", "4"]
 
 
-def test_of_an_answer_that_is_broken_off_what_arrived_is_counted(tmp_path: Path) -> None:
+def test_bytes_that_arrived_of_an_aborted_answer_are_counted(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket" / "key").write_bytes(bytes(1 << 20))
     with server(tmp_path) as running:
@@ -147,7 +149,7 @@ def test_of_an_answer_that_is_broken_off_what_arrived_is_counted(tmp_path: Path)
                 got += client.recv(1000)
         until = time.monotonic() + 30
         while running.sent() > 100_000:
-            assert time.monotonic() < until, f"{running.sent()} bytes are said to have been read"
+            assert time.monotonic() < until, f"{running.sent()} bytes are counted as read"
             time.sleep(0.01)
         assert running.sent() > 0
 

@@ -78,7 +78,7 @@ def test_a_candidate_that_delivers_too_few_clips_has_no_figures(
         measure("lazy", Source(tmp_path), video.KINDS[0])
 
 
-def test_who_forks_ends_its_connections_first_where_peers_would_share_them() -> None:
+def test_a_process_closes_its_connections_before_it_forks() -> None:
     program = """
 import os, socket
 from headrace.bench.peers.source import close_connections_at_fork

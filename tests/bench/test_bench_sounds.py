@@ -1,4 +1,4 @@
-"""`headrace bench loader` of sound: what recordings are, and that all who take windows of them take the same."""
+"""`headrace bench loader` of sound: what recordings are, and that all peers take the same windows."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def test_an_epoch_has_some_windows_of_each_recording(short: Path, long: Path, na
         assert sum(len(batch) for batch in batches(name, Source(folder), kind)) == 4 * kind.per_file
 
 
-def test_who_decodes_by_hand_hears_what_we_hear(short: Path, long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pyav_and_our_decoder_give_the_same_sound(short: Path, long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audio.random, "uniform", lambda low, high: 0.75)
     for kind, folder in ((SHORT, short), (LONG, long)):
         with Dataset(folder / "dataset") as dataset:
             infos = {f"{sample.key}.{sample.audio.ext}": sample.audio for sample in dataset if sample.audio}
         for name in Source(folder).files():
             spec = AudioSpec(audio.RATE, seconds=kind.window)
-            told = memoryview(Source(folder).read(name))
-            ours, _ = decode_audio(told, infos[name], Fraction(3, 4), spec, spec.samples(), True)
+            data = memoryview(Source(folder).read(name))
+            ours, _ = decode_audio(data, infos[name], Fraction(3, 4), spec, spec.samples(), True)
             with Source(folder).opened(name) as path:
                 theirs = audio.pyav(path, kind)
             assert theirs.shape == (kind.per_file, *kind.shape)
@@ -91,7 +91,7 @@ import sys
 from pathlib import Path
 
 from headrace.bench.peers import audio
-from headrace.bench.peers.source import FLOOR, OURS, Source, batches, make
+from headrace.bench.peers.source import Source, batches
 from tests.bench.test_bench_sounds import LONG, MELS, PRIMING, SHORT, offset
 
 random.uniform = lambda *_: 0.75

@@ -1,4 +1,4 @@
-"""`headrace bench loader --kind pictures`: everyone delivers every picture, and the same ones."""
+"""`headrace bench loader --kind pictures`: every candidate delivers every picture, and the same ones."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_a_dry_run_lists_all_parts_runs_what_needs_no_gpu_and_goes_on_where_it_s
     assert "restore: done in" in again.stdout
     assert "probe: done before" in again.stdout
     parts = results.read(tmp_path / "drill.json").parts
-    assert [part.name for part in parts] == ["probe", "restore"], "what an earlier start measured is gone"
+    assert [part.name for part in parts] == ["probe", "restore"], "measurements of an earlier start were lost"
     assert parts[1].candidates["warm"].metrics["rate"][0] > 0
     assert not parts[1].failed
     assert "## Restore into the device: done" in (tmp_path / "drill.md").read_text()
@@ -283,7 +283,7 @@ def test_every_part_of_the_drill_can_be_imported_and_says_what_it_shows() -> Non
 
 
 class Card:
-    """In the place of libnvidia-ml: a card whose decoders are busy, and that does not tell of anything else."""
+    """Replaces libnvidia-ml: a card that reports the use of its decoders and nothing else."""
 
     def __init__(self, failed: int = 0) -> None:
         self.failed = failed
@@ -367,8 +367,8 @@ def test_packages_that_this_python_cannot_find_are_named(monkeypatch: pytest.Mon
     environ = {"PYTHONPATH": str(gpu_drill.ROOT), "PATH": os.environ["PATH"]}
     found = gpu_drill._absent(environ)
     assert not {"torch", "av"} & set(found)
-    monkeypatch.setitem(gpu_drill.NEEDS, "gds", ("torch", "nothing_of_this_name", "nvidia.nothing", "nobody.at_all"))
-    assert {"nothing_of_this_name", "nvidia.nothing", "nobody.at_all"} <= set(gpu_drill._absent(environ))
+    monkeypatch.setitem(gpu_drill.NEEDS, "gds", ("torch", "nothing_of_this_name", "nvidia.nothing", "absent.module"))
+    assert {"nothing_of_this_name", "nvidia.nothing", "absent.module"} <= set(gpu_drill._absent(environ))
 
 
 def test_the_checks_of_saves_and_batches_pass_where_nothing_runs_behind_the_program() -> None:
@@ -438,10 +438,10 @@ def test_a_check_that_fails_is_an_error_of_the_part_and_the_others_go_on(monkeyp
     def this_is_right(part: PartResult, name: str) -> None:
         checks._expect(True, "")
 
-    def nobody_has_this(part: PartResult, name: str) -> None:
+    def needs_an_absent_package(part: PartResult, name: str) -> None:
         raise RuntimeError
 
-    known: Any = {this_is_wrong: (), this_is_right: ("torch",), nobody_has_this: ("nothing_of_this_name",)}
+    known: Any = {this_is_wrong: (), this_is_right: ("torch",), needs_an_absent_package: ("nothing_of_this_name",)}
     monkeypatch.setattr(checks, "CHECKS", known)
     part = checks.run(True)
     assert part.candidates["this is wrong"] == {
@@ -449,7 +449,7 @@ def test_a_check_that_fails_is_an_error_of_the_part_and_the_others_go_on(monkeyp
         "errors": ["AssertionError: it is not as it should be"],
     }
     assert part.candidates["this is right"] == {"metrics": {"right": [1]}, "errors": []}
-    assert part.notes == ["nobody has this: not checked, not here: nothing_of_this_name"]
+    assert part.notes == ["needs an absent package: not checked, not here: nothing_of_this_name"]
 
 
 def test_what_dali_is_not_given_is_told_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

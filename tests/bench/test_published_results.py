@@ -1,4 +1,4 @@
-"""Results that were kept: they can be read, name no folder of somebody's machine, and hold the figures that the README shows."""
+"""Published results: they can be read, name no folder of a machine, and hold the figures that the README shows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_each_says_how_and_where_it_was_measured(path: Path) -> None:
     run = read(path)
     assert {"cpu", "cpus", "kernel", "memory_gib", "load_before"} <= set(run.environment) or "gpu" in run.environment
     assert path.parent.name[:10] <= run.started[:10], "it lies in the folder of another day"
-    assert not re.search(r'"/[a-z]+/|/tmp/|/home/|/root/', path.read_text()), "it names a folder of somebody's machine"
+    assert not re.search(r'"/[a-z]+/|/tmp/|/home/|/root/', path.read_text()), "it names a folder of a machine"
     assert all(part.candidates or part.status != "done" for part in run.parts)
 
 

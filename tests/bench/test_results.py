@@ -115,7 +115,7 @@ def test_a_part_that_raises_is_in_the_results_as_failed(tmp_path: Path, capsys: 
     assert command.benchmark("x", "about")(fill)(["-o", str(path), "--directory", str(tmp_path)]) == 1
     (part,) = results.read(path).parts
     assert (part.status, part.why) == ("failed", "RuntimeError: the disk went away")
-    assert part.candidates["ours"].metrics["x"] == [1.0], "what had been measured is gone"
+    assert part.candidates["ours"].metrics["x"] == [1.0], "its measurements were lost"
     assert "**failed**: RuntimeError" in capsys.readouterr().out
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"], "scratch was left behind"
 
@@ -159,10 +159,10 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: signal.Sig
         text=True,
     )
     assert process.stderr is not None
-    heard: list[str] = []
+    lines: list[str] = []
     until = time.monotonic() + 60
-    while heard.count("headrace") < 2 and time.monotonic() < until:
-        heard.append(process.stderr.readline().strip())
+    while lines.count("headrace") < 2 and time.monotonic() < until:
+        lines.append(process.stderr.readline().strip())
     process.send_signal(number)
     out, _ = process.communicate(timeout=150)
     assert process.returncode == 130, out

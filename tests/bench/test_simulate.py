@@ -17,10 +17,19 @@ from hypothesis import strategies as st
 
 from headrace.bench.core.processes import daemon, server
 from headrace.bench.core.results import decode
-from headrace.bench.simulate import cluster as cluster_model
-from headrace.bench.simulate.cluster import VARIANTS, Cluster, Costs, Job, best_interval, costs, daly, simulate, young
-from headrace.bench.simulate.command import simulate as main
+from headrace.bench.workloads import simulate as cluster_model
 from headrace.bench.workloads.sidecar_rank import RankJob, Shape, run_ranks, write_shards
+from headrace.bench.workloads.simulate import (
+    VARIANTS,
+    Cluster,
+    Costs,
+    Job,
+    best_interval,
+    costs,
+    daly,
+    simulate_job,
+    young,
+)
 from headrace.dataio.cache.readers.bypass import MAX_BYTES
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import CACHE_BLOCK_BYTES
@@ -164,7 +173,7 @@ def predicted(ranks: int, *, shared: bool, pieces: model.ReadCosts) -> model.Pre
 
 @pytest.fixture(scope="module")
 def pieces(node: Path) -> model.ReadCosts:
-    """What one rank costs on this machine now, beside the bytes: the model's only measured number."""
+    """What one rank costs on this machine now, in addition to its bytes: the model's only measured number."""
     seconds, sent = real(node, 1, shared=False)
     return model.ReadCosts(sample_seconds=0, start_seconds=max(0.0, seconds - sent / RATE))
 
@@ -189,7 +198,7 @@ KNOWN = Costs(1, 0, 10, 60, 0, 1, 30, 20_000, False)
 
 
 def test_without_interruptions_only_stalls_cost() -> None:
-    out = simulate(Cluster(8), replace(KNOWN, mtbf=1e15), 990, wall=1e7, seed=1)
+    out = simulate_job(Cluster(8), replace(KNOWN, mtbf=1e15), 990, wall=1e7, seed=1)
     assert out.goodput == pytest.approx(990 / 1001, rel=1e-3)
     assert out.interruptions == 0
 
@@ -197,7 +206,7 @@ def test_without_interruptions_only_stalls_cost() -> None:
 @given(st.floats(1e3, 1e6), st.floats(10, 1e5), st.floats(0, 0.9), st.integers(0, 5))
 def test_every_second_is_accounted_for(mtbf: float, interval: float, data_stall: float, seed: int) -> None:
     known = replace(KNOWN, mtbf=mtbf, data_stall=data_stall)
-    out = simulate(Cluster(8), known, interval, wall=1e6, seed=seed)
+    out = simulate_job(Cluster(8), known, interval, wall=1e6, seed=seed)
     assert out.wall == pytest.approx(1e6, rel=1e-6) or out.wall - 1e6 <= 180 + 30 + 1e-6
     assert min(out.useful, out.lost, out.stalled, out.slowed, out.waiting, out.down) >= 0
     assert 0 <= out.goodput <= 1
@@ -209,7 +218,7 @@ def test_goodput_is_near_the_closed_form_at_the_interval_of_daly() -> None:
     cluster = Cluster(8, restart_seconds=0)
     t, m, c = daly(10, known.mtbf), known.mtbf, 10
     expected = t / (m * math.expm1((t + c) / m))
-    found = [simulate(cluster, known, t, wall=4e7, seed=seed).goodput for seed in range(3)]
+    found = [simulate_job(cluster, known, t, wall=4e7, seed=seed).goodput for seed in range(3)]
     assert sum(found) / 3 == pytest.approx(expected, rel=0.01)
 
 
@@ -223,11 +232,11 @@ def test_the_best_interval_lies_around_that_of_young_and_daly() -> None:
 def test_a_staged_save_outlives_software_failures_only_with_the_sidecar() -> None:
     soft = Cluster(8, hardware_share=0)
     slow = replace(KNOWN, durable=2000, mtbf=6000)
-    plain = simulate(soft, slow, 100, wall=1e7, seed=1)
-    assert simulate(soft, replace(slow, soft_survives=True), 100, wall=1e7, seed=1).goodput > plain.goodput + 0.05
+    plain = simulate_job(soft, slow, 100, wall=1e7, seed=1)
+    assert simulate_job(soft, replace(slow, soft_survives=True), 100, wall=1e7, seed=1).goodput > plain.goodput + 0.05
     hard = Cluster(8, hardware_share=1)
-    assert simulate(hard, replace(slow, soft_survives=True), 100, wall=1e7, seed=1).goodput == pytest.approx(
-        simulate(hard, slow, 100, wall=1e7, seed=1).goodput
+    assert simulate_job(hard, replace(slow, soft_survives=True), 100, wall=1e7, seed=1).goodput == pytest.approx(
+        simulate_job(hard, slow, 100, wall=1e7, seed=1).goodput
     )
 
 
@@ -247,7 +256,7 @@ def test_a_store_with_few_requests_a_second_is_the_bound() -> None:
 
 
 def test_the_command_gives_every_answer_for_every_size(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--gpus", "8,512", "--rounds", "2", "--json", "--set", "store_read=1e11"]) == 0
+    assert cluster_model.simulate(["--gpus", "8,512", "--rounds", "2", "--json", "--set", "store_read=1e11"]) == 0
     (part,) = decode(capsys.readouterr().out.encode(), "stdout").parts
     assert part.settings["store_read"] == 1e11
     for features in VARIANTS:
@@ -256,10 +265,10 @@ def test_the_command_gives_every_answer_for_every_size(capsys: pytest.CaptureFix
         assert len(metrics["goodput_512"]) == 2
         assert 50 < metrics["goodput_512"][0] <= 100
     with pytest.raises(UsageError, match="no setting 'speed'"):
-        main(["--set", "speed=1"])
+        cluster_model.simulate(["--set", "speed=1"])
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys; import headrace.bench.simulate.command; print('torch' in sys.modules)"
+    code = "import sys; import headrace.bench.workloads.simulate; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert json.loads(done.stdout.lower()) is False

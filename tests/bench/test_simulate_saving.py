@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.simulate.cluster import Cluster, Features, Job, costs
+from headrace.bench.workloads.simulate import Cluster, Features, Job, costs
 from headrace.dataio.testing.fault_proxy import FaultProxy
 from headrace.dataio.testing.s3_server import S3Server
 from tests.support.node_model import SaveCosts, predict_restore, predict_save
@@ -23,8 +23,8 @@ NOTHING = SaveCosts(
     copy_rate=1e15, hash_rate=1e15, plan_seconds=0, request_seconds=0, commit_seconds=0, open_seconds=0, uploads=4
 )
 BYTES = 0.02
-"""Manifests, leases and the like beside the chunks, as a share of them, and less than this many bytes a save and rank."""
-BESIDE = 40_000
+"""Manifests, leases and other documents, as a share of the chunks. `DOCUMENT_BYTES` bounds them for a save and rank."""
+DOCUMENT_BYTES = 40_000
 SECONDS = 0.15
 
 
@@ -126,8 +126,8 @@ def test_real_saves_and_restores_move_the_bytes_that_the_model_says(s3_server: S
     kib, rate = 4096, 24e6
     first, second, restore, sent, fetched = predicted(ranks, kib, rate, NOTHING)
     found = real(s3_server, ranks, kib, rate)
-    assert found.sent == pytest.approx(sent, rel=BYTES, abs=2 * ranks * BESIDE)
-    assert found.fetched == pytest.approx(fetched, rel=BYTES, abs=ranks * BESIDE)
+    assert found.sent == pytest.approx(sent, rel=BYTES, abs=2 * ranks * DOCUMENT_BYTES)
+    assert found.fetched == pytest.approx(fetched, rel=BYTES, abs=ranks * DOCUMENT_BYTES)
     for seconds, least in ((found.first, first), (found.second, second), (found.restore, restore)):
         assert seconds > 0.9 * least, "faster than its link: the model has the bytes wrong"
 
@@ -136,7 +136,7 @@ def test_real_saves_and_restores_move_the_bytes_that_the_model_says(s3_server: S
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_real_saves_and_restores_take_as_long_as_the_model_says(s3_server: S3Server) -> None:
-    """With three numbers measured on one rank: what a process's first save, any save and a restore take beside their bytes."""
+    """With three numbers measured on one rank: what a process's first save, any save and a restore take in addition to their bytes."""
     kib, rate = 32 << 10, 16e6
     alone = real(s3_server, 1, kib, rate)
     bare = predicted(1, kib, rate, NOTHING)

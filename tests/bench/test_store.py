@@ -30,7 +30,7 @@ def test_a_bucket_is_measured_beside_the_raw_clients_and_left_as_it_was(
     sweep = Sweep(("get", "range", "small", "put", "multipart", "list"), (65536, 8 * MIB), (2,))
     with open_store(s3_url) as store:
         store.put("theirs", b"not ours")
-        store.put("headrace-bench-somebody/else", b"not ours")
+        store.put("headrace-bench-other/run", b"not ours")
     options = ["--sizes", "64KiB,8MiB", "--bytes", "128KiB", "--threads", "2", *QUICK]
     found = run_part(capsys, "store", s3_url, *options).candidates
     assert tuple(found) == S3_CLIENTS
@@ -38,7 +38,7 @@ def test_a_bucket_is_measured_beside_the_raw_clients_and_left_as_it_was(
         assert set(samples.metrics) == set(sweep.metrics()), name
         assert all(value[0] > 0 for metric, value in samples.metrics.items() if not metric.endswith("_cpu")), name
     with open_store(s3_url) as store:
-        assert [info.key for info in store.list()] == ["headrace-bench-somebody/else", "theirs"]
+        assert [info.key for info in store.list()] == ["headrace-bench-other/run", "theirs"]
 
 
 def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +55,7 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, capsys: pyte
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_objects_that_somebody_puts_below_the_prefix_meanwhile_are_left_alone(tmp_path: Path) -> None:
+def test_objects_that_another_program_puts_below_the_prefix_are_left_alone(tmp_path: Path) -> None:
     sweep = Sweep(("get", "put"), (1000,), (1,))
     with fresh_prefix(str(tmp_path), sweep, lambda *_: None) as place, open_store(place) as store:
         ours = [info.key for info in store.list()]
