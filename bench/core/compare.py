@@ -40,7 +40,7 @@ LEAST_CHANGE = 0.02
 Verdict = Literal["better", "worse", "changed little", "no change seen", "too few samples"]
 
 
-class Change(msgspec.Struct, frozen=True):
+class Change(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one candidate: B compared with A. `ratio` is B's median over A's, with its 95 % interval."""
 
     part: str
@@ -137,17 +137,17 @@ def _judged(pairs: list[tuple[Part, str, str, Metric, list[float], list[float]]]
         interval = ratio_of_medians(new, old)
         verdict = _verdict(about, interval, enough=p is not None, certain=str(place) in found)
         change = Change(
-            part.name,
-            candidate,
-            metric,
-            about.title or metric,
-            about.unit,
-            verdict,
-            p if p is not None else 1.0,
-            interval.ratio if interval else None,
-            interval.low if interval else None,
-            interval.high if interval else None,
-            (len(old), len(new)),
+            part=part.name,
+            candidate=candidate,
+            metric=metric,
+            title=about.title or metric,
+            unit=about.unit,
+            verdict=verdict,
+            p=p if p is not None else 1.0,
+            ratio=interval.ratio if interval else None,
+            low=interval.low if interval else None,
+            high=interval.high if interval else None,
+            samples=(len(old), len(new)),
         )
         changes.append(change)
     return changes

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,10 @@ def run_demo(settings: Settings, media: Path | None, progress: Progress) -> Jour
         progress("pack clips", 1.0)
         sidecar = _start_sidecar(stack, scratch)
         environment["HEADRACE_SIDECAR"] = str(sidecar.socket)
-        uninterrupted = _Run(settings, "uninterrupted", environment, scratch, progress)
+        run = partial(_Run, settings=settings, environment=environment, scratch=scratch, progress=progress)
+        uninterrupted = run(name="uninterrupted")
         reference = uninterrupted.to_the_end("uninterrupted run")
-        interrupted = _Run(settings, "interrupted", environment, scratch, progress)
+        interrupted = run(name="interrupted")
         killed = interrupted.killed_after_stage("run to be killed")
         began = time.time()
         resumed = interrupted.to_the_end("restarted run")
@@ -112,7 +114,7 @@ def _status(sidecar: DaemonProcess) -> Mapping[str, Any]:
         return status
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Run:
     """One named run of the trainer. It may be started several times."""
 

@@ -60,11 +60,11 @@ LONG = (
     FLAC,
     Form("ogg", "libopus", 48_000, bit_rate=32_000),
     Form("mp3", "libmp3lame", 44_100, bit_rate=64_000, options=(("reservoir", "0"),)),  # independent packets
-    Form("m4a", "aac", 44_100, "stereo", 96_000),
+    Form("m4a", "aac", 44_100, layout="stereo", bit_rate=96_000),
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recordings:
     """Recordings from `shortest` to `longest` seconds.
 
@@ -163,11 +163,13 @@ class Recordings:
         }
 
 
-_SOUND = Recordings("sound", 10, 16, 5, (FLAC, FINE_FLAC))
+_SOUND = Recordings(name="sound", shortest=10, longest=16, window=5, forms=(FLAC, FINE_FLAC))
 KINDS = (
     _SOUND,
     replace(_SOUND, name="mels", n_mels=80, of="sound"),
-    Recordings("recordings", 2400, 3600, 10, LONG, per_file=8, shard_bytes=128 << 20),
+    Recordings(
+        name="recordings", shortest=2400, longest=3600, window=10, forms=LONG, per_file=8, shard_bytes=128 << 20
+    ),
 )
 
 

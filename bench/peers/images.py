@@ -31,7 +31,7 @@ DISTINCT = 96
 QUALITY = 90
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Images:
     """JPEGs with sides between two lengths. A candidate delivers them as `size` x `size`."""
 
@@ -94,7 +94,7 @@ class Images:
         }
 
 
-KINDS = (Images("pictures", 360, 640, 224),)
+KINDS = (Images(name="pictures", shortest=360, longest=640, size=224),)
 
 
 def _pixels(height: int, width: int, number: int) -> np.ndarray:

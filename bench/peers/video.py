@@ -44,7 +44,7 @@ order."""
 BATCH = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Videos:
     """H.264 files of `seconds`, with a key frame every `gop` frames. A candidate delivers clips of `size` x `size`.
 
@@ -136,9 +136,19 @@ class Videos:
 
 
 KINDS = (
-    Videos("short", 4, 320, 240, 12, 112),
-    Videos("long", 10, 640, 360, 60, 224),
-    Videos("films", 10, 640, 360, 60, 224, parts=60, per_file=8, shard_bytes=128 << 20),
+    Videos(name="short", seconds=4, width=320, height=240, gop=12, size=112),
+    Videos(name="long", seconds=10, width=640, height=360, gop=60, size=224),
+    Videos(
+        name="films",
+        seconds=10,
+        width=640,
+        height=360,
+        gop=60,
+        size=224,
+        parts=60,
+        per_file=8,
+        shard_bytes=128 << 20,
+    ),
 )
 
 

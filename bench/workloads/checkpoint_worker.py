@@ -54,7 +54,7 @@ Build = Callable[[str, Training], Built]
 Figures = dict[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What to measure. `steps` is the number of steps before the third save, 0 for none. `lora` adds a LoRA run."""
 
@@ -309,7 +309,8 @@ def measure_in_process(name: str, where: str, mib: int, ranks: int, steps: int, 
         return _start_ranks((name, where, mib, ranks, steps, lora), ranks)
     entry = ENTRIES[name]
     checkpointers: Any = importlib.import_module("headrace.bench.peers.checkpointers")
-    job = Job(partial(getattr(checkpointers, entry.build), **entry.options), where, mib, ranks, steps, lora)
+    build = partial(getattr(checkpointers, entry.build), **entry.options)
+    job = Job(build=build, where=where, mib=mib, ranks=ranks, steps=steps, lora=lora)
     if ranks == 1:
         return measure(job)
     _join_ranks()

@@ -107,8 +107,8 @@ def loader(job: Job, part: Part) -> None:
                 name,
                 "headrace.bench.workloads.loader:measure_in_process",
                 (name, str(folder), kind.name, port),
-                next((pythons[at] for at in map(_short, packages.get(name, ())) if at in pythons), ""),
-                _environ(name, folder),
+                python=next((pythons[at] for at in map(_short, packages.get(name, ())) if at in pythons), ""),
+                environ=_environ(name, folder),
             )
             for name in names
         ]

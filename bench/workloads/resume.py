@@ -83,7 +83,7 @@ def resume(job: Job, part: Part) -> None:
         if peer in pythons:
             _convert(peer, folder, pythons[peer])
     module = "headrace.bench.workloads.resume"
-    wanted = [Candidate(name, f"{module}:measure", (name, folder), python) for name, python in pythons.items()]
+    wanted = [Candidate(name, f"{module}:measure", (name, folder), python=python) for name, python in pythons.items()]
     alternate(wanted, job.rounds, job.progress, part.candidates)
 
 

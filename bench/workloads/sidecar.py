@@ -130,7 +130,7 @@ def deliver(folder: Path, url: str, shape: Shape, ranks: int, found: Found) -> N
             memory = Memory(folder, 0 if epoch else shape.total_bytes)
             before = running.cpu_seconds()
             jobs = [
-                RankJob(url, str(running.socket), shape, r, ranks, epochs=epochs, first_epoch=epoch)
+                RankJob(url, str(running.socket), shape, rank=r, ranks=ranks, epochs=epochs, first_epoch=epoch)
                 for r in range(ranks)
             ]
             _, figures = run_ranks(jobs, before=memory.free)
@@ -146,7 +146,7 @@ def from_s3(folder: Path, root: Path, shape: Shape, ranks: int, found: Found) ->
     with server(root) as s3, daemon(folder, s3.environ, cache_bytes="4GiB") as running:
         memory = Memory(folder, shape.total_bytes)
         before = running.cpu_seconds()
-        jobs = [RankJob("s3://bucket/ds", str(running.socket), shape, rank, ranks) for rank in range(ranks)]
+        jobs = [RankJob("s3://bucket/ds", str(running.socket), shape, rank=rank, ranks=ranks) for rank in range(ranks)]
         _, figures = run_ranks(jobs, s3.environ, before=memory.free)
         samples = sum(figure["samples"] for figure in figures)
         cpu = sum(figure["cpu_s"] for figure in figures) + running.cpu_seconds() - before
@@ -177,12 +177,12 @@ def quiet(running: DaemonProcess, url: str, shape: Shape, found: Found) -> None:
 def cold(folder: Path, root: Path, found: Found) -> None:
     """Let four ranks read an uncached dataset from a server of a fixed bandwidth, without and with a daemon."""
     with server(root, RATE) as limited:
-        jobs = [RankJob("s3://bucket/ds", None, LIMITED, rank, 4) for rank in range(4)]
+        jobs = [RankJob("s3://bucket/ds", None, LIMITED, rank=rank, ranks=4) for rank in range(4)]
         without, _ = run_ranks(jobs, limited.environ)
     with server(root, RATE) as limited, daemon(folder / "cold", limited.environ, cache_bytes="1GiB") as running:
         # warm up: a real daemon has already read from its stores
         run_ranks([RankJob("s3://bucket/other", str(running.socket), Shape(shards=1, per_shard=1))], limited.environ)
-        jobs = [RankJob("s3://bucket/ds", str(running.socket), LIMITED, rank, 4) for rank in range(4)]
+        jobs = [RankJob("s3://bucket/ds", str(running.socket), LIMITED, rank=rank, ranks=4) for rank in range(4)]
         through, _ = run_ranks(jobs, limited.environ)
         found["rss_s3"].append(running.peak_mib())
     found["cold"].append(without / through)

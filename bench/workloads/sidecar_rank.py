@@ -20,7 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +76,7 @@ class RankJob:
     url: str
     sidecar: str | None
     shape: Shape
+    _: KW_ONLY
     rank: int = 0
     ranks: int = 1
     batch: int = 16

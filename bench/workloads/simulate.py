@@ -118,7 +118,7 @@ VARIANTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """The costs of one job on one cluster, in seconds except for `amplification` and `data_stall` (share of wall time).
 
@@ -194,15 +194,15 @@ def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
     # All nodes wait for the slowest: a new node, which reads its bytes from its buddy.
     from_buddy, from_store = node_state / min(cluster.tier_read, cluster.nic_rate), node_state / read
     return Costs(
-        amplified,
-        max(0.0, 1 - read / need),
-        stall,
-        stall + durable,
-        upload,
-        job.slow_down * upload,
-        min(from_buddy, from_store) if features.tier else from_store,
-        cluster.mtbf,
-        features.sidecar,
+        amplification=amplified,
+        data_stall=max(0.0, 1 - read / need),
+        stall=stall,
+        durable=stall + durable,
+        upload=upload,
+        slow_down=job.slow_down * upload,
+        restore=min(from_buddy, from_store) if features.tier else from_store,
+        mtbf=cluster.mtbf,
+        soft_survives=features.sidecar,
     )
 
 
@@ -253,7 +253,7 @@ def simulate_job(cluster: Cluster, known: Costs, interval: float, *, wall: float
     if interval <= 0:
         raise ValueError("the interval between checkpoints is a positive number of seconds")
     rng, out = random.Random(seed), Outcome()
-    run = _Run(cluster, known, interval, rng, out)
+    run = _Run(cluster=cluster, known=known, interval=interval, rng=rng, out=out)
     while out.wall < wall:
         run.life(wall)
     return out
@@ -262,7 +262,7 @@ def simulate_job(cluster: Cluster, known: Costs, interval: float, *, wall: float
 class _Run:
     """Simulates the job from a start to its next interruption."""
 
-    def __init__(self, cluster: Cluster, known: Costs, interval: float, rng: random.Random, out: Outcome) -> None:
+    def __init__(self, *, cluster: Cluster, known: Costs, interval: float, rng: random.Random, out: Outcome) -> None:
         self._cluster, self._known, self._interval, self._rng, self._out = cluster, known, interval, rng, out
 
     def life(self, wall: float) -> None:

@@ -150,7 +150,7 @@ class Sweep:
         return found | {"peak_mib": Metric("peak MiB", "MiB")}
 
 
-class Order(msgspec.Struct):
+class Order(msgspec.Struct, kw_only=True):
     """What one client measures. `seconds` and `cell_bytes` bound a cell, `all_seconds` and `all_bytes` the process."""
 
     client: str

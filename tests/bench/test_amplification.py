@@ -33,7 +33,10 @@ def epoch(counting: Server, socket: Path | None, ranks: int, number: int = 0) ->
     """Bytes that the server sent for one epoch, per byte of the dataset."""
     before = counting.sent()
     where = str(socket) if socket else None
-    jobs = [RankJob("s3://bucket/ds", where, SHAPE, rank, ranks, 8, first_epoch=number) for rank in range(ranks)]
+    jobs = [
+        RankJob("s3://bucket/ds", where, SHAPE, rank=rank, ranks=ranks, batch=8, first_epoch=number)
+        for rank in range(ranks)
+    ]
     _, found = run_ranks(jobs, counting.environ)
     assert sum(figures["samples"] for figures in found) == SHAPE.samples
     return (counting.sent() - before) / SHAPE.total_bytes

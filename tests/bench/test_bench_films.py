@@ -19,7 +19,9 @@ from headrace.bench.peers.source import FLOOR, OURS, Source, batches, ffmpeg_lib
 from headrace.bench.workloads.loader import measure
 from headrace.dataio.cli import main
 
-TINY = video.Videos("tiny", 2, 64, 48, 12, 32, parts=3, per_file=2, shard_bytes=1 << 20)
+TINY = video.Videos(
+    name="tiny", seconds=2, width=64, height=48, gop=12, size=32, parts=3, per_file=2, shard_bytes=1 << 20
+)
 
 
 @pytest.fixture(scope="module")

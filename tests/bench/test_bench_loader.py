@@ -47,7 +47,7 @@ def test_a_candidate_that_there_is_not_is_named_before_anything_is_made(
 def test_clips_that_a_killed_run_had_not_finished_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny, real = video.Videos("tiny", 1, 64, 48, 12, 32), video.encode
+    tiny, real = video.Videos(name="tiny", seconds=1, width=64, height=48, gop=12, size=32), video.encode
 
     def killed(path: Path, kind: video.Videos, number: int) -> None:
         real(path, kind, number)

@@ -20,7 +20,7 @@ SMALL = Shape(shards=2, per_shard=8, members=(30_000, 5_000, 60))
 
 def test_a_rank_reads_each_sample_of_an_epoch_once_with_and_without_the_daemon(tmp_path: Path) -> None:
     write_shards(tmp_path, SMALL)
-    figures = [run(RankJob(f"file://{tmp_path}", None, SMALL, rank, 2, 4)) for rank in range(2)]
+    figures = [run(RankJob(f"file://{tmp_path}", None, SMALL, rank=rank, ranks=2, batch=4)) for rank in range(2)]
     assert sum(figure["samples"] for figure in figures) == SMALL.samples
     assert sum(figure["bytes"] for figure in figures) == SMALL.samples * sum(SMALL.members)
 

@@ -141,14 +141,14 @@ def real(node: Path, ranks: int, *, shared: bool, place: str = "0") -> tuple[flo
     """(seconds, bytes the server sent) of real ranks at a server of `RATE`."""
     with server(node / "store", RATE) as limited:
         if not shared:
-            jobs = [RankJob("s3://bucket/ds", None, SHAPE, rank, ranks, batch=4) for rank in range(ranks)]
+            jobs = [RankJob("s3://bucket/ds", None, SHAPE, rank=rank, ranks=ranks, batch=4) for rank in range(ranks)]
             seconds, _ = run_ranks(jobs, limited.environ)
             return seconds, limited.sent()
         with daemon(node / place / f"d{ranks}", limited.environ, cache_bytes="1GiB") as running:
             warm = RankJob("s3://bucket/other", str(running.socket), Shape(shards=1, per_shard=1))
             run_ranks([warm], limited.environ)
             before, socket = limited.sent(), str(running.socket)
-            jobs = [RankJob("s3://bucket/ds", socket, SHAPE, rank, ranks, batch=4) for rank in range(ranks)]
+            jobs = [RankJob("s3://bucket/ds", socket, SHAPE, rank=rank, ranks=ranks, batch=4) for rank in range(ranks)]
             seconds, _ = run_ranks(jobs, limited.environ)
             return seconds, limited.sent() - before
 
@@ -158,7 +158,7 @@ def predicted(ranks: int, *, shared: bool, pieces: model.ReadCosts) -> model.Pre
     epochs = []
     for rank in range(ranks):
         batches = []
-        for batch in RankJob("s3://bucket/ds", None, SHAPE, rank, ranks, batch=4).batches():
+        for batch in RankJob("s3://bucket/ds", None, SHAPE, rank=rank, ranks=ranks, batch=4).batches():
             ranges = ((key, offset, length) for key, found in batch for offset, length in found)
             batches.append((model.blocks_of(ranges, CACHE_BLOCK_BYTES), len(batch)))
         epochs.append(model.Epoch(batches))
@@ -194,7 +194,17 @@ def test_predictions_for_local_ranks_are_close_to_real_runs(
     assert seconds == pytest.approx(expected.seconds, rel=TOLERANCE, abs=SLACK)
 
 
-KNOWN = Costs(1, 0, 10, 60, 0, 1, 30, 20_000, False)
+KNOWN = Costs(
+    amplification=1,
+    data_stall=0,
+    stall=10,
+    durable=60,
+    upload=0,
+    slow_down=1,
+    restore=30,
+    mtbf=20_000,
+    soft_survives=False,
+)
 
 
 def test_without_interruptions_only_stalls_cost() -> None:

@@ -136,7 +136,7 @@ def test_real_saves_and_restores_move_the_bytes_that_the_model_says(s3_server: S
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_real_saves_and_restores_take_as_long_as_the_model_says(s3_server: S3Server) -> None:
-    """With three numbers measured on one rank: what a process's first save, any save and a restore take in addition to their bytes."""
+    """With three numbers measured on one rank: what a first save, any save and a restore take in addition to bytes."""
     kib, rate = 32 << 10, 16e6
     alone = real(s3_server, 1, kib, rate)
     bare = predicted(1, kib, rate, NOTHING)

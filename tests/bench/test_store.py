@@ -89,7 +89,18 @@ def test_cells_that_would_not_fit_in_memory_are_named() -> None:
 
 
 def test_requests_that_fail_are_counted_and_named(tmp_path: Path) -> None:
-    found = measure(Order("os", f"file://{tmp_path}", ("get",), (10,), (1,), 0.01, 100, 10, 10**6))
+    order = Order(
+        client="os",
+        url=f"file://{tmp_path}",
+        operations=("get",),
+        sizes=(10,),
+        widths=(1,),
+        seconds=0.01,
+        cell_bytes=100,
+        all_seconds=10,
+        all_bytes=10**6,
+    )
+    found = measure(order)
     assert "get_10_x1" not in found, "a rate of nothing"
     assert "requests failed: get_10_x1: FileNotFoundError" in json.dumps(found["errors"])
 
