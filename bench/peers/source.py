@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from headrace.bench.core.measure import Progress, command_of
-from headrace.bench.core.processes import environment_variables
 
 OURS, FLOOR = "headrace", "floor: our decoder alone"
 Decode = Callable[..., torch.Tensor]
@@ -245,6 +244,8 @@ def write_litdata(read: Callable[[Any], Any], inputs: list[Any], target: Path, c
     litdata's temporary files go to a scratch folder: by default litdata empties the folders `data` and `chunks` of the
     system's temporary folder.
     """
+    from headrace.bench.core.processes import environment_variables
+
     library: Any = importlib.import_module("litdata")
     with tempfile.TemporaryDirectory(prefix="headrace-litdata-", dir=target.parent) as scratch:
         folders = {
