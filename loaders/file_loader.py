@@ -2,7 +2,8 @@
 formats.
 
 Purpose: check the options, and bring plan and processor together; `headrace.loaders.loader` does the rest.
-Invariants: those of `headrace.loaders.loader`.
+`FileProcessor` passes the files on, read and checked but not decoded.
+Invariants: those of `headrace.loaders.loader`. The bytes of a sample are those of its files, in the requested order.
 Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
 loader's.
 """
@@ -15,20 +16,59 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 
-from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.errors import HeadraceError, UsageError
 from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.sample import Files, Sample
 from headrace.loaders.config import LoaderConfig, configured_by
-from headrace.loaders.interfaces import Processor
+from headrace.loaders.fetch.sample_reader import files_of
+from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, Processor, SampleLayout, SampleRef
 from headrace.loaders.loader import Loader
-from headrace.loaders.processors.files import BYTES, SIZES, FileProcessor
 from headrace.loaders.sampling.permutation import I64
 
 if TYPE_CHECKING:
     from headrace.loaders.sampling.mixture import Mixture
 
 MAX_FILES = 64
+BYTES, SIZES = "bytes", "sizes"
+_IN_PLACE = {BYTES: torch.empty(0, dtype=torch.uint8)}
+
+
+class FileProcessor:
+    """Returns "bytes", uint8 (n,), and "sizes", the number of bytes of each file."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._files = tuple(files)
+        self._needs: Needs = dict.fromkeys(files)
+
+    @property
+    def layout(self) -> SampleLayout:
+        return SampleLayout((BYTES,), {SIZES: torch.int64}, files_of=self._located)
+
+    def needs(self, ref: SampleRef) -> Needs:
+        return self._needs
+
+    def cost(self, sample: Sample) -> int:
+        return 0
+
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        return [self._one(one) for one in loaded]
+
+    def close(self) -> None:
+        pass
+
+    def _one(self, loaded: FetchedSample) -> ProcessedSample:
+        if loaded.files is not None:
+            sizes = [member.length for member in loaded.files.each]
+            return ProcessedSample(loaded.ref.sample, _IN_PLACE, {SIZES: sizes}, in_place=True)
+        views = [np.frombuffer(loaded.media[ext][:], np.uint8) for ext in self._files]
+        tensor = torch.from_numpy(np.concatenate(views))
+        return ProcessedSample(loaded.ref.sample, {BYTES: tensor}, {SIZES: [len(view) for view in views]})
+
+    def _located(self, sample: Sample) -> Files:
+        return files_of(sample, self._files)
 
 
 @dataclass(frozen=True)

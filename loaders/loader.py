@@ -33,9 +33,8 @@ from headrace.dataio.core.tracing import span
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.sidecar.client import LoaderMeter, open_reader
 from headrace.loaders.batch.batch import Batch, Output
-from headrace.loaders.batch.executor import BatchExecutor, GroupSlots
 from headrace.loaders.batch.memory import BufferPool, MemoryBudget
-from headrace.loaders.batch.prefetcher import Prefetcher, batches_from
+from headrace.loaders.batch.prefetcher import BatchExecutor, GroupSlots, Prefetcher, batches_from
 from headrace.loaders.batch.sample_builder import OnError, SampleBuilder
 from headrace.loaders.fetch.partial_file import HELD_BYTES
 from headrace.loaders.fetch.sample_reader import SampleReader

@@ -140,7 +140,7 @@ def batches(device: str, count: int) -> None:
     import torch
 
     from headrace.loaders.batch.batch import Output
-    from headrace.loaders.batch.executor import BatchExecutor
+    from headrace.loaders.batch.prefetcher import BatchExecutor
     from headrace.loaders.batch.sample_builder import PlannedBatch, PlannedRead
     from headrace.loaders.interfaces import ProcessedSample, SampleLayout, SampleRef
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -61,9 +61,16 @@ class PyAVDecoder:
         self._mine = threading.local()
 
     def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
+        """Decode requests that begin at one key frame together. If that fails, decode each by itself."""
         done = dict[int, Decoded | HeadraceError]()
         for numbers in grouped(requests):
-            done.update(zip(numbers, self._together([requests[n] for n in numbers]), strict=True))
+            if len(numbers) > 1:
+                with contextlib.suppress(HeadraceError):
+                    several = [requests[number] for number in numbers]
+                    done.update(zip(numbers, list(_decoded_together(several, self._converter)), strict=True))
+                    continue
+            for number in numbers:
+                done[number] = self._decode(requests[number])
         return [done[number] for number in range(len(requests))]
 
     def clip_bytes(self, info: VideoInfo, frames: int, size: tuple[int, int] | None, color: Color) -> int:
@@ -71,13 +78,6 @@ class PyAVDecoder:
 
     def close(self) -> None:
         self._mine = threading.local()
-
-    def _together(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
-        """Decode requests that begin at one key frame together. If that fails, decode each by itself."""
-        if len(requests) > 1:
-            with contextlib.suppress(HeadraceError):
-                return list(_decoded_together(requests, self._converter))
-        return [self._decode(request) for request in requests]
 
     def _decode(self, request: Request) -> Decoded | HeadraceError:
         try:
@@ -153,7 +153,8 @@ def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...
     pixels = decode_jpeg(request) if is_jpeg(request.info) else None
     if pixels is None:
         frame = images.decode(request.data[:])
-        _check(frame, request)
+        if (frame.width, frame.height) != (request.info.width, request.info.height) or frame.is_corrupt:
+            raise _damage(frame, request)
         canvas.draw(0, frame)
     else:
         cast("Paintable", canvas).paint(0, pixels)  # canvases of JPEGs are paintable
@@ -208,7 +209,8 @@ def _clip(window: Window, request: Request, canvas: Surface) -> Surface:
     for rank, frame in ranked:
         if picks[filled] < rank:
             break
-        _check(frame, request)
+        if frame.is_corrupt or frame.width != request.info.width or frame.height != request.info.height:
+            raise _damage(frame, request)
         if picks[filled] > rank:
             continue
         canvas.draw(filled, frame)
@@ -217,20 +219,20 @@ def _clip(window: Window, request: Request, canvas: Surface) -> Surface:
             canvas.again(filled)
             filled += 1
         if filled == len(picks):
-            _check_others(window, ranked)
+            _check_others(window, request, ranked)
             return canvas
     raise CorruptionError(f"only {filled} of the clip's {len(picks)} frames could be decoded")
 
 
-def _check_others(window: Window, ranked: Iterator[tuple[int, VideoFrame]]) -> None:
+def _check_others(window: Window, request: Request, ranked: Iterator[tuple[int, VideoFrame]]) -> None:
     """Check the decoded frames that are shown after the clip, since the clip's frames may refer to them."""
-    if window.stamped:
-        for _, frame in ranked:
-            _check_whole(frame)
-        return
-    with contextlib.suppress(EOFError):  # the decoder has already been flushed
-        for frame in window.stream.codec_context.decode(None):
-            _check_whole(frame)
+    others: Iterable[VideoFrame] = (frame for _, frame in ranked)
+    if not window.stamped:
+        with contextlib.suppress(EOFError):  # the decoder has already been flushed
+            others = window.stream.codec_context.decode(None)
+    for frame in others:
+        if frame.is_corrupt:
+            raise _damage(frame, request)
 
 
 def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
@@ -254,8 +256,9 @@ def _frames(window: Window) -> Iterator[VideoFrame]:
     codec, packets, needed = context.codec.canonical_name, window.packets, set[int]()
     skipping = window.stamped and codec in _SKIPPING
     wanted = set(window.pts) if window.stamped else set[int]()
-    if window.stamped:
-        packets = _until(packets, wanted)
+    if window.stamped:  # up to the last packet that holds a wanted frame
+        last = max((number for number, packet in enumerate(packets) if packet.pts in wanted), default=len(packets) - 1)
+        packets = packets[: last + 1]
     if skipping:
         needed = _in_lower_layers(window, packets)
     for number, packet in enumerate(packets):
@@ -283,23 +286,13 @@ def _in_lower_layers(window: Window, packets: Sequence[Packet[VideoStream]]) -> 
     return {number for number, (layer, referred) in enumerate(layers) if not referred and layer < highest}
 
 
-def _until(packets: list[Packet[VideoStream]], wanted: set[int]) -> list[Packet[VideoStream]]:
-    """The packets up to the last one that holds a wanted frame."""
-    last = max((number for number, packet in enumerate(packets) if packet.pts in wanted), default=len(packets) - 1)
-    return packets[: last + 1]
-
-
-def _check_whole(frame: VideoFrame) -> None:
+def _damage(frame: VideoFrame, request: Request) -> CorruptionError:
+    """The error for a frame that is damaged or has another size than its video."""
     if frame.is_corrupt:
-        raise CorruptionError(f"the frame at time stamp {frame.pts} is damaged")
-
-
-def _check(frame: VideoFrame, request: Request) -> None:
-    _check_whole(frame)
-    if (frame.width, frame.height) != (request.info.width, request.info.height):
-        raise CorruptionError(
-            f"a frame of {frame.width}x{frame.height} in a video of {request.info.width}x{request.info.height}"
-        )
+        return CorruptionError(f"the frame at time stamp {frame.pts} is damaged")
+    return CorruptionError(
+        f"a frame of {frame.width}x{frame.height} in a video of {request.info.width}x{request.info.height}"
+    )
 
 
 def beginning(ext: str, wanted: Wanted) -> Hashable:

@@ -19,6 +19,8 @@ time stamps. Only the listed demuxers may open a file, so that a playlist in a d
 from __future__ import annotations
 
 import io
+import itertools
+import sys
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -290,17 +292,23 @@ def _whole(container: av.container.InputContainer, request: Request) -> Window:
 def _bounded(source: Packets, request: Request, *, decoding: bool = True) -> Packets:
     """The packets, with limits on their total bytes and, if `decoding`, on the pixels to decode."""
     most, held = _EXPANDED * len(request.data), 0
+    most_frames = _most_frames(request.info) if decoding else sys.maxsize
     for number, packet in enumerate(source):
         held += packet.size
         if held > most:  # tables may list the same bytes repeatedly
             raise CorruptionError(f"its packets hold more than {_EXPANDED} times the bytes of the file")
-        if decoding:
+        if number > most_frames:
             _check_pixels(request.info, number)
         yield packet
 
 
+def _most_frames(info: VideoInfo) -> int:
+    """The most frames that are decoded for one clip."""
+    return limits.CLIP_PIXELS // max(1, info.width * info.height)
+
+
 def _check_pixels(info: VideoInfo, frames: int) -> None:
-    if frames * info.width * info.height > limits.CLIP_PIXELS:
+    if frames > _most_frames(info):
         raise CapacityError(
             f"the clip lies more than {frames:,} frames of {info.width}x{info.height} behind the key frame before it",
             hint="pack it with `--transcode h264`, which makes key frames",
@@ -341,8 +349,7 @@ def _from_key(container: av.container.InputContainer, stream: VideoStream, wante
         first = next(packets, None)
     if first is None:
         raise NoStartError(f"the key frame at time stamp {wanted.key.pts}, which the index lists, is not there")
-    yield first
-    yield from packets
+    return itertools.chain((first,), packets)
 
 
 def _seek(container: av.container.InputContainer, pts: int, stream: VideoStream | None) -> None:
@@ -378,9 +385,12 @@ def _collect(source: Packets, wanted: Wanted) -> tuple[list[Packet[VideoStream]]
     packets: list[Packet[VideoStream]] = []
     times: list[int] = []
     for packet in source:
+        stamp = packet.pts if packet.pts is not None else packet.dts
+        if stamp is None:
+            raise UnsupportedError("the stream carries no time stamps", hint="remux it into MP4, Matroska or WebM")
         if packet.is_corrupt:
-            raise CorruptionError(f"the packet at time stamp {_stamp(packet)} is damaged")
-        if _stamp(packet) < wanted.key.pts:
+            raise CorruptionError(f"the packet at time stamp {stamp} is damaged")
+        if stamp < wanted.key.pts:
             continue
         if packet.dts is not None and _is_over(packet.dts, wanted, times):
             return packets, times, False
@@ -388,7 +398,7 @@ def _collect(source: Packets, wanted: Wanted) -> tuple[list[Packet[VideoStream]]
             _check_start(packet)
         packets.append(packet)
         if not packet.is_discard and is_shown(packet.stream.codec.canonical_name, memoryview(packet)):
-            _insert(times, _stamp(packet))
+            _insert(times, stamp)
     return packets, times, True
 
 
@@ -427,13 +437,6 @@ def _picks(wanted: Wanted, times: list[int]) -> tuple[int, ...]:
     if not times or not 0 <= picks[0] <= picks[-1] < len(times):
         raise CorruptionError(f"frame {wanted.values[-1]} is missing: only {len(times)} follow the key frame")
     return picks
-
-
-def _stamp(packet: Packet[VideoStream]) -> int:
-    stamp = packet.pts if packet.pts is not None else packet.dts
-    if stamp is None:
-        raise UnsupportedError("the stream carries no time stamps", hint="remux it into MP4, Matroska or WebM")
-    return stamp
 
 
 def mux(window: Window, container: str = "matroska") -> bytes:

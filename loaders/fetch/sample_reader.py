@@ -41,7 +41,7 @@ Range = tuple[str, int, int]
 """Part of an object: key, offset, length."""
 
 
-def files(sample: Sample, exts: Sequence[str]) -> Files:
+def files_of(sample: Sample, exts: Sequence[str]) -> Files:
     """The files of a sample with these extensions, in this order."""
     if [member.ext for member in sample.members] == list(exts):
         return Files(sample.shard, sample.members)

@@ -12,7 +12,7 @@ import torch
 
 from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.batch.batch import Output
-from headrace.loaders.batch.executor import BatchExecutor
+from headrace.loaders.batch.prefetcher import BatchExecutor
 from headrace.loaders.batch.sample_builder import PlannedBatch, PlannedRead
 from headrace.loaders.cancellation import Cancelled, cancelled_by, check_cancelled
 from headrace.loaders.clip import Wanted

@@ -25,8 +25,8 @@ from headrace.loaders.batch.prefetcher import batches_from
 from headrace.loaders.batch.sample_builder import PlannedRead, SampleBuilder
 from headrace.loaders.cancellation import Cancelled, cancelled_by
 from headrace.loaders.fetch.sample_reader import SampleReader, StoreReader
+from headrace.loaders.file_loader import FileProcessor
 from headrace.loaders.interfaces import FetchedSample, SampleRef
-from headrace.loaders.processors.files import FileProcessor
 from headrace.loaders.quarantine.quarantine import Quarantine
 
 SAMPLES, SHARD = 40, 9

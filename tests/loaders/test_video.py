@@ -540,7 +540,7 @@ def test_ctrl_c_while_waiting_ends_the_threads_and_keeps_the_position(
     loader = make()
     (first,) = take(loader, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.loaders.batch.executor.wait", _interrupted)
+        patch.setattr("headrace.loaders.batch.prefetcher.wait", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             take(loader, 1)
     assert not _loader_threads()
@@ -568,7 +568,7 @@ def test_decode_threads_leave_torchs_threads_alone(make: Callable[..., VideoLoad
 
 
 def test_memory_ahead_is_bounded_by_prefetch(make: Callable[..., VideoLoader], monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.loaders.batch.executor import BatchExecutor
+    from headrace.loaders.batch.prefetcher import BatchExecutor
 
     most = 0
     start = BatchExecutor.start

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, UsageError
 from headrace.dataio.shards.sample import Files, Member, Sample
-from headrace.loaders.batch import executor
+from headrace.loaders.batch import prefetcher as prefetcher_module
 from headrace.loaders.batch.batch import Batch, JoinedBatch, Output, write_pixels
-from headrace.loaders.batch.executor import BatchExecutor
 from headrace.loaders.batch.memory import BufferPool
+from headrace.loaders.batch.prefetcher import BatchExecutor
 from headrace.loaders.batch.sample_builder import PlannedBatch, PlannedRead
 from headrace.loaders.interfaces import ProcessedSample, SampleLayout, SampleRef
 
@@ -36,7 +36,7 @@ def finished(ref: SampleRef, shape: tuple[int, ...] = (1, 3, 2, 2)) -> Processed
 
 
 @pytest.fixture
-def prefetcher() -> Iterator[Callable[..., BatchExecutor]]:
+def executor() -> Iterator[Callable[..., BatchExecutor]]:
     made: list[BatchExecutor] = []
 
     def make(work: Callable[[SampleRef], ProcessedSample], threads: int = 2, group: int = 1) -> BatchExecutor:
@@ -52,7 +52,7 @@ def prefetcher() -> Iterator[Callable[..., BatchExecutor]]:
 
 
 @pytest.mark.parametrize("group", [1, 2, 16])
-def test_batches_and_clips_come_in_order_whichever_is_finished_first(prefetcher: Any, group: int) -> None:
+def test_batches_and_clips_come_in_order_whichever_is_finished_first(executor: Any, group: int) -> None:
     late_is_done = threading.Event()
 
     def work(ref: SampleRef) -> ProcessedSample:
@@ -62,7 +62,7 @@ def test_batches_and_clips_come_in_order_whichever_is_finished_first(prefetcher:
             late_is_done.set()
         return finished(ref)
 
-    ahead = prefetcher(work, 2, group)
+    ahead = executor(work, 2, group)
     ahead.start(planned(refs(0, 1, 2)))
     ahead.start(planned(refs(3, 4, 5)))
     first, second = ahead.next().tensors(), ahead.next().tensors()
@@ -71,13 +71,13 @@ def test_batches_and_clips_come_in_order_whichever_is_finished_first(prefetcher:
     assert second["key"] == ["key3", "key4", "key5"]
 
 
-def test_an_error_is_raised_at_its_batch_and_not_before(prefetcher: Any) -> None:
+def test_an_error_is_raised_at_its_batch_and_not_before(executor: Any) -> None:
     def work(ref: SampleRef) -> ProcessedSample:
         if ref.virtual == 3:
             raise CorruptionError("three is bad")
         return finished(ref)
 
-    ahead = prefetcher(work)
+    ahead = executor(work)
     for numbers in ((0, 1), (2, 3)):
         ahead.start(planned(refs(*numbers)))
     assert ahead.next().tensors()["id"].tolist() == [0, 1]
@@ -87,23 +87,23 @@ def test_an_error_is_raised_at_its_batch_and_not_before(prefetcher: Any) -> None
 
 
 def test_a_batch_of_which_nothing_is_ever_finished_is_a_deadline_error(
-    prefetcher: Any, monkeypatch: pytest.MonkeyPatch
+    executor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(prefetcher_module, "STALL_SECONDS", 0.05)
     forever = threading.Event()
 
     def work(ref: SampleRef) -> ProcessedSample:
         forever.wait(60)
         return finished(ref)
 
-    ahead = prefetcher(work)
+    ahead = executor(work)
     ahead.start(planned(refs(0)))
     with pytest.raises(DeadlineError, match="no sample was finished"):
         ahead.next()
     forever.set()
 
 
-def test_closing_drops_what_was_not_begun(prefetcher: Any) -> None:
+def test_closing_drops_what_was_not_begun(executor: Any) -> None:
     begun: list[int] = []
     go = threading.Event()
 
@@ -112,7 +112,7 @@ def test_closing_drops_what_was_not_begun(prefetcher: Any) -> None:
         go.wait(60)
         return finished(ref)
 
-    ahead = prefetcher(work, threads=1)
+    ahead = executor(work, threads=1)
     ahead.start(planned(refs(*range(50))))
     threading.Timer(0.05, go.set).start()
     ahead.close()
@@ -120,15 +120,15 @@ def test_closing_drops_what_was_not_begun(prefetcher: Any) -> None:
     assert len(ahead) == 0
 
 
-def test_clips_of_unequal_shape_name_the_sample(prefetcher: Any) -> None:
-    ahead = prefetcher(lambda ref: finished(ref, (1, 3, 2, 2 + ref.virtual)), threads=1)
+def test_clips_of_unequal_shape_name_the_sample(executor: Any) -> None:
+    ahead = executor(lambda ref: finished(ref, (1, 3, 2, 2 + ref.virtual)), threads=1)
     ahead.start(planned(refs(0, 1)))
     with pytest.raises(UsageError, match="'key1'"):
         ahead.next()
 
 
-def test_a_batch_of_no_clips_has_no_video(prefetcher: Any) -> None:
-    ahead = prefetcher(finished)
+def test_a_batch_of_no_clips_has_no_video(executor: Any) -> None:
+    ahead = executor(finished)
     ahead.start(planned([]))
     batch = ahead.next().tensors()
     assert batch["video"] is None

@@ -13,13 +13,12 @@ import torch
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.sample import Member, Sample
 from headrace.loaders.batch.batch import Output
-from headrace.loaders.batch.executor import BatchExecutor, Build
 from headrace.loaders.batch.memory import MemoryBudget
-from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, PLANNED_AT_ONCE, Prefetcher
+from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, PLANNED_AT_ONCE, BatchExecutor, Build, Prefetcher
 from headrace.loaders.batch.sample_builder import SampleBuilder
 from headrace.loaders.fetch.sample_reader import Range
+from headrace.loaders.file_loader import FileProcessor
 from headrace.loaders.interfaces import FileTarget, ProcessedSample, SampleRef
-from headrace.loaders.processors.files import FileProcessor
 from headrace.loaders.quarantine.quarantine import Quarantine
 
 Batches = Iterator[Sequence[SampleRef]]
