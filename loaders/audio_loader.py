@@ -107,7 +107,13 @@ class AudioLoader(Loader):
         if packing is not None and (config.window is not None or buckets is not None):
             raise UsageError("packing takes recordings whole", hint="leave window and buckets out")
         window = _window(config.window)
-        spec = AudioSpec(config.sample_rate, config.channels, window.seconds, config.downmix, features)
+        spec = AudioSpec(
+            config.sample_rate,
+            channels=config.channels,
+            seconds=window.seconds,
+            downmix=config.downmix,
+            features=features,
+        )
         spec.samples()
         output = config.output()
         delivery = config.delivery(output, group=1 if features == "waveform" else GPU_BATCH)
@@ -140,7 +146,7 @@ class AudioLoader(Loader):
             pack = Pack(packing, partial(lengths, spec=spec))
         sampling, bucketing = config.sampling(config.batch_size), _bucketing(buckets, window)
         plan, owned = config.open_plan(config.url_or_dataset, find, described, sampling, bucketing, pack)
-        super().__init__(plan, start_processor, delivery, bad_samples, owned)
+        super().__init__(plan, start_processor, delivery=delivery, bad_samples=bad_samples, owned=owned)
 
     @property
     def packed(self) -> tuple[Packed, ...]:

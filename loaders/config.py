@@ -159,7 +159,15 @@ class LoaderConfig:
         if batch_size is not None:
             batch_size = check_count("batch_size", batch_size, MAX_BATCH)
         rank, world_size = rank_and_world_size(self.rank, self.world_size)
-        return Sampling(batch_size, rank, world_size, self.seed, self.shuffle, self.drop_last, self.evaluate)
+        return Sampling(
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            evaluate=self.evaluate,
+        )
 
     def output(
         self,
@@ -193,7 +201,7 @@ class LoaderConfig:
         """How batches are built. On a GPU, `group` samples are decoded together."""
         threads = default_threads() if self.num_threads is None else self.num_threads
         return DeliveryOptions(
-            output,
+            output=output,
             num_threads=check_count("num_threads", threads, MAX_THREADS),
             prefetch_batches=check_count("prefetch_batches", self.prefetch_batches, MAX_PREFETCH),
             group=group if output.device.type == "cuda" else 1,

@@ -145,7 +145,7 @@ class FileLoader(Loader):
             ["files", *names],
             config.sampling(config.batch_size),
         )
-        super().__init__(plan, start_processor, delivery, config.bad_samples, owned)
+        super().__init__(plan, start_processor, delivery=delivery, bad_samples=config.bad_samples, owned=owned)
 
 
 def samples_with_files(dataset: Dataset, files: Sequence[str]) -> I64:

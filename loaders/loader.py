@@ -56,7 +56,7 @@ DEFAULT_MEMORY = 4 * GIB
 _log = get_logger(__name__)
 
 
-class DeliveryOptions(msgspec.Struct, frozen=True):
+class DeliveryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How batches are built and delivered; none of these options changes their content.
 
     Args:
@@ -120,6 +120,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         self,
         plan: OrderPlan,
         start_processor: Callable[[], Processor],
+        *,
         delivery: DeliveryOptions,
         bad_samples: BadSampleOptions,
         owned: Sequence[Dataset] = (),
@@ -222,7 +223,7 @@ class Loader(IterableDataset[dict[str, Any]]):
     def state_dict(self) -> dict[str, Any]:
         """The trainer's position, in plain JSON types, equal on all ranks that received the same batches."""
         listed = None if self._listed is None else self._listed.state(self._epoch)
-        position = states.Position(self._epoch, self._batch, self._quarantine.state(), listed)
+        position = states.Position(self._epoch, self._batch, quarantine=self._quarantine.state(), listed=listed)
         return states.dump(self._plan.fingerprint(self._epoch, self._batch), position)
 
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> Loss | None:
@@ -376,9 +377,9 @@ class Loader(IterableDataset[dict[str, Any]]):
         buffers = BufferPool(output.device, pinned=output.pinned, reuse=not how.copy, spare=how.prefetch_batches + 3)
         executor = BatchExecutor(
             builder.build,
-            processor.layout,
-            output,
-            how.num_threads,
+            layout=processor.layout,
+            output=output,
+            num_threads=how.num_threads,
             group=how.group,
             group_slots=how.group_slots,
             buffers=buffers,

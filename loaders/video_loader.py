@@ -104,13 +104,13 @@ class VideoConfig(LoaderConfig):
         if sound is not None:
             sound.samples(clip)
         return ClipSpec(
-            clip,
-            _size(self.size),
-            checked("rotate", self.rotate, bool),
-            sound,
-            Cut(self.crop, self.flip_prob),
-            checked("antialias", self.antialias, bool),
-            self.color,
+            clip=clip,
+            size=_size(self.size),
+            rotate=checked("rotate", self.rotate, bool),
+            audio=sound,
+            cut=Cut(self.crop, self.flip_prob),
+            antialias=checked("antialias", self.antialias, bool),
+            color=self.color,
         )
 
 
@@ -176,7 +176,7 @@ class VideoLoader(Loader):
         if shares_decoding and not config.decode_in_subprocess:
             looks = _looks(look, buckets, plan.buckets)
             delivery = replace(delivery, group_slots=together(looks, transformed=config.transform is not None))
-        super().__init__(plan, start_processor, delivery, config.bad_samples, owned)
+        super().__init__(plan, start_processor, delivery=delivery, bad_samples=config.bad_samples, owned=owned)
 
     def explain(self, sample: int | Sample = 0) -> str:
         """Explain what is done with a sample, and by which rules: its stream, decoder, colours and size, and what is

@@ -150,8 +150,11 @@ def batches(device: str, count: int) -> None:
             for ref in refs
         ]
 
-    output = Output(torch.device(device), False, (0.0,) * 3, (1.0,) * 3)
-    ahead, wrong = BatchExecutor(samples, SampleLayout(("video",)), output, 8), torch.zeros((), device=device)
+    output = Output(torch.device(device), False, mean=(0.0,) * 3, std=(1.0,) * 3)
+    ahead, wrong = (
+        BatchExecutor(samples, layout=SampleLayout(("video",)), output=output, num_threads=8),
+        torch.zeros((), device=device),
+    )
     try:
         for number in range(count):
             refs = [SampleRef(0, 8 * number + n, _sample(n)) for n in range(8)]

@@ -71,7 +71,7 @@ class Output(msgspec.Struct, frozen=True):
 class Batch:
     """A batch of `size` samples of one shape, filled slot by slot, by any thread."""
 
-    def __init__(self, size: int, layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
+    def __init__(self, size: int, *, layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
         self._layout, self._output, self._buffers = layout, output, buffers
         self._axes = AXES[output.axes]
         self._drawable = output.is_plain and "video" in layout.tensors
@@ -167,7 +167,7 @@ class Batch:
 
 def _released(sample: ProcessedSample) -> ProcessedSample:
     """The sample without its tensors, but with their names."""
-    return ProcessedSample(sample.sample, dict.fromkeys(sample.tensors, _GONE), sample.values, sample.skipped)
+    return ProcessedSample(sample.sample, dict.fromkeys(sample.tensors, _GONE), sample.values, skipped=sample.skipped)
 
 
 def _other_shape(sample: ProcessedSample, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
@@ -202,8 +202,8 @@ def write_pixels(target: torch.Tensor, video: torch.Tensor, output: Output) -> N
 class RowBatch(Batch):
     """A batch of packed rows; the samples say which row, and where in it, each piece goes."""
 
-    def __init__(self, refs: Sequence[SampleRef], layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
-        super().__init__(len(refs), layout, output, buffers)
+    def __init__(self, refs: Sequence[SampleRef], *, layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
+        super().__init__(len(refs), layout=layout, output=output, buffers=buffers)
         self._spans = [ref.span for ref in refs]
         self._rows = 1 + max((span.row for span in self._spans if span), default=-1)
 
@@ -250,8 +250,8 @@ def _int64(values: Sequence[Any], columns: int = 0) -> torch.Tensor:
 class JoinedBatch(Batch):
     """A batch of files as they are stored; each sample gives one tensor with the bytes of its `files`."""
 
-    def __init__(self, files: Sequence[Files], layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
-        super().__init__(len(files), layout, output, buffers)
+    def __init__(self, files: Sequence[Files], *, layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
+        super().__init__(len(files), layout=layout, output=output, buffers=buffers)
         self._files = files
         self._ends = list(itertools.accumulate([one.size for one in files], initial=0))
         self._name = layout.tensors[0]

@@ -88,10 +88,10 @@ class BatchExecutor:
     def __init__(
         self,
         build: Build,
+        *,
         layout: SampleLayout,
         output: Output,
         num_threads: int,
-        *,
         group: int = 1,
         group_slots: GroupSlots | None = None,
         buffers: BufferPool | None = None,
@@ -116,10 +116,10 @@ class BatchExecutor:
 
     def _empty(self, planned: PlannedBatch) -> Batch:
         if planned.files is not None:
-            return JoinedBatch(planned.files, self._layout, self._output, self._buffers)
+            return JoinedBatch(planned.files, layout=self._layout, output=self._output, buffers=self._buffers)
         if self._layout.rows is not None:
-            return RowBatch(planned.refs, self._layout, self._output, self._buffers)
-        return Batch(len(planned.refs), self._layout, self._output, self._buffers)
+            return RowBatch(planned.refs, layout=self._layout, output=self._output, buffers=self._buffers)
+        return Batch(len(planned.refs), layout=self._layout, output=self._output, buffers=self._buffers)
 
     def _groups(self, refs: Sequence[SampleRef]) -> Sequence[Sequence[int]]:
         if self._group_slots is not None and self._group == 1:

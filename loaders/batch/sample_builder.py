@@ -234,15 +234,15 @@ class SampleBuilder:
         sample, needs = ref.sample, self._processor.needs(ref)
         offsets = [member.offset for ext in needs for member in sample.members if member.ext == ext]
         return SkippedSample(
-            sample.id,
-            sample.key,
-            sample.shard,
-            offsets[0] if offsets else 0,
-            error.code,
-            str(error),
-            self._quarantine.known_bad(ref) is not None,
-            self._plan.datasets[ref.source].url,
-            ref.source,
+            id=sample.id,
+            key=sample.key,
+            shard=sample.shard,
+            offset=offsets[0] if offsets else 0,
+            code=error.code,
+            reason=str(error),
+            permanent=self._quarantine.known_bad(ref) is not None,
+            dataset=self._plan.datasets[ref.source].url,
+            source=ref.source,
         )
 
 

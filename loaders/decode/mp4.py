@@ -306,7 +306,7 @@ def _track(moov: memoryview, info: VideoInfo) -> _Track | None:
     known = tables.keys() <= _KNOWN and not {b"stco", b"co64"} <= tables.keys()
     if not plain or not known or edit is None or Fraction(1, scale) != info.time_base:
         return None
-    return _Track(movie, track, media, middle, tables, edit, scale)
+    return _Track(movie, track=track, media=media, middle=middle, tables=tables, edit=edit, scale=scale)
 
 
 def _packets(tables: Boxes, key: KeyFrame, after: KeyFrame) -> _Packets | None:

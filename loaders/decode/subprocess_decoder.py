@@ -56,7 +56,12 @@ class SubprocessDecoder:
         self, data: Media, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool
     ) -> tuple[F32, int]:
         """Like `decode_audio`, in a subprocess."""
-        done = self._ask(data, lambda sent: subprocess_worker.Listen(sent, info, start, spec, samples, from_first))
+        done = self._ask(
+            data,
+            lambda sent: subprocess_worker.Listen(
+                sent, info=info, start=start, spec=spec, samples=samples, from_first=from_first
+            ),
+        )
         sound = np.frombuffer(done.data, np.float32).reshape(done.shape).copy()
         if sound.shape != (spec.channels, samples) or len(done.numbers) != 1:
             raise CorruptionError("reading it made the decoder answer nonsense")
@@ -72,7 +77,10 @@ class SubprocessDecoder:
         fit = request.fit if is_quick(request) else None
         try:
             done = self._ask(
-                request.data, lambda sent: subprocess_worker.See(sent, request.info, request.wanted, request.color, fit)
+                request.data,
+                lambda sent: subprocess_worker.See(
+                    sent, info=request.info, wanted=request.wanted, color=request.color, fit=fit
+                ),
             )
         except HeadraceError as error:
             return error

@@ -95,7 +95,7 @@ def answer(task: Task) -> Answer:
 
 
 def _see(task: See) -> Answer:
-    return _done(*clip_of(Request(_media(task.data), task.info, task.wanted, task.color, task.fit)))
+    return _done(*clip_of(Request(_media(task.data), task.info, task.wanted, color=task.color, fit=task.fit)))
 
 
 def _listen(task: Listen) -> Answer:

@@ -62,7 +62,7 @@ class PartialFile:
     """
 
     def __init__(
-        self, name: str, member: Member, read: Read, again: Read, heads: HeadCache, later: Read | None = None
+        self, name: str, member: Member, *, read: Read, again: Read, heads: HeadCache, later: Read | None = None
     ) -> None:
         assert member.pieces is not None
         self._name, self._member, self._read, self._heads = name, member, read, heads
@@ -111,8 +111,8 @@ class PartialFile:
         return Given(
             len(self),
             self._pieces.size,
-            {number: bytes(view) for number, view in self._right.items()},
-            self._pieces.marks,
+            pieces={number: bytes(view) for number, view in self._right.items()},
+            marks=self._pieces.marks,
         )
 
     def look_at(self, number: int) -> None:

@@ -133,7 +133,7 @@ class SampleReader:
         read, again, later = (
             functools.partial(read, shard) for read in (self._reader.read, self._direct.read, self._direct.read_later)
         )
-        file = PartialFile(shard, member, read, again, self._heads, later)
+        file = PartialFile(shard, member, read=read, again=again, heads=self._heads, later=later)
         file.foresee(runs)
         return file
 

@@ -80,7 +80,7 @@ _MOST_SEEN = 64
 every time."""
 
 
-class ClipSpec(msgspec.Struct, frozen=True):
+class ClipSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The format of a finished clip."""
 
     clip: Clip
@@ -232,7 +232,7 @@ class ClipProcessor:
         except CorruptionError as error:
             return error
         cut = self._cut(ref, video)
-        return Request(loaded.media[video.ext], video, wanted, self._look.color, cut, loaded.target)
+        return Request(loaded.media[video.ext], video, wanted, color=self._look.color, fit=cut, room=loaded.target)
 
     def _tell_others(self, sample: Sample, video: VideoInfo) -> None:
         """Warn once that samples have more videos than the one that is decoded."""

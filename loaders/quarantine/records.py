@@ -29,7 +29,7 @@ _SUFFIX = ".refusals.jsonl"
 _log = get_logger(__name__)
 
 
-class SkippedSample(msgspec.Struct, frozen=True, rename={"permanent": "for_good"}):
+class SkippedSample(msgspec.Struct, frozen=True, kw_only=True, rename={"permanent": "for_good"}):
     """A sample that was skipped.
 
     Args:

@@ -303,7 +303,7 @@ PROCESS = secrets.token_hex(8)
 child."""
 
 
-class ListAtVersion(msgspec.Struct, frozen=True):
+class ListAtVersion(msgspec.Struct, frozen=True, kw_only=True):
     """The samples that an epoch of a run skips: `SampleRef.known_bad`. `urls` are those of the plan's datasets."""
 
     list: QuarantineList
@@ -372,7 +372,9 @@ class FollowedList:
         return max(found, version) if epoch > told and self.list.pinned is None else found
 
     def refs(self, epoch: int, batches: range) -> Sequence[Sequence[SampleRef]]:
-        known_bad = ListAtVersion(self.list, self.version_of(epoch), self._run, epoch, self._urls)
+        known_bad = ListAtVersion(
+            list=self.list, version=self.version_of(epoch), run=self._run, epoch=epoch, urls=self._urls
+        )
         found = self._plan.refs(epoch, batches)
         return [[replace(ref, known_bad=known_bad) for ref in refs] for refs in found]
 

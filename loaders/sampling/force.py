@@ -34,7 +34,7 @@ MAX_COUNTED = 1 << 22
 _WORDS = {"drop_last", "evaluation"}
 
 
-class Loss(msgspec.Struct, frozen=True):
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
     """The loss. It is true if any field differs.
 
     Args:
@@ -77,13 +77,13 @@ def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tup
     saved = resolved(fingerprint.values(), saved)
     found = tuple(differences(fingerprint, saved))
     if not found and position.batch <= plan.schedule.batches:
-        return position, Loss((), position.epoch, position.batch, 0, 0)
+        return position, Loss(fields=(), epoch=position.epoch, batch=position.batch, again=0, missed=0)
     other = any("digest" in one.field or one.field == "sources" for one in found)
     batch = _batch(plan, saved, position)
     again, missed = (None, None) if other else _counted(plan, saved, position, batch)
     dropped = other and bool(position.quarantine)
-    new = Position(position.epoch, batch, () if other else position.quarantine, position.listed)
-    return new, Loss(found, new.epoch, batch, again, missed, dropped)
+    new = Position(position.epoch, batch, quarantine=() if other else position.quarantine, listed=position.listed)
+    return new, Loss(fields=found, epoch=new.epoch, batch=batch, again=again, missed=missed, quarantine_dropped=dropped)
 
 
 def _batch(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> int:
@@ -129,7 +129,15 @@ def _old_order(plan: OrderPlan, saved: Mapping[str, Any]) -> Order | None:
         return None
     try:
         chunk, lanes, window = built or (1, 1, 1)
-        return Order(plan.order.samples, saved["global_batch"], chunk, lanes, window, saved["seed"], bool(built))
+        return Order(
+            plan.order.samples,
+            saved["global_batch"],
+            chunk,
+            lanes=lanes,
+            window=window,
+            seed=saved["seed"],
+            shuffle=bool(built),
+        )
     except (HeadraceError, TypeError, KeyError):
         return None
 

@@ -173,7 +173,9 @@ class MixedBuckets:
         place, before = self.turns.at(epoch * self.batches + number)
         inside = self.mixtures[place].share(0, before, rank, world_size)
         first = sum(len(mixed.names) for mixed in self.mixtures[:place])
-        return Share(inside.stream + first, inside.epoch, inside.virtual, inside.sizes, self.numbers[place])
+        return Share(
+            inside.stream + first, inside.epoch, inside.virtual, sizes=inside.sizes, bucket=self.numbers[place]
+        )
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
         """How many samples each source gave before batch `number` of `epoch`."""

@@ -183,7 +183,7 @@ class Mixed:
         stream, earlier = streams[row, slots % each], _earlier(streams)[row, slots % each]
         pick = self._bases[segment][lane, stream] + strata.before(stream, since, lane) + earlier
         own_epoch, virtual = self._of_sources(stream, pick, lane)
-        return Share(stream, own_epoch, virtual, sizes(self.batch, world_size))
+        return Share(stream, own_epoch, virtual, sizes=sizes(self.batch, world_size))
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
         """How many samples each source gave before batch `number` of `epoch`."""
@@ -213,7 +213,7 @@ class Mixed:
     @cached_property
     def _strata(self) -> list[Strata]:
         start = int(key_of(_START, self.seed)[0])
-        return [Strata(segment.quotas, self.batch, self.lanes, start) for segment in self.segments]
+        return [Strata(segment.quotas, self.batch, lanes=self.lanes, start=start) for segment in self.segments]
 
     @cached_property
     def _bases(self) -> list[I64]:

@@ -87,7 +87,7 @@ class Order:
         per_chunk = max(1, min(samples, int(CHUNK_BYTES // max(sample_bytes, 1.0))))
         lanes = lanes_for(batch, -(-samples // per_chunk))
         window = max(2, WINDOW_CHUNKS // lanes)
-        return cls(samples * clips, batch, per_chunk * clips, lanes, window, seed, shuffle)
+        return cls(samples * clips, batch, per_chunk * clips, lanes=lanes, window=window, seed=seed, shuffle=shuffle)
 
     def __post_init__(self) -> None:
         if min(self.samples, self.batch, self.chunk, self.lanes, self.window) < 1 or self.batch % self.lanes:

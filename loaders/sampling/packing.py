@@ -172,7 +172,14 @@ def pack(lengths: Sequence[int] | I64, packing: Packing, key: U64 | None = None)
             ends.append(len(chosen))
     rows = np.array(chosen, np.int64)
     left_out = int(len(counts) - usable.sum())
-    return Packed(packing, samples[rows], starts[rows], sizes[rows], np.array(ends, np.int64), left_out)
+    return Packed(
+        packing,
+        samples[rows],
+        starts=starts[rows],
+        lengths=sizes[rows],
+        ends=np.array(ends, np.int64),
+        dropped=left_out,
+    )
 
 
 def _shuffled(count: int, group: int, key: U64) -> I64:
@@ -302,7 +309,7 @@ class PackedPlan(OrderPlan, frozen=True, eq=False):
                     epoch,
                     virtual,
                     samples[int(stream.ids[piece.sample])],
-                    piece.start // stream.sequences.packing.capacity,
+                    number=piece.start // stream.sequences.packing.capacity,
                     source=stream.source,
                     seed=seed,
                     stream=number,

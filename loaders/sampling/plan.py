@@ -79,7 +79,9 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
     def population(self) -> Population:
         """The stream as its order needs it."""
         each = max(1, self.parts.total // max(1, len(self.ids)))
-        return Population(len(self.ids), self.dataset.total_bytes / len(self.dataset), each, self.parts.total)
+        return Population(
+            len(self.ids), sample_bytes=self.dataset.total_bytes / len(self.dataset), clips=each, total=self.parts.total
+        )
 
     def choose(self, rows: I64) -> Stream:
         """The stream of some of these samples, given by indices into `ids`."""
@@ -90,7 +92,7 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
         """The same part of a neighbour, as the chunks of `order` group the samples."""
         (number,), (part,) = self.parts.split(np.array([ref.virtual]))
         each = max(1, self.parts.total // len(self.ids))
-        alone = Order(len(self.ids), order.batch, max(1, order.chunk // each), order.lanes, order.window)
+        alone = Order(len(self.ids), order.batch, max(1, order.chunk // each), lanes=order.lanes, window=order.window)
         other = alone.substitute(int(number), attempt)
         if other is None:
             return None
@@ -171,7 +173,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
             columns = (slots.tolist(), epochs[slots].tolist(), virtual.tolist(), samples, parts.tolist())
             for slot, own_epoch, v, sample, part in zip(*columns, strict=True):
                 refs[slot] = SampleRef(
-                    own_epoch, v, sample, part, source=stream.source, seed=seed, stream=number
+                    own_epoch, v, sample, number=part, source=stream.source, seed=seed, stream=number
                 )  # fmt: skip
         in_order = iter([refs[slot] for slot in range(len(refs))])
         return [list(islice(in_order, len(share))) for share in shares]
@@ -198,7 +200,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         ]
         described = self.schedule.described(epoch, batch)
         named = dict(zip(self.names, sources, strict=True)) if self.names else sources[0]
-        return Fingerprint(named, self.seed, described, self.what)
+        return Fingerprint(named, self.seed, order=described, clip=self.what)
 
     @property
     def _named(self) -> Sequence[str]:
@@ -243,7 +245,7 @@ Sort = Callable[[Stream], I64]
 """Returns the bucket of each sample of a stream."""
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How batches are put together.
 
     Args:
@@ -337,10 +339,12 @@ def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pac
         schedule, chosen = _scheduled({"": packed}, None, how, None)
         if epoch and not schedule.batches:
             return first
-        return PackedPlan(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size)
+        return PackedPlan(tuple(chosen), schedule, what, seed=how.seed, rank=how.rank, world_size=how.world_size)
 
     first = of(0)
-    return RepackedPlan(first.streams, first.schedule, what, how.seed, how.rank, how.world_size, epochs=of)
+    return RepackedPlan(
+        first.streams, first.schedule, what, seed=how.seed, rank=how.rank, world_size=how.world_size, epochs=of
+    )
 
 
 def _scheduled(

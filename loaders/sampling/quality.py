@@ -36,7 +36,7 @@ MAX_READS = 1 << 22
 _FULL = 9  # a purpose of `key_of` that no other module uses
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """The figures of one shuffle."""
 
@@ -46,7 +46,7 @@ class Figures:
     entropy: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
     """The figures of an order and of a `full` shuffle, over `batches` batches. `picture[y][x]` counts the samples of
     the y-th part of the dataset that come in the x-th part of the epoch."""
@@ -88,19 +88,19 @@ def quality(
     taken = ours(positions)
     few = order.samples <= MAX_READS
     return Quality(
-        order.samples,
-        size,
-        count,
-        int(labels.max()) + 1,
-        _figures(positions, taken, size, labels, order.samples),
-        _figures(positions, full(positions), size, labels, order.samples),
-        {n: _reads(order, ours, n) for n in nodes if few},
-        {n: _reads(order, full, n) for n in nodes if few},
-        _picture(positions, taken, order.samples),
+        samples=order.samples,
+        batch=size,
+        batches=count,
+        groups=int(labels.max()) + 1,
+        order=_figures(positions, taken, size, labels, order.samples),
+        full=_figures(positions, full(positions), size, labels, order.samples),
+        reads={n: _reads(order, ours, n) for n in nodes if few},
+        full_reads={n: _reads(order, full, n) for n in nodes if few},
+        picture=_picture(positions, taken, order.samples),
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
     """How evenly the batches of a mixture hold its sources, compared with drawing every sample at random.
 
@@ -127,13 +127,13 @@ def balance(mixed: Mixed, *, batches: int = 256) -> Balance:
     drawn = np.searchsorted(np.cumsum(weights.quotas), draws.astype(np.int64), side="right").astype(np.int64)
     shares = np.array(weights.quotas) / RESOLUTION
     return Balance(
-        mixed.batch,
-        len(numbers),
-        dict(zip(mixed.names, shares.tolist(), strict=True)),
-        batch_entropy(taken, mixed.batch),
-        batch_entropy(drawn, mixed.batch),
-        _away(taken, mixed.batch, shares),
-        _away(drawn, mixed.batch, shares),
+        batch=mixed.batch,
+        batches=len(numbers),
+        shares=dict(zip(mixed.names, shares.tolist(), strict=True)),
+        entropy=batch_entropy(taken, mixed.batch),
+        drawn_entropy=batch_entropy(drawn, mixed.batch),
+        away=_away(taken, mixed.batch, shares),
+        drawn_away=_away(drawn, mixed.batch, shares),
     )
 
 
@@ -191,10 +191,10 @@ def _figures(positions: I64, taken: I64, size: int, labels: I64, samples: int) -
     pairs = max(1, size * (size - 1) // 2)
     together = (np.diff(rows, axis=1) == 1).sum(axis=1) / size
     return Figures(
-        float(np.abs(taken - positions).mean() / samples),
-        float(((rows * ranks).sum(axis=1) / pairs).mean() / samples),
-        float(together.mean()),
-        batch_entropy(labels[taken], size),
+        distance=float(np.abs(taken - positions).mean() / samples),
+        spread=float(((rows * ranks).sum(axis=1) / pairs).mean() / samples),
+        neighbours=float(together.mean()),
+        entropy=batch_entropy(labels[taken], size),
     )
 
 

@@ -203,8 +203,8 @@ def ordered_share(
         np.full(len(virtual), stream, np.int64),
         np.full(len(virtual), epoch, np.int64),
         virtual,
-        sizes(size, world_size),
-        bucket,
+        sizes=sizes(size, world_size),
+        bucket=bucket,
     )
 
 

@@ -164,7 +164,9 @@ def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
     numbers = [saved["epoch"], saved["batch"], *(number for pair in condemned for number in pair)]
     if not all(isinstance(n, int) and 0 <= n <= MAX_COUNT for n in numbers) or any(len(p) != 2 for p in condemned):
         raise UsageError("the loader's state has an impossible position", hint="pass what state_dict() returned")
-    position = Position(saved["epoch"], saved["batch"], tuple((source, n) for source, n in condemned), listed)
+    position = Position(
+        saved["epoch"], saved["batch"], quarantine=tuple((source, n) for source, n in condemned), listed=listed
+    )
     fields = {name: value for name, value in saved.items() if name not in _POSITION}
     if (
         "buckets" not in fields and isinstance(fields.get("order"), list) and fields["order"]

@@ -61,7 +61,9 @@ def test_closing_ends_long_samples_and_begins_no_others() -> None:
             assert go.wait(60)
         raise AssertionError("nobody gave it up")
 
-    prefetcher = BatchExecutor(make, SampleLayout(("video",)), Output(torch.device("cpu"), pinned=False), 1)
+    prefetcher = BatchExecutor(
+        make, layout=SampleLayout(("video",)), output=Output(torch.device("cpu"), pinned=False), num_threads=1
+    )
     ref: Any = None
     prefetcher.start(PlannedBatch([ref] * 4, [PlannedRead({}, 0)] * 4))
     assert begun.wait(60)

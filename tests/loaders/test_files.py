@@ -193,7 +193,9 @@ def test_of_a_slow_store_nothing_more_is_read_once_a_loader_closes(make: Make, i
     joined = work.layout.files_of
     assert joined is not None
     (refs,) = loader._plan.refs(0, range(1))
-    batch = JoinedBatch([joined(one.sample) for one in refs], work.layout, output, BufferPool(output.device))
+    batch = JoinedBatch(
+        [joined(one.sample) for one in refs], layout=work.layout, output=output, buffers=BufferPool(output.device)
+    )
     targets = batch.targets(range(8)) if in_place else [None] * 8
     builder = SampleBuilder(
         loader._plan, work, [SampleReader(Slow(store), store)], quarantine=Quarantine(0), memory=MemoryBudget(1 << 20)

@@ -80,7 +80,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
         packets = [(0, data[first[0] : second[0]]), (second[1] - first[1], data[second[0] : end])]
     parts = file(b"A_FLAC", _OPENING + header.info, header.rate, header.channels, packets)
     shift, until = Fraction(first[1], header.rate), Fraction(header.samples, header.rate)
-    return Excerpt(parts, "matroska", shift, until if behind is None else None, not first[1])
+    return Excerpt(parts, "matroska", shift=shift, until=until if behind is None else None, whole=not first[1])
 
 
 def _agrees(data: Media, header: _Header, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:
@@ -117,7 +117,7 @@ def _header(data: Media) -> _Header | None:
         return None
     if len(first) < _ALIKE or not first.startswith(_SYNC):
         return None
-    return _Header(info, at, first, int.from_bytes(least, "big"), samples)
+    return _Header(info, end=at, first=first, block=int.from_bytes(least, "big"), samples=samples)
 
 
 class _Looked:

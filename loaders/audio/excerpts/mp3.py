@@ -59,7 +59,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     early = max(0, bisect_right(offsets, offsets[early] - _RESERVOIR) - 1)
     shift, until = Fraction(before + early * length, rate), Fraction(before + ends, rate)
     part = view[offsets[early] : offsets[-1]]
-    return Excerpt([part], "mp3", shift, until if wanted * length >= ends else None)
+    return Excerpt([part], "mp3", shift=shift, until=until if wanted * length >= ends else None)
 
 
 def _agree(offsets: Sequence[int], marks: Sequence[Mark], at: int, before: int, length: int) -> bool:

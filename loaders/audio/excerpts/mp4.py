@@ -114,7 +114,7 @@ def _excerpt(data: Media, track: Track, low: Fraction, high: Fraction) -> Excerp
     parts = [data[begin : begin + size] for begin, size in stretches]
     head = mp4.brand(data) + struct.pack(">I4s", 8 + sum(size for _, size in stretches), b"mdat")
     shift = Fraction(_time(track, ends, first) - track.lead, track.scale) + track.start
-    return Excerpt([head, *parts, _moov_of(track, first, last, len(head))], "mov", shift)
+    return Excerpt([head, *parts, _moov_of(track, first, last, len(head))], "mov", shift=shift)
 
 
 # --- tables
@@ -141,7 +141,17 @@ def _track(moov: memoryview, view: memoryview) -> Track | None:
     described, handler = bytes(tables[b"stsd"]), bytes(media[b"hdlr"])
     end = edit.start + edit.seconds if edit.seconds else None
     return Track(
-        scale, edit.start, end, edit.media, handler, described, times[:, 0], times[:, 1], sizes, chunks, first_of_chunk
+        scale,
+        start=edit.start,
+        end=end,
+        lead=edit.media,
+        handler=handler,
+        described=described,
+        counts=times[:, 0],
+        ticks=times[:, 1],
+        sizes=sizes,
+        chunks=chunks,
+        first_of_chunk=first_of_chunk,
     )
 
 

@@ -42,7 +42,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     head = struct.pack("<4sI4s4sI", b"RIFF", 20 + len(form) + len(part), b"WAVE", b"fmt ", len(form)) + form
     head += struct.pack("<4sI", b"data", len(part))
     until = Fraction(samples, rate) if last == samples else None
-    return Excerpt([head, part], _DEMUXER, Fraction(first, rate), until, not first)
+    return Excerpt([head, part], _DEMUXER, shift=Fraction(first, rate), until=until, whole=not first)
 
 
 def _agrees(info: AudioInfo, at: int, samples: int) -> bool:

@@ -82,7 +82,7 @@ class Long:
 
     def part(self, pieces: Pieces | None = None) -> PartialFile:
         member = Member("mp3", 0, len(self.data), xxhash.xxh3_64_intdigest(self.data), pieces or self.pieces)
-        return PartialFile("shard", member, self._read, self._read, HeadCache(0))
+        return PartialFile("shard", member, read=self._read, again=self._read, heads=HeadCache(0))
 
     def _read(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         self.read += sum(length for _, length in ranges)

@@ -43,7 +43,7 @@ def executor() -> Iterator[Callable[..., BatchExecutor]]:
         def many(some: Sequence[SampleRef], *_: object) -> list[ProcessedSample]:
             return [work(ref) for ref in some]
 
-        made.append(BatchExecutor(many, VIDEO, CPU, threads, group=group))
+        made.append(BatchExecutor(many, layout=VIDEO, output=CPU, num_threads=threads, group=group))
         return made[-1]
 
     yield make
@@ -136,7 +136,7 @@ def test_a_batch_of_no_clips_has_no_video(executor: Any) -> None:
 
 
 def test_what_was_drawn_in_a_batchs_room_is_in_the_batch_without_a_copy() -> None:
-    batch = Batch(2, VIDEO, CPU, BufferPool(CPU.device))
+    batch = Batch(2, layout=VIDEO, output=CPU, buffers=BufferPool(CPU.device))
     target = batch.target(1)
     assert target is not None
     drawn = target((1, 3, 2, 2))
@@ -155,8 +155,8 @@ def test_there_is_no_room_for_pixels_that_become_something_else_or_have_another_
     floats = Output(CPU.device, pinned=False, dtype=torch.float16)
     turned = Output(CPU.device, pinned=False, axes="THWC")
     for output in (floats, turned):
-        assert Batch(1, VIDEO, output, BufferPool(CPU.device)).target(0) is None
-    batch = Batch(2, VIDEO, CPU, BufferPool(CPU.device))
+        assert Batch(1, layout=VIDEO, output=output, buffers=BufferPool(CPU.device)).target(0) is None
+    batch = Batch(2, layout=VIDEO, output=CPU, buffers=BufferPool(CPU.device))
     batch.put(0, finished(*refs(0)))
     target = batch.target(1)
     assert target is not None
@@ -164,7 +164,7 @@ def test_there_is_no_room_for_pixels_that_become_something_else_or_have_another_
 
 
 def test_a_batch_whose_samples_were_all_left_out_after_they_were_drawn_has_no_video() -> None:
-    batch = Batch(1, VIDEO, CPU, BufferPool(CPU.device))
+    batch = Batch(1, layout=VIDEO, output=CPU, buffers=BufferPool(CPU.device))
     target = batch.target(0)
     assert target is not None
     assert target((1, 3, 2, 2)) is not None
@@ -188,7 +188,7 @@ class Watched(BufferPool):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_batch_of_which_something_was_left_out_is_in_memory_of_the_ring_too(dtype: torch.dtype) -> None:
     ring = Watched()
-    batch = Batch(3, VIDEO, Output(CPU.device, pinned=False, dtype=dtype), ring)
+    batch = Batch(3, layout=VIDEO, output=Output(CPU.device, pinned=False, dtype=dtype), buffers=ring)
     for slot, ref in enumerate(refs(0, 1, 2)):
         batch.put(slot, ProcessedSample(ref.sample, {}) if slot == 1 else finished(ref))
     video = batch.tensors()["video"]
@@ -200,7 +200,7 @@ def test_a_batch_of_which_something_was_left_out_is_in_memory_of_the_ring_too(dt
 def test_files_of_which_something_was_left_out_or_replaced_are_in_memory_of_the_ring_too(other: int | None) -> None:
     ring, layout = Watched(), SampleLayout(("bytes",))
     files = [Files("shards/0.tar", (Member("bin", 512 * n, 3, 0),)) for n in range(3)]
-    batch = JoinedBatch(files, layout, CPU, ring)
+    batch = JoinedBatch(files, layout=layout, output=CPU, buffers=ring)
     for slot, ref in enumerate(refs(0, 1, 2)):
         long = 3 if slot != 1 else other
         tensors = {} if long is None else {"bytes": torch.full((long,), slot, dtype=torch.uint8)}
@@ -232,7 +232,7 @@ def test_pixels_that_a_processor_decoded_go_to_the_device_as_bytes_and_become_fl
 ) -> None:
     there, video = torch.device("meta"), torch.zeros(4, 3, 8, 6, dtype=torch.uint8)
     shape = (4, 3, 8, 6) if axes == "TCHW" else (4, 8, 6, 3)
-    output = Output(there, False, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), dtype, axes)
+    output = Output(there, False, mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2), dtype=dtype, axes=axes)
     with Crossing() as crossing:
         write_pixels(torch.empty(shape, dtype=dtype, device=there), video, output)
     assert crossing.nbytes == video.nbytes + 2 * 3 * 4, "the pixels, and three numbers twice"
@@ -240,7 +240,7 @@ def test_pixels_that_a_processor_decoded_go_to_the_device_as_bytes_and_become_fl
 
 def test_all_that_goes_into_a_batch_is_held_until_the_trainers_stream_has_read_it() -> None:
     files = [Files("shards/0.tar", (Member("bin", 512 * n, 3, 0),)) for n in range(2)]
-    batch = JoinedBatch(files, SampleLayout(("bytes",)), CPU, BufferPool(CPU.device))
+    batch = JoinedBatch(files, layout=SampleLayout(("bytes",)), output=CPU, buffers=BufferPool(CPU.device))
     for slot, (ref, length) in enumerate(zip(refs(0, 1), (3, 5), strict=True)):
         batch.put(slot, ProcessedSample(ref.sample, {"bytes": torch.zeros(length, dtype=torch.uint8)}))
     assert sorted(len(tensor) for tensor in batch._written()) == [5, 6]

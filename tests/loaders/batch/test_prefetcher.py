@@ -67,7 +67,9 @@ def start() -> Iterator[Callable[..., tuple[Prefetcher, Listening]]]:
         processor, source, memory = FileProcessor(["bin"]), Listening(), MemoryBudget(1 << 30)
         plan: Any = None
         builder = SampleBuilder(plan, processor, [source], quarantine=Quarantine(0), memory=memory)  # type: ignore[list-item]
-        executor = BatchExecutor(build, processor.layout, Output(torch.device("cpu"), pinned=False), 2, group=2)
+        executor = BatchExecutor(
+            build, layout=processor.layout, output=Output(torch.device("cpu"), pinned=False), num_threads=2, group=2
+        )
         begun.append(Prefetcher(batches, builder, executor, ahead=2, memory=memory))
         return begun[-1], source
 

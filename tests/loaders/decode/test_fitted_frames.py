@@ -64,7 +64,7 @@ def request_for(frame: av.VideoFrame, color: Color = "bt601", clip: int = 1) -> 
         0,
         (key,),
     )
-    return Request(memoryview(b""), info, Wanted("index", tuple(range(clip)), KeyFrame(0, 0)), color)
+    return Request(memoryview(b""), info, Wanted("index", tuple(range(clip)), KeyFrame(0, 0)), color=color)
 
 
 def whole(frame: av.VideoFrame, color: Color = "bt601") -> torch.Tensor:
@@ -180,7 +180,7 @@ def test_a_process_of_its_own_fits_alike(color: Color, media: Path, info_of: Inf
     data = (media / "nasa_h264_aac.mp4").read_bytes()
     info = info_of(data, "mp4")
     wanted, fit = choose(info, Clip(5, 2), 0, 0, 0, 0), Fit((60, 72), True, (0.2, 0.9), mirror=True)
-    asked = Request(memoryview(data), info, wanted, color, fit)
+    asked = Request(memoryview(data), info, wanted, color=color, fit=fit)
     apart = SubprocessDecoder(1)
     try:
         (there,) = apart.decode([asked])

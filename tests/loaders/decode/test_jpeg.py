@@ -44,7 +44,7 @@ def shown(data: bytes) -> np.ndarray:
 
 def asked(data: bytes, cut: Fit | None = None, color: Color = "bt601") -> Request:
     info = images.probe(data, "jpg")
-    return Request(memoryview(data), info, choose(info, Clip(1), 0, 0, 0, 0), color, cut)
+    return Request(memoryview(data), info, choose(info, Clip(1), 0, 0, 0, 0), color=color, fit=cut)
 
 
 def made(request: Request) -> np.ndarray:

@@ -70,7 +70,7 @@ def test_a_clip_that_ends_before_its_video_leaves_nothing(name: str) -> None:
     info = probe(data, ext=name.rsplit(".")[-1]).video
     assert info is not None
     decoder = PyAVDecoder()
-    request = Request(memoryview(data), info, choose(info, Clip(1), 0, 0, 0, 0), "bt601", Fit((16, 16)))
+    request = Request(memoryview(data), info, choose(info, Clip(1), 0, 0, 0, 0), color="bt601", fit=Fit((16, 16)))
     assert isinstance(decoder.decode([request])[0], Decoded)
     assert grown(lambda: decoder.decode([request]), PACKET) < PACKET
 

@@ -50,7 +50,7 @@ def test_clips_decoded_together_are_those_decoded_apart(one: video_corpus.Made, 
     assert info is not None
     for color, fit in (("bt601", None), ("bt601", Fit((24, 32))), ("fast", Fit((24, 32)))):
         requests = [
-            Request(data, info, choose(info, clip, 0, 0, 0, number), color, fit)  # type: ignore[arg-type]
+            Request(data, info, choose(info, clip, 0, 0, 0, number), color=color, fit=fit)  # type: ignore[arg-type]
             for clip in CLIPS
             for number in range(6)
         ]

@@ -44,7 +44,9 @@ def opened(
     data: bytes, shard: Shard, again: Shard | None = None, heads: HeadCache | None = None, head: Runs = ()
 ) -> PartialFile:
     member = Member("mp4", OFFSET, len(data), xxhash.xxh3_64_intdigest(data), pieces_of(data, SIZE, head))
-    return PartialFile("shards/a.tar", member, shard.read, (again or Shard(data)).read, heads or HeadCache())
+    return PartialFile(
+        "shards/a.tar", member, read=shard.read, again=(again or Shard(data)).read, heads=heads or HeadCache()
+    )
 
 
 def some(length: int) -> bytes:
@@ -148,7 +150,7 @@ def test_trouble_of_the_store_is_no_damage() -> None:
         raise TransientError("the store does not answer")
 
     member = Member("mp4", OFFSET, 640, 0, pieces_of(some(640)))
-    file = PartialFile("shards/a.tar", member, fail, fail, HeadCache())
+    file = PartialFile("shards/a.tar", member, read=fail, again=fail, heads=HeadCache())
     with pytest.raises(TransientError):
         file.foresee(((0, 1),))
     with pytest.raises(TransientError):

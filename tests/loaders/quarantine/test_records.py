@@ -22,7 +22,16 @@ from tests.support import video_corpus
 
 
 def refusal(number: int = 1, dataset: str = "s3://bucket/clips", *, permanent: bool = False) -> SkippedSample:
-    return SkippedSample(number, f"key{number}", "shards/0.tar", 512, "corruption", "it is bad", permanent, dataset)
+    return SkippedSample(
+        id=number,
+        key=f"key{number}",
+        shard="shards/0.tar",
+        offset=512,
+        code="corruption",
+        reason="it is bad",
+        permanent=permanent,
+        dataset=dataset,
+    )
 
 
 @pytest.fixture

@@ -30,7 +30,15 @@ Make = Callable[..., VideoLoader]
 
 
 def entry(number: int, **more: Any) -> Entry:
-    return Entry("s3://bucket/clips", "shards/0.tar", number, f"key{number}", "corruption", "it is bad", **more)
+    return Entry(
+        "s3://bucket/clips",
+        shard="shards/0.tar",
+        offset=number,
+        key=f"key{number}",
+        code="corruption",
+        reason="it is bad",
+        **more,
+    )
 
 
 # -- the list itself

@@ -83,7 +83,9 @@ def test_a_lane_keeps_its_chunks_in_every_epoch_and_for_every_seed() -> None:
     lanes, share, chunk = 4, 2, 5
     whole = {}
     for seed, epoch in ((0, 0), (0, 7), (9, 1)):
-        order = Order(lanes * 10 * chunk, lanes * share, chunk, lanes, 3, seed)  # even lanes: nobody helps out
+        order = Order(
+            lanes * 10 * chunk, lanes * share, chunk, lanes=lanes, window=3, seed=seed
+        )  # even lanes: nobody helps out
         taken = order.take(epoch, np.arange(order.samples)).reshape(-1, lanes, share)
         whole[seed, epoch] = [frozenset((taken[:, lane] // chunk).ravel().tolist()) for lane in range(lanes)]
     assert len({tuple(sets) for sets in whole.values()}) == 1
@@ -91,7 +93,7 @@ def test_a_lane_keeps_its_chunks_in_every_epoch_and_for_every_seed() -> None:
 
 
 def test_samples_of_a_chunk_stay_close_enough_for_a_cache() -> None:
-    order = Order(8 * 100 * 10, 16, 10, 8, 4, seed=1)
+    order = Order(8 * 100 * 10, 16, 10, lanes=8, window=4, seed=1)
     taken = order.take(0, np.arange(order.samples)).reshape(-1, 8, 2)
     for lane in range(8):
         chunks = (taken[:, lane] // 10).ravel()
@@ -124,7 +126,7 @@ def test_lanes_divide_the_batch_and_leave_each_lane_enough_chunks(batch: int, ch
 def test_substitutes_are_all_the_neighbours_once_and_never_the_sample(
     n: int, clips: int, chunk: int, data: st.DataObject
 ) -> None:
-    order = Order(n * clips, 1, chunk * clips, 1, 2)
+    order = Order(n * clips, 1, chunk * clips, lanes=1, window=2)
     sample = data.draw(st.integers(0, n * clips - 1))
     found = []
     while (candidate := order.substitute(sample, len(found), clips)) is not None:
@@ -143,7 +145,7 @@ def test_impossible_orders_and_places_are_refused() -> None:
     order = Order.of(10, 4)
     for wrong in (
         lambda: Order.of(0, 4),
-        lambda: Order(10, 4, 1, 3, 1),
+        lambda: Order(10, 4, 1, lanes=3, window=1),
         lambda: order.take(0, np.array([10])),
         lambda: order.batch_of(0, 3),
         lambda: order.batch_of(0, 0, 2, 2),

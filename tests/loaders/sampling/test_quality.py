@@ -41,8 +41,8 @@ def test_an_order_that_is_no_shuffle_is_found_out() -> None:
 
 def test_a_shuffle_inside_windows_only_is_found_out() -> None:
     """One lane whose window is the whole of 20 neighbouring chunks moves samples less than a full shuffle."""
-    found = quality(Order(4000, 1, 10, 1, 20, seed=3), batches=4000)
-    plain = quality(Order(4000, 1, 10, 1, 20, shuffle=False), batches=4000)
+    found = quality(Order(4000, 1, 10, lanes=1, window=20, seed=3), batches=4000)
+    plain = quality(Order(4000, 1, 10, lanes=1, window=20, shuffle=False), batches=4000)
     assert plain.order.distance == 0 < found.order.distance
 
 

@@ -22,16 +22,16 @@ from headrace.loaders.sampling.state import MAX_COUNT, Fingerprint, Identity, Po
 DIGEST = "0123456789abcdef" * 4
 ORDER = Order.of(10**9, 4096, sample_bytes=300_000, seed=123456)
 CLIP = Clip(128, fps=29.97, per_video=16)
-HERE = Fingerprint(Identity(41, DIGEST), 123456, Plain(ORDER, drop_last=False).described(), CLIP)
+HERE = Fingerprint(Identity(41, DIGEST), 123456, order=Plain(ORDER, drop_last=False).described(), clip=CLIP)
 MIXED = Mixed.of({name: Population(10**6, 3e5) for name in ("speech", "music", "video")}, 4096, weights=None)
 MIXTURE = Fingerprint(
-    {name: Identity(41, DIGEST, 10**6) for name in MIXED.names}, 123456, MIXED.described(2, 100), CLIP
+    {name: Identity(41, DIGEST, 10**6) for name in MIXED.names}, 123456, order=MIXED.described(2, 100), clip=CLIP
 )
 
 
 def length(fingerprint: Fingerprint) -> int:
     """Bytes of JSON in its default encoding, far into a long run that goes by a list of bad samples."""
-    return len(json.dumps(dump(fingerprint, Position(12_345, 243_000, (), (1234, "0123abcd")))))
+    return len(json.dumps(dump(fingerprint, Position(12_345, 243_000, quarantine=(), listed=(1234, "0123abcd")))))
 
 
 def loaded(state: Any, here: Fingerprint = HERE) -> Position:
@@ -63,7 +63,7 @@ WHATS: list[Any] = [
     [1 << 40, 65_536, "split", True, 384_000],  # a packing
     "files",
 ]
-LARGEST = Position(MAX_COUNT, MAX_COUNT, (), (999_999_999, "0123abcd"))
+LARGEST = Position(MAX_COUNT, MAX_COUNT, quarantine=(), listed=(999_999_999, "0123abcd"))
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -71,8 +71,8 @@ LARGEST = Position(MAX_COUNT, MAX_COUNT, (), (999_999_999, "0123abcd"))
 @pytest.mark.parametrize("seed", [0, 1 << 34, (1 << 64) - 1, -(1 << 63)])
 def test_no_state_takes_200_bytes_whatever_the_numbers(kind: str, what: Any, seed: int) -> None:
     sources = {} if kind.startswith("mixture") else Identity(9_999_999, DIGEST)
-    here = Fingerprint(sources, seed, EVERY[kind], what)
-    for position in (LARGEST, Position(0, 0), Position(12_345, 243_000, (), (1234, "0123abcd"))):
+    here = Fingerprint(sources, seed, order=EVERY[kind], clip=what)
+    for position in (LARGEST, Position(0, 0), Position(12_345, 243_000, quarantine=(), listed=(1234, "0123abcd"))):
         state = json.loads(json.dumps(dump(here, position)))
         assert len(json.dumps(state)) < 200
         assert loaded(state, here) == position
@@ -121,7 +121,7 @@ lists = st.none() | st.tuples(st.integers(0, 100_000), st.sampled_from(["", "012
 def test_a_state_survives_json(
     epoch: int, batch: int, quarantine: list[tuple[int, int]], listed: tuple[int, str] | None
 ) -> None:
-    position = Position(epoch, batch, tuple(quarantine), listed)
+    position = Position(epoch, batch, quarantine=tuple(quarantine), listed=listed)
     assert loaded(json.loads(json.dumps(dump(MIXTURE, position))), MIXTURE) == position
     assert loaded(dump(MIXTURE, position), MIXTURE) == position
     alone = replace(position, quarantine=tuple((0, number) for _, number in quarantine))

@@ -45,7 +45,7 @@ def test_where_shares_are_whole_every_batch_has_just_them(
     quotas: tuple[int, ...], batch: int, expected: dict[int, int]
 ) -> None:
     for lanes in (1, 2, 4):
-        strata = Strata(quotas, batch, lanes, 12345)
+        strata = Strata(quotas, batch, lanes=lanes, start=12345)
         assert all(Counter(whole(strata, number)) == expected for number in range(100))
 
 
@@ -91,7 +91,7 @@ def test_any_stretch_of_batches_and_every_slot_of_them_have_about_their_shares(
 def test_ranks_have_their_shares_rounded_where_their_number_is_a_power_of_two(
     quotas: tuple[int, ...], batch: int, lanes: int
 ) -> None:
-    strata = Strata(quotas, batch, lanes, 99)
+    strata = Strata(quotas, batch, lanes=lanes, start=99)
     for number in range(0, 200, 7):
         row = whole(strata, number)
         for ranks in (2, 4, 8):
