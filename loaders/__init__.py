@@ -66,12 +66,12 @@ _HOME = {
 }
 
 
-_FREEZE = 1000
+_FROZEN_AT_START = 1000
 """With fewer frozen objects, the program froze none itself: Python 3.12 begins with some 400."""
 
 
 @contextlib.contextmanager
-def _collecting_nothing() -> Iterator[None]:
+def _gc_paused() -> Iterator[None]:
     """Import without the garbage collector.
 
     Modules are not garbage, and searching all objects of torch takes longer than any import of ours. The imported
@@ -83,7 +83,7 @@ def _collecting_nothing() -> Iterator[None]:
         yield
     finally:
         if collecting:
-            if gc.get_freeze_count() < _FREEZE:  # else the objects that the program froze would be unfrozen
+            if gc.get_freeze_count() < _FROZEN_AT_START:  # else the objects that the program froze would be unfrozen
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -92,7 +92,7 @@ def _collecting_nothing() -> Iterator[None]:
 def _imported(module: str) -> ModuleType:
     if module in sys.modules:
         return sys.modules[module]
-    with _collecting_nothing():
+    with _gc_paused():
         return importlib.import_module(module)
 
 

@@ -345,10 +345,10 @@ def _device(device: str | torch.device) -> tuple[torch.device, bool]:
     named: str = checked("device", str(device) if isinstance(device, torch.device) else device, str)
     if named.split(":")[0] not in ("cpu", "pinned", "cuda"):
         raise UsageError(f"device {named!r} is not known", hint="use 'cpu', 'pinned' or 'cuda'")
-    here = torch.cuda.is_available()
-    if not here and named != "cpu":
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda and named != "cpu":
         raise UsageError(f"device={named!r}, but torch sees no GPU", hint="use device='cpu'")
     if named.startswith("cuda"):
         chosen = torch.device(named)
         return (torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen), False
-    return torch.device("cpu"), here
+    return torch.device("cpu"), has_cuda

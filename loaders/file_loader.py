@@ -45,7 +45,7 @@ class FileProcessor:
 
     @property
     def layout(self) -> SampleLayout:
-        return SampleLayout((BYTES,), {SIZES: torch.int64}, files_of=self._located)
+        return SampleLayout((BYTES,), {SIZES: torch.int64}, files_of=self._files_of)
 
     def needs(self, ref: SampleRef) -> Needs:
         return self._needs
@@ -53,21 +53,21 @@ class FileProcessor:
     def cost(self, sample: Sample) -> int:
         return 0
 
-    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        return [self._one(one) for one in loaded]
+    def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        return [self._one(one) for one in fetched]
 
     def close(self) -> None:
         pass
 
-    def _one(self, loaded: FetchedSample) -> ProcessedSample:
-        if loaded.files is not None:
-            sizes = [member.length for member in loaded.files.each]
-            return ProcessedSample(loaded.ref.sample, _IN_PLACE, {SIZES: sizes}, in_place=True)
-        views = [np.frombuffer(loaded.media[ext][:], np.uint8) for ext in self._files]
+    def _one(self, fetched: FetchedSample) -> ProcessedSample:
+        if fetched.files is not None:
+            sizes = [member.length for member in fetched.files.each]
+            return ProcessedSample(fetched.ref.sample, _IN_PLACE, {SIZES: sizes}, in_place=True)
+        views = [np.frombuffer(fetched.media[ext][:], np.uint8) for ext in self._files]
         tensor = torch.from_numpy(np.concatenate(views))
-        return ProcessedSample(loaded.ref.sample, {BYTES: tensor}, {SIZES: [len(view) for view in views]})
+        return ProcessedSample(fetched.ref.sample, {BYTES: tensor}, {SIZES: [len(view) for view in views]})
 
-    def _located(self, sample: Sample) -> Files:
+    def _files_of(self, sample: Sample) -> Files:
         return files_of(sample, self._files)
 
 

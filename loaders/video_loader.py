@@ -91,8 +91,8 @@ class VideoConfig(LoaderConfig):
     layout: str = "TCHW"
     decoder: str = "auto"
 
-    def look(self) -> ClipSpec:
-        """How a finished clip looks, checked."""
+    def clip_spec(self) -> ClipSpec:
+        """The format of a finished clip, checked."""
         check_type("clip", self.clip, Clip, "clip=Clip(frames=16)")
         if self.buckets is not None:
             from headrace.loaders.sampling.buckets import Buckets
@@ -150,32 +150,34 @@ class VideoLoader(Loader):
 
     @configured_by(VideoConfig)
     def __init__(self, config: VideoConfig) -> None:
-        look, buckets, decoder = config.look(), config.buckets, config.decoder
+        spec, buckets, decoder = config.clip_spec(), config.buckets, config.decoder
         output = config.output(config.normalize, config.dtype, config.layout)
         delivery = config.delivery(output, group=GPU_BATCH)
-        self._look, self._decoder = look, decoder
+        self._spec, self._decoder = spec, decoder
 
         def find(dataset: Dataset) -> tuple[I64, Any]:
-            left_out = IMAGE_EXTENSIONS if look.clip.frames > 1 else ()
+            left_out = IMAGE_EXTENSIONS if spec.clip.frames > 1 else ()
             ids = samples_with(dataset, "video_ext", "video", without=left_out)
-            parts: Any = look.clip.per_video
-            if look.clip.start == "every":
-                parts = counts(look.clip, column(dataset, "frames", ids), column(dataset, "duration", ids))
+            parts: Any = spec.clip.per_video
+            if spec.clip.start == "every":
+                parts = counts(spec.clip, column(dataset, "frames", ids), column(dataset, "duration", ids))
             return ids, parts
 
         def start_processor() -> Processor:
-            isolated = config.subprocess_decoder(delivery.num_threads)
-            decode = isolated or registry.open_decoder(decoder, output.device.type, output.device.index or 0)
-            hear = isolated.hear if isolated else None
-            each = [ClipProcessor(one, decode, hear) for one in _looks(look, buckets, plan.buckets)]
-            return config.finish(by_stream(each), look.audio, output.device, plan.names)
+            subprocess_decoder = config.subprocess_decoder(delivery.num_threads)
+            video_decoder = subprocess_decoder or registry.open_decoder(
+                decoder, output.device.type, output.device.index or 0
+            )
+            decode_audio = subprocess_decoder.decode_audio if subprocess_decoder else None
+            each = [ClipProcessor(one, video_decoder, decode_audio) for one in _clip_specs(spec, buckets, plan.buckets)]
+            return config.finish(by_stream(each), spec.audio, output.device, plan.names)
 
         sampling = config.sampling(config.batch_size)
-        plan, owned = config.open_plan(config.url_or_dataset, find, look.clip, sampling, _bucketing(buckets, look))
+        plan, owned = config.open_plan(config.url_or_dataset, find, spec.clip, sampling, _bucketing(buckets, spec))
         shares_decoding = registry.candidates(decoder, output.device.type)[0].shares_decoding
         if shares_decoding and not config.decode_in_subprocess:
-            looks = _looks(look, buckets, plan.buckets)
-            delivery = replace(delivery, group_slots=together(looks, transformed=config.transform is not None))
+            specs = _clip_specs(spec, buckets, plan.buckets)
+            delivery = replace(delivery, group_slots=together(specs, transformed=config.transform is not None))
         super().__init__(plan, start_processor, delivery=delivery, bad_samples=config.bad_samples, owned=owned)
 
     def explain(self, sample: int | Sample = 0) -> str:
@@ -188,11 +190,11 @@ class VideoLoader(Loader):
         check_type("sample", sample, (int, Sample), "its number, or a Sample")
         one = self.dataset.sample(sample) if isinstance(sample, int) else sample
         device = self._delivery.output.device.type
-        lines = registry.explain(one, color=self._look.color, option=self._decoder, device=device)
+        lines = registry.explain(one, color=self._spec.color, option=self._decoder, device=device)
         if one.video is None:
             return lines
-        inside = self._look.audio is not None and one.audio is not None and one.audio.ext == one.video.ext
-        return f"{lines}\n{byte_ranges.explain(one, self._look.clip, sound=inside)}"
+        inside = self._spec.audio is not None and one.audio is not None and one.audio.ext == one.video.ext
+        return f"{lines}\n{byte_ranges.explain(one, self._spec.clip, sound=inside)}"
 
 
 def _audio_spec(audio: bool | AudioSpec) -> AudioSpec | None:
@@ -216,24 +218,24 @@ def _size(size: tuple[int, int] | None) -> tuple[int, int] | None:
     return check_count("size's height", height, MAX_SIDE), check_count("size's width", width, MAX_SIDE)
 
 
-def _bucketing(buckets: Buckets | None, look: ClipSpec) -> Bucketing | None:
+def _bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None:
     """How videos are sorted into buckets."""
     if buckets is None:
         return None
-    if look.size is not None:
+    if spec.size is not None:
         raise UsageError("with buckets each bucket has its size", hint="leave size out")
-    if look.clip.start == "every" and any(bucket.frames for bucket in buckets.buckets):
+    if spec.clip.start == "every" and any(bucket.frames for bucket in buckets.buckets):
         raise UsageError(
             "start='every' counts clips of one length; buckets that name their frames have several",
             hint="leave the buckets' frames out, or use another start",
         )
-    frames = look.clip.frames
+    frames = spec.clip.frames
 
     def sort(stream: Stream) -> I64:
         height, width, rotation = (column(stream.dataset, name, stream.ids) for name in ("height", "width", "rotation"))
-        turned = (rotation % 180 == 90) & look.rotate
+        turned = (rotation % 180 == 90) & spec.rotate
         heights, widths = np.where(turned, width, height), np.where(turned, height, width)
-        return buckets.assign(heights.astype(np.int64), widths.astype(np.int64), _lengths(stream, look.clip), frames)
+        return buckets.assign(heights.astype(np.int64), widths.astype(np.int64), _lengths(stream, spec.clip), frames)
 
     return Bucketing(buckets.batches(frames), sort, buckets.numbers(frames))
 
@@ -245,12 +247,12 @@ def _lengths(stream: Stream, clip: Clip) -> npt.NDArray[np.float64]:
     return np.floor((column(stream.dataset, "frames", stream.ids) - 1) / clip.stride) + 1
 
 
-def _looks(look: ClipSpec, buckets: Buckets | None, streams: Sequence[int]) -> list[ClipSpec]:
-    """The look of each stream's clips; `streams` are the numbers of their buckets."""
+def _clip_specs(spec: ClipSpec, buckets: Buckets | None, streams: Sequence[int]) -> list[ClipSpec]:
+    """The format of each stream's clips; `streams` are the numbers of their buckets."""
     if buckets is None:
-        return [look]
+        return [spec]
     chosen = [buckets.buckets[number] for number in streams]
     return [
-        replace(look, size=one.size, clip=replace_field(look.clip, frames=one.frames or look.clip.frames))
+        replace(spec, size=one.size, clip=replace_field(spec.clip, frames=one.frames or spec.clip.frames))
         for one in chosen
     ]

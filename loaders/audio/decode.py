@@ -32,14 +32,14 @@ from headrace.loaders.audio.excerpts import ogg
 from headrace.loaders.audio.excerpts.base import Excerpt, mark_before
 from headrace.loaders.audio.excerpts.decode import SETTLING, WARM_UP, decoded, excerpt_of
 from headrace.loaders.audio.frames import F32 as F32
-from headrace.loaders.audio.frames import Head, Heard, heard, pts
+from headrace.loaders.audio.frames import FrameCollector, Head, collect_frames, pts
 from headrace.loaders.audio.resample import resampled
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.decode.trim import open_media
 from headrace.loaders.fetch.partial_file import Media
 
 T = TypeVar("T")
-Made = tuple[F32, Fraction]
+DecodedAudio = tuple[F32, Fraction]
 """(channels, samples) in the wanted format, and the second up to which there is audio."""
 AudioDecoder = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
 """`decode_audio`, in this process or in another one."""
@@ -78,7 +78,7 @@ def decode_audio(
 
 def _found(
     data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, spec: AudioSpec, from_first: bool
-) -> Made | None:
+) -> DecodedAudio | None:
     """The window with `_EDGE` on both sides; None if all of it is silence."""
     first = _read(data, info, _first) if info.start is None else info.start  # an older index does not list the start
     start += first if from_first else 0
@@ -97,7 +97,9 @@ def _read(data: Media, info: AudioInfo, read: Callable[[InputContainer, AudioStr
         return read(container, stream)
 
 
-def _at_once(excerpt: Excerpt, info: AudioInfo, begin: Fraction, seconds: Fraction, spec: AudioSpec) -> Made | None:
+def _at_once(
+    excerpt: Excerpt, info: AudioInfo, begin: Fraction, seconds: Fraction, spec: AudioSpec
+) -> DecodedAudio | None:
     """Decode an excerpt's audio from `begin` on."""
     first, count = -round(-begin * info.sample_rate), round((seconds + 2 * _EDGE) * info.sample_rate)
     made = decoded(excerpt, info, first, count, spec)
@@ -112,7 +114,7 @@ def _by_packets(
     start: Fraction,
     seconds: Fraction,
     spec: AudioSpec,
-) -> Made | None:
+) -> DecodedAudio | None:
     """Decode the packets that libav demuxes from the whole file. The audio begins at `first`."""
     container, stream = file
     coarse, head = _is_coarse(stream), None
@@ -121,7 +123,7 @@ def _by_packets(
     if coarse and early > first:
         # a decoder whose state covers the whole stream must not get the first packet twice
         head = _head(container, stream) if _settles(info.codec) else _read(data, info, _head)
-    sound = heard(_frames(container, stream, info, first, early, late), seconds + before + _EDGE)
+    sound = collect_frames(_frames(container, stream, info, first, early, late), seconds + before + _EDGE)
     if sound is None:
         _check_silence(container, info, start - first, seconds)
         return None
@@ -133,7 +135,7 @@ def _by_packets(
 
 
 def _check(
-    data: Media, container: InputContainer, info: AudioInfo, early: Fraction, late: Fraction, sound: Heard
+    data: Media, container: InputContainer, info: AudioInfo, early: Fraction, late: Fraction, sound: FrameCollector
 ) -> None:
     """Raise `CorruptionError` for damage that libav ignores without an error."""
     if container.format.name == "ogg" and (sound.gaps or info.marks):  # checking a whole file takes long

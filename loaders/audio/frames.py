@@ -58,7 +58,7 @@ def pts(frame: AudioFrame) -> int:
     return frame.pts
 
 
-class Heard:
+class FrameCollector:
     """Collects consecutive frames: about `seconds` of audio, or more."""
 
     def __init__(self, first: AudioFrame, seconds: Fraction) -> None:
@@ -118,11 +118,11 @@ class Heard:
             np.multiply(samples, np.float32(1 / self._one), out=target, dtype=np.float32, casting="unsafe")
 
 
-def heard(frames: Iterable[AudioFrame], seconds: Fraction) -> Heard | None:
+def collect_frames(frames: Iterable[AudioFrame], seconds: Fraction) -> FrameCollector | None:
     """Collect all frames. `seconds` is their expected duration, which sizes the buffer. None if there are no frames."""
-    found: Heard | None = None
+    found: FrameCollector | None = None
     for frame in frames:
-        found = found or Heard(frame, seconds)
+        found = found or FrameCollector(frame, seconds)
         found.add(frame)
     return found
 
@@ -139,7 +139,7 @@ def _runs(places: list[int], lengths: list[int]) -> list[tuple[int, int]]:
     return out
 
 
-def _places(sound: Heard, start: Fraction, head: Head | None) -> list[int]:
+def _places(sound: FrameCollector, start: Fraction, head: Head | None) -> list[int]:
     """Where each frame begins, in samples from `start`. Stamps are in ticks, and a tick is `sound.tick` samples.
 
     Frames follow each other while each stamp is within a millisecond, or a tick, of the end of the frame before. Such a
@@ -147,13 +147,13 @@ def _places(sound: Heard, start: Fraction, head: Head | None) -> list[int]:
     """
     stamps, lengths, tick = sound.stamps, sound.lengths, sound.tick
     one = tick.denominator  # integers are faster than fractions
-    near = math.ceil(max(tick, _ROUNDED * sound.rate + 1) * one)
+    tolerance = math.ceil(max(tick, _ROUNDED * sound.rate + 1) * one)
     places, first = list[int](), 0
     while first < len(stamps):
         ends, away = [0], [0]
         for stamp, length in zip(stamps[first + 1 :], lengths[first:], strict=False):
             off = (stamp - stamps[first]) * tick.numerator - (ends[-1] + length) * one
-            if abs(off) >= near:
+            if abs(off) >= tolerance:
                 break
             ends.append(ends[-1] + length)
             away.append(off)

@@ -152,7 +152,7 @@ class _Graph:
         numbers = list(itertools.islice(self._numbers, len(channels)))
         self._pipe.feed_input("sound", [channel.numpy() for channel in channels])
         self._pipe.feed_input("number", [np.array([number], np.int64) for number in numbers])
-        logs, came = self._pipe.run()
-        if [int(np.asarray(came[n])[0]) for n in range(len(came))] != numbers:
+        logs, returned = self._pipe.run()
+        if [int(np.asarray(returned[n])[0]) for n in range(len(returned))] != numbers:
             raise RuntimeError("DALI returned the spectrograms of another run")
         return copied(logs)

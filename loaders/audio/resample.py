@@ -29,7 +29,7 @@ from headrace.loaders.audio.spec import LAYOUTS, AudioSpec
 
 AT_ONCE = 1 << 13
 """Samples of each channel in a piece, about."""
-MOST_KEPT = 8
+MAX_KEPT = 8
 """Resamplers that a thread keeps. Beyond that, it drops the least recently used one."""
 _LONGEST = 1 << 26
 """Samples in a frame: FFmpeg allocates at most two gigabytes at once."""
@@ -111,7 +111,7 @@ class _Resampler:
         self._begin.push(frame)
 
 
-class _Kept(threading.local):
+class _ThreadCache(threading.local):
     """The resamplers of one thread."""
 
     def __init__(self) -> None:
@@ -122,12 +122,12 @@ class _Kept(threading.local):
         resampler = self._resamplers.pop((kind, pieces), None) or _Resampler(kind, pieces)
         made = resampler(frames)
         self._resamplers[kind, pieces] = resampler
-        if len(self._resamplers) > MOST_KEPT:
+        if len(self._resamplers) > MAX_KEPT:
             self._resamplers.popitem(last=False)
         return made
 
 
-_KEPT = _Kept()
+_CACHE = _ThreadCache()
 
 
 def resampled(source: F32, rate: int, layout: str, spec: AudioSpec) -> F32:
@@ -141,13 +141,13 @@ def resampled(source: F32, rate: int, layout: str, spec: AudioSpec) -> F32:
     if not samples:
         return np.zeros((spec.channels, 0), np.float32)
     frames = (_frame(source[:, at : at + _LONGEST], layout) for at in range(0, samples, _LONGEST))
-    return _KEPT.resampled(_Kind("fltp", layout, rate, wanted, spec.sample_rate), samples, frames)
+    return _CACHE.resampled(_Kind("fltp", layout, rate, wanted, spec.sample_rate), samples, frames)
 
 
 def resampled_frame(frame: AudioFrame, spec: AudioSpec) -> F32:
     """Like `resampled`, for a decoder's frame, which this consumes. All of its channels are mixed."""
     kind = _Kind(frame.format.name, frame.layout.name, frame.sample_rate, LAYOUTS[spec.channels], spec.sample_rate)
-    return _KEPT.resampled(kind, frame.samples, [frame])
+    return _CACHE.resampled(kind, frame.samples, [frame])
 
 
 def _frame(part: Any, layout: str) -> AudioFrame:

@@ -6,7 +6,7 @@ copies nothing. There are three kinds of batch:
 - `Batch`: samples of one shape, stacked. The first sample decides the shape. Decoders may draw pixels directly in the
   batch.
 - `RowBatch`: rows of packed recordings. Each row has `rows.capacity` samples in its last axis; stretches without a
-  piece are silent. Every list of the batch has one entry a row, with a value for each piece in it.
+  piece are silent. Every list of the batch has one entry for each row, with a value for each piece in it.
 - `JoinedBatch`: files as they are stored, one after the other in one run of bytes. The index gives their lengths, so
   each has its place before the first one is read.
 
@@ -33,7 +33,7 @@ from headrace.dataio.shards.sample import Files
 from headrace.loaders.batch.memory import BufferPool
 from headrace.loaders.interfaces import FileTarget, PixelTarget, ProcessedSample, SampleLayout, SampleRef
 
-_GONE = torch.empty(0)
+_RELEASED = torch.empty(0)
 """Replaces a sample's tensor once it is in the batch."""
 _IN_NUMPY = {torch.int64: np.int64, torch.float64: np.float64}
 AXES: dict[str, tuple[int, int, int, int]] = {"TCHW": (0, 1, 2, 3), "CTHW": (1, 0, 2, 3), "THWC": (0, 2, 3, 1)}
@@ -167,7 +167,9 @@ class Batch:
 
 def _released(sample: ProcessedSample) -> ProcessedSample:
     """The sample without its tensors, but with their names."""
-    return ProcessedSample(sample.sample, dict.fromkeys(sample.tensors, _GONE), sample.values, skipped=sample.skipped)
+    return ProcessedSample(
+        sample.sample, dict.fromkeys(sample.tensors, _RELEASED), sample.values, skipped=sample.skipped
+    )
 
 
 def _other_shape(sample: ProcessedSample, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
@@ -255,7 +257,7 @@ class JoinedBatch(Batch):
         self._files = files
         self._ends = list(itertools.accumulate([one.size for one in files], initial=0))
         self._name = layout.tensors[0]
-        self._apart: dict[int, torch.Tensor] = {}
+        self._separate: dict[int, torch.Tensor] = {}
 
     def targets(self, slots: Sequence[int]) -> Sequence[FileTarget | None]:
         """The memory of these samples; None if the batch is on a GPU."""
@@ -265,7 +267,7 @@ class JoinedBatch(Batch):
         return [FileTarget(self._files[slot], memory[ends[slot] : ends[slot + 1]]) for slot in slots]
 
     def put(self, slot: int, sample: ProcessedSample) -> None:
-        """Write `sample` into its stretch, or keep it apart if a substitute has another length. Its tensor is
+        """Write `sample` into its stretch, or keep it separately if a substitute has another length. Its tensor is
         released."""
         tensor = sample.tensors.get(self._name)
         if tensor is not None and not sample.in_place:
@@ -273,11 +275,11 @@ class JoinedBatch(Batch):
             if len(tensor) == end - start:
                 self._joined()[start:end].copy_(tensor, non_blocking=True)
             else:
-                self._apart[slot] = tensor.to(self._output.device, copy=True)
+                self._separate[slot] = tensor.to(self._output.device, copy=True)
         self.samples[slot] = _released(sample)
 
     def _written(self) -> list[torch.Tensor]:
-        return [*super()._written(), *self._apart.values()]
+        return [*super()._written(), *self._separate.values()]
 
     def _joined(self) -> torch.Tensor:
         with self._lock:
@@ -287,8 +289,8 @@ class JoinedBatch(Batch):
 
     def _close_up(self, name: str, whole: list[int]) -> torch.Tensor | None:
         joined = self._tensors.get(name)
-        if joined is None or (len(whole) == len(self.samples) and not self._apart):
+        if joined is None or (len(whole) == len(self.samples) and not self._separate):
             return joined
-        pieces = [self._apart.get(slot, joined[self._ends[slot] : self._ends[slot + 1]]) for slot in whole]
+        pieces = [self._separate.get(slot, joined[self._ends[slot] : self._ends[slot + 1]]) for slot in whole]
         closer = self._buffers.empty((sum(map(len, pieces)),), torch.uint8)
         return torch.cat(pieces, out=closer) if pieces else None

@@ -1,11 +1,11 @@
 """The memory of batches: a pool of buffers, and a budget for samples in flight.
 
-Purpose: fresh memory costs a page fault for every 4 KiB, so `BufferPool` lends the memory of delivered batches again.
+Purpose: fresh memory costs a page fault for every 4 KiB, so `BufferPool` reuses the memory of delivered batches.
 Sixteen threads that each decode a 4K clip must not fill the machine, so `MemoryBudget` admits them by the bytes that
 they declare.
 
-How the pool works. On the CPU a batch's memory is a block that is lent to a tensor. When the last tensor, view or array
-over it is gone, a weak reference returns the block, and it is lent again. Pinned and device memory comes from torch's
+How the pool works. On the CPU each tensor uses a block of memory. When the last tensor, view or array
+over it is gone, a weak reference returns the block, and another tensor may use it. Pinned and device memory comes from torch's
 own caching allocators, which also wait for copies that are under way. Blocks return without a line of Python: if a
 Ctrl-C arrived in such a line, the interpreter would print the interrupt and continue as if there had been none.
 
@@ -36,7 +36,7 @@ _IN_NUMPY = {torch.uint8: np.uint8, torch.float32: np.float32, torch.float16: np
 Block = mmap.mmap
 
 
-class _Loan(weakref.ref[Any]):
+class _BlockReference(weakref.ref[Any]):
     """A weak reference to the array that uses a block."""
 
     __slots__ = ("block",)
@@ -44,12 +44,12 @@ class _Loan(weakref.ref[Any]):
 
 
 class BufferPool:
-    """Lends the memory of tensors. Safe to share between threads.
+    """Allocates the memory of tensors, and uses it again. Safe to share between threads.
 
     Args:
         device: of the tensors.
         pinned: use pinned memory.
-        reuse: lend memory again. False gives every tensor memory of its own.
+        reuse: use memory again. False gives every tensor memory of its own.
         spare: free blocks that are kept.
     """
 
@@ -57,12 +57,11 @@ class BufferPool:
         self._device, self._pinned, self._spare = device, pinned, spare
         self._pooled = reuse and device.type == "cpu" and not pinned
         self._lock = threading.Lock()
-        self._lent: dict[int, _Loan] = {}
-        self._returned: deque[weakref.ref[Any]] = (
-            deque()
-        )  # appended to without the lock, at any moment, when an array is gone
+        self._in_use: dict[int, _BlockReference] = {}
+        # appended to without the lock, at any moment, when an array is freed
+        self._returned: deque[weakref.ref[Any]] = deque()
         self._free: list[Block] = []
-        self.lent = self.reused = 0
+        self.allocations = self.reused = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of undefined values."""
@@ -70,27 +69,27 @@ class BufferPool:
         if not self._pooled or not size:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device, pin_memory=self._pinned)
         block = self._block(size)
-        loan = np.frombuffer(block, np.uint8, size)
-        lent = _Loan(loan, self._returned.append)
-        lent.block = block
-        self._lent[id(lent)] = lent
+        array = np.frombuffer(block, np.uint8, size)
+        reference = _BlockReference(array, self._returned.append)
+        reference.block = block
+        self._in_use[id(reference)] = reference
         if dtype in _IN_NUMPY:  # torch's own views release the interpreter, and then wait for it
-            return torch.from_numpy(loan.view(_IN_NUMPY[dtype]).reshape(shape))
-        return torch.from_numpy(loan).view(dtype).view(tuple(shape))
+            return torch.from_numpy(array.view(_IN_NUMPY[dtype]).reshape(shape))
+        return torch.from_numpy(array).view(dtype).view(tuple(shape))
 
     def clear(self) -> None:
-        """Free the blocks that are not lent."""
+        """Free the blocks that no tensor uses."""
         with self._lock:
             self._free = []
-            self._lent.clear()
+            self._in_use.clear()
             self._returned.clear()
 
     def _block(self, size: int) -> Block:
         with self._lock:
-            self.lent += 1
-            ended = [id(self._returned.popleft()) for _ in range(len(self._returned))]
-            back = [self._lent.pop(number).block for number in ended if number in self._lent]
-            self._free = (self._free + back)[-self._spare :]
+            self.allocations += 1
+            freed = [id(self._returned.popleft()) for _ in range(len(self._returned))]
+            blocks = [self._in_use.pop(number).block for number in freed if number in self._in_use]
+            self._free = (self._free + blocks)[-self._spare :]
             for number, block in enumerate(self._free):
                 if size <= len(block) <= 2 * size + _GRAIN:
                     self.reused += 1
@@ -111,7 +110,7 @@ class MemoryBudget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = self.peak = self.waits = 0
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._queue: deque[object] = deque()
         self._closed = False
 
@@ -122,31 +121,31 @@ class MemoryBudget:
         try:
             yield
         finally:
-            with self._turn:
+            with self._changed:
                 self.used -= size
-                self._turn.notify_all()
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Wake all threads that wait; they raise `Closed`."""
-        with self._turn:
+        with self._changed:
             self._closed = True
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def _enter(self, size: int) -> None:
-        me = object()
-        with self._turn:
-            self._queue.append(me)
+        ticket = object()
+        with self._changed:
+            self._queue.append(ticket)
             try:
-                if not self._may(me, size):
+                if not self._may(ticket, size):
                     self.waits += 1
-                self._turn.wait_for(lambda: self._closed or self._may(me, size))
+                self._changed.wait_for(lambda: self._closed or self._may(ticket, size))
             finally:
-                self._queue.remove(me)
-                self._turn.notify_all()
+                self._queue.remove(ticket)
+                self._changed.notify_all()
             if self._closed:
                 raise Closed
             self.used += size
             self.peak = max(self.peak, self.used)
 
-    def _may(self, me: object, size: int) -> bool:
-        return self._queue[0] is me and (not self.used or self.used + size <= self.limit)
+    def _may(self, ticket: object, size: int) -> bool:
+        return self._queue[0] is ticket and (not self.used or self.used + size <= self.limit)

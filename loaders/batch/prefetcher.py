@@ -82,7 +82,7 @@ class BatchExecutor:
         num_threads: number of threads.
         group: samples that are built together, e.g. because a GPU decodes them together.
         group_slots: decides which slots are built together, if `group` is 1.
-        buffers: lend the batches their memory. Default: every batch has memory of its own.
+        buffers: memory of the batches. Default: every batch has memory of its own.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class Request(msgspec.Struct, frozen=True):
     wanted: Wanted
     color: Color = "bt601"
     fit: Fit | None = None
-    room: Callable[[tuple[int, ...]], npt.NDArray[np.uint8] | None] | None = None
+    allocate: Callable[[tuple[int, ...]], npt.NDArray[np.uint8] | None] | None = None
 
 
 class Decoded(msgspec.Struct, frozen=True):

@@ -151,8 +151,8 @@ class Paintable(Canvas, Protocol):
 def sheet(request: Request, fit: Fit) -> U8:
     """Memory for the fitted clip: that of the request if it provides any."""
     shape = (len(request.wanted.values), 3, *fit.size)
-    room = None if request.room is None else request.room(shape)
-    return np.empty(shape, np.uint8) if room is None else room
+    allocate = None if request.allocate is None else request.allocate(shape)
+    return np.empty(shape, np.uint8) if allocate is None else allocate
 
 
 class Whole:
@@ -282,6 +282,6 @@ def covering(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
     return max(size[0], round(height * size[1] / width)), size[1]
 
 
-def offset(room: int, at: float) -> int:
+def offset(allocate: int, at: float) -> int:
     """The crop's offset. The centre's offset is rounded down; other positions are spread over 0 … room."""
-    return room // 2 if at == 0.5 else min(room, int(at * (room + 1)))
+    return allocate // 2 if at == 0.5 else min(allocate, int(at * (allocate + 1)))

@@ -181,8 +181,8 @@ class _Pipeline:
         self._pipe.feed_input("encoded", [np.frombuffer(data, np.uint8) for data, _ in feeds])
         self._pipe.feed_input("picks", [np.array(picks, np.int32) for _, picks in feeds])
         self._pipe.feed_input("uid", [np.array([uid], np.int64) for uid in uids])
-        frames, came = self._pipe.run()
-        if [int(np.asarray(came[i])[0]) for i in range(len(came))] != uids:
+        frames, returned = self._pipe.run()
+        if [int(np.asarray(returned[i])[0]) for i in range(len(returned))] != uids:
             raise RuntimeError("DALI returned the frames of another request")
         return copied(frames)
 

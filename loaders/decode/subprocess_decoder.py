@@ -36,7 +36,13 @@ COMMAND = run_module("headrace.loaders.decode.subprocess_worker")
 
 
 class SubprocessDecoder:
-    """A `Decoder` with at most `workers` processes, which start on demand. `hear` runs `decode_audio` in them."""
+    """A `Decoder` whose processes start on demand.
+
+    Args:
+        workers: the most processes.
+        seconds: time limit for one clip or window.
+        command: starts a process. Default: `headrace.loaders.decode.subprocess_worker`.
+    """
 
     name = "isolated"
 
@@ -52,20 +58,20 @@ class SubprocessDecoder:
     def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
         return [self._decode(request) for request in requests]
 
-    def hear(
+    def decode_audio(
         self, data: Media, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool
     ) -> tuple[F32, int]:
         """Like `decode_audio`, in a subprocess."""
         done = self._ask(
             data,
-            lambda sent: subprocess_worker.Listen(
+            lambda sent: subprocess_worker.AudioTask(
                 sent, info=info, start=start, spec=spec, samples=samples, from_first=from_first
             ),
         )
-        sound = np.frombuffer(done.data, np.float32).reshape(done.shape).copy()
-        if sound.shape != (spec.channels, samples) or len(done.numbers) != 1:
+        audio = np.frombuffer(done.data, np.float32).reshape(done.shape).copy()
+        if audio.shape != (spec.channels, samples) or len(done.numbers) != 1:
             raise CorruptionError("reading it made the decoder answer nonsense")
-        return sound, done.numbers[0]
+        return audio, done.numbers[0]
 
     def clip_bytes(self, info: VideoInfo, frames: int, size: tuple[int, int] | None, color: Color) -> int:
         return whole_clip_bytes(info, frames)
@@ -78,7 +84,7 @@ class SubprocessDecoder:
         try:
             done = self._ask(
                 request.data,
-                lambda sent: subprocess_worker.See(
+                lambda sent: subprocess_worker.ClipTask(
                     sent, info=request.info, wanted=request.wanted, color=request.color, fit=fit
                 ),
             )
@@ -100,7 +106,7 @@ class SubprocessDecoder:
             answer = self._answer(task(data.given()))
             if isinstance(answer, subprocess_worker.Done):
                 return answer
-            data.look_at(answer.piece)
+            data.load(answer.piece)
         return self._done(task(bytes(data[:])))
 
     def _done(self, task: subprocess_worker.Task) -> subprocess_worker.Done:

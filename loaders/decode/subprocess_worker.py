@@ -33,7 +33,7 @@ HELLO = b"headrace decode 1"
 ERRORS = {kind.code: kind for kind in (CorruptionError, UnsupportedError, CapacityError)}
 
 
-class See(msgspec.Struct, tag="see"):
+class ClipTask(msgspec.Struct, tag="see"):
     """Decode a clip."""
 
     data: bytes | Given
@@ -43,7 +43,7 @@ class See(msgspec.Struct, tag="see"):
     fit: Fit | None = None
 
 
-class Listen(msgspec.Struct, tag="listen"):
+class AudioTask(msgspec.Struct, tag="listen"):
     """Decode a window of audio."""
 
     data: bytes | Given
@@ -76,7 +76,7 @@ class Missing(msgspec.Struct, tag="missing"):
     piece: int
 
 
-Task = See | Listen
+Task = ClipTask | AudioTask
 Answer = Failed | Done | Missing
 encode_task = msgspec.msgpack.Encoder(enc_hook=enc_hook).encode
 decode_task = msgspec.msgpack.Decoder(Task, dec_hook=dec_hook).decode
@@ -87,20 +87,22 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 def answer(task: Task) -> Answer:
     """Run the task; its errors become answers."""
     try:
-        return _see(task) if isinstance(task, See) else _listen(task)
+        return _decode_clip(task) if isinstance(task, ClipTask) else _decode_audio(task)
     except HeadraceError as error:
         return Failed(error.code, error.message, error.hint)
     except MissingError as error:
         return Missing(error.number)
 
 
-def _see(task: See) -> Answer:
+def _decode_clip(task: ClipTask) -> Answer:
     return _done(*clip_of(Request(_media(task.data), task.info, task.wanted, color=task.color, fit=task.fit)))
 
 
-def _listen(task: Listen) -> Answer:
-    sound, real = decode_audio(_media(task.data), task.info, task.start, task.spec, task.samples, task.from_first)
-    return _done(sound, (real,))
+def _decode_audio(task: AudioTask) -> Answer:
+    audio, audio_samples = decode_audio(
+        _media(task.data), task.info, task.start, task.spec, task.samples, task.from_first
+    )
+    return _done(audio, (audio_samples,))
 
 
 def _media(data: bytes | Given) -> Media:

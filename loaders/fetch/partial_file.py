@@ -56,21 +56,28 @@ class PartialFile:
 
     Args:
         read: reads ranges of the object, possibly through a cache.
-        again: reads directly from the store.
+        read_direct: reads directly from the store.
         heads: holds pieces of file heads. This file takes pieces from it and adds its own.
-        later: reads directly from the store after a delay, through another connection.
+        read_later: reads directly from the store after a delay, through another connection.
     """
 
     def __init__(
-        self, name: str, member: Member, *, read: Read, again: Read, heads: HeadCache, later: Read | None = None
+        self,
+        name: str,
+        member: Member,
+        *,
+        read: Read,
+        read_direct: Read,
+        heads: HeadCache,
+        read_later: Read | None = None,
     ) -> None:
         assert member.pieces is not None
         self._name, self._member, self._read, self._heads = name, member, read, heads
-        self._looks = (again, later) if later is not None else (again,)
+        self._retries = (read_direct, read_later) if read_later is not None else (read_direct,)
         self._pieces: Pieces = member.pieces
-        self._there = dict[int, memoryview]()  # not compared with their digests yet
-        self._right = dict[int, memoryview]()
-        self._unforeseen = OrderedDict[int, None]()
+        self._unchecked = dict[int, memoryview]()  # not compared with their digests yet
+        self._checked = dict[int, memoryview]()
+        self._unpredicted = OrderedDict[int, None]()
         self._next, self._count = -1, 1
 
     def __len__(self) -> int:
@@ -93,7 +100,7 @@ class PartialFile:
         head, tail = self._piece(first)[start - first * size :], self._piece(last)[: end - last * size]
         return memoryview(b"".join([head, *inner, tail]))
 
-    def foresee(self, runs: Runs) -> None:
+    def prefetch(self, runs: Runs) -> None:
         """Fetch these pieces in one request. If the store lacks a piece, the error appears when the piece is accessed."""
         with contextlib.suppress(NotFoundError, RangeError):
             self._fetch(self._heads.others(self._name, self._member, runs))
@@ -104,37 +111,37 @@ class PartialFile:
             for number in range(first, first + count):
                 view = self._heads.get(self._name, self._member, number)
                 if view is not None:
-                    self._right.setdefault(number, view)
-        for number, view in list(self._there.items()):
+                    self._checked.setdefault(number, view)
+        for number, view in list(self._unchecked.items()):
             if matches(self._pieces, number, view):
-                self._right[number] = self._there.pop(number)
+                self._checked[number] = self._unchecked.pop(number)
         return Given(
             len(self),
             self._pieces.size,
-            pieces={number: bytes(view) for number, view in self._right.items()},
+            pieces={number: bytes(view) for number, view in self._checked.items()},
             marks=self._pieces.marks,
         )
 
-    def look_at(self, number: int) -> None:
+    def load(self, number: int) -> None:
         """Read and verify this piece."""
         self._piece(number)
 
     def _piece(self, number: int) -> memoryview:
-        view = self._right.get(number) or self._heads.get(self._name, self._member, number)
+        view = self._checked.get(number) or self._heads.get(self._name, self._member, number)
         if view is None:
-            view = self._compared(number)
+            view = self._load_checked(number)
             self._heads.put(self._name, self._member, number, view)
-        self._right[number] = view
+        self._checked[number] = view
         return view
 
-    def _compared(self, number: int) -> memoryview:
+    def _load_checked(self, number: int) -> memoryview:
         try:
-            if number not in self._there:
+            if number not in self._unchecked:
                 self._fetch_on(number)
-            view = self._there.pop(number)
-            for look in self._looks:
+            view = self._unchecked.pop(number)
+            for read in self._retries:
                 if not matches(self._pieces, number, view):
-                    view = look(byte_ranges.ranges(self._member, ((number, 1),)))[0]
+                    view = read(byte_ranges.ranges(self._member, ((number, 1),)))[0]
         except (NotFoundError, RangeError) as error:
             raise CorruptionError(f"{self._name}: {error.message}", hint=error.hint) from error
         if not matches(self._pieces, number, view):
@@ -160,14 +167,14 @@ class PartialFile:
             end = number + 1  # the piece itself may exist even if the following ones do not
             self._fetch(((number, 1),))
         self._next, self._count = end, count
-        self._unforeseen.update(dict.fromkeys(range(number, end)))
-        while len(self._unforeseen) * self._pieces.size > KEPT_BYTES + AHEAD_BYTES:
-            gone, _ = self._unforeseen.popitem(last=False)
-            self._right.pop(gone, None)
-            self._there.pop(gone, None)
+        self._unpredicted.update(dict.fromkeys(range(number, end)))
+        while len(self._unpredicted) * self._pieces.size > KEPT_BYTES + AHEAD_BYTES:
+            dropped, _ = self._unpredicted.popitem(last=False)
+            self._checked.pop(dropped, None)
+            self._unchecked.pop(dropped, None)
 
     def _has(self, number: int) -> bool:
-        there = number in self._there or number in self._right
+        there = number in self._unchecked or number in self._checked
         return there or self._heads.get(self._name, self._member, number) is not None
 
     def _fetch(self, runs: Runs) -> None:
@@ -177,7 +184,7 @@ class PartialFile:
         size = self._pieces.size
         for (first, _), view in zip(runs, views, strict=True):
             for at in range(0, len(view), size):
-                self._there[first + at // size] = view[at : at + size]
+                self._unchecked[first + at // size] = view[at : at + size]
 
 
 # --- the file in another process, which cannot fetch
@@ -227,7 +234,7 @@ class GivenFile:
 
 HELD_BYTES = 64 * limits.MIB
 """The limit of one loader. Its sources share it equally."""
-Which = tuple[str, int, int]
+PieceKey = tuple[str, int, int]
 """A piece: the object's name, the file's offset in it, and the piece's number."""
 
 
@@ -236,7 +243,7 @@ class HeadCache:
 
     def __init__(self, most: int = HELD_BYTES) -> None:
         self._most, self._size = most, 0
-        self._held = OrderedDict[Which, memoryview]()
+        self._held = OrderedDict[PieceKey, memoryview]()
         self._lock = threading.Lock()
 
     @property

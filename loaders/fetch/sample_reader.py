@@ -130,11 +130,15 @@ class SampleReader:
 
     def _open(self, shard: str, member: Member, runs: Runs) -> PartialFile:
         """Open a long file and fetch these pieces."""
-        read, again, later = (
-            functools.partial(read, shard) for read in (self._reader.read, self._direct.read, self._direct.read_later)
+        file = PartialFile(
+            shard,
+            member,
+            read=functools.partial(self._reader.read, shard),
+            read_direct=functools.partial(self._direct.read, shard),
+            read_later=functools.partial(self._direct.read_later, shard),
+            heads=self._heads,
         )
-        file = PartialFile(shard, member, read=read, again=again, heads=self._heads, later=later)
-        file.foresee(runs)
+        file.prefetch(runs)
         return file
 
     def fetch_into(self, files: Files, memory: memoryview) -> int:

@@ -45,9 +45,9 @@ class WindowProcessor:
     "audio_samples", the number of samples that are real audio.
     """
 
-    def __init__(self, window: Window, spec: AudioSpec, apart: SubprocessDecoder | None = None) -> None:
-        self._window, self._spec, self._apart = window, spec, apart
-        self._hear: AudioDecoder = decode_audio if apart is None else apart.hear
+    def __init__(self, window: Window, spec: AudioSpec, isolated: SubprocessDecoder | None = None) -> None:
+        self._window, self._spec, self._isolated = window, spec, isolated
+        self._decode_audio: AudioDecoder = decode_audio if isolated is None else isolated.decode_audio
 
     @property
     def layout(self) -> SampleLayout:
@@ -74,30 +74,30 @@ class WindowProcessor:
         audio = sample.audio
         return 0 if audio is None else round(audio.sample_rate * self._window.seconds) * audio.channels * 4
 
-    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        return [self._one(one) for one in loaded]
+    def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        return [self._one(one) for one in fetched]
 
     def close(self) -> None:
-        if self._apart is not None:
-            self._apart.close()
+        if self._isolated is not None:
+            self._isolated.close()
 
-    def _one(self, loaded: FetchedSample) -> ProcessedSample | HeadraceError:
-        info = loaded.ref.sample.audio
+    def _one(self, fetched: FetchedSample) -> ProcessedSample | HeadraceError:
+        info = fetched.ref.sample.audio
         if info is None:
             return UnsupportedError("the sample holds no sound")
-        start = begin(info, self._window, loaded.ref)
+        start = begin(info, self._window, fetched.ref)
         try:
             sound, real = finished_sound(
-                self._hear, loaded, info, start, self._spec, self._spec.samples(), from_first=True
+                self._decode_audio, fetched, info, start, self._spec, self._spec.samples(), from_first=True
             )
         except DAMAGE as error:
             return error
-        return ProcessedSample(loaded.ref.sample, {"audio": sound}, {"start": float(start), "audio_samples": real})
+        return ProcessedSample(fetched.ref.sample, {"audio": sound}, {"start": float(start), "audio_samples": real})
 
 
 def finished_sound(
-    hear: AudioDecoder,
-    loaded: FetchedSample,
+    decode: AudioDecoder,
+    fetched: FetchedSample,
     info: AudioInfo,
     start: Fraction,
     spec: AudioSpec,
@@ -106,7 +106,7 @@ def finished_sound(
     from_first: bool = False,
 ) -> tuple[torch.Tensor, int]:
     """The tensor of `samples` samples from `start`, in the format of `spec`, and how many of them are real audio."""
-    sound, real = hear(loaded.media[info.ext], info, start, spec, samples, from_first)
+    sound, real = decode(fetched.media[info.ext], info, start, spec, samples, from_first)
     return torch.from_numpy(sound), real
 
 
@@ -117,7 +117,7 @@ class PieceProcessor(WindowProcessor):
     and "audio_samples", the number of samples that are real audio.
     """
 
-    def __init__(self, spec: AudioSpec, packing: Packing, apart: SubprocessDecoder | None = None) -> None:
+    def __init__(self, spec: AudioSpec, packing: Packing, isolated: SubprocessDecoder | None = None) -> None:
         self._hop, self._least, silence = 1, 0, 0.0
         shape: tuple[int, ...] = (spec.channels,)
         if isinstance(spec.features, LogMel):
@@ -128,7 +128,7 @@ class PieceProcessor(WindowProcessor):
                 spec.features.silence,
             )
             spec.features.check(spec.sample_rate, self._least)
-        super().__init__(Window(packing.capacity * self._hop / spec.sample_rate), spec, apart)
+        super().__init__(Window(packing.capacity * self._hop / spec.sample_rate), spec, isolated)
         self._rows = RowLayout(packing.capacity, shape, silence)
 
     @property
@@ -141,8 +141,8 @@ class PieceProcessor(WindowProcessor):
         rate = self._spec.sample_rate
         return Fraction(ref.span.start * self._hop, rate), Fraction(ref.span.length * self._hop, rate)
 
-    def _one(self, loaded: FetchedSample) -> ProcessedSample | HeadraceError:
-        info, fit = loaded.ref.sample.audio, loaded.ref.span
+    def _one(self, fetched: FetchedSample) -> ProcessedSample | HeadraceError:
+        info, fit = fetched.ref.sample.audio, fetched.ref.span
         if info is None or fit is None:
             return UnsupportedError("the sample holds no sound")
         rate, first = self._spec.sample_rate, fit.start * self._hop
@@ -151,11 +151,11 @@ class PieceProcessor(WindowProcessor):
             there = int(_samples(np.float64(info.samples), np.float64(info.sample_rate), rate))
             count = max(self._least, min(count, there - first))
         try:
-            sound, real = finished_sound(self._hear, loaded, info, start, self._spec, count, from_first=True)
+            sound, real = finished_sound(self._decode_audio, fetched, info, start, self._spec, count, from_first=True)
         except DAMAGE as error:
             return error
         values = {"start": float(start), "audio_samples": real, "fit": fit}
-        return ProcessedSample(loaded.ref.sample, {"audio": sound}, values)
+        return ProcessedSample(fetched.ref.sample, {"audio": sound}, values)
 
 
 def lengths(stream: Stream, spec: AudioSpec) -> I64:

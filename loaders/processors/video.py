@@ -92,22 +92,22 @@ class ClipSpec(msgspec.Struct, frozen=True, kw_only=True):
     color: Color = "bt601"
 
 
-def together(looks: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Sequence[SampleRef]], list[list[int]]]:
-    """Returns a function that groups the samples of a batch; one thread processes each group. `looks` are indexed by
+def together(specs: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Sequence[SampleRef]], list[list[int]]]:
+    """Returns a function that groups the samples of a batch; one thread processes each group. `specs` are indexed by
     stream. Pure.
 
     Clips that may share their decoding form a group. Otherwise, small clips form groups of up to `LIGHT` pixels. There
     are no such groups if a transform or audio follows, since those may take longer.
     """
-    several = any(look.clip.per_video > 1 or look.clip.start == "every" for look in looks)
+    several = any(spec.clip.per_video > 1 or spec.clip.start == "every" for spec in specs)
 
     def groups(refs: Sequence[SampleRef]) -> list[list[int]]:
         found, light, number = dict[Hashable, list[int]](), 0, 0
         for slot, ref in enumerate(refs):
-            look, which = looks[ref.stream if len(looks) > 1 else 0], None
+            spec, which = specs[ref.stream if len(specs) > 1 else 0], None
             if several:
-                which = _beginning(ref, look)
-            elif not transformed and look.audio is None and (pixels := _pixels(ref, look)) <= LIGHT // 2:
+                which = _beginning(ref, spec)
+            elif not transformed and spec.audio is None and (pixels := _pixels(ref, spec)) <= LIGHT // 2:
                 light += pixels
                 if light > LIGHT:
                     light, number = pixels, number + 1
@@ -118,20 +118,20 @@ def together(looks: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Seque
     return groups
 
 
-def _beginning(ref: SampleRef, look: ClipSpec) -> Hashable:
+def _beginning(ref: SampleRef, spec: ClipSpec) -> Hashable:
     """Equal for clips that may share their decoding."""
     video = ref.sample.video
     try:
-        begins = None if video is None else beginning(video.ext, wanted_by(ref, video, look.clip))
+        begins = None if video is None else beginning(video.ext, wanted_by(ref, video, spec.clip))
     except CorruptionError:
         return None
     return None if begins is None else (ref.source, ref.sample.id, begins)
 
 
-def _pixels(ref: SampleRef, look: ClipSpec) -> int:
+def _pixels(ref: SampleRef, spec: ClipSpec) -> int:
     """Approximately how many pixels are decoded, without the frames between the key frame and the clip."""
     video = ref.sample.video
-    return 0 if video is None else video.width * video.height * min(video.frames, look.clip.frames * look.clip.stride)
+    return 0 if video is None else video.width * video.height * min(video.frames, spec.clip.frames * spec.clip.stride)
 
 
 def wanted_by(ref: SampleRef, video: VideoInfo, clip: Clip) -> Wanted:
@@ -151,53 +151,53 @@ class ClipProcessor:
     float32 (C, S), and "audio_samples", the number of samples that are real audio.
     """
 
-    def __init__(self, look: ClipSpec, decoder: Decoder, hear: AudioDecoder | None = None) -> None:
+    def __init__(self, spec: ClipSpec, decoder: Decoder, audio_decoder: AudioDecoder | None = None) -> None:
         """Args:
-        look: the format of the clips.
+        spec: the format of the clips.
         decoder: decodes the pictures.
-        hear: decodes the audio. Default: `decode_audio`.
+        audio_decoder: decodes the audio. Default: `decode_audio`.
         """
-        self._look, self._decoder = look, decoder
-        if hear is None and look.audio is not None:
+        self._spec, self._decoder = spec, decoder
+        if audio_decoder is None and spec.audio is not None:
             from headrace.loaders.audio.decode import decode_audio
 
-            hear = decode_audio
-        self._hear, self._told = hear, False
-        self._seen = set[tuple[str, ...]]()
+            audio_decoder = decode_audio
+        self._audio_decoder, self._warned = audio_decoder, False
+        self._known_files = set[tuple[str, ...]]()
 
     @property
     def layout(self) -> SampleLayout:
-        if self._look.audio is None:
+        if self._spec.audio is None:
             return SampleLayout(("video",), {"clip": torch.float64})
         return SampleLayout(("video", "audio"), {"clip": torch.float64, "audio_samples": torch.int64})
 
     def needs(self, ref: SampleRef) -> Needs:
-        sample, look = ref.sample, self._look
-        video, audio = sample.video, sample.audio if look.audio else None
+        sample, spec = ref.sample, self._spec
+        video, audio = sample.video, sample.audio if spec.audio else None
         found: dict[str, Runs | None] = {} if video is None else {video.ext: None}
         if audio is not None:
             found[audio.ext] = None
-        apart = audio is not None and video is not None and audio.ext != video.ext
-        pictures = None if video is None else byte_ranges.member_of(sample, video.ext)
-        beside = byte_ranges.member_of(sample, audio.ext) if audio is not None and apart else None
-        if video is None or (pictures is None and beside is None):  # most files are short
+        separate = audio is not None and video is not None and audio.ext != video.ext
+        video_member = None if video is None else byte_ranges.member_of(sample, video.ext)
+        audio_member = byte_ranges.member_of(sample, audio.ext) if audio is not None and separate else None
+        if video is None or (video_member is None and audio_member is None):  # most files are short
             return found
         try:
-            wanted = wanted_by(ref, video, look.clip)
+            wanted = wanted_by(ref, video, spec.clip)
         except CorruptionError:
             return found
         start = wanted.values[0] * video.time_base if wanted.by == "pts" else _instant(video, wanted.values[0])
-        seconds = Fraction(look.audio.samples(look.clip), look.audio.sample_rate) if look.audio else Fraction(0)
-        inside = audio is not None and not apart
-        if pictures is not None and byte_ranges.reads_part_of_video(pictures, video, look.clip, sound=inside):
-            spans = [byte_ranges.of_clip(video, wanted, pictures.length)]
+        seconds = Fraction(spec.audio.samples(spec.clip), spec.audio.sample_rate) if spec.audio else Fraction(0)
+        inside = audio is not None and not separate
+        if video_member is not None and byte_ranges.reads_part_of_video(video_member, video, spec.clip, sound=inside):
+            spans = [byte_ranges.of_clip(video, wanted, video_member.length)]
             if inside:
-                spans.append(byte_ranges.of_time(video, start, start + seconds, pictures.length))
-            found[video.ext] = byte_ranges.runs(pictures, spans)
-        if beside and audio and byte_ranges.reads_part_of_sound(sample, beside, audio, float(seconds)):
+                spans.append(byte_ranges.of_time(video, start, start + seconds, video_member.length))
+            found[video.ext] = byte_ranges.runs(video_member, spans)
+        if audio_member and audio and byte_ranges.reads_part_of_sound(sample, audio_member, audio, float(seconds)):
             start -= video.start_pts * video.time_base
             found[audio.ext] = byte_ranges.runs(
-                beside, [byte_ranges.of_window(sample, audio, start, seconds, beside.length)]
+                audio_member, [byte_ranges.of_window(sample, audio, start, seconds, audio_member.length)]
             )
         return found
 
@@ -205,44 +205,46 @@ class ClipProcessor:
         video = sample.video
         if video is None:
             return 0
-        look = self._look
-        size = None if self._turned(video) else look.size
-        return self._decoder.clip_bytes(video, look.clip.frames, size, look.color)
+        spec = self._spec
+        size = None if self._turned(video) else spec.size
+        return self._decoder.clip_bytes(video, spec.clip.frames, size, spec.color)
 
-    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        requests = [self._request(one) for one in loaded]
+    def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        requests = [self._request(one) for one in fetched]
         decoded = iter(self._decoder.decode([r for r in requests if isinstance(r, Request)]))
         return [
             self._finish(one, request, next(decoded)) if isinstance(request, Request) else request
-            for one, request in zip(loaded, requests, strict=True)
+            for one, request in zip(fetched, requests, strict=True)
         ]
 
     def close(self) -> None:
         self._decoder.close()
 
-    def _request(self, loaded: FetchedSample) -> Request | HeadraceError:
-        ref = loaded.ref
+    def _request(self, fetched: FetchedSample) -> Request | HeadraceError:
+        ref = fetched.ref
         video = ref.sample.video
         if video is None:
             return UnsupportedError("the sample holds no video")
-        if len(ref.sample.members) > 1 and not self._told:
-            self._tell_others(ref.sample, video)
+        if len(ref.sample.members) > 1 and not self._warned:
+            self._warn_of_others(ref.sample, video)
         try:
-            wanted = wanted_by(ref, video, self._look.clip)
+            wanted = wanted_by(ref, video, self._spec.clip)
         except CorruptionError as error:
             return error
         cut = self._cut(ref, video)
-        return Request(loaded.media[video.ext], video, wanted, color=self._look.color, fit=cut, room=loaded.target)
+        return Request(
+            fetched.media[video.ext], video, wanted, color=self._spec.color, fit=cut, allocate=fetched.target
+        )
 
-    def _tell_others(self, sample: Sample, video: VideoInfo) -> None:
+    def _warn_of_others(self, sample: Sample, video: VideoInfo) -> None:
         """Warn once that samples have more videos than the one that is decoded."""
         names = (video.ext, *[member.ext for member in sample.members])
-        if names in self._seen:
+        if names in self._known_files:
             return
-        if len(self._seen) < _MOST_SEEN:
-            self._seen.add(names)
+        if len(self._known_files) < _MOST_SEEN:
+            self._known_files.add(names)
         if others := other_videos(names, video.ext):
-            self._told = True
+            self._warned = True
             named = ", ".join(f".{ext}" for ext in others)
             warn_once(
                 _log,
@@ -252,16 +254,16 @@ class ClipProcessor:
 
     def _cut(self, ref: SampleRef, video: VideoInfo) -> Fit | None:
         """The fit that the decoder applies to the frames; None where frames are rotated first."""
-        look = self._look
-        if look.size is None or self._turned(video):
+        spec = self._spec
+        if spec.size is None or self._turned(video):
             return None
-        return Fit(look.size, look.antialias, look.cut.at(ref), look.cut.mirrored(ref))
+        return Fit(spec.size, spec.antialias, spec.cut.at(ref), spec.cut.mirrored(ref))
 
     def _turned(self, video: VideoInfo) -> bool:
-        return self._look.rotate and video.rotation % 360 != 0
+        return self._spec.rotate and video.rotation % 360 != 0
 
     def _finish(
-        self, loaded: FetchedSample, request: Request, decoded: Decoded | HeadraceError
+        self, fetched: FetchedSample, request: Request, decoded: Decoded | HeadraceError
     ) -> ProcessedSample | HeadraceError:
         if isinstance(decoded, HeadraceError):
             return decoded
@@ -269,31 +271,31 @@ class ClipProcessor:
             return CorruptionError(f"{len(decoded.frames)} frames came out for the {len(request.wanted.values)} wanted")
         start = decoded.pts[0] * request.info.time_base
         values: dict[str, float] = {"clip": float(start)}
-        tensors = {"video": decoded.frames if request.fit else self._fit(loaded, request, decoded.frames)}
-        if self._look.audio is not None:
+        tensors = {"video": decoded.frames if request.fit else self._fit(fetched, request, decoded.frames)}
+        if self._spec.audio is not None:
             try:
-                sound, values["audio_samples"] = self._sound(loaded, request, start, self._look.audio)
+                sound, values["audio_samples"] = self._sound(fetched, request, start, self._spec.audio)
             except DAMAGE as error:
                 return error
             tensors["audio"] = sound
-        return ProcessedSample(loaded.ref.sample, tensors, values)
+        return ProcessedSample(fetched.ref.sample, tensors, values)
 
-    def _fit(self, loaded: FetchedSample, request: Request, frames: torch.Tensor) -> torch.Tensor:
-        look = self._look
-        if look.rotate:
+    def _fit(self, fetched: FetchedSample, request: Request, frames: torch.Tensor) -> torch.Tensor:
+        spec = self._spec
+        if spec.rotate:
             frames = resize.rotate(frames, request.info.rotation)
-        at, mirror = look.cut.at(loaded.ref), look.cut.mirrored(loaded.ref)
-        return resize.fit(frames, look.size, antialias=look.antialias, at=at, mirror=mirror)
+        at, mirror = spec.cut.at(fetched.ref), spec.cut.mirrored(fetched.ref)
+        return resize.fit(frames, spec.size, antialias=spec.antialias, at=at, mirror=mirror)
 
     def _sound(
-        self, loaded: FetchedSample, request: Request, start: Fraction, spec: AudioSpec
+        self, fetched: FetchedSample, request: Request, start: Fraction, audio_spec: AudioSpec
     ) -> tuple[torch.Tensor, int]:
-        info, video = loaded.ref.sample.audio, request.info
-        samples = spec.samples(self._look.clip)
-        if info is None or self._hear is None:
-            return torch.zeros(spec.channels, samples), 0
+        info, video = fetched.ref.sample.audio, request.info
+        samples = audio_spec.samples(self._spec.clip)
+        if info is None or self._audio_decoder is None:
+            return torch.zeros(audio_spec.channels, samples), 0
         if info.ext != video.ext:  # a separate audio file begins when the video does
             start -= video.start_pts * video.time_base
         from headrace.loaders.processors.audio import finished_sound
 
-        return finished_sound(self._hear, loaded, info, start, spec, samples)
+        return finished_sound(self._audio_decoder, fetched, info, start, audio_spec, samples)

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from headrace.loaders.audio.spec import AudioSpec
 
 _TRANSFORM = 25  # distinguishes the generator's seed from all other random streams
-_OURS = frozenset(["id", "key", "text", "video", "audio", "mel", "clip", "start", "audio_samples", "source", "bucket"])
+_RESERVED = frozenset(
+    ["id", "key", "text", "video", "audio", "mel", "clip", "start", "audio_samples", "source", "bucket"]
+)
 Tensors = Mapping[str, torch.Tensor]
 Transform = Callable[[dict[str, torch.Tensor], torch.Generator], Tensors]
 
@@ -47,21 +49,21 @@ class ProcessorWrapper:
     def cost(self, sample: Sample) -> int:
         return self._inner.cost(sample)
 
-    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        done = self._inner.process(self._given(loaded))
+    def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        done = self._inner.process(self._inputs(fetched))
         return [
-            result if isinstance(result, HeadraceError) else self._more(one.ref, result)
-            for one, result in zip(loaded, done, strict=True)
+            result if isinstance(result, HeadraceError) else self._extend(one.ref, result)
+            for one, result in zip(fetched, done, strict=True)
         ]
 
     def close(self) -> None:
         self._inner.close()
 
-    def _given(self, loaded: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
+    def _inputs(self, fetched: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
         """The samples that the inner processor receives."""
-        return loaded
+        return fetched
 
-    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+    def _extend(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         raise NotImplementedError
 
 
@@ -80,7 +82,7 @@ class WithColumns(ProcessorWrapper):
         inner = self._inner.layout
         return replace(inner, numbers={**inner.numbers, **dict.fromkeys(self._columns)})
 
-    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+    def _extend(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         row = self._row(finished.sample)
         fields = finished.sample.fields
         more = {name: row[name] if name in row else fields.get(name) for name in self._columns}
@@ -91,7 +93,7 @@ def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tup
     """Return `columns` without duplicates. Raise `UsageError` if a column does not exist or has the name of something
     that batches contain."""
     for name in columns:
-        if name in _OURS:
+        if name in _RESERVED:
             raise UsageError(f"columns cannot hold {name!r}: batches have something of that name", hint="leave it out")
         if name == "caption" and name not in known:
             raise UsageError(f"{url} has no column 'caption'", hint='every batch has the captions, as "text"')
@@ -108,11 +110,11 @@ class Transformed(ProcessorWrapper):
         super().__init__(inner)
         self._transform = transform
 
-    def _given(self, loaded: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
+    def _inputs(self, fetched: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
         """Withhold the batch's memory: tensors that the transform keeps, or returns as views, must own their memory."""
-        return [replace(one, target=None) for one in loaded]
+        return [replace(one, target=None) for one in fetched]
 
-    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+    def _extend(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         generator = torch.Generator().manual_seed(int(ref.key(_TRANSFORM)[0]) >> 1)
         try:
             made: object = self._transform(dict(finished.tensors), generator)
@@ -140,11 +142,11 @@ def known_columns(fields: Mapping[str, object]) -> list[str]:
     return [*(name for name in rows.SCHEMA.names if name not in ("key", "text")), *fields]
 
 
-def wrapped(work: Processor, columns: Sequence[str], transform: Transform | None) -> Processor:
+def wrapped(processor: Processor, columns: Sequence[str], transform: Transform | None) -> Processor:
     """`work` with the requested columns and transform."""
     if transform is not None:
-        work = Transformed(work, transform)
-    return WithColumns(work, columns) if columns else work
+        processor = Transformed(processor, transform)
+    return WithColumns(processor, columns) if columns else processor
 
 
 class WithSource(ProcessorWrapper):
@@ -159,7 +161,7 @@ class WithSource(ProcessorWrapper):
         inner = self._inner.layout
         return replace(inner, numbers={**inner.numbers, "source": None})
 
-    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+    def _extend(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         return replace(finished, values={**finished.values, "source": self._names[ref.source]})
 
 
@@ -167,59 +169,59 @@ class PerStreamProcessor:
     """One processor for each of the plan's streams. They share the resources that `close` releases, so only the first
     one is closed."""
 
-    def __init__(self, works: Sequence[Processor]) -> None:
-        self._works = tuple(works)
+    def __init__(self, processors: Sequence[Processor]) -> None:
+        self._processors = tuple(processors)
 
     @property
     def layout(self) -> SampleLayout:
-        return self._works[0].layout
+        return self._processors[0].layout
 
     def needs(self, ref: SampleRef) -> Needs:
-        return self._works[ref.stream].needs(ref)
+        return self._processors[ref.stream].needs(ref)
 
     def cost(self, sample: Sample) -> int:
-        return max(work.cost(sample) for work in self._works)
+        return max(processor.cost(sample) for processor in self._processors)
 
-    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+    def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
         done = dict[int, ProcessedSample | HeadraceError]()
-        for stream in sorted({one.ref.stream for one in loaded}):
-            slots = [slot for slot, one in enumerate(loaded) if one.ref.stream == stream]
-            done.update(zip(slots, self._works[stream].process([loaded[slot] for slot in slots]), strict=True))
-        return [done[slot] for slot in range(len(loaded))]
+        for stream in sorted({one.ref.stream for one in fetched}):
+            slots = [slot for slot, one in enumerate(fetched) if one.ref.stream == stream]
+            done.update(zip(slots, self._processors[stream].process([fetched[slot] for slot in slots]), strict=True))
+        return [done[slot] for slot in range(len(fetched))]
 
     def close(self) -> None:
-        self._works[0].close()
+        self._processors[0].close()
 
 
-def by_stream(works: Sequence[Processor]) -> Processor:
+def by_stream(processors: Sequence[Processor]) -> Processor:
     """A single processor is returned as it is; several are combined by stream."""
-    return works[0] if len(works) == 1 else PerStreamProcessor(works)
+    return processors[0] if len(processors) == 1 else PerStreamProcessor(processors)
 
 
-def sourced(work: Processor, names: Sequence[str]) -> Processor:
+def sourced(processor: Processor, names: Sequence[str]) -> Processor:
     """`work` with the names of a mixture's sources, if there are any."""
-    return WithSource(work, names) if names else work
+    return WithSource(processor, names) if names else processor
 
 
-Make = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+MelFunction = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class WithMels(ProcessorWrapper):
     """Replaces "audio" by "mel"."""
 
-    def __init__(self, inner: Processor, make: Make, close: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, inner: Processor, compute: MelFunction, close: Callable[[], None] = lambda: None) -> None:
         super().__init__(inner)
-        self._make, self._close = make, close
+        self._compute, self._close = compute, close
 
     @property
     def layout(self) -> SampleLayout:
         inner = self._inner.layout
         return replace(inner, tensors=tuple("mel" if name == "audio" else name for name in inner.tensors))
 
-    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        done = self._inner.process(loaded)
-        mels = iter(self._make([one.tensors["audio"] for one in done if isinstance(one, ProcessedSample)]))
-        return [_instead(one, next(mels)) if isinstance(one, ProcessedSample) else one for one in done]
+    def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        done = self._inner.process(fetched)
+        mels = iter(self._compute([one.tensors["audio"] for one in done if isinstance(one, ProcessedSample)]))
+        return [_with_mel(one, next(mels)) if isinstance(one, ProcessedSample) else one for one in done]
 
     def close(self) -> None:
         self._inner.close()
@@ -241,7 +243,7 @@ def mels(inner: Processor, spec: AudioSpec, device: torch.device) -> Processor:
     return WithMels(inner, lambda sounds: [log_mel(sound, rate, what) for sound in sounds])
 
 
-def _instead(one: ProcessedSample, mel: torch.Tensor) -> ProcessedSample:
+def _with_mel(one: ProcessedSample, mel: torch.Tensor) -> ProcessedSample:
     return replace(
         one, tensors={("mel" if n == "audio" else n): mel if n == "audio" else t for n, t in one.tensors.items()}
     )

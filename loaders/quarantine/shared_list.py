@@ -329,7 +329,7 @@ class FollowedList:
         self.list, self._plan, self._run, self._owns_list = chosen, plan, run, owns_list
         self._urls = tuple(dataset.url for dataset in plan.datasets)
         self._versions: dict[int, int] = {}
-        self._told = -1, 0
+        self._followed = -1, 0
         self._sealed = False
         self._lock = threading.Lock()
 
@@ -364,12 +364,12 @@ class FollowedList:
         while planning ahead."""
         self.list.digest(version)
         with self._lock:
-            self._versions, self._told = {epoch: version}, (epoch, version)
+            self._versions, self._followed = {epoch: version}, (epoch, version)
 
     def _decided(self, epoch: int) -> int:
-        told, version = self._told
+        followed_epoch, version = self._followed
         found = self.list.adopted(self._run, epoch)
-        return max(found, version) if epoch > told and self.list.pinned is None else found
+        return max(found, version) if epoch > followed_epoch and self.list.pinned is None else found
 
     def refs(self, epoch: int, batches: range) -> Sequence[Sequence[SampleRef]]:
         known_bad = ListAtVersion(

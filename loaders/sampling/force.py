@@ -106,12 +106,12 @@ def _counted(
     old = _old_order(plan, saved)
     if old is None or not isinstance(schedule, Plain) or schedule.order.samples > MAX_COUNTED:
         return None, None
-    seen, to_come = np.zeros((2, old.samples), np.bool_)
+    seen, pending = np.zeros((2, old.samples), np.bool_)
     seen[old.take(position.epoch, np.arange(min(old.samples, position.batch * old.batch)))] = True
     rest = schedule.order.samples if not schedule.drop_last else schedule.order.full_batches * schedule.order.batch
     positions: I64 = np.arange(batch * schedule.order.batch, rest, dtype=np.int64)
-    to_come[schedule.order.take(position.epoch, positions)] = True
-    return int((seen & to_come).sum()), int((~seen & ~to_come).sum())
+    pending[schedule.order.take(position.epoch, positions)] = True
+    return int((seen & pending).sum()), int((~seen & ~pending).sum())
 
 
 def _counts(sources: Any) -> bool:

@@ -51,7 +51,7 @@ MAX_LOOKAHEAD = 65_536
 GROUP = 4
 """Windows whose pieces are shuffled among each other."""
 MAX_CAPACITY = 1 << 40
-ROOM, LEAST_ROOM = 200, 2
+SPARE_EVERY, LEAST_SPARE = 200, 2
 """When all packings need one number of sequences, one more is made for each `ROOM`, and at least `LEAST_ROOM`."""
 
 
@@ -146,12 +146,12 @@ def stretched(packed: Packed, count: int) -> Packed | None:
     return replace(packed, ends=np.sort(np.concatenate([packed.ends, cuts])))
 
 
-def with_room(packed: Packed) -> Packed:
+def with_spare_sequences(packed: Packed) -> Packed:
     """The same pieces in a few more sequences, so that other packings of them can be stretched to the same number."""
     able = int((np.diff(packed.ends, prepend=0) > 1).sum())
-    roomy = stretched(packed, len(packed) + min(able, max(LEAST_ROOM, -(-len(packed) // ROOM))))
-    assert roomy is not None
-    return roomy
+    spared = stretched(packed, len(packed) + min(able, max(LEAST_SPARE, -(-len(packed) // SPARE_EVERY))))
+    assert spared is not None
+    return spared
 
 
 def pack(lengths: Sequence[int] | I64, packing: Packing, key: U64 | None = None) -> Packed:
@@ -263,7 +263,7 @@ class RepackedStream(PackedStream, frozen=True, eq=False):
     def repacked(cls, stream: Stream, how: Pack, key_at: Callable[[int], U64]) -> RepackedStream:
         """`key_at` gives the key of each epoch."""
         lengths = how.lengths(stream)
-        first = with_room(pack(lengths, how.packing, key_at(0)))
+        first = with_spare_sequences(pack(lengths, how.packing, key_at(0)))
 
         @functools.lru_cache(maxsize=2)
         def of(epoch: int) -> Packed:

@@ -186,10 +186,10 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         if not self.schedule.buckets and not self.schedule.evaluates:
             return {}
         share = self.schedule.share(epoch, batch, self.rank, self.world_size)
-        told: dict[str, Any] = {} if share.bucket is None else {"bucket": share.bucket}
+        entries: dict[str, Any] = {} if share.bucket is None else {"bucket": share.bucket}
         if self.schedule.evaluates:
-            told |= {"sizes": list(share.sizes), "dry": share.dry}
-        return told
+            entries |= {"sizes": list(share.sizes), "dry": share.dry}
+        return entries
 
     def fingerprint(self, epoch: int, batch: int) -> Fingerprint:
         """Everything except the position that decides the batches up to this position."""

@@ -112,7 +112,7 @@ class Difference(msgspec.Struct, frozen=True):
 def dump(fingerprint: Fingerprint, position: Position) -> dict[str, Any]:
     """The state as plain JSON types."""
     mixture = not isinstance(fingerprint.sources, Identity)
-    condemned = [[source, number] if mixture else number for source, number in position.quarantine]
+    known_bad = [[source, number] if mixture else number for source, number in position.quarantine]
     listed = [] if position.listed is None else ["{}:{}".format(*position.listed)]
     values = fingerprint.values()
     first = [values.pop(name) for name in _FIRST if name in values]
@@ -123,7 +123,7 @@ def dump(fingerprint: Fingerprint, position: Position) -> dict[str, Any]:
     if _bytes(state) >= MAX_BYTES:
         first = [_stand_in(one) if isinstance(one, str) else one for one in first]
         state["order"] = [*first, _stand_in(values["order"][len(first) :])]
-    return state | {"quarantine": [*listed, *condemned]}
+    return state | {"quarantine": [*listed, *known_bad]}
 
 
 def _bytes(state: Mapping[str, Any]) -> int:
@@ -160,12 +160,12 @@ def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
     ):
         raise UsageError("this is not the state of a loader", hint="pass what state_dict() returned")
     saved = plain(dict(state))
-    listed, condemned = _quarantine(saved.get("quarantine", []))
-    numbers = [saved["epoch"], saved["batch"], *(number for pair in condemned for number in pair)]
-    if not all(isinstance(n, int) and 0 <= n <= MAX_COUNT for n in numbers) or any(len(p) != 2 for p in condemned):
+    listed, known_bad = _quarantine(saved.get("quarantine", []))
+    numbers = [saved["epoch"], saved["batch"], *(number for pair in known_bad for number in pair)]
+    if not all(isinstance(n, int) and 0 <= n <= MAX_COUNT for n in numbers) or any(len(p) != 2 for p in known_bad):
         raise UsageError("the loader's state has an impossible position", hint="pass what state_dict() returned")
     position = Position(
-        saved["epoch"], saved["batch"], quarantine=tuple((source, n) for source, n in condemned), listed=listed
+        saved["epoch"], saved["batch"], quarantine=tuple((source, n) for source, n in known_bad), listed=listed
     )
     fields = {name: value for name, value in saved.items() if name not in _POSITION}
     if (

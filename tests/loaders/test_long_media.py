@@ -126,13 +126,13 @@ def test_clips_are_those_of_plain_decoding(films: Path) -> None:
 @pytest.mark.parametrize("name", ["front-mp4", "back-mp4", "film-mkv"])
 def test_what_a_clip_reads_was_foreseen(films: Path, name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mp4, "FEW", few)
-    missed, foreseen = list[int](), list[int]()
-    fetch_on, foresee = PartialFile._fetch_on, PartialFile.foresee
+    missed, predicted = list[int](), list[int]()
+    fetch_on, prefetch = PartialFile._fetch_on, PartialFile.prefetch
     monkeypatch.setattr(PartialFile, "_fetch_on", lambda self, number: (missed.append(number), fetch_on(self, number)))
-    monkeypatch.setattr(PartialFile, "foresee", lambda self, runs: (foreseen.append(len(runs)), foresee(self, runs)))
+    monkeypatch.setattr(PartialFile, "prefetch", lambda self, runs: (predicted.append(len(runs)), prefetch(self, runs)))
     with Dataset(str(films / "ds")) as dataset:
         clips(dataset.where(f"key = '{name}'"), audio=None)
-    assert len(foreseen) >= CLIP.per_video
+    assert len(predicted) >= CLIP.per_video
     assert not missed
 
 

@@ -122,15 +122,15 @@ def check_sound(dataset: Dataset, key: str, tolerance: float) -> None:
     with AudioLoader(
         alone, 1, window=Window(0.5, start="every"), sample_rate=rate, channels=channels, shuffle=False, sidecar=None
     ) as loader:
-        heard = 0.0
+        loudest = 0.0
         for number, batch in zip(range(int(seconds / 0.5)), loader, strict=False):
             first = round(number * 0.5 * rate)
             expected = whole[:channels, first : first + batch["audio"].shape[2]]
             assert batch["audio_samples"].item() == expected.shape[1]
             assert np.abs(batch["audio"][0].numpy()[:, : expected.shape[1]] - expected).max() < tolerance
-            heard = max(heard, float(np.abs(expected).max()))
+            loudest = max(loudest, float(np.abs(expected).max()))
         assert number >= 1
-        assert heard > 0.001
+        assert loudest > 0.001
 
 
 @pytest.mark.parametrize("key", REAL_VIDEO)

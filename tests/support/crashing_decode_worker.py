@@ -15,7 +15,9 @@ _real = subprocess_worker.answer
 
 def answer(task: subprocess_worker.Task) -> subprocess_worker.Answer:
     """As the worker's, but for the doomed."""
-    first = task.wanted.values[0] if isinstance(task, subprocess_worker.See) and task.info.codec == "h264" else None
+    first = (
+        task.wanted.values[0] if isinstance(task, subprocess_worker.ClipTask) and task.info.codec == "h264" else None
+    )
     if first == CRASH:
         _mark("crash")
         ctypes.string_at(0)  # reads address 0: SIGSEGV

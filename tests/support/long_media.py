@@ -34,9 +34,9 @@ def film() -> bytes:
             frame.pts = number
             output.mux(video.encode(frame))
             samples = noise.integers(-9999, 9999, (1, RATE // 25)).astype(np.int16)
-            heard = AudioFrame.from_ndarray(samples, format="s16", layout="mono")
-            heard.sample_rate, heard.pts = RATE, number * (RATE // 25)
-            output.mux(sound.encode(heard))
+            frame_of_audio = AudioFrame.from_ndarray(samples, format="s16", layout="mono")
+            frame_of_audio.sample_rate, frame_of_audio.pts = RATE, number * (RATE // 25)
+            output.mux(sound.encode(frame_of_audio))
         output.mux(video.encode(None))
         output.mux(sound.encode(None))
     return target.getvalue()

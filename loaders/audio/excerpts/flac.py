@@ -35,7 +35,7 @@ _FIRST_BYTES, _NEXT_BYTES = 16 * limits.KIB, 64 * limits.KIB
 _LARGEST = 1 * limits.MIB
 """Bytes of a frame, about. The theoretical maximum, 65,535 samples of eight channels, does not occur in practice."""
 _NEAR_IN_MEMORY = 8 * limits.KIB
-MOST_LOOKED = 1 << 14
+MAX_CANDIDATES = 1 << 14
 """Candidate positions that are examined for one window. With the shortest frames that FLAC allows, 64 KiB hold a third
 as many."""
 
@@ -64,16 +64,16 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     header, marks = _header(data), around(info, low, high)
     if header is None or not marks or not _agrees(data, header, info, marks):
         return None
-    looked = _Looked(data, header)
+    search = _FrameSearch(data, header)
     near = _NEAR_IN_MEMORY if isinstance(data, memoryview) else NEAR
     ends = marks[-1].at + 1, marks[-1].pts + 1
     whole = ends if marks[-1].pts > high * header.rate else (len(data), header.samples)
-    first = before(looked.find, (marks[0].at, marks[0].pts), whole, int(low * header.rate), near)
-    last = before(looked.find, first, whole, min(int(high * header.rate), header.samples - 1), near)
-    behind = looked.find(last[0])
+    first = before(search.find, (marks[0].at, marks[0].pts), whole, int(low * header.rate), near)
+    last = before(search.find, first, whole, min(int(high * header.rate), header.samples - 1), near)
+    behind = search.find(last[0])
     if behind is None and last[1] + header.block < header.samples:
         return None
-    end, second = len(data) if behind is None else behind[0], looked.find(first[0])
+    end, second = len(data) if behind is None else behind[0], search.find(first[0])
     packets = [(0, data[first[0] : end])]
     # libav reads the first packet when it opens the file, which holds the GIL
     if second is not None and second[0] < end:
@@ -85,8 +85,8 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
 
 def _agrees(data: Media, header: _Header, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:
     """Whether the file matches the index, and the frames that the index marks are there."""
-    said = header.rate, header.channels, header.samples
-    if said != (info.sample_rate, info.channels, info.samples) or info.time_base != Fraction(1, header.rate):
+    listed = header.rate, header.channels, header.samples
+    if listed != (info.sample_rate, info.channels, info.samples) or info.time_base != Fraction(1, header.rate):
         return False
     numbers = [_number(bytes(data[mark.at : mark.at + _MOST_OF_FRAME_HEADER]), header) for mark in marks]
     counted = all(
@@ -120,12 +120,12 @@ def _header(data: Media) -> _Header | None:
     return _Header(info, end=at, first=first, block=int.from_bytes(least, "big"), samples=samples)
 
 
-class _Looked:
+class _FrameSearch:
     """Searches for frames. It stops with an error where nearly every position looks like one, since such data is not
     audio."""
 
     def __init__(self, data: Media, header: _Header) -> None:
-        self._data, self._header, self._left = data, header, MOST_LOOKED
+        self._data, self._header, self._left = data, header, MAX_CANDIDATES
 
     def find(self, at: int) -> Mark | None:
         """The first frame that begins after this byte; None if there is none within reach."""
@@ -150,7 +150,7 @@ class _Looked:
         self._left -= 1
         if self._left < 0:
             raise CorruptionError(
-                f"the FLAC file has more than {MOST_LOOKED} places that look like a frame around one window",
+                f"the FLAC file has more than {MAX_CANDIDATES} places that look like a frame around one window",
                 hint="look at the file with flac --test",
             )
 

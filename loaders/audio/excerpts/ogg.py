@@ -79,9 +79,9 @@ def _agree(pages: Sequence[_Page], marks: Sequence[SoundMark], lead: int) -> boo
     the page before."""
     if any(other.number != (one.number + 1) % (1 << 32) for one, other in pairwise(pages)):
         return False
-    before, said = dict[int, int](), -1
+    before, counted = dict[int, int](), -1
     for page in pages:
-        before[page.at], said = said, page.samples if page.samples >= 0 else said
+        before[page.at], counted = counted, page.samples if page.samples >= 0 else counted
     for mark in marks:
         if mark.at not in before:
             return False
@@ -102,13 +102,13 @@ def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
     error."""
     first = _page(data, 0)
     lead, rate = _lead(data, info), 48_000 if info.codec == "opus" else info.sample_rate
-    at, said = 0, -1
+    at, counted = 0, -1
     for mark in info.marks if info.time_base == Fraction(1, rate) else ():
         if mark.pts >= (low - _PAGES) * rate:  # after a skipped page, stamps may be those of that page
             break
-        at, said = mark.at, mark.pts + lead
+        at, counted = mark.at, mark.pts + lead
     number, fault = None, -1
-    while first is not None and at < len(data) and said <= int(high * rate) + lead:
+    while first is not None and at < len(data) and counted <= int(high * rate) + lead:
         page = _page(data, at)
         if page is None:
             fault, at = at, _next(data, at + 1)
@@ -118,8 +118,8 @@ def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
         if number not in (None, page.number) or not _is_whole(data, page):
             fault = at
         elif page.samples >= 0:
-            said = page.samples
-            if fault >= 0 and said >= int(low * rate) + lead:
+            counted = page.samples
+            if fault >= 0 and counted >= int(low * rate) + lead:
                 break
             fault = -1
         # page numbers may jump after the headers where the audio was cut

@@ -15,7 +15,7 @@ from av.audio.resampler import AudioResampler
 
 from headrace.dataio.core.errors import CorruptionError
 from headrace.loaders.audio import frames as bounds
-from headrace.loaders.audio.frames import heard
+from headrace.loaders.audio.frames import collect_frames
 
 SECONDS = 3
 
@@ -39,7 +39,7 @@ def test_samples_of_every_kind_become_what_libav_makes_of_them(codec: str, layou
         frames = list(file.decode(audio=0))
     planar = AudioResampler(format="fltp", layout=frames[0].layout)
     expected = np.concatenate([one.to_ndarray() for frame in frames for one in planar.resample(frame)], axis=1)
-    sound = heard(frames, Fraction(1))  # more than was expected
+    sound = collect_frames(frames, Fraction(1))  # more than was expected
     assert sound is not None
     found, covered = sound.placed(Fraction(0), Fraction(SECONDS), None)
     assert covered == SECONDS
@@ -60,7 +60,7 @@ def test_far_more_sound_than_its_stamps_have_room_for_is_refused() -> None:
             yield frame
 
     with pytest.raises(CorruptionError, match="far more sound"):
-        heard(endless(), Fraction(1))
+        collect_frames(endless(), Fraction(1))
     assert given < 8 * 48_000 + bounds.MOST_OF_WINDOW * (1 << 19)
 
 
@@ -70,4 +70,4 @@ def test_sound_that_changes_in_the_middle_is_refused() -> None:
         with av.open(io.BytesIO(noise("pcm_s16le", rate, "mono")), "r") as file:
             frames += file.decode(audio=0)
     with pytest.raises(CorruptionError, match="in the middle"):
-        heard(frames, Fraction(1))
+        collect_frames(frames, Fraction(1))

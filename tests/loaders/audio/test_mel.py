@@ -78,7 +78,7 @@ def sweep(seconds: float = 1.0) -> np.ndarray:
     return (0.3 * np.sin(2 * np.pi * (100 + 2000 * time) * time) + 0.05 * noise).astype(np.float32)
 
 
-def apart(one: torch.Tensor, other: torch.Tensor, what: LogMel) -> float:
+def difference(one: torch.Tensor, other: torch.Tensor, what: LogMel) -> float:
     """How far two spectrograms differ where the power is at least 1e-6 of the largest."""
     power = other.exp() if what.log == "natural" else 10**other
     loud = power >= 1e-6 * power.max()
@@ -132,7 +132,7 @@ def test_dalis_graph_is_within_the_stated_tolerance_on_the_cpu(what: LogMel, sev
             expected = log_mel(sound, RATE, what)
             assert found.shape == expected.shape
             assert found.dtype == torch.float32
-            assert apart(found, expected, what) < 1e-3
+            assert difference(found, expected, what) < 1e-3
     graph.close()
 
 
@@ -145,7 +145,7 @@ def test_spectrograms_stand_in_the_place_of_sound_for_clips_and_windows_alike() 
     sample = Sample(0, "a", "s", (), 1.0)
     ref = FetchedSample(SampleRef(0, 0, sample), {})
 
-    class Heard:
+    class FixedAudio:
         layout = SampleLayout(("video", "audio"), {"clip": torch.float64})
 
         def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
@@ -153,7 +153,7 @@ def test_spectrograms_stand_in_the_place_of_sound_for_clips_and_windows_alike() 
             whole = ProcessedSample(sample, {"video": torch.zeros(1), "audio": sound}, {"clip": 0.5})
             return [whole, CorruptionError("bad"), replace(whole, tensors=whole.tensors | {"audio": sound * 0})]
 
-    work = mels(cast(Processor, Heard()), AudioSpec(RATE, seconds=1.0, features=LogMel()), torch.device("cpu"))
+    work = mels(cast(Processor, FixedAudio()), AudioSpec(RATE, seconds=1.0, features=LogMel()), torch.device("cpu"))
     assert work.layout.tensors == ("video", "mel")
     first, bad, last = work.process([ref] * 3)
     assert isinstance(bad, CorruptionError)
@@ -172,5 +172,5 @@ def test_on_a_gpu_it_is_within_the_same_tolerance(what: LogMel, several: list[to
     graph = DaliMel(what, RATE, 0)
     for found, sound in zip(graph(several), several, strict=True):
         assert found.is_cuda
-        assert apart(found.cpu(), log_mel(sound, RATE, what), what) < 1e-3
-        assert apart(log_mel(sound.cuda(), RATE, what).cpu(), log_mel(sound, RATE, what), what) < 1e-3
+        assert difference(found.cpu(), log_mel(sound, RATE, what), what) < 1e-3
+        assert difference(log_mel(sound.cuda(), RATE, what).cpu(), log_mel(sound, RATE, what), what) < 1e-3

@@ -82,7 +82,7 @@ class Long:
 
     def part(self, pieces: Pieces | None = None) -> PartialFile:
         member = Member("mp3", 0, len(self.data), xxhash.xxh3_64_intdigest(self.data), pieces or self.pieces)
-        return PartialFile("shard", member, read=self._read, again=self._read, heads=HeadCache(0))
+        return PartialFile("shard", member, read=self._read, read_direct=self._read, heads=HeadCache(0))
 
     def _read(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         self.read += sum(length for _, length in ranges)
@@ -124,7 +124,7 @@ def test_a_window_reads_its_part_of_the_file(recording: Long) -> None:
 def test_of_what_is_given_to_another_process_the_same_is_made(recording: Long) -> None:
     file = recording.part()
     for number in range(-(-len(recording.data) // SIZE)):
-        file.look_at(number)
+        file.load(number)
     whole, given_ = windows(recording, [memoryview(recording.data), GivenFile(file.given())], Fraction(31), 2.0)
     assert same(whole, given_)
 

@@ -88,8 +88,8 @@ def test_what_one_stretch_holds_is_not_heard_in_the_next() -> None:
 
 
 def test_a_thread_keeps_so_many_resamplers_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = resample._Kept()
-    monkeypatch.setattr(resample, "_KEPT", kept)
+    cache = resample._ThreadCache()
+    monkeypatch.setattr(resample, "_CACHE", cache)
     made: list[int] = []
 
     class Counted(resample._Resampler):
@@ -98,10 +98,10 @@ def test_a_thread_keeps_so_many_resamplers_and_no_more(monkeypatch: pytest.Monke
             super().__init__(kind, pieces)
 
     monkeypatch.setattr(resample, "_Resampler", Counted)
-    rates = [8_000 + 1_000 * number for number in range(resample.MOST_KEPT)]
+    rates = [8_000 + 1_000 * number for number in range(resample.MAX_KEPT)]
     for rate in [*rates, *rates, 44_100, *rates[1:], rates[0]]:
         resample.resampled(noise(1, 1, 500), rate, "mono", AudioSpec(48_000))
-        assert len(kept._resamplers) <= resample.MOST_KEPT
+        assert len(cache._resamplers) <= resample.MAX_KEPT
     assert made == [*rates, 44_100, rates[0]]
 
 
@@ -109,11 +109,11 @@ def test_a_resampler_that_failed_is_not_used_again(monkeypatch: pytest.MonkeyPat
     spec = AudioSpec()
     source = noise(3, 1, 5_000)
     expected = resample.resampled(source, 44_100, "mono", spec)
-    resamplers = resample._KEPT._resamplers
+    resamplers = resample._CACHE._resamplers
     before = next(reversed(resamplers.values()))
     wrong = AudioFrame.from_ndarray(noise(3, 2, 5_000), format="fltp", layout="stereo")
     with pytest.raises(av.error.FFmpegError):
-        resample._KEPT.resampled(resample._Kind("fltp", "mono", 44_100, "mono", 16_000), 5_000, [wrong])
+        resample._CACHE.resampled(resample._Kind("fltp", "mono", 44_100, "mono", 16_000), 5_000, [wrong])
     assert before not in resamplers.values()
     assert np.array_equal(expected, resample.resampled(source, 44_100, "mono", spec))
 

@@ -113,10 +113,10 @@ def test_without_reuse_every_tensor_has_memory_of_its_own() -> None:
 def test_memory_comes_back_without_python_which_an_interrupt_could_meet() -> None:
     buffers, met = BufferPool(torch.device("cpu")), list[str]()
     for _ in range(2):
-        lent = buffers.empty((4, 5), torch.float32)
+        tensor = buffers.empty((4, 5), torch.float32)
         sys.setprofile(lambda frame, event, _: met.append(f"{event} {frame.f_code.co_qualname}"))
         try:
-            del lent
+            del tensor
         finally:
             sys.setprofile(None)
     assert buffers.reused == 1

@@ -34,11 +34,11 @@ class Listening:
 
     def __init__(self) -> None:
         self.told: list[list[Range]] = []
-        self.heard = threading.Semaphore(0)
+        self.announced = threading.Semaphore(0)
 
     def announce(self, upcoming: Sequence[Range]) -> None:
         self.told.append(list(upcoming))
-        self.heard.release()
+        self.announced.release()
 
     def close(self) -> None:
         pass
@@ -83,7 +83,7 @@ def test_batches_come_in_order_and_are_announced_several_at_a_time(start: Any) -
     for number in range(60):
         batch = deliver(ahead).tensors()
         assert batch["bytes"].tolist() == [2 * number] * 3 + [2 * number + 1] * 3
-    assert source.heard.acquire(timeout=60)
+    assert source.announced.acquire(timeout=60)
     assert all(len(told) <= 2 * (AT_MOST + 3) for told in source.told)
     assert len(source.told) <= 2 + (60 + 3) / PLANNED_AT_ONCE  # the first by itself, the others not one by one
 
@@ -98,7 +98,7 @@ def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until
 
     def make(refs: Sequence[SampleRef], targets: Sequence[Any], *_: object) -> list[ProcessedSample]:
         if refs[0].sample.id == 0:
-            assert source.heard.acquire(timeout=60)
+            assert source.announced.acquire(timeout=60)
             ahead._executor.run(int).result(60)  # whatever else the other thread was asked for is done
             told.extend(source.told)
             told.append([("looked up", n, 0) for n in seen])
@@ -107,7 +107,7 @@ def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until
     ahead, source = start(batches(), make)
     deliver(ahead)
     assert told == [[("shard", 0, 3)], [("looked up", 0, 0)]]
-    assert source.heard.acquire(timeout=60)
+    assert source.announced.acquire(timeout=60)
     assert [deliver(ahead).tensors()["id"].tolist() for _ in range(20)] == [[n] for n in range(1, 21)]
 
 
@@ -122,12 +122,12 @@ def test_what_is_in_the_making_is_announced_before_what_is_due_later(start: Any)
     def make(refs: Sequence[SampleRef], targets: Sequence[Any], *_: object) -> list[ProcessedSample]:
         if refs[0].sample.id == 1:
             begun.set()
-            assert source.heard.acquire(timeout=60)
+            assert source.announced.acquire(timeout=60)
         return made(refs, targets)
 
     ahead, source = start(batches(), make)
     deliver(ahead)
-    assert source.heard.acquire(timeout=60)
+    assert source.announced.acquire(timeout=60)
     deliver(ahead)
     assert source.told[1][:5] == [("shard", 512 * n, 3) for n in range(1, 6)]
 

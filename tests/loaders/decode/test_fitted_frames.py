@@ -181,16 +181,16 @@ def test_a_process_of_its_own_fits_alike(color: Color, media: Path, info_of: Inf
     info = info_of(data, "mp4")
     wanted, fit = choose(info, Clip(5, 2), 0, 0, 0, 0), Fit((60, 72), True, (0.2, 0.9), mirror=True)
     asked = Request(memoryview(data), info, wanted, color=color, fit=fit)
-    apart = SubprocessDecoder(1)
+    isolated = SubprocessDecoder(1)
     try:
-        (there,) = apart.decode([asked])
+        (result,) = isolated.decode([asked])
     finally:
-        apart.close()
+        isolated.close()
     (here,) = PyAVDecoder().decode([asked])
-    assert isinstance(there, Decoded)
+    assert isinstance(result, Decoded)
     assert isinstance(here, Decoded)
     assert here.frames.shape == (5, 3, 60, 72)
-    assert torch.equal(there.frames, here.frames)
+    assert torch.equal(result.frames, here.frames)
 
 
 @pytest.mark.parametrize("name", ["nasa_h264_aac.mp4", "h265.mp4", "rotated_90.mov", "testsrc2_vp9.webm", "av1.mkv"])

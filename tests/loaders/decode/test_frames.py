@@ -256,9 +256,9 @@ needs_gpu = pytest.mark.skipif(not (gpu_count() and dali.nvdec_missing() is None
 
 def _within_two(gpu: Decoded, cpu: Decoded) -> None:
     """As `test_nvdec` reckons: chroma is rounded before it is converted."""
-    apart = np.abs(gpu.frames.cpu().numpy().astype(int) - cpu.frames.numpy())
-    assert apart.max() <= 2
-    assert (apart > 1).mean() < 2e-3
+    difference = np.abs(gpu.frames.cpu().numpy().astype(int) - cpu.frames.numpy())
+    assert difference.max() <= 2
+    assert (difference > 1).mean() < 2e-3
     assert gpu.pts == cpu.pts
 
 

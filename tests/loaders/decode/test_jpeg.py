@@ -89,11 +89,11 @@ def test_it_is_cut_as_clips_are(width: int, height: int, mirror: bool, antialias
 
 @pytest.mark.parametrize("color", ["bt601", "fast"])
 def test_a_process_of_its_own_makes_the_same(color: Color) -> None:
-    request, apart = asked(encoded(), Fit((24, 32)), color), SubprocessDecoder(1)
+    request, isolated = asked(encoded(), Fit((24, 32)), color), SubprocessDecoder(1)
     try:
-        (one,) = apart.decode([request])
+        (one,) = isolated.decode([request])
     finally:
-        apart.close()
+        isolated.close()
     assert isinstance(one, Decoded)
     assert (one.frames.numpy() == made(request)).all()
 

@@ -344,6 +344,6 @@ def test_the_arithmetic_of_the_gpu_is_within_two_of_the_cpus_and_seldom_more_tha
     with av.open(str(media / name)) as container:
         frames = list(islice(container.decode(container.streams[info.stream]), 3))  # type: ignore[arg-type]
     for frame, expected in zip(frames, ours.frames.numpy(), strict=True):
-        apart = np.abs(as_on_a_gpu(frame).astype(int) - expected)
-        assert apart.max() <= 2
-        assert (apart > 1).mean() < 2e-3
+        difference = np.abs(as_on_a_gpu(frame).astype(int) - expected)
+        assert difference.max() <= 2
+        assert (difference > 1).mean() < 2e-3

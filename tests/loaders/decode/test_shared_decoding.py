@@ -55,12 +55,12 @@ def test_clips_decoded_together_are_those_decoded_apart(one: video_corpus.Made, 
             for number in range(6)
         ]
         decoder = PyAVDecoder()
-        apart = [decoder.decode([request])[0] for request in requests]
+        alone = [decoder.decode([request])[0] for request in requests]
         opened.clear()
         together = decoder.decode(requests)
         begins = {(request.wanted.by, request.wanted.key) for request in requests}
         assert opened["windows"] == len(begins) < len(requests)
-        for a, b in zip(apart, together, strict=True):
+        for a, b in zip(alone, together, strict=True):
             assert isinstance(a, Decoded)
             assert isinstance(b, Decoded)
             assert a.pts == b.pts
@@ -107,9 +107,9 @@ def test_a_loader_decodes_what_its_clips_have_in_common_once(
             found = [batch["video"].numpy().copy() for batch in loader]
         return found, opened["windows"]
 
-    (together, fewer), (apart, more) = made_of(True), made_of(False)
+    (together, fewer), (alone, more) = made_of(True), made_of(False)
     assert fewer < more
-    for a, b in zip(together, apart, strict=True):
+    for a, b in zip(together, alone, strict=True):
         assert (a == b).all()
 
 

@@ -28,7 +28,7 @@ from tests.support import crashing_decode_worker, video_corpus
 
 pytestmark = pytest.mark.slow
 
-DOOMED = run_module("tests.support.crashing_decode_worker")
+CRASHING = run_module("tests.support.crashing_decode_worker")
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,11 @@ def clip() -> tuple[bytes, VideoInfo, AudioInfo]:
 
 
 @pytest.fixture
-def doomed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SubprocessDecoder]:
+def crashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SubprocessDecoder]:
     """Processes that die on some clips, with half a second for each."""
     monkeypatch.setenv("DOOMED_MARK", str(tmp_path / "mark"))
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    decoder = SubprocessDecoder(2, 1.0, DOOMED)
+    decoder = SubprocessDecoder(2, 1.0, CRASHING)
     yield decoder
     decoder.close()
 
@@ -69,7 +69,7 @@ def test_pixels_samples_and_errors_are_those_of_the_same_process(clip: tuple[byt
         assert str(there[1]) == str(here[1])
         assert type(there[1]) is type(here[1]) is CorruptionError
         window = (memoryview(data), audio, Fraction(1, 3), AudioSpec(8000, 2), 4000, True)
-        (one, real), (other, also) = decode_audio(*window), decoder.hear(*window)
+        (one, real), (other, also) = decode_audio(*window), decoder.decode_audio(*window)
         assert np.array_equal(one, other)
         assert real == also
     finally:
@@ -77,10 +77,10 @@ def test_pixels_samples_and_errors_are_those_of_the_same_process(clip: tuple[byt
 
 
 def test_a_segmentation_fault_costs_one_clip_and_one_process(
-    clip: tuple[bytes, VideoInfo, AudioInfo], doomed: SubprocessDecoder, tmp_path: Path
+    clip: tuple[bytes, VideoInfo, AudioInfo], crashing: SubprocessDecoder, tmp_path: Path
 ) -> None:
     data, info, _ = clip
-    before, crashed, after = doomed.decode(
+    before, crashed, after = crashing.decode(
         [request(data, info, first) for first in (0, crashing_decode_worker.CRASH, 20)]
     )
     assert isinstance(crashed, CorruptionError)
@@ -91,11 +91,11 @@ def test_a_segmentation_fault_costs_one_clip_and_one_process(
 
 
 def test_a_hang_ends_at_the_limit_and_its_process_is_gone(
-    clip: tuple[bytes, VideoInfo, AudioInfo], doomed: SubprocessDecoder, tmp_path: Path
+    clip: tuple[bytes, VideoInfo, AudioInfo], crashing: SubprocessDecoder, tmp_path: Path
 ) -> None:
     data, info, _ = clip
     begun = time.monotonic()
-    hung, after = doomed.decode([request(data, info, first) for first in (crashing_decode_worker.HANG, 3)])
+    hung, after = crashing.decode([request(data, info, first) for first in (crashing_decode_worker.HANG, 3)])
     assert isinstance(hung, CorruptionError)
     assert "longer than 1 s" in hung.message
     assert time.monotonic() - begun < 120
@@ -107,13 +107,13 @@ def test_a_hang_ends_at_the_limit_and_its_process_is_gone(
 
 
 def test_a_loader_survives_both_and_puts_the_clips_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doomed: SubprocessDecoder
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crashing: SubprocessDecoder
 ) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     for one in (video_corpus.ALL[0], video_corpus.ALL[7], video_corpus.ALL[8]):
         (folder / one.name).write_bytes(video_corpus.make(one))
-    monkeypatch.setattr(LoaderConfig, "subprocess_decoder", lambda *_: doomed)
+    monkeypatch.setattr(LoaderConfig, "subprocess_decoder", lambda *_: crashing)
     with (
         pack([folder], tmp_path / "ds", workers=1) as packed,
         VideoLoader(

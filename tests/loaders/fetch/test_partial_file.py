@@ -41,11 +41,15 @@ class Shard:
 
 
 def opened(
-    data: bytes, shard: Shard, again: Shard | None = None, heads: HeadCache | None = None, head: Runs = ()
+    data: bytes, shard: Shard, read_direct: Shard | None = None, heads: HeadCache | None = None, head: Runs = ()
 ) -> PartialFile:
     member = Member("mp4", OFFSET, len(data), xxhash.xxh3_64_intdigest(data), pieces_of(data, SIZE, head))
     return PartialFile(
-        "shards/a.tar", member, read=shard.read, again=(again or Shard(data)).read, heads=heads or HeadCache()
+        "shards/a.tar",
+        member,
+        read=shard.read,
+        read_direct=(read_direct or Shard(data)).read,
+        heads=heads or HeadCache(),
     )
 
 
@@ -58,8 +62,8 @@ def some(length: int) -> bytes:
 def test_slices_are_those_of_the_whole_file_and_no_piece_is_fetched_twice(data: st.DataObject, length: int) -> None:
     whole, shard = some(length), Shard(some(length))
     file, last = opened(whole, shard), -(-length // SIZE)
-    foreseen = data.draw(st.lists(st.tuples(st.integers(0, last - 1), st.integers(1, 3)), max_size=3))
-    file.foresee(partial.byte_ranges.merged((first, min(count, last - first)) for first, count in foreseen))
+    predicted = data.draw(st.lists(st.tuples(st.integers(0, last - 1), st.integers(1, 3)), max_size=3))
+    file.prefetch(partial.byte_ranges.merged((first, min(count, last - first)) for first, count in predicted))
     at = st.integers(0, length + 10)
     for start, end in data.draw(st.lists(st.tuples(at, at), max_size=12)):
         assert bytes(file[start:end]) == whole[start:end]
@@ -72,7 +76,7 @@ def test_slices_are_those_of_the_whole_file_and_no_piece_is_fetched_twice(data: 
 def test_what_was_foreseen_is_read_in_one_go_and_what_was_not_when_it_is_looked_at() -> None:
     shard = Shard(some(640))
     file = opened(some(640), shard)
-    file.foresee(((0, 1), (4, 2)))
+    file.prefetch(((0, 1), (4, 2)))
     assert shard.reads == [(0, 64), (256, 128)]
     assert bytes(file[10:60]) == some(640)[10:60]
     assert len(shard.reads) == 2
@@ -102,7 +106,7 @@ def test_of_a_file_that_is_read_through_only_the_last_of_it_is_kept(monkeypatch:
     monkeypatch.setattr(partial, "KEPT_BYTES", 6 * SIZE)
     shard = Shard(some(100 * SIZE))
     file = opened(some(100 * SIZE), shard)
-    file.foresee(((50, 1),))
+    file.prefetch(((50, 1),))
     for piece in range(100):
         assert bytes(file[piece * SIZE : (piece + 1) * SIZE]) == some(100 * SIZE)[piece * SIZE : (piece + 1) * SIZE]
         assert len(file.given().pieces) <= 11
@@ -126,7 +130,7 @@ def test_wrong_bytes_of_the_store_are_an_error_for_those_alone_who_look_at_them(
     wrong = bytearray(some(640))
     wrong[300] ^= 1
     file = opened(some(640), Shard(bytes(wrong)), Shard(bytes(wrong)))
-    file.foresee(((0, 10),))
+    file.prefetch(((0, 10),))
     assert bytes(file[:256]) == some(640)[:256]
     for _ in range(2):
         with pytest.raises(
@@ -139,7 +143,7 @@ def test_wrong_bytes_of_the_store_are_an_error_for_those_alone_who_look_at_them(
 def test_what_a_shard_that_became_shorter_lacks_is_an_error_when_it_is_looked_at() -> None:
     shard = Shard(some(640), OFFSET + 330)
     file = opened(some(640), shard, shard)
-    file.foresee(((0, 1), (8, 1)))
+    file.prefetch(((0, 1), (8, 1)))
     assert bytes(file[:320]) == some(640)[:320]
     with pytest.raises(CorruptionError, match=r"shards/a\.tar: the object ends before"):
         file[320:]
@@ -150,9 +154,9 @@ def test_trouble_of_the_store_is_no_damage() -> None:
         raise TransientError("the store does not answer")
 
     member = Member("mp4", OFFSET, 640, 0, pieces_of(some(640)))
-    file = PartialFile("shards/a.tar", member, read=fail, again=fail, heads=HeadCache())
+    file = PartialFile("shards/a.tar", member, read=fail, read_direct=fail, heads=HeadCache())
     with pytest.raises(TransientError):
-        file.foresee(((0, 1),))
+        file.prefetch(((0, 1),))
     with pytest.raises(TransientError):
         file[0:1]
 
@@ -161,7 +165,7 @@ def test_another_process_gets_what_is_there_and_right_and_says_what_it_lacks() -
     wrong = bytearray(some(640))
     wrong[70] ^= 1
     file = opened(some(640), Shard(bytes(wrong)))
-    file.foresee(((0, 4),))
+    file.prefetch(((0, 4),))
     sent = GivenFile(file.given())
     assert len(sent) == 640
     assert bytes(sent[128:256]) == some(640)[128:256]
@@ -169,19 +173,19 @@ def test_another_process_gets_what_is_there_and_right_and_says_what_it_lacks() -
     with pytest.raises(MissingError) as missing:
         sent[60:70]
     assert missing.value.number == 1
-    file.look_at(1)
+    file.load(1)
     assert bytes(GivenFile(file.given())[:256]) == some(640)[:256]
 
 
 def test_the_head_of_a_file_is_read_once_for_all_its_clips() -> None:
     shard, heads = Shard(some(640)), HeadCache()
     first = opened(some(640), shard, None, heads, ((0, 2), (9, 1)))
-    first.foresee(((0, 2), (5, 1), (9, 1)))
+    first.prefetch(((0, 2), (5, 1), (9, 1)))
     assert bytes(first[0:384]) == some(640)[0:384]
     assert [at // SIZE for at, _ in shard.reads] == [0, 5, 9, 2, 3]
     shard.reads.clear()
     other = opened(some(640), shard, None, heads, ((0, 2), (9, 1)))
-    other.foresee(((0, 2), (6, 1), (9, 1)))
+    other.prefetch(((0, 2), (6, 1), (9, 1)))
     assert bytes(other[0:128]) == some(640)[0:128]
     assert shard.reads == [(384, 64), (576, 64)]  # the last piece of the head was fetched and never looked at
     assert sorted(other.given().pieces) == [0, 1, 6, 9]

@@ -133,7 +133,8 @@ def test_records_of_several_processes_are_whole_and_private(tmp_path: Path) -> N
     code = (
         "import sys; from pathlib import Path; from headrace.loaders.quarantine.records import SkippedSample, write\n"
         "for n in range(int(sys.argv[1]), int(sys.argv[1]) + 200):\n"
-        "    one = SkippedSample(n, f'key{n}', 'shards/0.tar', 512, 'corruption', 'it is bad', False, 's3://bucket/clips')\n"
+        "    one = SkippedSample(id=n, key=f'key{n}', shard='shards/0.tar', offset=512, code='corruption',"
+        " reason='it is bad', permanent=False, dataset='s3://bucket/clips')\n"
         "    write(one, 3, Path(sys.argv[2]))"
     )
     ranks = [subprocess.Popen([sys.executable, "-c", code, str(n * 1000), str(folder)]) for n in range(3)]

@@ -197,18 +197,18 @@ def test_packed_anew_an_epoch_that_would_fill_no_batch_is_packed_as_the_first(ma
     lengths = lengths_at(stream, AudioSpec(RATE))
     alone = [len(packed_by(lengths, loader.packed[0].packing, key_of(_PACK, 0, epoch))) for epoch in range(6)]
     assert alone == [11, 9, 10, 9, 8, 11]  # no batch can be made of the four between
-    told, states = [], []
+    expected_rows, states = [], []
     for epoch in range(6):
         assert (loader.epoch, len(loader), len(loader.packed[0])) == (epoch, 1, 11)
         states.append(json.loads(json.dumps(loader.state_dict())))
         (batch,) = loader
-        told.append(heard([batch]))
-    rows_of = [{frozenset(keys) for keys in one[0]} for one in told]
+        expected_rows.append(heard([batch]))
+    rows_of = [{frozenset(keys) for keys in one[0]} for one in expected_rows]
     assert rows_of[0] == rows_of[1] == rows_of[4] != rows_of[5]
-    assert told[0] != told[1]  # its rows in another order
+    assert expected_rows[0] != expected_rows[1]  # its rows in another order
     for epoch in (5, 2):
         loader.load_state_dict(states[epoch])
-        assert heard(list(loader)) == told[epoch]
+        assert heard(list(loader)) == expected_rows[epoch]
 
 
 def test_the_loader_says_how_much_is_padding(make: Make) -> None:

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.sampling.packing import GROUP, MAX_LOOKAHEAD, Packing, Piece, pack, stretched, with_room
+from headrace.loaders.sampling.packing import (
+    GROUP,
+    MAX_LOOKAHEAD,
+    Packing,
+    Piece,
+    pack,
+    stretched,
+    with_spare_sequences,
+)
 from headrace.loaders.sampling.permutation import U64, key_of
 
 lengths = st.lists(st.integers(0, 300), min_size=1, max_size=120).filter(any)
@@ -138,12 +146,12 @@ def test_packings_of_one_length_hold_the_same_pieces(
     sizes: list[int], packing: Packing, one: U64 | None, other: U64 | None
 ) -> None:
     first, second = pack(sizes, packing, one), pack(sizes, packing, other)
-    roomy = with_room(first)
-    assert len(first) <= len(roomy) <= len(first) + max(2, len(first) // 200 + 1)
-    found = stretched(second, len(roomy))
-    assert (found is None) <= (len(second) > len(roomy) or (np.diff(second.ends, prepend=0) > 1).sum() < len(roomy))
-    for packed in (roomy, *([] if found is None else [found])):
-        assert len(packed) == len(roomy)
+    spared = with_spare_sequences(first)
+    assert len(first) <= len(spared) <= len(first) + max(2, len(first) // 200 + 1)
+    found = stretched(second, len(spared))
+    assert (found is None) <= (len(second) > len(spared) or (np.diff(second.ends, prepend=0) > 1).sum() < len(spared))
+    for packed in (spared, *([] if found is None else [found])):
+        assert len(packed) == len(spared)
         pieces = [piece for number in range(len(packed)) for piece in packed.sequence(number)]
         assert all(packed.sequence(number) for number in range(len(packed)))
         assert sorted(map(astuple, pieces)) == sorted(
@@ -155,7 +163,7 @@ def test_renewed_packings_nearly_always_fit_where_the_first_had_room() -> None:
     sizes = np.minimum(480_000, np.random.default_rng(0).lognormal(1.4, 0.7, 5000) * 16_000).astype(np.int64)
     packing = Packing(480_000)
     first = pack(sizes, packing, key_of(0))
-    roomy = with_room(first)
+    spared = with_spare_sequences(first)
     others = [pack(sizes, packing, key_of(number)) for number in range(1, 11)]
-    assert all(stretched(other, len(roomy)) is not None for other in others)
-    assert roomy.waste < first.waste + 0.01
+    assert all(stretched(other, len(spared)) is not None for other in others)
+    assert spared.waste < first.waste + 0.01

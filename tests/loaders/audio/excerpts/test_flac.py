@@ -174,14 +174,14 @@ def test_what_only_looks_like_a_frame_is_none() -> None:
     data = bytearray(FILES[16_000, "mono", "s16", 0])
     header = flac._header(memoryview(data))
     assert header is not None
-    looked = flac._Looked(memoryview(data), header)
+    looked = flac._FrameSearch(memoryview(data), header)
     frames = [at for at, _ in looked.frames(header.end - 1)]
     place = (frames[2] + frames[3]) // 2
     other = bytearray(data[frames[5] : frames[5] + 16])
     other[2] ^= 0x01  # another rate
     other[5] = flac._crc8(bytes(other[:5]))
     data[place : place + 16] = other
-    looked = flac._Looked(memoryview(data), header)
+    looked = flac._FrameSearch(memoryview(data), header)
     assert [at for at, _ in looked.frames(header.end - 1)] == frames
 
 
@@ -212,4 +212,4 @@ def test_a_file_full_of_what_looks_like_frames_is_a_bad_sample_before_long(
         said = replace(said, time_base=Fraction(1, 48_000), marks=(SoundMark(42, 0),))
     with pytest.raises(CorruptionError, match="look like a frame" if marked else "no sound can be decoded"):
         decode.decode_audio(memoryview(data), said, Fraction(10**6), AudioSpec(seconds=1.0), 16_000, True)
-    assert looked == (flac.MOST_LOOKED + 1 if marked else 0)
+    assert looked == (flac.MAX_CANDIDATES + 1 if marked else 0)
