@@ -128,8 +128,9 @@ class ObstoreS3Client(ObstoreRequests, S3Client):
     async def list_page(self, doing: str, folder: str) -> list[tuple[str, Head]] | None:
         """As in `S3Client`.
 
-        obstore shows neither the server's order nor the slash of a marker `folder/`, and refuses names such as `a//b`.
-        So its answer is used only if it is complete, short enough to sort, and has no empty object.
+        obstore shows neither the server's order nor the slash of a marker `folder/`, and refuses names such as `a//b`. It
+        takes an error that the server sends with status 200 for an empty listing. So its answer is used only if it is
+        complete, short enough to sort, and has objects, none of them empty.
         """
 
         async def request(client: Any) -> list[Any]:
@@ -143,7 +144,7 @@ class ObstoreS3Client(ObstoreRequests, S3Client):
             if type(error) is HeadraceError:  # an answer that obstore does not understand
                 return None
             raise
-        if len(found) > _PAGE_KEYS or any(not one["size"] for one in found):
+        if not 0 < len(found) <= _PAGE_KEYS or any(not one["size"] for one in found):
             return None
         return [(one["path"], Head(one["size"], one["last_modified"])) for one in found]
 
