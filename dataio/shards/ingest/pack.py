@@ -50,6 +50,7 @@ from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.query.part_writer import PartWriter
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.mounting import with_mounts
+from headrace.dataio.shards.workers.worker_pool import worker_count
 from headrace.dataio.store.base import Store
 
 __all__ = ["Columns", "PackReport", "Progress", "Recipe", "Skipped", "append", "pack"]
@@ -185,6 +186,7 @@ class _PackJob:
     ) -> None:
         if shard_bytes < 1:
             raise UsageError(f"shard_bytes must be positive, not {shard_bytes}", hint="such as 256 << 20")
+        worker_count(workers)
         self._recipe = check_recipe(recipe)
         self._settings = plan.Settings(shard_bytes=shard_bytes, recipe=recipe, strict=strict)
         self._captions, self._columns, self._progress, self._workers = captions, columns, progress, workers

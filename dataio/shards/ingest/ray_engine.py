@@ -119,7 +119,7 @@ def run(
             hint="give credentials by environment variables or profiles on every machine",
         )
     with _connected(workers):
-        count = min(len(units), workers or int(_cluster_cores()))
+        count = min(len(units), int(_cluster_cores()) if workers is None else workers)
         actor_class = ray.remote(num_cpus=1, max_restarts=_RESTARTS, max_task_retries=_RESTARTS)(_PackActor)
         arguments = (location.url, dict(location.options), journal.plan, msgspec.msgpack.encode(settings))
         actors = [actor_class.remote(*arguments) for _ in range(count)]
@@ -139,7 +139,7 @@ def _connected(workers: int | None) -> Iterator[None]:
         yield
         return
     local: dict[str, Any] = {
-        "num_cpus": workers or os.cpu_count(),
+        "num_cpus": os.cpu_count() if workers is None else workers,
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
     }

@@ -47,7 +47,7 @@ from headrace.dataio.shards.versions.documents import Shard, VersionDocument
 from headrace.dataio.shards.versions.mounting import with_mounts
 from headrace.dataio.shards.workers import jobs
 from headrace.dataio.shards.workers.jobs import decode_sample
-from headrace.dataio.shards.workers.worker_pool import WorkerPool
+from headrace.dataio.shards.workers.worker_pool import WorkerPool, worker_count
 from headrace.dataio.store.base import Store
 
 __all__ = ["Finding", "ObjectReport", "VerifyProgress", "VerifyReport", "verify"]
@@ -84,7 +84,7 @@ def verify(
     with ExitStack() as stack:
         store = _opened(url, storage_options, stack)
         copy = None if repair is None else _opened(repair, storage_options, stack)
-        threads = workers or min(_MOST_THREADS, os.cpu_count() or 1)
+        threads = worker_count(workers, min(_MOST_THREADS, os.cpu_count() or 1))
         pool = stack.enter_context(WorkerPool(jobs.COMMAND, jobs.HELLO, threads))
         run = _Run(store, copy, pool, threads, progress)
         return run.run(version, str(decode), storage_options or {}, trust_mounts, stack)

@@ -52,12 +52,7 @@ class WorkerPool:
     def __init__(
         self, command: Sequence[str], hello: bytes, workers: int | None = None, *, answer_bytes: int = ANSWER_BYTES
     ) -> None:
-        self.workers = workers if workers is not None else os.cpu_count() or 1
-        if not isinstance(self.workers, int) or not 1 <= self.workers <= limits.WORKERS:
-            raise UsageError(
-                f"{workers!r} worker processes cannot be started",
-                hint=f"from 1 to {limits.WORKERS}, or None: one a core",
-            )
+        self.workers = worker_count(workers)
         self._command, self._hello, self._answer_bytes = command, hello, answer_bytes
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         self._all: set[_Worker] = set()
@@ -106,6 +101,26 @@ class WorkerPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def worker_count(workers: int | None, default: int | None = None) -> int:
+    """Check the number of workers that a user gives, and return it.
+
+    Args:
+        workers: the user's number, from 1 to `limits.WORKERS`. None means the default.
+        default: the number without a user's choice. None means one per core of this machine.
+
+    Raises:
+        UsageError: the number is not an integer, or out of range.
+    """
+    if workers is None:
+        return default or os.cpu_count() or 1
+    if not isinstance(workers, int) or not 1 <= workers <= limits.WORKERS:
+        raise UsageError(
+            f"workers={workers!r} is not a number of workers",
+            hint=f"give a number from 1 to {limits.WORKERS}, or None for the default",
+        )
+    return workers
 
 
 def run_module(module: str, *arguments: str) -> tuple[str, ...]:

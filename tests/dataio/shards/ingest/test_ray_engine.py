@@ -47,6 +47,12 @@ def test_two_ray_workers_make_the_dataset_that_one_process_makes(make_wav: MakeW
         assert not list(by_ray.store.list("packing/"))
 
 
+@pytest.mark.parametrize("workers", [0, -1, 1 << 20])
+def test_a_wrong_number_of_workers_is_an_error(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(UsageError, match=f"workers={workers}"):
+        pack(tmp_path, tmp_path / "ds", engine="ray", workers=workers)
+
+
 def test_an_engine_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no engine 'slurm'"):
         pack(tmp_path, tmp_path / "ds", engine="slurm")

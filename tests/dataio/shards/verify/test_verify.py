@@ -289,6 +289,11 @@ def test_every_flipped_bit_of_every_object_is_found(original: Path, tmp_path: Pa
         assert path.parent.name == "versions"
 
 
+def test_zero_workers_are_an_error_not_the_default(original: Path) -> None:
+    with pytest.raises(UsageError, match="workers=0"):
+        verify(original, workers=0)
+
+
 def test_without_its_document_a_version_cannot_be_verified(ds: Path) -> None:
     flip(ds / "versions/00000001.json", 100)
     with pytest.raises(CorruptionError, match="digest does not match"):
