@@ -49,7 +49,7 @@ _INDEX = """\
 Make a dataset over existing WebDataset tars without moving them. Nothing is copied: DST gets only an index and a version.
 URL-PATTERN is a tar, a folder of tars, or a quoted pattern: 's3://bucket/set/{00000..09999}.tar', '/data/{train,extra}/*.tar'.
 Every shard is read once, to hash its members and to probe its media. S3 credentials and endpoint come from the usual AWS
-variables and profiles. Commands (pipe:…) and compressed tars are refused."""
+variables and profiles. Commands (pipe:…) and compressed tars are not supported."""
 _INDEX_CODES = """\
 exit codes: 0 all indexed · 1 indexed, but samples or shards were skipped (they are listed) · 2 wrong use, or nothing to
 index · 3 temporary failure, try again · 4 a damaged shard, with --strict · 5 DST already holds a dataset"""

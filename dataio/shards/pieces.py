@@ -107,15 +107,15 @@ def find_fault(pieces: Pieces, length: int) -> str:
     """Return what is invalid in the pieces of a file with this length, or "" if they are valid."""
     size = pieces.size
     if size < 1 or size & (size - 1):
-        return f"pieces of {size} bytes, which is no power of two"
+        return f"pieces of {size} bytes, which is not a power of two"
     count = -(-length // size)
     if len(pieces.digests) != count * _DIGEST:
         return f"{len(pieces.digests)} bytes of digests for {count} pieces"
     ends = [0, *(number for first, many in pieces.head for number in (first, first + many)), count]
     if any(many < 1 for _, many in pieces.head) or any(one > other for one, other in pairwise(ends)):
-        return "runs of pieces that lie outside the file or are not in order"
+        return "runs of pieces that are outside the file or are not in order"
     if pieces.marks and not (pieces.marks[-1][0] < length and len(pieces.marks) <= count):
-        return "marks that lie outside the file, or more than pieces"
+        return "marks that are outside the file, or more than pieces"
     if any(one[0] >= other[0] or one[1] >= other[1] for one, other in pairwise(pieces.marks)):
         return "marks that are not in order"
     return ""

@@ -29,7 +29,7 @@ class ReadAhead:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Read exactly these bytes, which must lie inside the object."""
+        """Read exactly these bytes, which must be inside the object."""
         return b"".join(self.parts(offset, length))
 
     def parts(self, offset: int, length: int) -> Iterator[memoryview]:

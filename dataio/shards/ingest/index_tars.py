@@ -6,7 +6,7 @@ keep their keys.
 
 Invariants:
 
-* `index` makes one pass over each shard (`tar_pass`). Memory is bounded by four read-ahead windows, the samples of one
+* `index` makes one pass over each shard (`tar_scanner`). Memory is bounded by four read-ahead windows, the samples of one
   shard and the samples of one index part. Disk space is bounded by the members that are set aside for probing. Neither
   depends on the size of a shard.
 * Keys are WebDataset's keys. With `keys="shard"`, the shard's own path comes first. Use it for collections whose sample

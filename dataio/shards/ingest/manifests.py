@@ -33,7 +33,7 @@ from headrace.dataio.shards.ingest.source_stores import is_url, join_url
 
 EXTENSIONS = frozenset(["csv", "tsv", "jsonl", "ndjson", "parquet"])
 _BATCH = 1024
-_FIX_HINT = "correct it there; every row counts"
+_FIX_HINT = "correct the manifest; `pack` skips no row"
 _FIELDS_BYTES = 1 * limits.MIB
 
 
@@ -88,19 +88,19 @@ def _row(manifest: str, where: str, row: dict[str, Any], columns: Columns) -> Ro
     for column in needed:
         if column not in row:
             have = ", ".join(map(repr, row)) or "none"
-            hint = f"it has {have}; name yours with --path-column and its kind (in Python: columns=Columns(...))"
+            hint = f"it has {have}; name yours with --path-column and the like (in Python: columns=Columns(...))"
             raise UsageError(f"{where}: there is no column {column!r}", hint=hint)
     path = row.pop(columns.path)
     key, caption = row.pop(columns.key, None), row.pop(columns.caption, None)
     if not isinstance(path, str) or not path:
-        raise UsageError(f"{where}: the column {columns.path!r} holds no path, but {path!r}", hint=_FIX_HINT)
+        raise UsageError(f"{where}: the column {columns.path!r} must hold a path, not {path!r}", hint=_FIX_HINT)
     if "\0" in path:
-        raise UsageError(f"{where}: {path!r} is no path", hint=_FIX_HINT)
+        raise UsageError(f"{where}: {path!r} is not a path: it has a zero byte", hint=_FIX_HINT)
     if isinstance(key, int) and not isinstance(key, bool):
         key = str(key)
     for column, value in ((columns.key, key), (columns.caption, caption)):
         if value is not None and not isinstance(value, str):
-            raise UsageError(f"{where}: the column {column!r} holds no text, but {value!r}", hint=_FIX_HINT)
+            raise UsageError(f"{where}: the column {column!r} must hold text, not {value!r}", hint=_FIX_HINT)
     return Row(where, _resolved(manifest, where, path), key or None, caption or None, _fields(where, row))
 
 
@@ -114,7 +114,7 @@ def _resolved(manifest: str, where: str, path: str) -> str:
     if not is_url(manifest):
         return str(Path(manifest).parent / path)
     if path.startswith("/"):
-        raise UsageError(f"{where}: {path!r} is a path of one machine, in a manifest for all", hint="give URLs")
+        raise UsageError(f"{where}: {path!r} is a local path, in a manifest that lies in a store", hint="give URLs")
     return join_url(manifest.rpartition("/")[0], path)
 
 
@@ -225,4 +225,4 @@ def _parquet(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
                     yield f"{name}, row {number}", row
                     number += 1
     except pa.ArrowException as error:
-        raise UsageError(f"{name}: not a readable Parquet file: {error}", hint="write it anew") from error
+        raise UsageError(f"{name}: not a readable Parquet file: {error}", hint="write the file again") from error

@@ -58,7 +58,7 @@ __all__ = ["Columns", "PackReport", "Progress", "Recipe", "Skipped", "append", "
 _UNCHANGED = Recipe()
 
 _crash_after_index = crashpoints.declare("pack.index-stored", "shards and index are stored; there is no version yet")
-_crash_after_version = crashpoints.declare("pack.version-stored", "the version exists; the caller has not been told")
+_crash_after_version = crashpoints.declare("pack.version-stored", "the version exists; the call has not returned")
 
 Sources = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 

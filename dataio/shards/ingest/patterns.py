@@ -139,10 +139,10 @@ def _choices(inner: str) -> Iterator[str] | None:
 def _expanded(text: str) -> list[str]:
     _refuse_commands(text)
     if text.count("{") > 100:  # each brace is a level of recursion
-        raise UsageError(f"{text[:80]!r}… holds more than 100 braces", hint="use a wildcard, or several patterns")
+        raise UsageError(f"{text[:80]!r}… has more than 100 braces", hint="use a wildcard, or several patterns")
     urls = list(itertools.islice(braces(text), MAX_SHARDS + 1))
     if len(urls) > MAX_SHARDS:
-        raise CapacityError(f"{text!r} means more than {MAX_SHARDS} shards", hint="index it in parts")
+        raise CapacityError(f"{text!r} expands to more than {MAX_SHARDS} shards", hint="index it in parts")
     return urls
 
 
@@ -151,7 +151,7 @@ def _refuse_commands(text: str) -> None:
         return
     inside = re.search(r"(?:s3|gs|file|https?)://[^\s|'\"]+", text)
     raise UnsupportedError(
-        f"{text!r} is a command to run, not the address of an object: its output cannot be read at an offset, nor checked later",
+        f"{text!r} is a command, not the address of an object; its output cannot be read at an offset or checked later",
         hint=f"give the address itself, such as {inside[0] if inside else 's3://bucket/shards/{000..999}.tar'}",
     )
 
@@ -194,7 +194,7 @@ def _store_roots(roots: set[str]) -> dict[str, str]:
         depth = max(root.count("/") for root in now)
         parents = {root: _parent(root) if root.count("/") == depth else root for root in now}
         if parents == {root: root for root in now}:
-            raise CapacityError(f"the shards lie in more than {MAX_MOUNTS} buckets", hint="index them in parts")
+            raise CapacityError(f"the shards are in more than {MAX_MOUNTS} buckets", hint="index them in parts")
         store_roots = {root: parents[at] for root, at in store_roots.items()}
     return store_roots
 
@@ -278,7 +278,7 @@ def _search_all(text: str, items: Sequence[_ParsedPattern], searches: Mapping[st
             names.setdefault(item.root, []).append(item.name)
     count += sum(searches[root].add_named(keys) for root, keys in names.items())
     if not count:
-        raise NotFoundError(f"{text!r} finds no tar", hint="check the address; quote patterns in a shell")
+        raise NotFoundError(f"{text!r} matches no tar", hint="check the address; quote patterns in a shell")
 
 
 def _common(a: str, b: str) -> str:
@@ -299,7 +299,7 @@ def _result(searches: Mapping[str, _StoreSearch]) -> FoundShards:
 
 
 def prefix_in(inner: Location, outer: Location) -> str | None:
-    """Return the key prefix of store `inner` within store `outer`, or None if `inner` lies elsewhere.
+    """Return the key prefix of store `inner` within store `outer`, or None if `inner` is elsewhere.
 
     The prefix is `""` or ends with a slash.
     """

@@ -1,7 +1,7 @@
 """The plan of a pack, and the journal of its finished units.
 
 Purpose: `units` decides, before any file is read, which groups of files go into which shards. `Journal` records each
-unit that is packed, so that an interrupted pack continues after the last one. The journal stays in the destination
+unit that is packed, so that an interrupted pack can continue after the last finished unit. The journal stays in the destination
 until the version exists:
 
 ```
@@ -199,7 +199,7 @@ class Journal:
             packed = self.read(number)
             if packed is None:
                 raise CorruptionError(
-                    f"{self._key(number)} is missing or damaged", hint="pack again; it goes on from here"
+                    f"{self._key(number)} is missing or damaged", hint="pack again; it continues from here"
                 )
             yield packed
 

@@ -1,6 +1,6 @@
 """Worker processes read and convert media. A file on which libav hangs or crashes costs only that file.
 
-The pool first copies the files that lie in stores into the scratch folder of their group. It copies as many groups at
+The pool first copies files in stores into the scratch folder of their group. It copies as many groups at
 once as are in flight.
 
 Invariants: at most `_SAMPLES_PER_WORKER` samples per worker are in flight. Results come in the order of the groups.

@@ -167,8 +167,8 @@ def _results(actors: list[Any], units: Sequence[Unit], step: Step) -> Iterator[_
             done = _decode(ray.get(ready))
         except ray.exceptions.RayError as error:
             raise TransientError(
-                f"a packing worker of the Ray cluster was lost: {type(error).__name__}",
-                hint="pack again; it goes on from here",
+                f"the Ray cluster lost a packing worker: {type(error).__name__}",
+                hint="pack again; it continues from here",
             ) from error
         if done.code:
             raise _error_of(done)

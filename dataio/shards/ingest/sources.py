@@ -1,4 +1,4 @@
-"""Finds the samples that the user's sources mean. Files with the same stem in one folder are one sample.
+"""Finds the samples in the sources that the user gives. Files with the same stem in one folder are one sample.
 
 Purpose: turn files, folders (recursively), globs, manifests and WebDataset tars, local or in stores, into groups of
 files with keys. Paths and URLs are plain strings here.
@@ -100,6 +100,8 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _InputFile:
+    """A file or an object that a source gives. Its key is relative to `root`."""
+
     root: str
     path: str
     is_named: bool = False  # the user named this file; it was not found in a folder
@@ -121,7 +123,7 @@ def gather(
 ) -> Gathered:
     """Group the files of all sources into samples.
 
-    `columns` names the columns of manifests. `exclude` is the URL of a dataset whose files are no input.
+    `columns` names the columns of manifests. `exclude` is the URL of a dataset whose files are left out.
     """
     if stores is None:
         with SourceStores() as own:
@@ -159,7 +161,7 @@ class _Collector:
     """The groups found so far, and the skipped and ignored files."""
 
     def __init__(self, stores: SourceStores) -> None:
-        self._expand_url = stores
+        self._stores = stores
         self.groups: list[Group] = []
         self.skipped: list[Skipped] = []
         self.ignored: list[str] = []
@@ -177,9 +179,9 @@ class _Collector:
             if _ext(item.path) == "tar":
                 self._add_tar(item.path, info)
             elif item.is_named:
-                reason = f"neither a media file nor of the same stem as one (media are {_media_list()})"
+                reason = f"neither a media file nor a file with the same stem as one (media are {_media_list()})"
                 if _COMPRESSED_TAR.fullmatch(item.path):
-                    reason = "a compressed tar: decompress it first, media is compressed already"
+                    reason = "a compressed tar: decompress it first (media are compressed already)"
                 self.skipped.append(Skipped(item.path, UnsupportedError.code, reason))
             else:
                 self.ignored.append(item.path)
@@ -187,7 +189,7 @@ class _Collector:
     def _add_tar(self, path: str, info: FileStat) -> None:
         groups = []
         try:
-            with _open_tar(path, self._expand_url) as read_at:
+            with _open_tar(path, self._stores) as read_at:
                 for key, spans in _tar_samples(path, info.size, read_at):
                     group = _tar_group(key, sorted(spans, key=lambda span: span.ext), info.modified_ns)
                     if len({span.ext for span in spans}) < len(spans):
@@ -209,12 +211,12 @@ class _Collector:
     def add_manifest(self, manifest: str, info: FileStat, columns: Columns) -> None:
         """Add one sample for each row of a manifest."""
         if is_url(manifest):
-            with self._expand_url.local_copy(manifest, info.size) as copy:
+            with self._stores.local_copy(manifest, info.size) as copy:
                 listed = list(rows(copy, columns, manifest))
         else:
             listed = list(rows(Path(manifest), columns))
         urls = {path for row in listed if is_url(row.path) for path in (row.path, *_sidecar_paths(row.path))}
-        existing = self._expand_url.stat_many(urls)
+        existing = self._stores.stat_many(urls)
         for row in listed:
             self._add_row(os.path.dirname(manifest), row, existing)
 
@@ -257,16 +259,18 @@ def _tar_samples(path: str, size: int, read_at: tar.ReadAt) -> Iterator[tuple[st
     """Yield the key and the members of each sample in the tar."""
     program = tar.compressed_by(read_at(0, min(8, size)))
     if program:
-        raise UnsupportedError(f"{path} is compressed by {program}", hint="decompress it first; media already is")
-    for key, run in tar.samples(read_at, size, path):
-        yield key.removeprefix("./"), tuple(Span(e.ext, path, e.offset, e.length) for e in run)
+        raise UnsupportedError(
+            f"{path} is compressed by {program}", hint="decompress it first; media are compressed already"
+        )
+    for key, members in tar.samples(read_at, size, path):
+        yield key.removeprefix("./"), tuple(Span(m.ext, path, m.offset, m.length) for m in members)
 
 
-def _tar_group(key: str, spans: list[Span], stamp: int) -> Group:
+def _tar_group(key: str, spans: list[Span], modified_ns: int) -> Group:
     files = tuple((span.ext, span.path) for span in spans)
-    places = tuple((span.offset, span.length) for span in spans)
+    ranges = tuple((span.offset, span.length) for span in spans)
     sizes = tuple(span.length for span in spans)
-    return Group(key, files, sum(sizes), stamp, sizes, places)
+    return Group(key, files, sum(sizes), modified_ns, sizes, ranges)
 
 
 def _local(source: str) -> str:
@@ -320,9 +324,7 @@ def _expand_url(source: str, stores: SourceStores, skipped: list[Skipped]) -> It
         try:
             check_key(url.partition("://")[2])
         except UsageError:
-            skipped.append(
-                Skipped(url, UnsupportedError.code, "its key has an empty part, or characters that none may have")
-            )
+            skipped.append(Skipped(url, UnsupportedError.code, "its key has an empty part or a forbidden character"))
         else:
             yield _InputFile(matches.root, url, matches.is_named, matches.from_glob, info)
 
@@ -363,7 +365,7 @@ def _no_media_reason(extensions: list[str]) -> str:
     """Return the reason why a sample with these extensions is skipped."""
     if unused := unused_media(extensions):
         names = ", ".join(f".{ext}" for ext in unused)
-        return f"none of its media files ({names}) has the sample's own name; a sample has one video: make a sample of each"
+        return f"none of its media files ({names}) has the sample's own name; a sample has one video, so make one sample of each"
     return f"it has no media file (media are {_media_list()})"
 
 

@@ -72,7 +72,7 @@ def pack_units(
     scratch: str,
     step: Callable[[int, int, int], None],
 ) -> Iterator[tuple[Unit, PackedUnit]]:
-    """Pack and record units one after the other. The workers prepare groups ahead.
+    """Pack and record units one after the other. Meanwhile, the workers prepare the next groups.
 
     `scratch` is a folder for temporary files. `step` is called after each group with 1, the group's bytes, and whether
     it was skipped.
@@ -95,15 +95,15 @@ def pack_units(
 
 def skip_error(item: Skipped, hint: str) -> HeadraceError:
     """Return the error that a skipped input raises with `strict`."""
-    kinds: tuple[type[HeadraceError], ...] = (
+    error_types: tuple[type[HeadraceError], ...] = (
         UnsupportedError,
         NotFoundError,
         AccessDeniedError,
         CapacityError,
         DeadlineError,
     )
-    kind = {kind.code: kind for kind in kinds}.get(item.code, CorruptionError)
-    return kind(f"{item.path}: {item.reason}", hint=hint)
+    error_type = {one.code: one for one in error_types}.get(item.code, CorruptionError)
+    return error_type(f"{item.path}: {item.reason}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ class _Writer:
             shutil.rmtree(folder, ignore_errors=True)
             if outcome.scratch_full:
                 raise CapacityError(
-                    f"files made on the way have no room in {self._scratch}: {outcome.reason}",
-                    hint="free space, or name another folder with TMPDIR; the same command goes on from here",
+                    f"the scratch folder {self._scratch} is full: {outcome.reason}",
+                    hint="free space, or name another folder with TMPDIR; the same command continues from here",
                 )
             self._skip(Skipped(outcome.path, outcome.code, outcome.reason))
             return

@@ -203,7 +203,7 @@ def mpeg4_shown(extradata: bytes | None, packets: Iterable[memoryview]) -> Itera
             elif kind in _MPEG4_LAYERS:
                 clock = _mpeg4_clock(unit)
         if missing and pictures and pictures[0][:1] and pictures[0][0] >> 6 == _MPEG4_B:
-            raise UnsupportedError("it has B-frames behind pictures that are not coded", hint="encode it anew")
+            raise UnsupportedError("it has B-frames after pictures that are not coded", hint="re-encode it")
         coded = sum(_is_coded(picture, clock) for picture in pictures)
         missing = not coded + carried
         yield not missing

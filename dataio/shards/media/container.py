@@ -62,7 +62,7 @@ SAMPLE_EXTENSIONS = MEDIA_EXTENSIONS | IMAGE_EXTENSIONS
 CONVERTED_EXTENSIONS = frozenset(["ts", "m2t", "mts", "m2ts", "mpg", "mpeg", "vob", "flv", "mxf", "wmv", "asf", "gif"])
 """Video files that `pack` copies into another container, or re-encodes, on request.
 
-Loaders do not read them as they are, since these containers do not give what loaders need: where key frames lie, times
+Loaders do not read them as they are, since these containers do not give what loaders need: the position of key frames, times
 that never wrap or restart, and whether the file is complete.
 """
 DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
@@ -110,15 +110,15 @@ def unsupported_media(extensions: Collection[str]) -> tuple[str, str] | None:
         if ext == "gif":
             return ext, "GIF is not read as it is: --transcode h264 makes a video of it"
         if ext in CONVERTED_EXTENSIONS:
-            how = "--remux mp4 (or mkv) copies the streams, --transcode h264 encodes anew"
+            how = "--remux mp4 (or mkv) copies the streams, --transcode h264 re-encodes"
             return ext, f".{ext} files are not read as they are: {how}"
         if ext in _UNREAD_VIDEO:
-            return ext, f".{ext} files are not read: make MP4 or MKV of it first, such as by ffmpeg"
+            return ext, f".{ext} files are not read: convert it to MP4 or MKV first, for example with ffmpeg"
         if ext in _UNREAD_AUDIO:
-            return ext, f".{ext} files are not read: make WAV, FLAC, M4A or Ogg of it first, such as by ffmpeg"
+            return ext, f".{ext} files are not read: convert it to WAV, FLAC, M4A or Ogg first, for example with ffmpeg"
     for ext in sorted_extensions if not SAMPLE_EXTENSIONS & set(sorted_extensions) else ():
         if ext in _UNREAD_IMAGES:
-            return ext, f".{ext} files are not read: make JPEG, PNG or WebP of it first"
+            return ext, f".{ext} files are not read: convert it to JPEG, PNG or WebP first"
     return None
 
 
@@ -130,7 +130,7 @@ def needs_conversion(path: str) -> bool:
 def unused_media(extensions: Collection[str]) -> list[str]:
     """Return the extensions of a sample's further media files, which are kept but not read.
 
-    These are files of kinds that are not read, and files with their own name, such as `cam1.mp4`. Images (also GIF)
+    These are files in formats that are not read, and files with their own name, such as `cam1.mp4`. Images (also GIF)
     next to other files are common and are not returned.
     """
     unread = CONVERTED_EXTENSIONS - {"gif"} | _UNREAD_VIDEO | _UNREAD_AUDIO

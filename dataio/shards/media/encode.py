@@ -95,7 +95,7 @@ def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
                     out.mux(held)
                     held = []
                 elif len(held) > _MAX_HELD_PACKETS:
-                    raise CorruptionError("its pictures begin too far behind its sound")
+                    raise CorruptionError("its video begins too long after its audio")
         if not frames.count:
             raise CorruptionError("no frame of the video stream can be decoded")
         out.mux(picture.encode(None))
@@ -241,7 +241,7 @@ class _AacAudio:
         try:
             frames = packet.decode()
         except av.error.FFmpegError as error:
-            raise CorruptionError(f"a packet of the sound cannot be decoded: {error.strerror}") from error
+            raise CorruptionError(f"an audio packet cannot be decoded: {error.strerror}") from error
         return [
             packet for frame in frames for piece in self._to.resample(frame) for packet in self._stream.encode(piece)
         ]

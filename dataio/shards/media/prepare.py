@@ -351,7 +351,7 @@ class _StreamCopier:
 
     def _begin(self, clip: int) -> tuple[Any, dict[int, Any]]:
         if len(self._open) >= _MAX_OPEN_CLIPS:
-            raise CorruptionError("sound and pictures lie too far apart in the file for it to be split")
+            raise CorruptionError("audio and video are too far apart in the file to split it")
         out = open_output(self._path(clip), self._ext, faststart=self._faststart)
         streams = {}
         for stream in (self._video, self._audio):

@@ -11,7 +11,7 @@ Invariants:
 * Frames are counted, never taken from a header. A packet that is shown is a frame, in order of pts. If that does not
   hold, the whole stream is decoded and its output is counted. It does not hold for AVI (which stores no pts), packed
   MPEG-4, packets without pts, and a start inside a group of pictures. If even the first shown frame does not follow a
-  key frame, the first key frame of the index lies after it, or the file has no such key frame. Loaders then begin at
+  key frame, the first key frame of the index comes after it, or the file has no such key frame. Loaders then begin at
   the file's first packet.
 * A key frame is a frame at which decoding can begin (`bitstream.starts_clean`), also against the container's
   marks. A point from which H.264 recovers gradually is not a key frame.
@@ -185,12 +185,12 @@ def _result(container: Any, video: VideoInfo | None, audio: AudioInfo | None, au
     notes = []
     if unclean:
         notes.append(
-            f"decoding cannot begin at {unclean} of its key frames (such as of intra refresh), so clips begin at those "
-            "before, which may take long; --transcode h264 helps"
+            f"decoding cannot begin at {unclean} of its key frames (for example with intra refresh), so it begins "
+            "at earlier key frames, which is slower; --transcode h264 helps"
         )
     if audio is None and audio_errors:
         if video is None:
-            raise CorruptionError("no sound could be decoded")
+            raise CorruptionError("no audio can be decoded")
         notes.append("the audio stream cannot be decoded and is left out")
     elif audio_errors:
         notes.append(f"{audio_errors} audio packets cannot be decoded")
@@ -248,12 +248,12 @@ class _AudioCounter:
         self.samples += frame.samples
         self.rate, self.channels = self.rate or frame.sample_rate, self.channels or len(frame.layout.channels)
         if self.samples * self.channels > limits.AUDIO_VALUES:
-            raise UnsupportedError(f"its sound has more than {limits.AUDIO_VALUES} samples; split it")
+            raise UnsupportedError(f"its audio has more than {limits.AUDIO_VALUES} samples; split it")
 
     def _mark(self, packet: Any) -> None:
         """Mark the packet, if it is far enough from the last mark.
 
-        If several packets lie at one place, as on a page of Ogg, only the first counts.
+        If several packets have one offset, as on a page of Ogg, only the first counts.
         """
         if not packet.size or packet.pts is None or not self._last.at < _packet_offset(packet) < self._size:
             return

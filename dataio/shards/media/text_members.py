@@ -44,7 +44,7 @@ def parse(text: str) -> list[Cue]:
         if "-->" in line:
             match = _TIMING.fullmatch(line.strip())
             if match is None:
-                raise CorruptionError(f"not WebVTT: {line.strip()[:80]!r} is no timing")
+                raise CorruptionError(f"not WebVTT: {line.strip()[:80]!r} is not a cue timing")
             body = []
             for more in rows:
                 if not more.strip():

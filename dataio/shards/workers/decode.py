@@ -107,7 +107,7 @@ def _preview(job: PicturesJob) -> Pictures:
                 return _pictures(container, container.streams[job.video_stream], job)
             if job.audio_stream is not None:
                 return _outline(container, container.streams[job.audio_stream], job)
-            return Pictures(fault="it has neither pictures nor sound")
+            return Pictures(fault="it has neither video nor audio")
     except (av.error.FFmpegError, IndexError) as error:
         return Pictures(fault=f"cannot be decoded: {_reason(error)}")
     except UnsupportedError as error:
@@ -176,5 +176,5 @@ def _outline(container: Any, stream: Any, job: PicturesJob) -> Pictures:
     except av.error.FFmpegError as error:
         fault = f"damaged: {error.strerror}"
     if not at:
-        return Pictures(fault=fault or "no sound")
+        return Pictures(fault=fault or "no audio")
     return Pictures(peaks=tuple(round(float(p), 3) for p in np.clip(np.nan_to_num(peaks), 0, 1)), fault=fault)

@@ -167,10 +167,10 @@ class _Worker:
             return decode(self._read_frame(deadline))
         except TimeoutError as error:
             self.kill()
-            raise DeadlineError(f"reading it took longer than {seconds:.0f} s and was given up") from error
+            raise DeadlineError(f"reading it took longer than {seconds:.0f} s and was stopped") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self.kill()
-            raise CorruptionError("reading it made the decoder answer nonsense") from error
+            raise CorruptionError("the decoder's answer is malformed") from error
         except (EOFError, OSError, ValueError) as error:
             self.kill()
             raise CorruptionError(f"reading it crashed the decoder ({self._exit_reason()})") from error

@@ -74,9 +74,9 @@ def test_runs_are_the_same_pieces_in_order(numbers: list[int]) -> None:
 @pytest.mark.parametrize(
     ("pieces", "says"),
     [
-        (Pieces(6, b"8bytes__" * 2), "no power of two"),
-        (Pieces(0, b""), "no power of two"),
-        (Pieces(-8, b"8bytes__"), "no power of two"),
+        (Pieces(6, b"8bytes__" * 2), "not a power of two"),
+        (Pieces(0, b""), "not a power of two"),
+        (Pieces(-8, b"8bytes__"), "not a power of two"),
         (Pieces(8, b"8bytes__"), "8 bytes of digests for 2 pieces"),
         (Pieces(8, b"8bytes__" * 2 + b"7bytes_"), "23 bytes of digests for 2 pieces"),
         (Pieces(8, b"8bytes__" * 2, ((0, 3),)), "outside the file or are not in order"),

@@ -128,7 +128,7 @@ def test_pictures_are_upright_and_spread_over_time(media: Path) -> None:
 def test_what_cannot_be_decoded_is_said(media: Path, tmp_path: Path) -> None:
     (tmp_path / "x").write_text("nothing")
     assert "cannot be decoded" in pictures_of(PicturesJob(path=str(tmp_path / "x"), video_stream=0)).fault
-    assert run(PicturesJob(path=str(media / "action.wav"))) == Pictures(fault="it has neither pictures nor sound")
+    assert run(PicturesJob(path=str(media / "action.wav"))) == Pictures(fault="it has neither video nor audio")
     assert "damaged" in pictures_of(PicturesJob(path=str(media / "corrupted.mp4"), video_stream=0)).fault
 
 

@@ -305,7 +305,7 @@ def test_nothing_to_index_says_why(put: Callable[..., Path], tmp_path: Path) -> 
     put("a.tar", [("README", b"1")])
     with pytest.raises(UsageError, match="the shards hold no samples"):
         index(tmp_path / "from", tmp_path / "set")
-    with pytest.raises(NotFoundError, match="finds no tar"):
+    with pytest.raises(NotFoundError, match="matches no tar"):
         index(tmp_path / "none.tar", tmp_path / "set")
 
 
@@ -439,4 +439,4 @@ def test_the_command_reports_and_its_exit_code_says_that_something_was_skipped(
         assert words in text.stdout
     refused = run("pipe:cat x.tar", tmp_path / "three")
     assert refused.returncode == 2
-    assert "is a command to run" in refused.stderr
+    assert "is a command, not" in refused.stderr

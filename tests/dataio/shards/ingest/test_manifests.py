@@ -96,10 +96,10 @@ def test_fields_are_added_to_those_of_the_json_beside_the_file(sounds: Path, tmp
         ("m.csv", "", "its first line must name the columns"),
         ("m.csv", "path\nmemory:///a.wav\n", "line 2: 'memory:///' names no bucket"),
         ("m.csv", "path\na.txt\n", r"line 2: .*a\.txt is not a media file"),
-        ("m.jsonl", '{"path": "a.wav"}\n{"path": 3}\n', "line 2: the column 'path' holds no path, but 3"),
+        ("m.jsonl", '{"path": "a.wav"}\n{"path": 3}\n', "line 2: the column 'path' must hold a path, not 3"),
         ("m.jsonl", "\n[1]\n", "line 2: a row must be a JSON object"),
         ("m.jsonl", '{"path": "a.wav", "x": NaN}\n', "line 1: not JSON: NaN"),
-        ("m.jsonl", '{"path": "a.wav", "caption": 3}\n', "line 1: the column 'caption' holds no text"),
+        ("m.jsonl", '{"path": "a.wav", "caption": 3}\n', "line 1: the column 'caption' must hold text"),
         ("m.parquet", "no", "not a readable Parquet file"),
     ],
 )

@@ -88,7 +88,7 @@ def test_a_hang_and_crashes_cost_their_own_files_only(
     assert [group for group, _ in answers] == asked  # in order
     failures = {group.key: (a.code, a.reason) for group, a in answers if isinstance(a, Failure)}
     assert failures == {
-        "hang": ("deadline", "reading it took longer than 0 s and was given up"),
+        "hang": ("deadline", "reading it took longer than 0 s and was stopped"),
         "crash": ("corruption", "reading it crashed the decoder (SIGSEGV)"),
         "exit": ("corruption", "reading it crashed the decoder (exit code 3)"),
     }

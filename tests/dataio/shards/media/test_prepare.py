@@ -179,5 +179,5 @@ def test_a_recipe_that_makes_no_sense_is_refused(recipe: Recipe) -> None:
 def test_text_that_is_no_subtitles_is_refused() -> None:
     with pytest.raises(CorruptionError, match="first line"):
         text_members.parse("1\n00:00.000 --> 00:01.000\nx")
-    with pytest.raises(CorruptionError, match="no timing"):
+    with pytest.raises(CorruptionError, match="not a cue timing"):
         text_members.parse("WEBVTT\n\n00:0x.000 --> 00:01.000\nx")
