@@ -107,9 +107,8 @@ def index(
         found = find(listed, lambda root: _open_source(root, source_options or {}))
         undo.callback(found.close)
         shards, mounted = _source_shards(found, store)
-        indexer = _Indexer(
-            store, shards, IndexReporter(found, strict, progress, [s.size for s in shards]), keys == "shard"
-        )
+        reporter = IndexReporter(found=found, strict=strict, progress=progress, sizes=[s.size for s in shards])
+        indexer = _Indexer(store=store, shards=shards, reporter=reporter, prefix_keys=keys == "shard")
         report = indexer.run(name, tuple(mount_of(s.location) for s in mounted.values()), workers)
         dataset_store = Mounts(store, mounted, owns_base=owned) if mounted else store
         dataset = Dataset(dataset_store, 1)
@@ -137,14 +136,19 @@ def _source_shards(found: FoundShards, store: Store) -> tuple[list[SourceShard],
         if prefix is None:
             mount = mount_of(source.store.location)
             mounted[mount.name], prefix = source.store, f"{PREFIX}{mount.name}/"
-        shards += [SourceShard(prefix + s.key, source.store, s.key, s.size, s.modified) for s in source.shards]
+        shards += [
+            SourceShard(key=prefix + s.key, store=source.store, store_key=s.key, size=s.size, modified=s.modified)
+            for s in source.shards
+        ]
     return sorted({s.key: s for s in shards}.values(), key=lambda s: s.key), mounted
 
 
 class _Indexer:
     """Reads the shards one after the other, writes index parts, and finally writes the version."""
 
-    def __init__(self, store: Store, shards: Sequence[SourceShard], reporter: IndexReporter, prefix_keys: bool) -> None:
+    def __init__(
+        self, *, store: Store, shards: Sequence[SourceShard], reporter: IndexReporter, prefix_keys: bool
+    ) -> None:
         self._store, self._shards, self._reporter, self._prefix_keys = store, shards, reporter, prefix_keys
         self._parts = PartWriter(store, 0)
         self._indexed: list[versions.Shard] = []

@@ -108,7 +108,17 @@ def pack(
         UsageError: two samples have the same key, or there is nothing to pack.
         ConflictError: another dataset exists at `url`.
     """
-    job = _PackJob(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers, source_options)
+    job = _PackJob(
+        shard_bytes=shard_bytes,
+        strict=strict,
+        captions=captions or {},
+        columns=columns,
+        recipe=recipe,
+        engine=engine,
+        progress=progress,
+        workers=workers,
+        source_options=source_options,
+    )
     with job.stores:
         return _with_dataset(url, storage_options, lambda store: job.pack(store, sources, name))
 
@@ -143,7 +153,17 @@ def append(
         ConflictError: the dataset already has one of the keys. Remove the old sample first.
         NotFoundError: there is no dataset at `url`.
     """
-    job = _PackJob(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers, source_options)
+    job = _PackJob(
+        shard_bytes=shard_bytes,
+        strict=strict,
+        captions=captions or {},
+        columns=columns,
+        recipe=recipe,
+        engine=engine,
+        progress=progress,
+        workers=workers,
+        source_options=source_options,
+    )
     with job.stores:
         return _with_dataset(
             url, storage_options, lambda store: job.append(store, sources, message, trust_mounts), trust_mounts
@@ -153,12 +173,12 @@ def append(
 def _with_dataset(
     url: str | os.PathLike[str] | Store,
     storage_options: Mapping[str, Any] | None,
-    runner: Callable[[Store], tuple[PackReport, int]],
+    make_version: Callable[[Store], tuple[PackReport, int]],
     trust_mounts: bool = False,
 ) -> Dataset:
     store, owned = use_or_open(url, storage_options)
     try:
-        report, version = runner(store)
+        report, version = make_version(store)
         dataset = Dataset(store, version, trust_mounts=trust_mounts)
     except BaseException:
         if owned:
@@ -174,6 +194,7 @@ class _PackJob:
 
     def __init__(
         self,
+        *,
         shard_bytes: int,
         strict: bool,
         captions: Mapping[str, str],
@@ -185,7 +206,9 @@ class _PackJob:
         source_options: Mapping[str, Any] | None,
     ) -> None:
         if shard_bytes < 1:
-            raise UsageError(f"shard_bytes must be positive, not {shard_bytes}", hint="such as 256 << 20")
+            raise UsageError(
+                f"shard_bytes must be positive, not {shard_bytes}", hint="give a size in bytes, such as 256 << 20"
+            )
         worker_count(workers)
         self._recipe = check_recipe(recipe)
         self._settings = plan.Settings(shard_bytes=shard_bytes, recipe=recipe, strict=strict)
@@ -197,8 +220,7 @@ class _PackJob:
         """Make version 1 of the dataset."""
         gathered = self._gather(sources, store)
         reporter = _PackReporter(gathered, self._settings.strict, self._progress)
-        journal = Journal(store, plan.digest(gathered.groups, self._settings, append=False))
-        runner = _UnitRunner(store, journal, plan.units(gathered.groups, self._settings), self._settings)
+        runner = self._runner(store, gathered, append=False)
         if versions.list_versions(store):
             found = runner.published()
             if found is not None:
@@ -208,7 +230,7 @@ class _PackJob:
         if not gathered.groups:
             raise reporter.nothing_to_pack()
         versions.claim(store, name)
-        journal.begin(0)
+        runner.journal.begin(0)
         workers = runner.run(self._engine, self._workers, reporter, self.stores)
         shards, parts = runner.index(0, reporter.nothing_to_pack)
         document = versions.new_document(name, shards, parts, version=1, parent=None, message="packed")
@@ -224,14 +246,13 @@ class _PackJob:
         reporter = _PackReporter(gathered, self._settings.strict, self._progress)
         if not gathered.groups:
             raise reporter.nothing_to_pack()
-        journal = Journal(store, plan.digest(gathered.groups, self._settings, append=True))
-        runner = _UnitRunner(store, journal, plan.units(gathered.groups, self._settings), self._settings)
+        runner = self._runner(store, gathered, append=True)
         found = runner.published()
         if found is not None:
             return self._finish(runner, reporter, (), found)
         if self._recipe.split is None:
             _check_new_keys(store, newest, {group.key for group in gathered.groups}, trust_mounts)
-        runner.settings = msgspec.structs.replace(self._settings, salt=journal.begin(newest.version))
+        runner.settings = msgspec.structs.replace(self._settings, salt=runner.journal.begin(newest.version))
         workers = runner.run(self._engine, self._workers, reporter, self.stores)
         shards, parts = runner.index(len(newest.index), reporter.nothing_to_pack)
         _crash_after_index()
@@ -264,7 +285,7 @@ class _PackJob:
         for key, text in self._captions.items():
             if key not in known:
                 raise UsageError(
-                    f"there is a caption for {key!r}, and no such sample", hint="captions go by sample key"
+                    f"there is a caption for {key!r}, but no such sample", hint="give the captions by sample key"
                 )
             if len(text.encode()) > TEXT_BYTES:
                 raise UsageError(
@@ -273,6 +294,14 @@ class _PackJob:
         if not self._captions:
             return gathered
         return dataclasses.replace(gathered, groups=tuple(self._captioned(group) for group in gathered.groups))
+
+    def _runner(self, store: Store, gathered: Gathered, *, append: bool) -> _UnitRunner:
+        return _UnitRunner(
+            store=store,
+            journal=Journal(store, plan.digest(gathered.groups, self._settings, append)),
+            units=plan.units(gathered.groups, self._settings),
+            settings=self._settings,
+        )
 
     def _captioned(self, group: Group) -> Group:
         return dataclasses.replace(group, caption=self._captions.get(group.key, group.caption))
@@ -292,7 +321,7 @@ class _PackJob:
 class _UnitRunner:
     """Packs the units of a plan and records them in the journal."""
 
-    def __init__(self, store: Store, journal: Journal, units: list[plan.Unit], settings: plan.Settings) -> None:
+    def __init__(self, *, store: Store, journal: Journal, units: list[plan.Unit], settings: plan.Settings) -> None:
         self.store, self.journal, self.units, self.settings = store, journal, units, settings
         self.keys: set[str] = set()
         self.resumed = 0
@@ -389,10 +418,10 @@ class _PackReporter:
 
 
 def _nothing_to_pack(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) -> UsageError:
-    why, hint = "no media files were found", "give media files, or folders of them; nothing below DST is packed"
+    why, hint = "no media files were found", "give media files, or folders of them; files below DST are left out"
     if ignored:
         why = f"none of {limits.counted(len(ignored), 'file')} is media (such as {ignored[0]})"
-        hint = "give media files; of latents, features and other files write tars, of which `headrace index` makes a dataset"
+        hint = "give media files; write other files (latents, features) to tars, and use `headrace index` on them"
     if skipped:
         hint = "give media files, or folders of them"
         all_of_them = f"all {len(skipped)} candidates were skipped; " if len(skipped) > 1 else ""

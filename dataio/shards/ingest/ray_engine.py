@@ -62,7 +62,7 @@ class _UnitResult(msgspec.Struct, frozen=True, kw_only=True):
 class _PackActor:
     """The actor: it packs units on a machine of the cluster."""
 
-    def __init__(self, url: str, options: dict[str, Any], plan: str, settings: bytes) -> None:
+    def __init__(self, *, url: str, options: dict[str, Any], plan: str, settings: bytes) -> None:
         self._store = open_store(url, storage_options=options)
         self._journal = Journal(self._store, plan)
         self._settings = msgspec.msgpack.decode(settings, type=Settings)
@@ -74,10 +74,10 @@ class _PackActor:
         started = time.monotonic()
         try:
             with scratch_folder("headrace-pack-") as scratch:
-                work = pack_units(
+                results = pack_units(
                     self._store, self._journal, [decode_unit(unit)], self._settings, self._pool, scratch, _no_progress
                 )
-                ((_, packed),) = work
+                ((_, packed),) = results
         except HeadraceError as error:
             return _encode(_UnitResult(worker=self._name, code=error.code, message=error.message, hint=error.hint))
         done = _UnitResult(
@@ -121,8 +121,13 @@ def run(
     with _connected(workers):
         count = min(len(units), int(_cluster_cores()) if workers is None else workers)
         actor_class = ray.remote(num_cpus=1, max_restarts=_RESTARTS, max_task_retries=_RESTARTS)(_PackActor)
-        arguments = (location.url, dict(location.options), journal.plan, msgspec.msgpack.encode(settings))
-        actors = [actor_class.remote(*arguments) for _ in range(count)]
+        arguments = {
+            "url": location.url,
+            "options": dict(location.options),
+            "plan": journal.plan,
+            "settings": msgspec.msgpack.encode(settings),
+        }
+        actors = [actor_class.remote(**arguments) for _ in range(count)]
         done = list(_results(actors, units, step))
     names = sorted({item.worker for item in done})
     return [_worker_report([item for item in done if item.worker == name]) for name in names]
@@ -184,13 +189,9 @@ def _send(actor: Any, waiting: Iterator[Unit], in_flight: dict[Any, Any]) -> Non
 
 
 def _error_of(done: _UnitResult) -> HeadraceError:
-    error_types = [
-        actor_class
-        for actor_class in vars(errors).values()
-        if isinstance(actor_class, type) and issubclass(actor_class, HeadraceError)
-    ]
-    actor_class = next((actor_class for actor_class in error_types if actor_class.code == done.code), HeadraceError)
-    return actor_class(done.message, hint=done.hint)
+    error_types = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, HeadraceError)]
+    error_type = next((error_type for error_type in error_types if error_type.code == done.code), HeadraceError)
+    return error_type(done.message, hint=done.hint)
 
 
 def _cluster_cores() -> float:

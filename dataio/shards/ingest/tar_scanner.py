@@ -91,6 +91,7 @@ class IndexReporter:
 
     def __init__(
         self,
+        *,
         found: FoundShards,
         strict: bool,
         progress: Callable[[IndexProgress], None] | None,

@@ -79,10 +79,10 @@ def pack_units(
     """
     owners = ((unit, position) for unit in units for position in range(len(unit.groups)))
     groups = (group for unit in units for group in unit.groups)
-    writer: _Writer | None = None
+    writer: _ShardWriter | None = None
     for (unit, position), (group, outcome) in zip(owners, pool.prepare(groups, settings.recipe, scratch), strict=True):
         if position == 0:
-            writer = _Writer(store, unit.number, settings, scratch)
+            writer = _ShardWriter(store=store, number=unit.number, settings=settings, scratch=scratch)
         assert writer is not None
         writer.add(group, outcome)
         step(1, group.bytes, isinstance(outcome, Failure))
@@ -108,7 +108,7 @@ def skip_error(item: Skipped, hint: str) -> HeadraceError:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A sample that waits until its shard is full."""
+    """A sample that is stored when its shard is full."""
 
     key: str
     clip: Clip
@@ -118,10 +118,10 @@ class _Pending:
         return self.clip.described.files
 
 
-class _Writer:
+class _ShardWriter:
     """Collects the samples of one unit into shards, and stores each shard when it is full."""
 
-    def __init__(self, store: Store, number: int, settings: Settings, scratch: str) -> None:
+    def __init__(self, *, store: Store, number: int, settings: Settings, scratch: str) -> None:
         self._store, self._number, self._settings, self._scratch = store, number, settings, scratch
         self._pending: list[_Pending] = []
         self._pending_bytes = len(tar.END)
@@ -231,21 +231,21 @@ def _is_stored(store: Store, key: str, size: int) -> bool:
         return False
 
 
-def _read_unchanged(fact: FileInfo) -> Iterator[bytes]:
+def _read_unchanged(file_info: FileInfo) -> Iterator[bytes]:
     hasher = xxhash.xxh3_64()
     try:
-        with open(fact.path, "rb", buffering=0) as file:
+        with open(file_info.path, "rb", buffering=0) as file:
             while chunk := file.read(_READ_BYTES):
                 hasher.update(chunk)
                 yield chunk
     except OSError as error:
-        raise _changed(fact, f"cannot be read any more: {error.strerror or error}") from error
-    if hasher.intdigest() != fact.xxh3:
-        raise _changed(fact, "changed while it was being packed")
+        raise _changed(file_info, f"cannot be read any more: {error.strerror or error}") from error
+    if hasher.intdigest() != file_info.xxh3:
+        raise _changed(file_info, "changed while it was being packed")
 
 
-def _changed(fact: FileInfo, what: str) -> TransientError:
-    return TransientError(f"{fact.path} {what}", hint="pack again when nothing writes to the input")
+def _changed(file_info: FileInfo, what: str) -> TransientError:
+    return TransientError(f"{file_info.path} {what}", hint="pack again when nothing writes to the input")
 
 
 # --- engines
@@ -265,7 +265,7 @@ def run_local(
     step: Step,
     stores: SourceStores,
 ) -> Sequence[WorkerReport]:
-    """Pack on this machine; `workers` processes read the media."""
+    """Pack on this machine. `workers` processes read the media, by default one per core."""
     started = time.monotonic()
     with ProbePool(workers, stores=stores) as pool:
         for _ in pack_units(store, journal, units, settings, pool, scratch, step):
@@ -288,4 +288,4 @@ def find_engine(name: str) -> Engine:
             ) from error
         engine: Engine = ray_engine.run
         return engine
-    raise UsageError(f"there is no engine {name!r}", hint="engines are local and ray")
+    raise UsageError(f"there is no engine {name!r}", hint="the engines are local and ray")

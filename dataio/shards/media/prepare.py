@@ -69,8 +69,6 @@ def prepare(task: PrepareTask) -> PrepareResult:
         at = task.files[0]
         samples = [PreparedFiles("", files)]
         if task.recipe.changes:
-            from headrace.dataio.shards.media.prepare import convert
-
             samples = convert(files, task)
     except HeadraceError as error:
         return Failure(at.display_name, error.code, error.message)
@@ -98,11 +96,11 @@ def _unpacked(span: Span, scratch: str) -> str:
     with open(span.path, "rb") as source, open(path, "wb") as target:
         source.seek(span.offset)
         while left:
-            clip_file = source.read(min(left, _COPY_BYTES))
-            if not clip_file:
+            data = source.read(min(left, _COPY_BYTES))
+            if not data:
                 raise CorruptionError("ends inside a member: it changed while it was being packed")
-            target.write(clip_file)
-            left -= len(clip_file)
+            target.write(data)
+            left -= len(data)
     return path
 
 
@@ -216,7 +214,7 @@ def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | N
         with probe.open_container(f"file:{source}") as container:
             cuts = _find_cuts(container, split, to_zero=other)
         with probe.open_container(f"file:{source}") as container:
-            clip_files = _StreamCopier(container, cuts, stem, ext, faststart).run()
+            clip_files = _StreamCopier(container, cuts=cuts, stem=stem, ext=ext, faststart=faststart).run()
         if other:
             _check_same_pictures(source, clip_files)
     except av.error.FFmpegError as error:
@@ -257,7 +255,7 @@ def _find_cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
 
 
 def _check_same_pictures(source: str, clip_files: list[ClipFile]) -> None:
-    """Raise `UnsupportedError` unless pieces and source decode to the same pictures at the same, increasing times."""
+    """Raise `UnsupportedError` unless the clips and the source decode to the same pictures at the same, increasing times."""
     last = float("-inf")
     copied = (one for clip_file in clip_files for one in _decoded_pictures(clip_file.path, clip_file.start))
     for before, after in zip_longest(_decoded_pictures(source, 0.0), copied):
@@ -306,8 +304,8 @@ def _choose_cuts(times: list[int], keys: list[bool], least: Fraction | None) -> 
 class _StreamCopier:
     """Copies each packet to its clip in one pass over the file. It closes a clip when both streams have passed it."""
 
-    def __init__(self, container: Any, cuts: _Cuts, stem: str, ext: str, faststart: bool) -> None:
-        self._container, self._find_cuts, self._stem, self._ext, self._faststart = container, cuts, stem, ext, faststart
+    def __init__(self, container: Any, *, cuts: _Cuts, stem: str, ext: str, faststart: bool) -> None:
+        self._container, self._cuts, self._stem, self._ext, self._faststart = container, cuts, stem, ext, faststart
         self._video, self._audio = probe.pick_video(container), probe.pick_audio(container)
         self._open: dict[int, tuple[Any, dict[int, Any]]] = {}
         self._seconds = [time * self._video.time_base for time in cuts.times]
@@ -323,7 +321,7 @@ class _StreamCopier:
                         continue
                     _check_packet(packet)
                     index = packet.stream_index
-                    clip = self._clip_of(packet, number)
+                    clip = self._clip_number(packet, number)
                     number += index == self._video.index
                     reached[index] = max(reached[index], clip)
                     self._mux(packet, clip)
@@ -332,11 +330,11 @@ class _StreamCopier:
         finally:
             for out, _ in self._open.values():
                 out.close()
-        return [self._piece(clip) for clip in range(len(self._find_cuts.packets))]
+        return [self._clip_file(clip) for clip in range(len(self._cuts.packets))]
 
-    def _clip_of(self, packet: Any, number: int) -> int:
+    def _clip_number(self, packet: Any, number: int) -> int:
         if packet.stream_index == self._video.index:
-            return bisect_right(self._find_cuts.packets, number) - 1
+            return bisect_right(self._cuts.packets, number) - 1
         seconds = (packet.pts if packet.pts is not None else packet.dts) * packet.time_base
         return max(0, bisect_right(self._seconds, seconds) - 1)
 
@@ -368,6 +366,6 @@ class _StreamCopier:
     def _path(self, clip: int) -> str:
         return f"{self._stem}-{clip:04}.{self._ext}"
 
-    def _piece(self, clip: int) -> ClipFile:
-        ends = [*self._seconds[1:], self._find_cuts.end * self._video.time_base]
+    def _clip_file(self, clip: int) -> ClipFile:
+        ends = [*self._seconds[1:], self._cuts.end * self._video.time_base]
         return ClipFile(self._path(clip), float(self._seconds[clip]), float(ends[clip]))
