@@ -1,4 +1,4 @@
-"""Inputs in stores: `SourceStores` finds them, looks them up, and copies a few at a time to the worker's machine.
+"""The stores of a pack's inputs: finding objects, and copying a few at a time to the worker's machine.
 
 Purpose: `pack` accepts `s3://bucket/folder`, globs, manifests and tars in stores like local ones. It accepts every
 other URL that `open_store` opens, too.
@@ -147,7 +147,7 @@ class SourceStores:
             with open(path, "wb", buffering=0) as file:
                 for at in range(0, length, _COPY_BYTES):
                     if self._stopped.is_set():
-                        raise TransientError(f"copying {url} was given up", hint=_RETRY_HINT)
+                        raise TransientError(f"copying {url} was cancelled", hint=_RETRY_HINT)
                     file.write(read_at(offset + at, min(_COPY_BYTES, length - at)))
         except (NotFoundError, RangeError) as error:  # the object vanished or shrank
             raise TransientError(

@@ -1,7 +1,7 @@
-"""Media files from the outside: their extensions, and whether they are complete.
+"""Media containers: the extensions of media files, and whether a file is complete.
 
-Purpose: decoders read a truncated file without complaint (zeros, stale or black frames). The length is therefore
-checked before decoding. This module also knows the media files that loaders do not read, so that each of them is
+Purpose: decoders read a truncated file without an error (zeros, stale or black frames). `check_complete` therefore
+checks the length before decoding. This module also knows the media files that loaders do not read, so that each of them is
 reported.
 Invariant: only the outermost elements are checked (MP4/MOV boxes, EBML elements of Matroska and WebM), with a few small
 reads. Other containers and elements of unknown length pass.
@@ -93,7 +93,7 @@ _UNREAD_VIDEO = frozenset(
 _UNREAD_AUDIO = frozenset(["aac", "ac3", "aif", "aiff", "aifc", "amr", "ape", "au", "caf", "wma", "wv"])
 _UNREAD_IMAGES = frozenset(["avif", "bmp", "heic", "heif", "jp2", "jxl", "tif", "tiff"])
 KNOWN_EXTENSIONS = SAMPLE_EXTENSIONS | CONVERTED_EXTENSIONS | _UNREAD_VIDEO | _UNREAD_AUDIO | _UNREAD_IMAGES
-"""All media, including those that are not read."""
+"""The extensions of all media files, including those that are not read."""
 
 _MAX_ELEMENTS = 100_000
 _EBML = b"\x1a\x45\xdf\xa3"

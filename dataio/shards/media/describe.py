@@ -1,6 +1,8 @@
 """Reads the files of one sample and collects all facts for its index row.
 
-Purpose: the work of a probe worker. It hashes each file, probes the media files, and takes text and fields.
+Purpose: `describe` hashes each file, probes the media files, and takes text and fields. `with_head` finds the pieces of
+a long file that a decoder always reads, wherever decoding begins: the header, tables and index. Loaders can fetch these
+pieces together with the pieces of a clip in one request, before they open the file.
 
 Invariants:
 
@@ -10,8 +12,17 @@ Invariants:
 * `<key>.txt` is the text. Without it, the text comes from `<key>.vtt`.
 * The fields are the top-level values of `<key>.json` that are floats, 64-bit integers, booleans, null or short strings.
   All other values stay only in the JSON member.
+* Only files with pieces have a head. The head is a hint, and samples do not depend on it.
+* To find the head, `with_head` opens the file in the two ways in which loaders open it: trusting the container's
+  description of its streams, and not trusting it. Each time, it looks up a key frame (or a time) in the middle and one
+  at the end. The head is the pieces that both lookups read.
+* If a lookup reads all data before a place, the head is half of the file or more. Loaders then know that partial reads
+  do not pay.
+* An MP3 has no index from time to position, so libav would read all data before a time. Frames of an MP3 are therefore
+  marked, and its head is the pieces that opening reads.
 
-Failure behaviour: `Failure` names the file and the reason. One bad member rejects the whole sample.
+Failure behaviour: `Failure` names the file and the reason. One bad member rejects the whole sample. If the head cannot
+be found, the file has none.
 """
 
 from __future__ import annotations
@@ -168,7 +179,7 @@ def _is_promoted(value: object) -> bool:
     return value is None or isinstance(value, float)
 
 
-# --- the header pieces of a file
+# --- the head of a file
 
 _READ_BYTES = 1 << 16
 _DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
@@ -176,13 +187,13 @@ _OPTIONS = {"format_whitelist": DEMUXERS, "protocol_whitelist": "", "max_pixels"
 _TRUST_OPTIONS = {**_OPTIONS, "codec_whitelist": "none"}
 
 _LookupPoint = tuple[int, int]
-"""A place to look up: a stream and a time stamp in it."""
+"""What to look up: the number of a stream, and a time stamp in it."""
 _Marks = tuple[tuple[int, int], ...]
 """For each marked frame, its offset in bytes and the number of samples before it."""
 
 
 def with_head(file_info: FileInfo, probe: Probe) -> FileInfo:
-    """Return the file's facts with its head, if it has pieces. `probe` describes its streams."""
+    """Return `file_info` with the file's head and marks, if it has pieces. `probe` describes its streams."""
     if file_info.pieces is None:
         return file_info
     marks: _Marks = ()
@@ -241,7 +252,7 @@ def _lookup_points(path: str, probe: Probe) -> tuple[_LookupPoint, _LookupPoint]
 def _pieces_read(file_info: FileInfo, point: _LookupPoint | None) -> set[int]:
     """Return the pieces that libav reads up to the first packet at `point`, in both ways of opening.
 
-    Without a place, they are those that opening reads.
+    Without a point, return the pieces that opening reads.
     """
     assert file_info.pieces is not None
     found = set[int]()

@@ -1,4 +1,4 @@
-"""Re-encodes the pictures of one file, on one core and reproducibly.
+"""Re-encodes the video of one file, on one core and reproducibly.
 
 Invariants:
 
@@ -46,7 +46,7 @@ def open_output(path: str, ext: str, *, faststart: bool) -> Any:
 
 
 def seconds(time: float) -> Fraction:
-    """Return the decimal number that the user meant.
+    """Return the time as the decimal number that the user wrote.
 
     As a float, 0.2 is a little more than six frames at 30 frames per second.
     """

@@ -1,9 +1,15 @@
-"""The messages between the packer and its probe workers.
+"""The messages between the packer and its probe workers, and the recipe that a user gives.
 
 Purpose: the packer imports only these messages, so it never loads libav.
-Invariant: messages are msgpack with checked types, never pickle. A process that reads untrusted media must not be able
-to run code in the packer.
-Failure behaviour: a malformed answer raises `msgspec.MsgspecError`.
+
+Invariants:
+
+* Messages are msgpack with checked types, never pickle. A process that reads untrusted media must not be able to run
+  code in the packer.
+* A recipe that passes `check_recipe` can be tried on any file.
+
+Failure behaviour: a malformed answer raises `msgspec.MsgspecError`. `check_recipe` raises a `UsageError` that names the
+option.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ class FileInfo(msgspec.Struct, frozen=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
-    """The facts of a sample. `fields` is a JSON object as text."""
+    """All that the index stores about a sample. `fields` is a JSON object as text."""
 
     files: tuple[FileInfo, ...]
     duration: float
@@ -61,7 +67,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """The reason why a sample cannot be packed.
 
-    `code` is that of a Headrace error. `scratch_full` means that its files are not at fault.
+    `code` is the code of a Headrace error. `scratch_full` means that the scratch folder is full, and no file is at fault.
     """
 
     path: str
@@ -93,11 +99,15 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         codec: re-encode the pictures with this codec ("h264"). None keeps the codec.
-        gop: with `codec`, the number of frames from one key frame to the next.
-        height: with `codec`, the most rows of a picture. None keeps the size.
+        gop: with `codec`, the number of frames from one key frame to the next. The default is 32.
+        height: with `codec`, the height to scale down to, in pixels. None keeps the size.
         container: copy the streams into another container ("mp4", "mkv", "webm", "mov").
         faststart: put the index of an MP4 before its data.
-        split: cut the video at key frames into clips of at least this many seconds.
+        split: cut the video at key frames into clips of at least this many seconds. None does not cut.
+
+    Example:
+        >>> Recipe(codec="h264", height=480).changes
+        True
     """
 
     codec: str | None = None
@@ -153,6 +163,8 @@ encode_outcome = msgspec.msgpack.Encoder(enc_hook=enc_hook).encode
 decode_outcome = msgspec.msgpack.Decoder(PrepareResult, dec_hook=dec_hook).decode
 
 
+# --- checking a recipe
+
 CODECS = ("h264",)
 CONTAINERS = ("mp4", "mkv", "webm", "mov")
 
@@ -171,5 +183,5 @@ def check_recipe(recipe: Recipe) -> Recipe:
     }
     for what, is_wrong in wrong.items():
         if is_wrong:
-            raise UsageError(what, hint="`headrace pack --help` lists what goes together")
+            raise UsageError(what, hint="see `headrace pack --help`")
     return recipe

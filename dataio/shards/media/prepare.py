@@ -1,9 +1,29 @@
-"""A worker's whole task for one group of files: unpack, convert, describe.
+"""A worker's whole task for one group of files: unpack them, apply the recipe, and describe the samples.
 
-Invariants: the same files, recipe and library versions give the same samples. New files go only into the task's scratch
-folder, which the packer makes and removes.
+Purpose: `prepare` is the entry of a probe worker. `convert` applies a recipe: re-encode, copy into another container,
+cut into clips. `remux` copies streams into another container without re-encoding.
+
+Invariants:
+
+* The same files, recipe and library versions give the same samples. New files go only into the task's scratch folder,
+  which the packer makes and removes.
+* Only files with video are changed. Files with only audio, and all other files, stay as they are.
+* A sample that is split becomes the clips `-0000`, `-0001` and so on. Each clip has all other members, and its
+  subtitles are cut to match. Its JSON says what it shows: `clip_of` is the key of the whole sample, and `clip_start`
+  and `clip_end` are seconds in its time.
+* `remux` keeps the video and the audio that loaders use. Every packet of them is in exactly one clip, byte for byte.
+* A cut is made only at a key frame. All packets before it in the file are shown before it, and all packets after it are
+  shown later. Each clip therefore decodes to exactly the frames that it had.
+* The frames of each clip begin at time 0. Its audio is the audio that begins within it. At most `_MAX_OPEN_CLIPS` clips
+  are open at once.
+* Files in containers that loaders do not read (`container.CONVERTED_EXTENSIONS`) begin at time 0 after the copy. Some
+  of these containers say too little for a correct copy. All frames of the source and the copy are therefore decoded and
+  compared.
+
 Failure behaviour: `Failure` names the file and the reason. One bad file rejects the whole group. If the scratch folder
-is full, `Failure` says that the file is not at fault (`scratch_full`).
+is full, `Failure` says that the file is not at fault (`scratch_full`). These raise `UnsupportedError`: a sample that
+cannot be split, packets without times (AVI), codecs that the container cannot hold, a copy that differs. These raise
+`CorruptionError`: a file that cannot be demuxed to its end, damaged packets, audio and video that are too far apart.
 """
 
 from __future__ import annotations
@@ -50,7 +70,7 @@ _SCRATCH_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class PreparedFiles(NamedTuple):
-    """A sample made from a group: the suffix of its key, and its files. It is the whole group or one clip."""
+    """The files of one sample, and the suffix of its key. The sample is the whole group or one clip."""
 
     suffix: str
     files: MemberFiles
@@ -115,7 +135,7 @@ def _with_manifest(files: MemberFiles, task: PrepareTask) -> MemberFiles:
     return sorted(by_ext.items())
 
 
-# --- recipes
+# --- applying a recipe
 
 _VIDEO_FILES = VIDEO_EXTENSIONS | CONVERTED_EXTENSIONS
 
@@ -155,7 +175,7 @@ def _has_video(path: str) -> bool:
 def _convert_file(ext: str, path: str, recipe: Recipe, stem: str) -> tuple[str, list[ClipFile]]:
     target = recipe.container or ("mp4" if recipe.codec else ext)
     if target not in FORMATS:
-        raise UnsupportedError(f"{target} files are not written; choose a container with --remux")
+        raise UnsupportedError(f"{target} files cannot be written; choose a container with --remux")
     if recipe.codec is not None:
         encoded = f"{stem}-encoded.{target}"
         encode(path, encoded, target, recipe)
@@ -197,7 +217,7 @@ _TIME_TOLERANCE = 0.002
 
 @dataclass(frozen=True, slots=True)
 class ClipFile:
-    """One file written, and the part of the source that it shows, in seconds of the source's time."""
+    """One new file, and the part of the source that it shows, in seconds of the source's time."""
 
     path: str
     start: float
@@ -207,7 +227,7 @@ class ClipFile:
 def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | None) -> list[ClipFile]:
     """Copy the file at `source` to `<stem>-0000.<ext>`.
 
-    With `split`, cut it into this and further files of at least so many seconds each.
+    With `split`, cut it into this and further files of at least `split` seconds each.
     """
     other = needs_conversion(source)
     try:
@@ -218,7 +238,7 @@ def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | N
         if other:
             _check_same_pictures(source, clip_files)
     except av.error.FFmpegError as error:
-        reason = f"its streams cannot be copied into {ext}: {error.strerror}; --transcode or another container may do"
+        reason = f"its streams cannot be copied into {ext}: {error.strerror}; try --transcode or another container"
         raise CorruptionError(reason) from error
     return clip_files
 
@@ -248,7 +268,7 @@ def _find_cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
             probe.check_frame_count(len(times))
             end = max(end, packet.pts + (packet.duration or 0))
     if not times:
-        raise CorruptionError("the file holds no frames")
+        raise CorruptionError("the file has no frames")
     chosen = _choose_cuts(times, keys, None if split is None else seconds(split) / video.time_base)
     starts = (min(times), *(times[i] for i in chosen[1:]))
     return _Cuts(tuple(chosen), starts if len(chosen) > 1 else (begin,), end)
@@ -261,7 +281,7 @@ def _check_same_pictures(source: str, clip_files: list[ClipFile]) -> None:
     for before, after in zip_longest(_decoded_pictures(source, 0.0), copied):
         same = before is not None and after is not None and np.array_equal(before[1], after[1])
         if not same or abs(before[0] - after[0]) > _TIME_TOLERANCE or after[0] <= last:
-            raise UnsupportedError("a copy of its streams would not show the same; use --transcode")
+            raise UnsupportedError("a copy of its streams would show other pictures; use --transcode")
         last = after[0]
 
 

@@ -17,9 +17,9 @@ Invariants:
   marks. A point from which H.264 recovers gradually is not a key frame.
 * A key frame's index is therefore the number of frames that decoding from the start outputs before it. A key frame that
   an edit list cuts off is decoded but not shown. It has the index of the first shown frame that needs it.
-* In files that may be read in part (`headrace.dataio.shards.pieces`), a key frame's place is where libav says that its
+* In files that may be read in part (`headrace.dataio.shards.pieces`), a key frame's offset is where libav says that its
   packet begins.
-* The index has the time of the first audio sample and the places of some audio packets. Both are as libav gives them
+* The index has the time of the first audio sample and the offsets of some audio packets. Both are as libav gives them
   when it reads the file from the beginning. If audio does not decode without an error, no packets are marked, and
   loaders leave it to libav.
 * At least one frame was decoded. A file that cannot be decoded at all is rejected. `probe` does not look for damage
@@ -71,12 +71,12 @@ _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _DECODE_OPTIONS = {"max_pixels": str(limits.FRAME_PIXELS)}
 AUDIO_DECODE_OPTIONS = {"err_detect": "crccheck+explode"}
-"""With these options, decoders report the damage that they notice instead of decoding it.
+"""With these options, audio decoders report the damage that they notice instead of decoding it.
 
 For FLAC, they compare checksums.
 """
 MARK_BYTES, MAX_MARKS = 64 * limits.KIB, 128
-"""The least distance between marked audio packets in a file, and about the most marks."""
+"""The least distance between marked audio packets in bytes, and the approximate limit of marks."""
 _MIN_FRAME_RATE = Fraction(1, 1000)
 
 
@@ -107,11 +107,21 @@ class _Packet(msgspec.Struct, frozen=True):
 
 
 def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> Probe:
-    """Describe the media file at a path, or in these bytes. `ext` names the member. By default, it is the path's
-    suffix.
+    """Describe a media file.
 
-    It raises `NotFoundError`, `AccessDeniedError`, `UnsupportedError` or `CorruptionError`. Messages do not repeat the
-    path.
+    Args:
+        source: the path of the file, or its bytes.
+        ext: the extension of the member. The default is the path's suffix.
+
+    Returns:
+        The description of the streams that loaders decode.
+
+    Raises:
+        NotFoundError, AccessDeniedError: the file cannot be opened.
+        UnsupportedError: the file is not in one of the formats, has no streams, or is above a limit.
+        CorruptionError: the file is empty or truncated, or nothing in it can be decoded.
+
+    Messages do not repeat the path.
     """
     if isinstance(source, bytes):
         return _probe_open(check_file(io.BytesIO(source), len(source)), ext or "")
@@ -132,6 +142,7 @@ def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> 
 
 
 def check_file(file: Any, size: int) -> Any:
+    """Return the file. If it is empty or truncated, raise `CorruptionError`."""
     if not size:
         raise CorruptionError("the file is empty (zero length)")
     check_complete(file, size)
@@ -139,6 +150,7 @@ def check_file(file: Any, size: int) -> Any:
 
 
 def open_container(source: Any) -> Any:
+    """Open a PyAV container from a file URL (`file:/path`) or a file. It cannot open other files."""
     if hasattr(source, "seek"):
         source.seek(0)
     demuxers = CONVERTED_DEMUXERS if isinstance(source, str) and needs_conversion(source) else DEMUXERS
@@ -155,7 +167,7 @@ def _probe_open(source: Any, ext: str) -> Probe:
     with open_container(source) as container:
         video, audio = pick_video(container), pick_audio(container)
         if video is None and audio is None:
-            raise UnsupportedError("the file holds no video or audio stream that can be decoded")
+            raise UnsupportedError("the file has no video or audio stream that can be decoded")
         if video is not None:
             check_video(video)
         try:
@@ -168,15 +180,17 @@ def _probe_open(source: Any, ext: str) -> Probe:
 
 
 def check_video(stream: Any) -> None:
+    """Raise `UnsupportedError` if the video is above a limit."""
     context = stream.codec_context
     if context.width * context.height > limits.FRAME_PIXELS:
         raise UnsupportedError(
-            f"its pictures of {context.width}x{context.height} have more than {limits.FRAME_PIXELS} pixels"
+            f"its frames of {context.width}x{context.height} have more than {limits.FRAME_PIXELS} pixels"
         )
     check_frame_count(stream.frames)
 
 
 def check_frame_count(count: int) -> None:
+    """Raise `UnsupportedError` if a video has more frames than `limits.VIDEO_FRAMES`."""
     if count > limits.VIDEO_FRAMES:
         raise UnsupportedError(f"it has more than {limits.VIDEO_FRAMES} frames; split it")
 
@@ -199,11 +213,13 @@ def _result(container: Any, video: VideoInfo | None, audio: AudioInfo | None, au
     elif audio is not None:
         seconds = audio.samples / audio.sample_rate
     else:
-        raise CorruptionError("the file holds no frames")
+        raise CorruptionError("the file has no frames")
     return Probe(container.format.name, seconds, video, audio, tuple(notes))
 
 
 def pick_video(container: Any) -> Any:
+    """Return the video stream that loaders decode, or None."""
+
     def rank(stream: Any) -> tuple[int, bool, int]:
         area = stream.codec_context.width * stream.codec_context.height
         return area, bool(stream.disposition & Disposition.default), -stream.index
@@ -213,6 +229,8 @@ def pick_video(container: Any) -> Any:
 
 
 def pick_audio(container: Any) -> Any:
+    """Return the audio stream that loaders decode, or None."""
+
     def rank(stream: Any) -> tuple[bool, int, int, int]:
         context = stream.codec_context
         return bool(stream.disposition & Disposition.default), context.channels, context.sample_rate, -stream.index
@@ -288,9 +306,8 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
     units = 0 if video is None else length_size(codec, video.codec_context.extradata)
     with demuxed(container, *(s for s in (video, audio) if s is not None)) as demuxed_packets:
         for packet in demuxed_packets:
-            if (
-                audio is not None and packet.stream.index == audio.index
-            ):  # the stream_index of a flush packet is always 0
+            # not stream_index, which is always 0 for a flush packet
+            if audio is not None and packet.stream.index == audio.index:
                 audio_counter.feed(packet)
                 continue
             first = first or next(_decode(packet), None)
@@ -301,7 +318,13 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
                 key = marked and starts_clean(codec, data, units)
                 packets.append(
                     _Packet(
-                        packet.pts, packet.duration or 0, key, shown, picture, _packet_offset(packet), marked != key
+                        pts=packet.pts,
+                        duration=packet.duration or 0,
+                        key=key,
+                        shown=shown,
+                        picture=picture,
+                        at=_packet_offset(packet),
+                        unclean=marked != key,
                     )
                 )
                 check_frame_count(len(packets))
@@ -314,6 +337,7 @@ def _is_jpeg(data: memoryview) -> bool:
 
 
 def configure_decoder(stream: Any) -> None:
+    """Let the stream's decoder use one thread, and decode no frame above the limit."""
     stream.codec_context.thread_count = 1  # the pool already has a process per core
     stream.codec_context.options = _DECODE_OPTIONS
 
@@ -330,9 +354,8 @@ def _video_info(
 ) -> VideoInfo:
     if first is None:
         raise CorruptionError(f"no frame of the video stream can be decoded within {limits.FRAME_PIXELS} pixels")
-    packets_are_frames = "avi" not in container.format.name or all(
-        packet.picture for packet in packets
-    )  # AVI has empty packets
+    has_empty_packets = "avi" in container.format.name
+    packets_are_frames = not has_empty_packets or all(packet.picture for packet in packets)
     counted = _count_packets(stream, packets) if packets_are_frames else None
     frames, keys, start, end = counted or _count_by_decoding(source, stream, packets)
     keys = _with_offsets(keys, packets, container.size)
@@ -367,7 +390,7 @@ def _count_packets(stream: Any, packets: list[_Packet]) -> _Count | None:
     """Count by packets. Return None if a packet may not be exactly one frame."""
     shown = sorted(p.pts for p in packets if p.shown and p.pts is not None)
     keys = [p.pts for p in packets if p.key and p.pts is not None]
-    simple = (
+    packets_are_frames = (
         stream.codec_context.codec.canonical_name in _ONE_PACKET_ONE_FRAME
         and shown
         and packets[0].key
@@ -376,7 +399,7 @@ def _count_packets(stream: Any, packets: list[_Packet]) -> _Count | None:
         and keys
         and shown[0] >= keys[0]  # else leading frames lack their references, and decoders drop them
     )
-    if not simple:
+    if not packets_are_frames:
         return None
     key_frames = tuple(KeyFrame(pts, bisect_left(shown, pts)) for pts in sorted(set(keys)))
     end = max(p.pts + p.duration for p in packets if p.shown and p.pts is not None)
@@ -389,11 +412,11 @@ def _packet_offset(packet: Any) -> int:
 
 
 def _with_offsets(keys: tuple[KeyFrame, ...], packets: list[_Packet], size: int) -> tuple[KeyFrame, ...]:
-    """Return the key frames with the places of their packets, if a file of `size` bytes may be read in part."""
+    """Return the key frames with the offsets of their packets, if a file of `size` bytes may be read in part."""
     if piece_size(size) is None:
         return keys
-    places = {p.pts: p.at for p in packets if p.key and 0 <= p.at < size}
-    return tuple(KeyFrame(key.pts, key.index, places.get(key.pts, -1)) for key in keys)
+    offsets = {p.pts: p.at for p in packets if p.key and 0 <= p.at < size}
+    return tuple(KeyFrame(key.pts, key.index, offsets.get(key.pts, -1)) for key in keys)
 
 
 def _count_by_decoding(source: Any, stream: Any, packets: list[_Packet]) -> _Count:

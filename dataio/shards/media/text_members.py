@@ -1,9 +1,18 @@
-"""WebVTT: the text of a subtitle file, and the part of it that belongs to a clip.
+"""The text members of a sample: WebVTT subtitles, and fields that are added to its JSON.
 
-Invariants: cues keep the order of the file. Everything else (notes, styles, settings, tags) is left out of the text. A
-file may have at most `TEXT_BYTES`.
+Purpose: `read` and `words` give the text of a subtitle file. `cut` gives the part of it that belongs to a clip.
+`with_fields` adds fields to the JSON member of a new sample.
+
+Invariants:
+
+* Cues keep the order of the file. Everything else (notes, styles, settings, tags) is left out of the text.
+* A WebVTT file may have at most `TEXT_BYTES`.
+* The new JSON member is the old object with the fields added or replaced. Its form is fixed, so equal input gives equal
+  bytes.
+
 Failure behaviour: a file without the first line of WebVTT, or with an unreadable time, raises `CorruptionError`. A
-larger file raises `UnsupportedError`.
+larger file raises `UnsupportedError`. A JSON member that cannot be parsed raises `CorruptionError`. One that is not an
+object raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -18,6 +27,8 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.json import parse_json
 from headrace.dataio.shards.media.messages import TEXT_BYTES
+
+# --- WebVTT
 
 _TIME = r"(?:(\d{2,6}):)?([0-5]\d):([0-5]\d)\.(\d{3})"
 _TIMING = re.compile(rf"{_TIME}[ \t]+-->[ \t]+{_TIME}(?:[ \t].*)?")
@@ -56,13 +67,13 @@ def parse(text: str) -> list[Cue]:
 
 def words(cues: list[Cue]) -> str:
     """Return the words of the cues as one text. A line that repeats the line before (rolling captions) occurs once."""
-    lines_out: list[str] = []
+    plain_lines: list[str] = []
     for cue in cues:
         for line in cue.text.split("\n"):
             plain = " ".join(_TAG.sub("", line).split())
-            if plain and (not lines_out or lines_out[-1] != plain):
-                lines_out.append(plain)
-    return " ".join(lines_out)
+            if plain and (not plain_lines or plain_lines[-1] != plain):
+                plain_lines.append(plain)
+    return " ".join(plain_lines)
 
 
 def cut(cues: list[Cue], start: int, end: int) -> str:
