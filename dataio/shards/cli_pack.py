@@ -63,7 +63,7 @@ def _seconds(text: str) -> float:
     return float(match[1]) * {"ms": 1e-3, "m": 60.0, "min": 60.0}.get(match[2], 1.0)
 
 
-def _making(strict: str, processes: str) -> tuple[Argument, ...]:
+def _common_options(strict: str, processes: str) -> tuple[Argument, ...]:
     """The options that `pack` and `index` have in common."""
     return (
         argument("--strict", action="store_true", help=f"stop at the first {strict}"),
@@ -82,7 +82,7 @@ def _making(strict: str, processes: str) -> tuple[Argument, ...]:
     argument("--append", action="store_true", help="add to the dataset at DST, as its next version"),
     trust_mounts(),
     argument("--engine", choices=("local", "ray"), default="local", help="where the work runs (default: local)"),
-    *_making("file that cannot be packed", "media processes"),
+    *_common_options("file that cannot be packed", "media processes"),
     group(
         "media",
         argument("--transcode", choices=("h264",), help="re-encode the video, upright and with square pixels"),
@@ -146,7 +146,7 @@ def pack(args: argparse.Namespace) -> int:
         default="member",
         help="a sample's key: the name of its members, or that with the shard's path before it (default: member)",
     ),
-    *_making("sample or shard that cannot be used", "probing processes"),
+    *_common_options("sample or shard that cannot be used", "probing processes"),
     epilog=_INDEX_CODES,
 )
 def index(args: argparse.Namespace) -> int:

@@ -175,7 +175,7 @@ def samples(read_at: ReadAt, size: int, shard: str) -> Iterator[tuple[str, Itera
     The caller must consume the members of a sample before it requests the next sample. The first member beyond
     `MAX_SAMPLE_MEMBERS` raises `UnsupportedError`.
     """
-    for key, run in itertools.groupby(scan(read_at, size, shard), key=lambda entry: entry.key):
+    for key, run in itertools.groupby(scan(read_at, size, shard), key=lambda member: member.key):
         yield key, _at_most_max(run, key, shard)
 
 
@@ -185,13 +185,13 @@ def too_many(key: str) -> str:
 
 
 def _at_most_max(run: Iterator[TarMember], key: str, shard: str) -> Iterator[TarMember]:
-    for number, entry in enumerate(run):
+    for number, member in enumerate(run):
         if number == MAX_SAMPLE_MEMBERS:
             raise UnsupportedError(
-                f"{shard}: {too_many(key)}, up to that at offset {entry.header}",
+                f"{shard}: {too_many(key)}, up to that at offset {member.header}",
                 hint="give each sample its own key: the part of a name before the first dot",
             )
-        yield entry
+        yield member
 
 
 class _ReadBuffer:

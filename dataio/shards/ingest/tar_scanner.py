@@ -193,8 +193,8 @@ class TarScanner:
         """Yield the shard's samples in order. A faulty sample is reported and left out."""
         for key, run in tar.samples(ahead.read_at, ahead.size, self._shard.url):
             raw = _RawSample(key, -1)
-            for entry in run:
-                self._read_member(raw, entry, ahead, folder)
+            for tar_member in run:
+                self._read_member(raw, tar_member, ahead, folder)
             self._check_key(raw)
             if raw.fault:
                 _discard(raw)
@@ -202,22 +202,24 @@ class TarScanner:
             else:
                 yield raw
 
-    def _read_member(self, raw: _RawSample, entry: tar.TarMember, ahead: ReadAhead, folder: Path) -> None:
+    def _read_member(self, raw: _RawSample, tar_member: tar.TarMember, ahead: ReadAhead, folder: Path) -> None:
         if raw.offset < 0:
-            raw.offset = entry.header
-        if any(member.ext == entry.ext for member in raw.members):
-            raw.fault = raw.fault or f"a second member is called {entry.name!r}, at offset {entry.header}"
-        parts = ahead.parts(entry.offset, entry.length)
-        if entry.ext in _PROBED and not raw.fault:
-            path = folder / f"{next(self._numbers)}.{entry.ext}"
-            raw.files[path] = (entry.ext, entry.name)
-            raw.bytes += entry.length
+            raw.offset = tar_member.header
+        if any(member.ext == tar_member.ext for member in raw.members):
+            raw.fault = raw.fault or f"a second member is called {tar_member.name!r}, at offset {tar_member.header}"
+        parts = ahead.parts(tar_member.offset, tar_member.length)
+        if tar_member.ext in _PROBED and not raw.fault:
+            path = folder / f"{next(self._numbers)}.{tar_member.ext}"
+            raw.files[path] = (tar_member.ext, tar_member.name)
+            raw.bytes += tar_member.length
             parts = _copied_to(parts, path)
-        hasher = Hasher(piece_size(entry.length))
+        hasher = Hasher(piece_size(tar_member.length))
         for part in parts:
             hasher.update(part)
-        raw.members.append(Member(entry.ext, entry.offset, entry.length, hasher.whole(), hasher.pieces()))
-        self._reporter.step(entry.offset + entry.length)
+        raw.members.append(
+            Member(tar_member.ext, tar_member.offset, tar_member.length, hasher.whole(), hasher.pieces())
+        )
+        self._reporter.step(tar_member.offset + tar_member.length)
 
     def _check_key(self, raw: _RawSample) -> None:
         first = self._offsets_by_key.setdefault(raw.key, raw.offset)

@@ -71,7 +71,7 @@ _HASH_BYTES = 1 * limits.MIB
 
 def describe(files: MemberFiles) -> DescribeResult:
     """Read the files of one sample and describe it."""
-    at = ""
+    path = ""
     file_infos, probes = [], list[Probe]()
     text, subtitles, fields = None, None, dict[str, Any]()
     extensions = [ext for ext, _ in files]
@@ -79,27 +79,27 @@ def describe(files: MemberFiles) -> DescribeResult:
     if unsupported is not None:
         return Failure(dict(files)[unsupported[0]], UnsupportedError.code, unsupported[1])
     try:
-        for ext, at in files:
-            file_infos.append(_file_info(ext, at))
+        for ext, path in files:
+            file_infos.append(_file_info(ext, path))
             if ext in MEDIA_EXTENSIONS:
-                probes.append(probe(at, ext=ext))
+                probes.append(probe(path, ext=ext))
                 file_infos[-1] = with_head(file_infos[-1], probes[-1])
             elif ext == "txt":
-                text = _text(at)
+                text = _text(path)
             elif ext == "vtt":
-                subtitles = text_members.words(text_members.read(at)) or None
+                subtitles = text_members.words(text_members.read(path)) or None
             elif ext == "json":
-                fields = _fields(at)
-        for ext, at in files if not probes else ():
+                fields = _fields(path)
+        for ext, path in files if not probes else ():
             if ext in IMAGE_EXTENSIONS:
-                probes.append(Probe("image", 0.0, images.probe(_bytes(at, images.IMAGE_BYTES), ext), None))
+                probes.append(Probe("image", 0.0, images.probe(_bytes(path, images.IMAGE_BYTES), ext), None))
     except HeadraceError as error:
-        return Failure(at, error.code, error.message)
+        return Failure(path, error.code, error.message)
     except OSError as error:
-        return Failure(at, CorruptionError.code, f"cannot be read: {error.strerror or error}")
+        return Failure(path, CorruptionError.code, f"cannot be read: {error.strerror or error}")
     except MemoryError:
         most = limits.format_bytes(limits.PROBE_MEMORY_BYTES)
-        return Failure(at, CapacityError.code, f"reading it takes more than {most} of memory")
+        return Failure(path, CapacityError.code, f"reading it takes more than {most} of memory")
     video, audio, duration = _choose_streams(probes)
     return Description(
         files=tuple(file_infos),

@@ -20,10 +20,10 @@ WINDOW = 1000
 class Counting(PosixStore):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.asked: list[tuple[int, int]] = []
+        self.requests: list[tuple[int, int]] = []
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        self.asked.append((offset, len(buffer)))
+        self.requests.append((offset, len(buffer)))
         super().get_into(key, offset, buffer)
 
 
@@ -40,7 +40,7 @@ def test_reads_forwards_ask_for_every_window_once(store: Counting) -> None:
             length = min(900, len(DATA) - start)
             assert ahead.read_at(start, length) == DATA[start : start + length]
             assert len(ahead._windows) <= 4
-    assert store.asked == [(at, min(WINDOW, len(DATA) - at)) for at in range(0, len(DATA), WINDOW)]
+    assert store.requests == [(at, min(WINDOW, len(DATA) - at)) for at in range(0, len(DATA), WINDOW)]
 
 
 def test_parts_hold_a_window_at_most(store: Store) -> None:

@@ -377,11 +377,11 @@ def test_index_parts_are_cut(put: Callable[..., Path], tmp_path: Path, monkeypat
 
 def test_progress_ends_at_all_bytes(put: Callable[..., Path], tmp_path: Path) -> None:
     put("a.tar", [("a.bin", b"1" * 5000), ("b.json", b"no")])
-    said: list[IndexProgress] = []
-    with index(tmp_path / "from", tmp_path / "set", progress=said.append) as dataset:
+    reports: list[IndexProgress] = []
+    with index(tmp_path / "from", tmp_path / "set", progress=reports.append) as dataset:
         size = dataset.document.shards[0].size
-    assert [p.bytes for p in said] == sorted(p.bytes for p in said)
-    assert said[-1] == IndexProgress(1, 1, size, size, 1, 1)
+    assert [p.bytes for p in reports] == sorted(p.bytes for p in reports)
+    assert reports[-1] == IndexProgress(1, 1, size, size, 1, 1)
 
 
 def test_dali_s_index_names_members_by_extension_offset_and_length(put: Callable[..., Path], tmp_path: Path) -> None:
@@ -437,6 +437,6 @@ def test_the_command_reports_and_its_exit_code_says_that_something_was_skipped(
         f"shards stay in file://{tmp_path}/from",
     ):
         assert words in text.stdout
-    refused = run("pipe:cat x.tar", tmp_path / "three")
-    assert refused.returncode == 2
-    assert "is a command, not" in refused.stderr
+    failed = run("pipe:cat x.tar", tmp_path / "three")
+    assert failed.returncode == 2
+    assert "is a command, not" in failed.stderr

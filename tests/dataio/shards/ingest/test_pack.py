@@ -178,12 +178,12 @@ from headrace.dataio.shards.workers import worker
 
 pytestmark = pytest.mark.slow
 real = describe.describe
-def spoilt(files):
+def faulty_describe(files):
     if any("2.mp4" in path for _, path in files):
         open({str(log)!r}, "w").close()
         time.sleep(600)
     return real(files)
-describe.describe = spoilt
+describe.describe = faulty_describe
 worker.serve_probes()
 """
     monkeypatch.setattr(

@@ -68,9 +68,9 @@ def filled(store_url: str) -> Store:
 def found(filled: Store, *texts: str) -> list[str]:
     """Keys relative to the filled store, whatever stores they were found in."""
     root = filled.location.url.rstrip("/")
-    opened = patterns.find([f"{root}/{text}" for text in texts], open_store)
-    with_roots = [(source.store.location.url, info.key) for source in opened.sources for info in source.shards]
-    opened.close()
+    found_shards = patterns.find([f"{root}/{text}" for text in texts], open_store)
+    with_roots = [(source.store.location.url, info.key) for source in found_shards.sources for info in source.shards]
+    found_shards.close()
     return sorted(f"{url}/{key}"[len(root) + 1 :] for url, key in with_roots)
 
 

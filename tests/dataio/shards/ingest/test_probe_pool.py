@@ -24,7 +24,7 @@ import os, signal, sys, time
 from headrace.dataio.shards.media import describe
 from headrace.dataio.shards.workers import worker
 real = describe.describe
-def spoilt(files):
+def faulty_describe(files):
     name = os.path.basename(files[0][1])
     with open(os.environ["STUB_LOG"], "a") as log:
         log.write(f"{os.getpid()} {name}\\n")
@@ -34,10 +34,10 @@ def spoilt(files):
         os.kill(os.getpid(), signal.SIGSEGV)
     if name.startswith("exit"):
         os._exit(3)
-    if name.startswith("babble"):
+    if name.startswith("noise"):
         os.write(1, b"noise on standard output")
     return real(files)
-describe.describe = spoilt
+describe.describe = faulty_describe
 worker.serve_probes()
 """
 
@@ -78,14 +78,14 @@ def groups(make_clip: MakeClip, folder: Path, *names: str) -> list[Group]:
 def test_a_hang_and_crashes_cost_their_own_files_only(
     tmp_path: Path, make_clip: MakeClip, stub: list[str], workers: int
 ) -> None:
-    asked = groups(make_clip, tmp_path, "a", "hang", "b", "crash", "c", "exit", "babble", "d")
+    requested = groups(make_clip, tmp_path, "a", "hang", "b", "crash", "c", "exit", "noise", "d")
 
     def limit(group: Group) -> float:
         return 0.5 if group.key == "hang" else 60
 
     with ProbePool(workers, limit, stub) as pool:
-        answers = list(pool.describe(asked))
-    assert [group for group, _ in answers] == asked  # in order
+        answers = list(pool.describe(requested))
+    assert [group for group, _ in answers] == requested  # in order
     failures = {group.key: (a.code, a.reason) for group, a in answers if isinstance(a, Failure)}
     assert failures == {
         "hang": ("deadline", "reading it took longer than 0 s and was stopped"),
@@ -99,20 +99,20 @@ def test_a_hang_and_crashes_cost_their_own_files_only(
 
 
 def test_workers_are_reused_and_bounded(tmp_path: Path, make_clip: MakeClip, stub: list[str]) -> None:
-    asked = groups(make_clip, tmp_path, *(f"n{i}" for i in range(12)))
+    requested = groups(make_clip, tmp_path, *(f"n{i}" for i in range(12)))
     with ProbePool(2, seconds_for, stub) as pool:
-        assert len(list(pool.describe(asked))) == 12
+        assert len(list(pool.describe(requested))) == 12
     assert 1 <= len({pid for pid, _ in log(tmp_path)}) <= 2
 
 
 def test_only_a_bounded_number_is_asked_ahead(tmp_path: Path, make_clip: MakeClip, stub: list[str]) -> None:
-    asked = groups(make_clip, tmp_path, "a")
+    requested = groups(make_clip, tmp_path, "a")
     taken = []
 
     def endless() -> Iterator[Group]:
         while True:
             taken.append(1)
-            yield asked[0]
+            yield requested[0]
 
     with ProbePool(1, seconds_for, stub) as pool:
         next(pool.describe(endless()))
@@ -120,9 +120,9 @@ def test_only_a_bounded_number_is_asked_ahead(tmp_path: Path, make_clip: MakeCli
 
 
 def test_closing_early_kills_what_is_running(tmp_path: Path, make_clip: MakeClip, stub: list[str]) -> None:
-    asked = groups(make_clip, tmp_path, "a", "hang", "b")
+    requested = groups(make_clip, tmp_path, "a", "hang", "b")
     with ProbePool(1, lambda _: 600.0, stub) as pool:
-        results = pool.describe(asked + asked)
+        results = pool.describe(requested + requested)
         assert isinstance(results, Generator)
         next(results)
         deadline = time.monotonic() + 30

@@ -39,7 +39,7 @@ def make_many(make_wav: MakeWav, folder: Path, count: int) -> Path:
     return folder
 
 
-def stored(root: Path) -> dict[str, str]:
+def object_digests(root: Path) -> dict[str, str]:
     """Every object of a dataset but the documents, which carry nonces."""
     files = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".json")
     files = (path for path in files if ".headrace-tmp" not in path.parts)  # what the killed store was writing
@@ -65,7 +65,7 @@ def kill_during(clips: Path, root: Path, chance: random.Random) -> bool:
     """Start packing and kill it after a random number of further objects; False when it ended before that."""
     more = chance.randint(1, 4)
     process = subprocess.Popen(command(clips, root), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    before = len(stored(root)) if root.exists() else 0
+    before = len(object_digests(root)) if root.exists() else 0
     deadline = time.monotonic() + 120
     while process.poll() is None and (not root.exists() or len(stored_names(root)) < before + more):
         assert time.monotonic() < deadline
@@ -87,7 +87,7 @@ def killed_often_is_equal(make_wav: MakeWav, tmp_path: Path, clips: int, kills: 
     assert done.returncode == 0, done.stderr
     assert fired == kills  # every one of them was killed at work
     with pack(source, tmp_path / "never", shard_bytes=_SHARD) as calm, Dataset(tmp_path / "often") as often:
-        assert stored(tmp_path / "often") == stored(tmp_path / "never")
+        assert object_digests(tmp_path / "often") == object_digests(tmp_path / "never")
         assert (often.document.shards, often.document.index) == (calm.document.shards, calm.document.index)
         assert len(often) == clips
 
@@ -143,7 +143,7 @@ def test_an_append_that_is_killed_goes_on(make_wav: MakeWav, tmp_path: Path, poi
         assert len(often) == 43
         assert often.report is not None
         assert often.report.samples == 40
-    assert stored(tmp_path / "often") == stored(tmp_path / "never")
+    assert object_digests(tmp_path / "often") == object_digests(tmp_path / "never")
 
 
 def test_a_damaged_record_is_packed_again(make_wav: MakeWav, tmp_path: Path) -> None:
@@ -212,10 +212,10 @@ def test_a_record_from_before_files_had_pieces_is_read(tmp_path: Path) -> None:
 def test_appending_a_key_that_is_there_is_refused_before_anything_is_stored(make_wav: MakeWav, tmp_path: Path) -> None:
     source = make_many(make_wav, tmp_path / "clips", 3)
     pack(source, tmp_path / "ds").close()
-    before = stored(tmp_path / "ds")
+    before = object_digests(tmp_path / "ds")
     with pytest.raises(ConflictError, match=r"already has the sample '0/00000' and 2 more"):
         append(source, tmp_path / "ds")
-    assert stored(tmp_path / "ds") == before
+    assert object_digests(tmp_path / "ds") == before
 
 
 def test_appenders_that_race_all_succeed(make_wav: MakeWav, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def clip(tmp_path: Path, make_clip: MakeClip) -> Path:
     return make_clip(tmp_path / "a.mp4", frames=6)
 
 
-def beside(clip: Path, ext: str, content: bytes) -> Path:
+def sibling(clip: Path, ext: str, content: bytes) -> Path:
     path = clip.with_suffix(f".{ext}")
     path.write_bytes(content)
     return path
@@ -64,7 +64,7 @@ def failed(*paths: Path) -> Failure:
 
 
 def test_each_file_is_hashed_and_measured(clip: Path) -> None:
-    notes = beside(clip, "srt", b"subtitles")
+    notes = sibling(clip, "srt", b"subtitles")
     facts = described(clip, notes).files
     assert [(f.ext, f.size, f.xxh3) for f in facts] == [
         (p.suffix[1:], len(p.read_bytes()), xxhash.xxh3_64_intdigest(p.read_bytes())) for p in (clip, notes)
@@ -84,7 +84,7 @@ def test_text_and_the_flat_fields_of_the_json_are_taken(clip: Path) -> None:
         "long": long,
     }
     found = described(
-        clip, beside(clip, "json", json.dumps(fields).encode()), beside(clip, "txt", b"\xef\xbb\xbf a cat \n")
+        clip, sibling(clip, "json", json.dumps(fields).encode()), sibling(clip, "txt", b"\xef\xbb\xbf a cat \n")
     )
     assert found.text == "a cat"
     assert json.loads(found.fields) == {"label": "räder", "n": 3, "score": 0.5, "ok": True, "none": None}
@@ -117,7 +117,7 @@ def test_sound_comes_from_the_video_itself_or_else_from_beside_it(clip: Path, ma
     ],
 )
 def test_one_bad_member_refuses_the_sample_and_is_named(clip: Path, ext: str, content: bytes, reason: str) -> None:
-    bad = beside(clip, ext, content)
+    bad = sibling(clip, ext, content)
     answer = failed(clip, bad)
     assert answer.path == str(bad)
     assert reason in answer.reason

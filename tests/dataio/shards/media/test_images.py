@@ -46,15 +46,15 @@ def test_every_kind_of_png_is_decoded(pixel_format: str) -> None:
 def test_a_picture_cut_anywhere_is_refused(kind: str) -> None:
     data = picture(kind, 96, 80)
     whole = images.decode(data).to_ndarray(format="rgb24")
-    refused = 0
+    rejected = 0
     for cut in np.linspace(0, len(data) - 1, 24).astype(int):
         try:
             found = images.decode(data[:cut]).to_ndarray(format="rgb24")
         except HeadraceError:
-            refused += 1
+            rejected += 1
         else:
             assert (found == whole).all()
-    assert refused >= 23
+    assert rejected >= 23
 
 
 def test_what_is_no_picture_or_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def skipped(dataset: Dataset) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "advice"),
     [
         ("show.ts", "--remux mp4"),
         ("SHOW.TS", "--remux mp4"),
@@ -46,16 +46,16 @@ def skipped(dataset: Dataset) -> dict[str, str]:
         ("show.tiff", "PNG"),
     ],
 )
-def test_media_that_is_not_read_is_skipped_with_the_next_step(tmp_path: Path, name: str, told: str) -> None:
+def test_media_that_is_not_read_is_skipped_with_the_next_step(tmp_path: Path, name: str, advice: str) -> None:
     write_clip(tmp_path / "in" / "good.mp4")
     (tmp_path / "in" / name).write_bytes(b"whatever")
     (tmp_path / "in" / name).with_suffix(".txt").write_text("its text")
     with pack([tmp_path / "in"], tmp_path / "ds", workers=1) as dataset:
-        assert told in skipped(dataset)[name]
+        assert advice in skipped(dataset)[name]
         assert len(dataset) == 1
         assert dataset.report is not None
         assert not dataset.report.ignored
-    with pytest.raises(UsageError, match=f"{name}: .*{told}"):
+    with pytest.raises(UsageError, match=f"{name}: .*{advice}"):
         pack([tmp_path / "in" / name], tmp_path / "other", workers=1)
 
 

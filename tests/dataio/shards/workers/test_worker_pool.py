@@ -135,16 +135,16 @@ def test_closing_leaves_pipes_to_the_thread_that_reads_them(pool: WorkerPool, mo
             closed.append(pipe.closed)
         return read(fd, size)
 
-    def told(pool: ThreadPoolExecutor, *arguments: Any, **options: Any) -> None:
+    def signal_and_shut_down(pool: ThreadPoolExecutor, *arguments: Any, **options: Any) -> None:
         waited.set()
         shutdown(pool, *arguments, **options)
 
     monkeypatch.setattr(os, "read", late)
-    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", told)
-    asked = pool.submit(b"hang", 600, bytes)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", signal_and_shut_down)
+    future = pool.submit(b"hang", 600, bytes)
     wait_for(pool._idle.empty)
     pool.close()
-    assert isinstance(asked.exception(60), CorruptionError)
+    assert isinstance(future.exception(60), CorruptionError)
     assert closed == [False]
     assert pipe.closed
 
