@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def test_seeking_in_a_film_gives_the_same_clips_as_reading_it_whole(
     films: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = Source(films).files()[0]
-    monkeypatch.setattr(video.random, "uniform", lambda low, high: high / 2)
+    monkeypatch.setattr(random, "uniform", lambda low, high: high / 2)
     whole = video.pyav(Source(films).read(name), TINY)
     with Source(films).opened(name) as film:
         assert video.pyav(film, TINY).equal(whole)

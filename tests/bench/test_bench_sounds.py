@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -65,7 +66,7 @@ def test_an_epoch_has_some_windows_of_each_recording(short: Path, long: Path, na
 
 
 def test_pyav_and_our_decoder_give_the_same_sound(short: Path, long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audio.random, "uniform", lambda low, high: 0.75)
+    monkeypatch.setattr(random, "uniform", lambda low, high: 0.75)
     for kind, folder in ((SHORT, short), (LONG, long)):
         with Dataset(folder / "dataset") as dataset:
             infos = {f"{sample.key}.{sample.audio.ext}": sample.audio for sample in dataset if sample.audio}

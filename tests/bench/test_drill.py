@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import hashlib
 import importlib
 import json
@@ -326,7 +327,7 @@ def test_without_nvml_nvidia_smi_samples_the_card_that_is_used_and_no_other(
     def absent(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(loading.ctypes, "CDLL", absent)
+    monkeypatch.setattr(ctypes, "CDLL", absent)
     for address, chosen in (("00000000:1B:00.0", "00000000:1B:00.0"), (None, "0")):
         (tmp_path / "calls").unlink(missing_ok=True)
         with loading.Dmon(address) as watch:

@@ -100,7 +100,7 @@ def test_the_environment_names_the_machine_and_nobody(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_any_load_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results.os, "getloadavg", lambda: (0.0, 0.3, 0.5))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.3, 0.5))
     assert results.environment(tmp_path)["load_before"] == 0.0
 
 

@@ -64,7 +64,7 @@ def test_closing_lets_go_of_everything_although_a_part_fails(make: Make, monkeyp
     some(loader, 1)
     assert loader._prefetcher is not None
     work, (source,) = loader._prefetcher._builder._processor, loader._prefetcher._builder._readers
-    closed = []
+    closed: list[object] = []
     monkeypatch.setattr(work, "close", lambda: 1 / 0)
     monkeypatch.setattr(source, "close", lambda: closed.append(source))
     monkeypatch.setattr(loader, "_close_datasets", lambda: closed.append(loader))

@@ -23,6 +23,7 @@ from headrace.loaders import loader as loader_module
 from headrace.loaders.decode import mp4, subprocess_decoder, trim
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.partial_file import HELD_BYTES, PartialFile
+from headrace.loaders.fetch.sample_reader import SampleReader
 from headrace.loaders.quarantine.records import SkippedSample
 from tests.support import long_media, reference_decoder, video_corpus
 
@@ -38,14 +39,14 @@ def read() -> float:
 
 def clips(url: Any, **options: Any) -> list[tuple[str, float, torch.Tensor, torch.Tensor]]:
     """Key, time, pictures and sound of an epoch's clips."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "size": (32, 32),
         "audio": AudioSpec(16_000, seconds=0.5),
         "sidecar": None,
         "num_threads": 2,
         "seed": 3,
-    } | options
-    with VideoLoader(url, 2, clip=CLIP, drop_last=False, **sizes) as loader:
+    }
+    with VideoLoader(url, 2, clip=CLIP, drop_last=False, **(sizes | options)) as loader:
         return [
             (key, clip, video.clone(), audio.clone())
             for batch in loader
@@ -89,7 +90,7 @@ def test_clips_of_excerpts_are_those_of_whole_files_and_read_no_more(
     films: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once: Any = {"evaluate": True, "shuffle": False, "num_threads": 1}  # nothing is read ahead for another epoch
-    before, real, taken = read(), trim.excerpt, list[bool]()
+    before, real, taken = read(), mp4.excerpt, list[bool]()
     in_order = clips(films / "ds", **once)
     plainly = read() - before
     monkeypatch.setattr(mp4, "FEW", 0)
@@ -310,7 +311,7 @@ def test_a_shard_that_was_cut_off_costs_the_clips_behind_the_cut(films: Path, tm
 
 
 def test_the_sources_of_a_mixture_share_what_is_held_of_heads(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, real = list[int](), loader_module.SampleReader
+    held, real = list[int](), SampleReader
     monkeypatch.setattr(
         loader_module, "SampleReader", lambda reader, store, most: (held.append(most), real(reader, store, most))[1]
     )

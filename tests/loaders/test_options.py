@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import av
 import numpy as np
@@ -44,8 +44,8 @@ def make(clips: Dataset) -> Iterator[Callable[..., VideoLoader]]:
     opened: list[VideoLoader] = []
 
     def loader(batch_size: int = 6, **options: Any) -> VideoLoader:
-        options = {"clip": Clip(2, per_video=2), "size": (24, 32), "num_threads": 2, "sidecar": None} | options
-        opened.append(VideoLoader(clips, batch_size, **options))
+        settings: dict[str, Any] = {"clip": Clip(2, per_video=2), "size": (24, 32), "num_threads": 2, "sidecar": None}
+        opened.append(VideoLoader(clips, batch_size, **(settings | options)))
         return opened[-1]
 
     yield loader
@@ -129,7 +129,7 @@ def test_cuts_are_spread_over_the_whole_picture_and_mirrors_as_often_as_asked(cl
     assert torch.equal(fit(frames, None, mirror=True), frames.permute(0, 3, 1, 2).flip(3))
     for wrong in ({"crop": "top"}, {"flip_prob": 2.0}):
         with pytest.raises(UsageError):
-            Cut(**wrong)  # type: ignore[arg-type]
+            Cut(**wrong)
 
 
 def test_without_antialias_pixels_are_those_of_plain_bilinear_scaling(make: Any) -> None:
@@ -280,11 +280,12 @@ def test_the_first_channels_are_taken_unmixed_on_request(tmp_path: Path) -> None
     left, right = np.full(8000, 0.5, np.float32), np.full(8000, -0.25, np.float32)
     _write_wav(folder / "stereo.wav", np.stack([left, right]))
     with pack([folder], tmp_path / "ds", workers=1) as packed:
-        for policy, channels, expected in (
+        cases: list[tuple[Literal["first", "mix"], int, list[float]]] = [
             ("first", 1, [0.5]),
             ("mix", 1, [0.25 * 0.5**0.5]),
             ("first", 2, [0.5, -0.25]),
-        ):
+        ]
+        for policy, channels, expected in cases:
             with AudioLoader(
                 packed,
                 1,
@@ -292,7 +293,7 @@ def test_the_first_channels_are_taken_unmixed_on_request(tmp_path: Path) -> None
                 sample_rate=8000,
                 channels=channels,
                 downmix=policy,
-                sidecar=None,  # type: ignore[arg-type]
+                sidecar=None,
             ) as loader:
                 audio = first(loader)["audio"][0]
             assert torch.allclose(audio.mean(1), torch.tensor(expected), atol=2e-3)

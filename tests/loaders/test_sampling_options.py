@@ -46,11 +46,11 @@ def dataset(made_dataset: Dataset) -> Dataset:
 
 @pytest.fixture
 def make(dataset: Dataset) -> Iterator[Make]:
-    made = []
+    made: list[VideoLoader] = []
 
     def loader(source: Any = dataset, batch_size: int | None = 6, **options: Any) -> VideoLoader:
-        options = {"clip": Clip(2, 2), "size": SIZE, "num_threads": 2, "seed": 3} | options
-        video_corpus.append(VideoLoader(source, batch_size, **options))
+        settings: dict[str, Any] = {"clip": Clip(2, 2), "size": SIZE, "num_threads": 2, "seed": 3}
+        made.append(VideoLoader(source, batch_size, **(settings | options)))
         return made[-1]
 
     yield loader
@@ -76,7 +76,7 @@ def test_a_mixture_names_the_source_of_each_sample_and_keeps_to_the_weights(make
     }
     for batch in batches:
         assert all(key in keys[source] for key, source in zip(batch["key"], batch["source"], strict=True))
-    counts = [Counter(batch["source"])["three"] for batch in batches]
+    counts = [Counter[str](batch["source"])["three"] for batch in batches]
     assert sum(counts[:4]) == pytest.approx(16, abs=2)
     assert sum(counts[4:]) == pytest.approx(8, abs=2)
     assert {name: row[2] for name, row in loader.state_dict()["sources"].items()} == Counter(
@@ -85,7 +85,7 @@ def test_a_mixture_names_the_source_of_each_sample_and_keeps_to_the_weights(make
 
 
 def test_neither_the_order_of_the_sources_nor_that_of_a_states_keys_matters(make: Make, mixture: Mixture) -> None:
-    turned = Mixture(dict(reversed(mixture.sources.items())), weights=mixture.weights)
+    turned = Mixture(dict(reversed(list(mixture.sources.items()))), weights=mixture.weights)
     loader = make(mixture)
     take(loader, 2)
     state = loader.state_dict()
@@ -184,7 +184,7 @@ def test_an_evaluation_of_a_mixture_sees_each_source_once_and_each_batch_is_of_o
         options |= {"buckets": SHAPES, "size": None, "batch_size": None}
     loader = make(mixture, **options)
     for _ in range(2):
-        seen, per_source = [], Counter[str]()
+        seen, per_source = list[tuple[str, str]](), Counter[str]()
         for batch in loader:
             assert len(set(batch["source"])) == 1
             assert sum(batch["sizes"]) == len(batch["key"])

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.dataio import index, pack
 from headrace.dataio.core import log
+from headrace.dataio.shards.media.container import other_videos
 from headrace.loaders import Clip, VideoLoader
 from headrace.loaders.processors import video
 from tests.support import video_corpus
@@ -78,7 +79,7 @@ def test_samples_with_the_same_side_files_are_looked_through_once(
     for number in range(4):
         (tmp_path / "files" / f"{number}.mp4").write_bytes(film)
         (tmp_path / "files" / f"{number}.txt").write_text("words")
-    looked, real = list[str](), video.other_videos
+    looked, real = list[str](), other_videos
     monkeypatch.setattr(video, "other_videos", lambda names, used: looked.append(used) or real(names, used))
     with pack([tmp_path / "files"], tmp_path / "packed", workers=1) as packed:
         assert [len(sample.members) for sample in map(packed.sample, range(4))] == [2] * 4

@@ -32,14 +32,14 @@ def make(made_dataset: Dataset) -> Iterator[Make]:
     made = []
 
     def loader(source: Any = made_dataset, batch_size: int = 4, **options: Any) -> VideoLoader:
-        options = {
+        settings: dict[str, Any] = {
             "clip": Clip(2, per_video=3),
             "size": (16, 16),
             "seed": 9,
             "sidecar": None,
             "num_threads": 1,
-        } | options
-        made.append(VideoLoader(source, batch_size, prefetch_batches=3, **options))
+        }
+        made.append(VideoLoader(source, batch_size, prefetch_batches=3, **(settings | options)))
         return made[-1]
 
     yield loader

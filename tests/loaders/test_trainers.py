@@ -37,7 +37,7 @@ def make(made_dataset: Dataset) -> Iterator[Make]:
 def test_lightning_goes_on_in_the_middle_of_an_epoch(make: Make, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
 
-    class Net(lightning.LightningModule):  # type: ignore[name-defined, misc]
+    class Net(lightning.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.seen = torch.nn.Linear(2 * 3 * 16 * 16, 1), list[Any]()

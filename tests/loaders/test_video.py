@@ -52,8 +52,8 @@ def make(dataset: Dataset) -> Iterator[Callable[..., VideoLoader]]:
     made = []
 
     def loader(source: Any = dataset, batch_size: int = 4, **options: Any) -> VideoLoader:
-        options = {"clip": Clip(2, 2, per_video=3), "size": SIZE, "num_threads": 2} | options
-        made.append(VideoLoader(source, batch_size, **options))
+        settings: dict[str, Any] = {"clip": Clip(2, 2, per_video=3), "size": SIZE, "num_threads": 2}
+        made.append(VideoLoader(source, batch_size, **(settings | options)))
         return made[-1]
 
     yield loader

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
+from av.audio.stream import AudioStream
 
 from headrace.dataio.core.errors import CorruptionError
 from headrace.loaders.audio import frames as bounds
@@ -25,6 +26,7 @@ def noise(codec: str, rate: int, layout: str) -> bytes:
     samples = np.random.default_rng(1).integers(-20_000, 20_000, (1, SECONDS * rate * channels), np.int16)
     with av.open(target, "w", format="wav") as output:
         stream = output.add_stream(codec, rate=rate, layout=layout)
+        assert isinstance(stream, AudioStream)
         frame = AudioFrame.from_ndarray(samples, format="s16", layout=layout)
         frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
         for packet in [*stream.encode(frame), *stream.encode(None)]:

@@ -10,6 +10,7 @@ import av
 import numpy as np
 import pytest
 from av.audio.frame import AudioFrame
+from av.audio.stream import AudioStream
 
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.shards.media.probe import probe
@@ -27,6 +28,7 @@ def ramp(container: str, codec: str, seconds: float = 3.0, rate: int = RATE) -> 
     samples = np.linspace(-0.5, 0.5, count, dtype=np.float32)
     with av.open(target, "w", format=container) as output:
         stream = output.add_stream(codec, rate=rate, layout="mono")
+        assert isinstance(stream, AudioStream)
         for at in range(0, count, 1000):
             piece = (samples[None, at : at + 1000] * 32767).astype(np.int16)
             frame = AudioFrame.from_ndarray(piece, format="s16", layout="mono")

@@ -151,7 +151,7 @@ def test_spectrograms_stand_in_the_place_of_sound_for_clips_and_windows_alike() 
         def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
             sound = torch.from_numpy(sweep())[None]
             whole = ProcessedSample(sample, {"video": torch.zeros(1), "audio": sound}, {"clip": 0.5})
-            return [whole, CorruptionError("bad"), replace(whole, tensors=whole.tensors | {"audio": sound * 0})]
+            return [whole, CorruptionError("bad"), replace(whole, tensors={**whole.tensors, "audio": sound * 0})]
 
     work = mels(cast(Processor, FixedAudio()), AudioSpec(RATE, seconds=1.0, features=LogMel()), torch.device("cpu"))
     assert work.layout.tensors == ("video", "mel")

@@ -46,7 +46,7 @@ def by_ffmpeg(source: F32, rate: int, layout: str, spec: AudioSpec) -> F32:
     resampler = AudioResampler("fltp", {1: "mono", 2: "stereo"}[spec.channels], spec.sample_rate)
     parts = [frame.to_ndarray() for frame in [*resampler.resample(whole), *resampler.resample(None)]]
     made = round(Fraction(source.shape[1] * spec.sample_rate, rate))
-    return np.concatenate(parts, axis=1)[:, spec.sample_rate :][:, :made]
+    return np.concatenate(parts, axis=1, dtype=np.float32)[:, spec.sample_rate :][:, :made]
 
 
 def test_resampling_does_not_depend_on_how_much_is_handed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

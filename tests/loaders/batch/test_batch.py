@@ -157,7 +157,7 @@ def test_there_is_no_room_for_pixels_that_become_something_else_or_have_another_
     for output in (floats, turned):
         assert Batch(1, layout=VIDEO, output=output, buffers=BufferPool(CPU.device)).target(0) is None
     batch = Batch(2, layout=VIDEO, output=CPU, buffers=BufferPool(CPU.device))
-    batch.put(0, finished(*refs(0)))
+    batch.put(0, finished(refs(0)[0]))
     target = batch.target(1)
     assert target is not None
     assert target((2, 3, 2, 2)) is None

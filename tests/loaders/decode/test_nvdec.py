@@ -6,7 +6,7 @@ No GPU is needed: what is refused is refused before DALI sees it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace as replace_field
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from av.video.stream import VideoStream
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
@@ -257,7 +258,7 @@ class Refusing:
 
     name = "refusing"
 
-    def decode(self, requests: list[Request]) -> list[Any]:
+    def decode(self, requests: Sequence[Request]) -> list[Any]:
         return [UnsupportedError("the stream is of a kind")] * len(requests)
 
     def clip_bytes(self, *_: Any) -> int:
@@ -324,7 +325,7 @@ def doubled(plane: npt.NDArray[np.uint8]) -> Plane:
 def as_on_a_gpu(frame: av.VideoFrame) -> npt.NDArray[np.uint8]:
     """The arithmetic of DALI's kernel, as far as it can be told from its source: chroma is rounded before it is converted."""
     height, width = frame.height, frame.width
-    flat = frame.to_ndarray(format="yuv420p").ravel()
+    flat = np.asarray(frame.to_ndarray(format="yuv420p"), np.uint8).ravel()
     luma = 1.164 * (flat[: height * width].reshape(height, width).astype(np.float32) - 16)
     blue, red = (doubled(half.reshape(height // 2, width // 2)) - 128 for half in np.split(flat[height * width :], 2))
     rgb = np.stack([luma + 1.596 * red, luma - 0.813 * red - 0.392 * blue, luma + 2.017 * blue], -1)
@@ -342,7 +343,9 @@ def test_the_arithmetic_of_the_gpu_is_within_two_of_the_cpus_and_seldom_more_tha
     (ours,) = PyAVDecoder().decode([request(data, info, 0, 1, 2)])
     assert isinstance(ours, Decoded)
     with av.open(str(media / name)) as container:
-        frames = list(islice(container.decode(container.streams[info.stream]), 3))  # type: ignore[arg-type]
+        stream = container.streams[info.stream]
+        assert isinstance(stream, VideoStream)
+        frames = list(islice(container.decode(stream), 3))
     for frame, expected in zip(frames, ours.frames.numpy(), strict=True):
         difference = np.abs(as_on_a_gpu(frame).astype(int) - expected)
         assert difference.max() <= 2

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.loaders.decode.resize import covering, fit, rotate
+from headrace.loaders.decode.convert import covering
+from headrace.loaders.decode.resize import fit, rotate
 
 sides = st.integers(1, 5000)
 

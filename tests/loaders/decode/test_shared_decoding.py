@@ -18,7 +18,7 @@ from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders import Clip, VideoLoader
 from headrace.loaders.clip import choose
-from headrace.loaders.decode import pyav
+from headrace.loaders.decode import pyav, trim
 from headrace.loaders.decode.base import Decoded, Fit, Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.processors import video
@@ -33,7 +33,7 @@ CLIPS = [Clip(4, stride=2), Clip(3, fps=17.0), Clip(90)]
 def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a container was opened to decode a clip."""
     count: Counter[str] = Counter()
-    inside = pyav.open_window
+    inside = trim.open_window
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         count["windows"] += 1

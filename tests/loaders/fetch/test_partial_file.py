@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.dataio.core.errors import CorruptionError, RangeError, TransientError
 from headrace.dataio.shards.sample import Member, Pieces
 from headrace.loaders.fetch import partial_file as partial
-from headrace.loaders.fetch.byte_ranges import Runs
+from headrace.loaders.fetch.byte_ranges import Runs, merged
 from headrace.loaders.fetch.partial_file import GivenFile, HeadCache, MissingError, PartialFile
 
 OFFSET = 1000
@@ -63,7 +63,7 @@ def test_slices_are_those_of_the_whole_file_and_no_piece_is_fetched_twice(data: 
     whole, shard = some(length), Shard(some(length))
     file, last = opened(whole, shard), -(-length // SIZE)
     predicted = data.draw(st.lists(st.tuples(st.integers(0, last - 1), st.integers(1, 3)), max_size=3))
-    file.prefetch(partial.byte_ranges.merged((first, min(count, last - first)) for first, count in predicted))
+    file.prefetch(merged((first, min(count, last - first)) for first, count in predicted))
     at = st.integers(0, length + 10)
     for start, end in data.draw(st.lists(st.tuples(at, at), max_size=12)):
         assert bytes(file[start:end]) == whole[start:end]
@@ -206,7 +206,9 @@ def test_heads_are_held_up_to_a_limit_and_the_least_used_go_first() -> None:
     for member in members[:3]:
         heads.put("a.tar", member, 0, memoryview(data)[:SIZE])
         heads.put("a.tar", member, 1, memoryview(data)[SIZE : 2 * SIZE])  # of no head
-    assert heads.get("a.tar", members[0], 0) == data[:SIZE]
+    held = heads.get("a.tar", members[0], 0)
+    assert held is not None
+    assert bytes(held) == data[:SIZE]
     heads.put("a.tar", members[3], 0, memoryview(data)[:SIZE])
     assert [heads.get("a.tar", member, 0) is not None for member in members] == [True, False, True, True]
     assert heads.get("b.tar", members[0], 0) is None

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.dataio.cli import main
+from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, MismatchError, TransientError, UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.store.base import Buffer, Store
@@ -191,7 +192,7 @@ def test_more_entries_than_a_version_holds_make_several(store: Store, monkeypatc
 
 
 def test_what_nobody_could_read_again_is_not_added(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_list.limits, "SMALL_OBJECT_BYTES", 2000)
+    monkeypatch.setattr(limits, "SMALL_OBJECT_BYTES", 2000)
     bad = QuarantineList(store)
     bad.append([entry(0)])
     with pytest.raises(CapacityError, match="too many for a version"):
@@ -244,9 +245,16 @@ def make(damaged: Path, tmp_path: Path) -> Iterator[Make]:
     made = []
 
     def loader(**options: Any) -> VideoLoader:
-        options = {"batch_size": 4, "quarantine_list": tmp_path / "list", "max_bad_samples": 8, "seed": 5} | options
+        settings: dict[str, Any] = {
+            "batch_size": 4,
+            "quarantine_list": tmp_path / "list",
+            "max_bad_samples": 8,
+            "seed": 5,
+        }
         made.append(
-            VideoLoader(damaged, clip=Clip(2, per_video=3), size=(16, 16), sidecar=None, num_threads=2, **options)
+            VideoLoader(
+                damaged, clip=Clip(2, per_video=3), size=(16, 16), sidecar=None, num_threads=2, **(settings | options)
+            )
         )
         return made[-1]
 

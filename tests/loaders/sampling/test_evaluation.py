@@ -15,7 +15,7 @@ def test_every_clip_comes_once_and_all_ranks_take_equally_many_steps(
     samples: int, per_rank: int, world_size: int, clips: int
 ) -> None:
     schedule = Evaluation.of([Population(samples, clips=clips)], [per_rank * world_size])
-    seen = []
+    seen: list[int] = []
     for number in range(schedule.batches):
         shares = [schedule.share(5, number, rank, world_size) for rank in range(world_size)]
         assert {share.sizes for share in shares} == {tuple(map(len, shares))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 Change = tuple[int, dict[str, float]]
 
 
-def mixed(cells: dict[str, Sequence[int]], batches: Sequence[int] = (4, 6), **options: Any) -> MixedBuckets:
+def mixed(cells: Mapping[str, Sequence[int]], batches: Sequence[int] = (4, 6), **options: Any) -> MixedBuckets:
     """Sources, with how many samples each has in each bucket."""
     sources = {name: [Population(count, 1e6) for count in row] for name, row in cells.items()}
     return MixedBuckets.of(sources, batches, [1, 2, 3], **options)

@@ -128,7 +128,7 @@ def test_substitutes_are_all_the_neighbours_once_and_never_the_sample(
 ) -> None:
     order = Order(n * clips, 1, chunk * clips, lanes=1, window=2)
     sample = data.draw(st.integers(0, n * clips - 1))
-    found = []
+    found: list[int] = []
     while (candidate := order.substitute(sample, len(found), clips)) is not None:
         found.append(candidate)
     assert len({f // clips for f in found}) == len(found) == min(n, max(chunk, 16)) - 1

@@ -57,14 +57,14 @@ def make(recordings: Dataset) -> Iterator[Make]:
     made = []
 
     def loader(source: Any = recordings, batch_size: int | None = 2, **options: Any) -> AudioLoader:
-        options = {
+        settings: dict[str, Any] = {
             "packing": PACKING,
             "sample_rate": RATE,
             "sidecar": None,
             "num_threads": 2,
             "drop_last": False,
-        } | options
-        made.append(AudioLoader(source, batch_size, **options))
+        }
+        made.append(AudioLoader(source, batch_size, **(settings | options)))
         return made[-1]
 
     yield loader

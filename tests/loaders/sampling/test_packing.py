@@ -55,7 +55,7 @@ def test_no_sequence_is_longer_than_the_capacity(sizes: list[int], packing: Pack
 @given(lengths, packings)
 def test_pieces_of_a_sequence_are_ordered_and_within_the_lookahead(sizes: list[int], packing: Packing) -> None:
     packed = pack(sizes, packing)
-    number = {}
+    number: dict[tuple[int, int], int] = {}
     for sample, size in enumerate(sizes):
         for start in range(0, size, packing.capacity):
             number[sample, start] = len(number)
@@ -70,7 +70,7 @@ def test_with_a_key_pieces_of_a_sequence_lie_within_a_group_of_windows(
     sizes: list[int], packing: Packing, key: U64 | None
 ) -> None:
     packed = pack(sizes, packing, key)
-    number = {}
+    number: dict[tuple[int, int], int] = {}
     for sample, size in enumerate(sizes):
         for start in range(0, size, packing.capacity):
             number[sample, start] = len(number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,5 +70,5 @@ def test_neighbours_are_spread_evenly() -> None:
 
 @given(st.lists(st.integers(-(1 << 70), 1 << 70), min_size=1, max_size=6))
 def test_one_key_is_the_one_that_arrays_of_it_have(parts: list[int]) -> None:
-    wrapped = [np.array([part & ((1 << 64) - 1)] * 2, np.uint64) for part in parts]
+    wrapped: list[Any] = [np.array([part & ((1 << 64) - 1)] * 2, np.uint64) for part in parts]
     assert key_of(*wrapped).tolist() == key_of(*parts).tolist() * 2

@@ -70,7 +70,7 @@ LARGEST = Position(MAX_COUNT, MAX_COUNT, quarantine=(), listed=(999_999_999, "01
 @pytest.mark.parametrize("what", WHATS, ids=str)
 @pytest.mark.parametrize("seed", [0, 1 << 34, (1 << 64) - 1, -(1 << 63)])
 def test_no_state_takes_200_bytes_whatever_the_numbers(kind: str, what: Any, seed: int) -> None:
-    sources = {} if kind.startswith("mixture") else Identity(9_999_999, DIGEST)
+    sources: Any = {} if kind.startswith("mixture") else Identity(9_999_999, DIGEST)
     here = Fingerprint(sources, seed, order=EVERY[kind], clip=what)
     for position in (LARGEST, Position(0, 0), Position(12_345, 243_000, quarantine=(), listed=(1234, "0123abcd"))):
         state = json.loads(json.dumps(dump(here, position)))
