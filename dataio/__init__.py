@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace.dataio.shards.ingest.pack import PackReport, append, pack
     from headrace.dataio.shards.media.messages import Recipe
     from headrace.dataio.shards.preview import preview
-    from headrace.dataio.shards.verify.run import VerifyReport, verify
+    from headrace.dataio.shards.verify.dataset_check import VerifyReport, verify
     from headrace.dataio.store.open import open_store
 
 __all__ = [
@@ -37,14 +37,14 @@ _HOME = {
     "Columns": "headrace.dataio.shards.ingest.manifests",
     "Dataset": "headrace.dataio.shards.dataset",
     "PackReport": "headrace.dataio.shards.ingest.pack",
-    "VerifyReport": "headrace.dataio.shards.verify.findings",
+    "VerifyReport": "headrace.dataio.shards.verify.report",
     "Recipe": "headrace.dataio.shards.media.messages",
     "append": "headrace.dataio.shards.ingest.pack",
     "index": "headrace.dataio.shards.ingest.index_tars",
     "open_store": "headrace.dataio.store.open",
     "pack": "headrace.dataio.shards.ingest.pack",
     "preview": "headrace.dataio.shards.preview",
-    "verify": "headrace.dataio.shards.verify.run",
+    "verify": "headrace.dataio.shards.verify.dataset_check",
 }
 
 __getattr__, __dir__ = exports(__name__, _HOME)

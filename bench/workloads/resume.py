@@ -197,7 +197,7 @@ class _Floor:
     """The floor: samples in a shuffled order, read one after the other, without threads or prefetching."""
 
     def __init__(self, folder: Path) -> None:
-        self._dataset, self._at = Dataset.at_once(str(folder / "ds"), trust_mounts=True), 0
+        self._dataset, self._at = Dataset.open_lazy(str(folder / "ds"), trust_mounts=True), 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"batch": self._at}

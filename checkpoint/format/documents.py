@@ -166,13 +166,14 @@ def decode(data: bytes, kind: type[D], key: str) -> D:
             return msgspec.json.decode(json.unseal(data, key) if json.is_sealed(data) else data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{key} is not a readable document: {error}", hint="run `headrace ckpt check`") from None
-    raise newer(key, version)
+    raise newer(key, version, kind.newest)
 
 
-def newer(key: str, version: int) -> UnsupportedError:
-    """The error for an object of a version that this Headrace does not know."""
+def newer(key: str, version: int, newest: int = VERSION) -> UnsupportedError:
+    """The error for an object of a version that this Headrace does not know. It reads versions up to `newest`."""
+    known = f"version {VERSION}" if newest == VERSION else f"versions {VERSION} to {newest}"
     return UnsupportedError(
-        f"{key} has format version {version}; this Headrace reads version {VERSION}", hint="install a newer Headrace"
+        f"{key} has format version {version}; this Headrace reads {known}", hint="install a newer Headrace"
     )
 
 

@@ -189,7 +189,7 @@ def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manif
     try:
         head = msgspec.msgpack.decode(data, type=_Head)
         if not VERSION <= head.version <= NEWEST:
-            raise newer(key, head.version)
+            raise newer(key, head.version, NEWEST)
         manifest = _decoder.decode(_decompressed(head.zstd) if head.zstd else data)
         _check_identity(manifest, key)
         _check_chunks(manifest)

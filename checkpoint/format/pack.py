@@ -140,7 +140,7 @@ def read_table(store: Store, key: str) -> tuple[Entry, ...]:
     if digest(footer + tail[: _HEAD.size]) != tail[_HEAD.size :]:
         raise _damaged(key, "the footer does not match its digest")
     if not VERSION <= version <= NEWEST:
-        raise newer(key, version)
+        raise newer(key, version, NEWEST)
     return _checked(key, footer, at)
 
 

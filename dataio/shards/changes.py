@@ -1,6 +1,7 @@
-"""Making versions from versions: saved views, removals, merges.
+"""The changes from one version to another: making versions (saved views, removals, merges), and comparing them.
 
-Purpose: every change of a dataset makes a further version. Shards and index parts are never rewritten or copied.
+Purpose: every change of a dataset makes a further version. Shards and index parts are never rewritten or copied. A diff
+lists the samples that were added, removed or changed from one version to another, by key.
 Invariants:
 
 * All objects that a version names are stored before its document.
@@ -8,10 +9,14 @@ Invariants:
   meantime.
 * A saved view keeps its samples. It does not change the version that readers open by default.
 * The shards and parts of a merged dataset stay in its own store, which becomes a mount.
+* In a diff, a sample has changed if its members, its text or its fields differ. Its position does not matter. Views are
+  compared like versions. Index parts with the same remaining rows in both versions are not read. Keys are in the order
+  added, removed, changed, and sorted within each kind. They are streamed from DuckDB, which holds the keys that differ
+  and 16 bytes for each of the other keys that it read.
 
 Failure behaviour: `ConflictError` as described in `versions.commit`, and for a key that two merged datasets hold.
 `NotFoundError` for keys to remove that no sample has. `UsageError` for a change that would remove all samples or no
-sample. After an error, no version document names the objects that were stored before it.
+sample. Read errors are passed on. After an error, no version document names the objects that were stored before it.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -29,24 +34,39 @@ import pyarrow.compute as pc
 from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
 from headrace.dataio.core.limits import counted
 from headrace.dataio.shards.query import conditions as query
+from headrace.dataio.shards.query.conditions import connect
 from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers, load_bitmap, store_bitmaps
 from headrace.dataio.shards.query.tables import repeated_keys
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
 from headrace.dataio.shards.versions.mounting import mount_of, named_by, with_mounts
-from headrace.dataio.shards.view import Opened
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.mounts import MAX_MOUNTS, OPTION, PREFIX, Mounts
 
-_NAMED = 5
+if TYPE_CHECKING:
+    from headrace.dataio.shards.dataset import Dataset
+
+_KEYS_IN_ERRORS = 5
+_COLUMNS = ("key", "members", "text", "fields")
+_ROWS_PER_FETCH = 10_000
+
+# offsets are left out, because the same sample may have another position
+_CONTENT = """SELECT key, hash(list_transform(members, lambda m: (m.ext, m.length, m.xxh3)), text, fields) AS content FROM {}"""
+_JOINED = """
+    CREATE TABLE changes AS
+    SELECT coalesce(a.key, b.key) AS key, CASE WHEN a.key IS NULL THEN 0 WHEN b.key IS NULL THEN 1 ELSE 2 END AS kind
+    FROM a FULL OUTER JOIN b ON a.key = b.key
+    WHERE a.key IS NULL OR b.key IS NULL OR a.content <> b.content
+"""
+KINDS = ("added", "removed", "changed")
 
 
-def save(dataset: Opened, message: str) -> VersionDocument:
+def save(dataset: Dataset, message: str) -> VersionDocument:
     """Save the view `dataset` as a version."""
     view = dataset.view
     if view is None:
         raise UsageError(f"version {dataset.version} is stored already", hint="`save` is for what `where` returns")
-    parts = _narrowed(dataset.store, dataset.document, view.rows, view.bytes)
+    parts = _narrow_parts(dataset.store, dataset.document, view.rows, view.bytes)
     if not parts:
         raise UsageError(f"no sample meets {' and '.join(view.lineage.where)}", hint="there is nothing to save")
     document = dataset.document
@@ -63,50 +83,52 @@ def save(dataset: Opened, message: str) -> VersionDocument:
     return versions.commit(dataset.store, lambda _: made, trunk=False)
 
 
-def remove(dataset: Opened, keys: Iterable[str] | None, where: str | None, message: str) -> VersionDocument:
+def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, message: str) -> VersionDocument:
     """Make the next version: the newest version without some samples."""
-    listed = _listed(dataset, keys, where)
+    listed = _keys_to_remove(dataset, keys, where)
 
     def build(base: VersionDocument) -> VersionDocument:
-        with _mounted(dataset, base) as store:
+        with _with_mounts(dataset, base) as store:
             opened = OpenIndex(store, base)
             gone = _removed_rows(dataset, opened, base, listed, where)
             count = sum(len(rows) for rows, _ in gone)
-            left = [_without(opened, part, rows) for part, (rows, _) in enumerate(gone)]
-            sizes = [part.left_bytes - size for part, (_, size) in zip(base.index, gone, strict=True)]
-            parts = _narrowed(store, base, left, sizes)
+            left = [_without_rows(opened, part, rows) for part, (rows, _) in enumerate(gone)]
+            sizes = [part.sample_bytes - size for part, (_, size) in zip(base.index, gone, strict=True)]
+            parts = _narrow_parts(store, base, left, sizes)
         how = Lineage(operation="remove", where=(where,) if where else ())
-        return _next(base, base.shards, parts, message or f"removed {counted(count, 'sample')}", base.mounts, how)
+        return _next_document(
+            base, base.shards, parts, message or f"removed {counted(count, 'sample')}", base.mounts, how
+        )
 
     return versions.commit(dataset.store, build)
 
 
-def count_removed(dataset: Opened, keys: Iterable[str] | None, where: str | None) -> int:
+def count_removed(dataset: Dataset, keys: Iterable[str] | None, where: str | None) -> int:
     """The number of samples that `remove` would remove from the open version. Raises the same errors for `keys` and `where`."""
-    listed = _listed(dataset, keys, where)
-    with _mounted(dataset, dataset.document) as store:
+    listed = _keys_to_remove(dataset, keys, where)
+    with _with_mounts(dataset, dataset.document) as store:
         opened = OpenIndex(store, dataset.document)
         return sum(len(rows) for rows, _ in _removed_rows(dataset, opened, dataset.document, listed, where))
 
 
-def _listed(dataset: Opened, keys: Iterable[str] | None, where: str | None) -> set[str] | None:
+def _keys_to_remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None) -> set[str] | None:
     """The keys to remove, or None for a condition."""
     if (keys is None) == (where is None):
         raise UsageError("remove takes either keys or where", hint="give one of them")
     if isinstance(keys, str):
         raise UsageError("keys must be a collection of keys, not one string", hint=f"keys=[{keys!r}]")
-    _refuse_view(dataset)
+    _check_no_view(dataset)
     return None if keys is None else set(keys)
 
 
 def _removed_rows(
-    dataset: Opened, opened: OpenIndex, base: VersionDocument, listed: set[str] | None, where: str | None
+    dataset: Dataset, opened: OpenIndex, base: VersionDocument, listed: set[str] | None, where: str | None
 ) -> list[tuple[RowNumbers, int]]:
     """For each index part, the rows to remove and the bytes of their members."""
     if listed is not None:
         gone, missing = query.rows_with_keys(opened, listed)
         if missing:
-            raise NotFoundError(f"{dataset.url} has no sample {_some(missing)}", hint="nothing was removed")
+            raise NotFoundError(f"{dataset.url} has no sample {_list_some(missing)}", hint="nothing was removed")
     else:
         gone = list(query.matching(opened, base, where or ""))
     count = sum(len(rows) for rows, _ in gone)
@@ -116,17 +138,19 @@ def _removed_rows(
     return gone
 
 
-def merge(dataset: Opened, others: Sequence[Opened], message: str) -> tuple[VersionDocument, list[Mount]]:
+def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> tuple[VersionDocument, list[Mount]]:
     """Make the next version: the newest version and the samples of `others`.
 
     Also returns the mounts that the caller named by passing `others`.
     """
     if not others:
         raise UsageError("merge takes at least one other dataset", hint="ds.merge(Dataset(url))")
-    _refuse_view(dataset)
-    guests = [_guest(dataset, other) for other in others]
+    _check_no_view(dataset)
+    inputs = [_merge_input(dataset, other) for other in others]
     named = [
-        mount for other in others for mount in (mount_of(Location(*_place(other.store), True)), *named_by(other.store))
+        mount
+        for other in others
+        for mount in (mount_of(Location(*_location(other.store), True)), *named_by(other.store))
     ]
     sources = tuple(Source(name=o.name, version=o.version, digest=o.digest) for o in others)
     names = ", ".join(f"{o.name} version {o.version}" for o in others)
@@ -134,26 +158,26 @@ def merge(dataset: Opened, others: Sequence[Opened], message: str) -> tuple[Vers
     def build(base: VersionDocument) -> VersionDocument:
         shards = {shard.key: shard for shard in base.shards}
         mounts = {mount.name: mount for mount in base.mounts}
-        for guest in guests:
-            for mount in guest.mounts:
+        for merged in inputs:
+            for mount in merged.mounts:
                 known = mounts.setdefault(mount.name, mount)
                 if known != mount:  # a forged name would send readers of one dataset to the other's location
                     raise ConflictError(
-                        f"the datasets that are to be merged call two places {mount.name!r:.100}: {known.url!r:.200} and "
-                        f"{mount.url!r:.200}",
-                        hint="merge only datasets that Headrace wrote: it gives each place a name of its own",
+                        f"the datasets that are to be merged give two locations the name {mount.name!r:.100}: "
+                        f"{known.url!r:.200} and {mount.url!r:.200}",
+                        hint="merge only datasets that Headrace wrote: each of its mounts has a unique name",
                     )
-            for shard in guest.shards:
+            for shard in merged.shards:
                 if shards.setdefault(shard.key, shard).size != shard.size:
                     raise CorruptionError(f"{shard.key} has two sizes in the datasets that are to be merged")
         if len(mounts) > MAX_MOUNTS:
-            raise UsageError(f"the datasets lie in {len(mounts)} places", hint=f"at most {MAX_MOUNTS} can be joined")
+            raise UsageError(f"the datasets lie in {len(mounts)} locations", hint=f"at most {MAX_MOUNTS} can be merged")
         how, text = Lineage(operation="merge", sources=sources), message or f"merged {names}"
-        parts = [*base.index, *(part for guest in guests for part in guest.parts)]
-        made = _next(base, tuple(shards.values()), tuple(parts), text, tuple(mounts.values()), how)
-        with _mounted(dataset, made, named) as store:
-            made = _joined(store, made)
-            _refuse_repeated(store, made)
+        parts = [*base.index, *(part for merged in inputs for part in merged.parts)]
+        made = _next_document(base, tuple(shards.values()), tuple(parts), text, tuple(mounts.values()), how)
+        with _with_mounts(dataset, made, named) as store:
+            made = _sort_parts(store, made)
+            _check_unique_keys(store, made)
         return made
 
     return versions.commit(dataset.store, build), named
@@ -162,23 +186,23 @@ def merge(dataset: Opened, others: Sequence[Opened], message: str) -> tuple[Vers
 # --- what is left of a part
 
 
-def _without(opened: OpenIndex, part: int, gone: RowNumbers) -> RowNumbers:
-    left = opened.kept(part)
+def _without_rows(opened: OpenIndex, part: int, gone: RowNumbers) -> RowNumbers:
+    left = opened.remaining_rows(part)
     before = np.arange(opened.part_rows(part), dtype=np.uint32) if left is None else left
     return np.setdiff1d(before, gone, assume_unique=True)
 
 
-def _narrowed(
+def _narrow_parts(
     store: Store, document: VersionDocument, rows: Sequence[RowNumbers], sizes: Sequence[int]
 ) -> tuple[IndexPart, ...]:
     """The parts of `document` with only these rows, whose members have `sizes` bytes. Parts without rows are
     dropped."""
     there = [(p, r, s) for p, r, s in zip(document.index, rows, sizes, strict=True) if len(r)]
-    changed = iter(store_bitmaps(store, [item for item in there if len(item[1]) != item[0].left]))
-    return tuple(part if len(r) == part.left else next(changed) for part, r, _ in there)
+    changed = iter(store_bitmaps(store, [item for item in there if len(item[1]) != item[0].samples]))
+    return tuple(part if len(r) == part.samples else next(changed) for part, r, _ in there)
 
 
-def _next(
+def _next_document(
     base: VersionDocument,
     shards: tuple[Shard, ...],
     parts: tuple[IndexPart, ...],
@@ -199,7 +223,7 @@ def _next(
 
 
 @contextlib.contextmanager
-def _mounted(dataset: Opened, document: VersionDocument, named: Sequence[Mount] = ()) -> Iterator[Store]:
+def _with_mounts(dataset: Dataset, document: VersionDocument, named: Sequence[Mount] = ()) -> Iterator[Store]:
     whole, owned = with_mounts(dataset.store, document, False, {}, dataset.trust_mounts, named)
     try:
         yield whole
@@ -208,21 +232,23 @@ def _mounted(dataset: Opened, document: VersionDocument, named: Sequence[Mount] 
             whole.close()
 
 
-def _refuse_view(dataset: Opened) -> None:
+def _check_no_view(dataset: Dataset) -> None:
     if dataset.view is not None:
         raise UsageError("a view cannot be changed", hint="narrow it with where, or change the dataset it came from")
 
 
-def _some(keys: Iterable[str]) -> str:
+def _list_some(keys: Iterable[str]) -> str:
     listed = sorted(keys)
-    return ", ".join(map(repr, listed[:_NAMED])) + (f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else "")
+    return ", ".join(map(repr, listed[:_KEYS_IN_ERRORS])) + (
+        f" and {len(listed) - _KEYS_IN_ERRORS} more" if len(listed) > _KEYS_IN_ERRORS else ""
+    )
 
 
 # --- merging
 
 
 @dataclass(frozen=True)
-class _Guest:
+class _MergeInput:
     """The shards, parts and mounts of a merged dataset, with their names in the dataset that it is merged into."""
 
     shards: tuple[Shard, ...]
@@ -230,55 +256,59 @@ class _Guest:
     mounts: tuple[Mount, ...]
 
 
-def _guest(host: Opened, other: Opened) -> _Guest:
-    document, place = other.document, _place(other.store)
-    if place == _place(host.store):
+def _merge_input(target: Dataset, other: Dataset) -> _MergeInput:
+    document, place = other.document, _location(other.store)
+    if place == _location(target.store):
         prefix, mounts = "", document.mounts
     else:
         mount = mount_of(Location(place[0], place[1], True))
         prefix, mounts = f"{PREFIX}{mount.name}/", (mount, *document.mounts)
 
-    def here(key: str) -> str:
+    def rename(key: str) -> str:
         return key if key.startswith(PREFIX) else prefix + key
 
-    def moved(part: IndexPart) -> IndexPart:
-        left = None if part.kept is None else msgspec.structs.replace(part.kept, key=here(part.kept.key))
+    def renamed(part: IndexPart) -> IndexPart:
+        bitmap = None if part.bitmap is None else msgspec.structs.replace(part.bitmap, key=rename(part.bitmap.key))
         # if the part is in a mount, its prefix already names that mount; rows in other mounts need no prefix
         outer = part.prefix if part.key.startswith(PREFIX) else prefix + part.prefix
-        return msgspec.structs.replace(part, key=here(part.key), prefix=outer, kept=left)
+        return msgspec.structs.replace(part, key=rename(part.key), prefix=outer, bitmap=bitmap)
 
-    shards = tuple(msgspec.structs.replace(shard, key=here(shard.key)) for shard in document.shards)
-    guest = msgspec.structs.replace(document, index=tuple(map(moved, document.index)))
-    parts = guest.index
+    shards = tuple(msgspec.structs.replace(shard, key=rename(shard.key)) for shard in document.shards)
+    merged = msgspec.structs.replace(document, index=tuple(map(renamed, document.index)))
+    parts = merged.index
     if other.view is not None:
-        parts = _narrowed(host.store, guest, other.view.rows, other.view.bytes)
-    return _Guest(shards, parts, mounts)
+        parts = _narrow_parts(target.store, merged, other.view.rows, other.view.bytes)
+    return _MergeInput(shards, parts, mounts)
 
 
-def _place(store: Store) -> tuple[str, dict[str, object]]:
+def _location(store: Store) -> tuple[str, dict[str, object]]:
     location = (store.base if isinstance(store, Mounts) else store).location
     return location.url, {name: value for name, value in location.options.items() if name != OPTION}
 
 
-def _joined(store: Store, document: VersionDocument) -> VersionDocument:
+def _sort_parts(store: Store, document: VersionDocument) -> VersionDocument:
     """`document` with each part only once, in the order of their samples.
 
     If several entries name the same part, the union of their rows remains.
     """
-    places = {shard.key: place for place, shard in enumerate(document.shards)}
+    positions = {shard.key: place for place, shard in enumerate(document.shards)}
     groups = dict[tuple[str, str], list[IndexPart]]()
     for part in document.index:
         groups.setdefault((part.key, part.prefix), []).append(part)
-    parts = [part if len(same) == 1 else _union(store, document, same) for same in groups.values() for part in same[:1]]
-    document = msgspec.structs.replace(document, index=tuple(parts), samples=sum(p.left for p in parts))
-    firsts = [_first(OpenIndex(store, document), number, places) for number in range(len(parts))]
+    parts = [
+        part if len(same) == 1 else _union_of_rows(store, document, same)
+        for same in groups.values()
+        for part in same[:1]
+    ]
+    document = msgspec.structs.replace(document, index=tuple(parts), samples=sum(p.samples for p in parts))
+    firsts = [_first_position(OpenIndex(store, document), number, positions) for number in range(len(parts))]
     order = sorted(range(len(parts)), key=firsts.__getitem__)
     return msgspec.structs.replace(document, index=tuple(parts[number] for number in order))
 
 
-def _union(store: Store, document: VersionDocument, same: Sequence[IndexPart]) -> IndexPart:
-    whole = msgspec.structs.replace(same[0], kept=None)
-    if any(part.kept is None for part in same):
+def _union_of_rows(store: Store, document: VersionDocument, same: Sequence[IndexPart]) -> IndexPart:
+    whole = msgspec.structs.replace(same[0], bitmap=None)
+    if any(part.bitmap is None for part in same):
         return whole
     loaded = [rows for part in same if (rows := load_bitmap(store, part, part.key)) is not None]
     rows = np.unique(np.concatenate(loaded)).astype(np.uint32)
@@ -292,16 +322,112 @@ def _union(store: Store, document: VersionDocument, same: Sequence[IndexPart]) -
     return store_bitmaps(store, [(whole, rows, size)])[0]
 
 
-def _first(opened: OpenIndex, part: int, places: Any) -> tuple[int, int]:
+def _first_position(opened: OpenIndex, part: int, positions: Any) -> tuple[int, int]:
     """The position of the first row of a part, even if that row was removed."""
     row = opened.first_row(part)
-    return places[row.shard], row.members[0].offset
+    return positions[row.shard], row.members[0].offset
 
 
-def _refuse_repeated(store: Store, document: VersionDocument) -> None:
+def _check_unique_keys(store: Store, document: VersionDocument) -> None:
     twice = repeated_keys(OpenIndex(store, document).tables(["key"]))
     if twice:
         raise ConflictError(
-            f"{store.location.url}: two of the merged datasets hold {_some(twice)}",
+            f"{store.location.url}: two of the merged datasets hold {_list_some(twice)}",
             hint="leave the samples of one of them out with where, or remove them first",
         )
+
+
+# --- comparing versions
+
+
+@dataclass(frozen=True)
+class Change:
+    """One sample that differs. `kind` is one of `KINDS`."""
+
+    kind: str
+    key: str
+
+
+class Diff:
+    """The differences, which stay in memory until `close`. `unchanged` is the number of samples that do not differ."""
+
+    def __init__(self, connection: Any, samples: tuple[int, int]) -> None:
+        self._connection = connection
+        found = dict(connection.execute("SELECT kind, count(*) FROM changes GROUP BY kind").fetchall())
+        self.added, self.removed, self.changed = (int(found.get(kind, 0)) for kind in range(3))
+        self.unchanged = samples[0] - self.removed - self.changed
+
+    def __iter__(self) -> Iterator[Change]:
+        cursor = self._connection.cursor()
+        cursor.execute("SELECT kind, key FROM changes ORDER BY kind, key")
+        while rows := cursor.fetchmany(_ROWS_PER_FETCH):
+            yield from (Change(KINDS[kind], key) for kind, key in rows)
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed)
+
+    def keys(self, kind: str) -> list[str]:
+        """All keys of one kind."""
+        return [change.key for change in self if change.kind == kind]
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._connection.close()
+
+    def __enter__(self) -> Diff:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def diff(old: Dataset, new: Dataset) -> Diff:
+    """Compare `old` with `new`."""
+    ours, theirs = _parts_to_read(old, new)
+    connection = connect()
+    try:
+        for name, dataset, parts in (("a", old, ours), ("b", new, theirs)):
+            connection.execute(f"CREATE TABLE {name} (key VARCHAR, content UBIGINT)").fetchall()
+            for part in parts:
+                connection.register("part", _content_columns(dataset.index.part_table(part, _COLUMNS)))
+                connection.execute(f"INSERT INTO {name} {_CONTENT.format('part')}").fetchall()
+        connection.execute(_JOINED).fetchall()
+        connection.execute("DROP TABLE a").fetchall()
+        connection.execute("DROP TABLE b").fetchall()
+        return Diff(connection, (len(old), len(new)))
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _content_columns(table: Any) -> Any:
+    return pa.table({name: table[name] for name in _COLUMNS})
+
+
+def _parts_to_read(old: Dataset, new: Dataset) -> tuple[Sequence[int], Sequence[int]]:
+    """The parts of each dataset that the other one does not have with the same remaining rows."""
+    same_store = old.url == new.url
+    there = {(p.key, p.digest): n for n, p in enumerate(new.document.index)} if same_store else {}
+    ours, theirs = list[int](), set(range(len(new.document.index)))
+    for number, part in enumerate(old.document.index):
+        twin = there.get((part.key, part.digest))
+        if twin is not None and _same_rows(old, number, new, twin):
+            theirs.discard(twin)
+        else:
+            ours.append(number)
+    return ours, sorted(theirs)
+
+
+def _same_rows(old: Dataset, number: int, new: Dataset, twin: int) -> bool:
+    if _samples_in(old, number) != _samples_in(new, twin):
+        return False
+    ours, theirs = old.index.remaining_rows(number), new.index.remaining_rows(twin)
+    if ours is None or theirs is None:
+        return ours is theirs or _samples_in(old, number) == old.index.part_rows(number)
+    return bool(np.array_equal(ours, theirs))
+
+
+def _samples_in(dataset: Dataset, part: int) -> int:
+    """The number of samples in a part of a version or view."""
+    ends = dataset.index.ends
+    return int(ends[part] - (ends[part - 1] if part else 0))

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 _TEXT = {"txt", "json", "vtt", "srt", "csv", "tsv", "xml", "cls"}
 _SPOOL_BYTES = 64 * limits.MIB
 _CODECS_SHOWN = 12
+_MAX_TAGS = 200
+_COLUMNS = ("duration", "width", "height", "frames", "video_codec", "audio_codec", "sample_rate", "text")
+_COLOR = ("color_space", "color_range", "color_primaries", "color_transfer")
 _PREVIEW = """\
 Make one HTML page that shows what a dataset holds: pictures of samples spread evenly over it, durations, sizes, codecs and
 captions. The page is one file, needs no network, and opens in any browser."""
@@ -59,8 +62,6 @@ captions. The page is one file, needs no network, and opens in any browser."""
 )
 def info(args: Namespace) -> int:
     """`headrace info DATASET`"""
-    from headrace.dataio.shards.summary import summary
-
     with open_dataset(args) as opened:
         found = summary(_narrowed(opened, args.where))
     if args.json:
@@ -106,7 +107,7 @@ def ls(args: Namespace) -> int:
 )
 def cat(args: Namespace) -> int:
     """`headrace cat DATASET KEY`"""
-    from headrace.dataio.shards.members import chunks, find_member
+    from headrace.dataio.shards.dataset import chunks, find_member
 
     with open_dataset(args) as opened, tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
         sample = opened.find(args.key)
@@ -207,6 +208,64 @@ def _main_ext(sample: Sample) -> str:
         return sample.members[0].ext
     have = ", ".join(member.ext for member in sample.members)
     raise UsageError(f"sample {sample.key!r} has several members", hint=f"choose one with --ext: {have}")
+
+
+# --- statistics
+
+
+def summary(dataset: Dataset) -> dict[str, Any]:
+    """Statistics in plain JSON types: seconds, bytes, and counts of codecs and sizes, most frequent first.
+
+    Every statistic is a sum or a count over the index's columns or the version document.
+    """
+    import pyarrow.compute as pc
+
+    table = dataset.columns((*_COLUMNS, *_COLOR))
+    video = pc.is_valid(table["video_codec"])
+    return {
+        "url": dataset.url,
+        "name": dataset.name,
+        "version": dataset.version,
+        "digest": dataset.digest,
+        "created": dataset.document.created,
+        "message": dataset.document.message,
+        "parent": dataset.document.parent,
+        "trunk": dataset.document.trunk == dataset.version,
+        "made_from": [msgspec.to_builtins(source) for source in dataset.lineage.sources],
+        "where": list(dataset.lineage.where),
+        "tags": _tags_of(dataset),
+        "samples": len(dataset),
+        "shards": len(dataset.document.shards),
+        "bytes": sum(shard.size for shard in dataset.document.shards),
+        "member_bytes": dataset.total_bytes,
+        "seconds": pc.sum(table["duration"], min_count=0).as_py(),
+        "video_seconds": pc.sum(table["duration"].filter(video), min_count=0).as_py(),
+        "video_frames": pc.sum(table["frames"], min_count=0).as_py(),
+        "with_text": table.num_rows - table["text"].null_count,
+        "video_codecs": _counts(table, ["video_codec"]),
+        "audio_codecs": _counts(table, ["audio_codec"]),
+        "sizes": _counts(table, ["width", "height"]),
+        "sample_rates": _counts(table, ["sample_rate"]),
+        "colors": _counts(table, list(_COLOR), "/"),
+    }
+
+
+def _tags_of(dataset: Dataset) -> list[str]:
+    """The tags of this version. For a view, the tags of the version that it narrows. Only the first `_MAX_TAGS` tags are
+    searched."""
+    from headrace.dataio.shards.versions import tags
+
+    names = sorted(tags.names(dataset.store))[:_MAX_TAGS]
+    return [name for name in names if tags.read(dataset.store, name).version == dataset.version]
+
+
+def _counts(table: Any, columns: list[str], separator: str = "x") -> dict[str, int]:
+    import pyarrow.compute as pc
+
+    there = table.select(columns).filter(pc.is_valid(table[columns[0]]))
+    grouped = there.group_by(columns, use_threads=False).aggregate([([], "count_all")]).to_pylist()
+    rows = [(separator.join(str(row[c]) for c in columns), int(row["count_all"])) for row in grouped]
+    return dict(sorted(rows, key=lambda row: (-row[1], row[0])))
 
 
 # --- output

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -56,7 +55,7 @@ _MESSAGE = argument(
 )
 def log(args: Namespace) -> int:
     """`headrace log DATASET`"""
-    from headrace.dataio.shards.versions.history import history
+    from headrace.dataio.shards.versions.tags import history
     from headrace.dataio.store.open import open_store
 
     number = 0
@@ -186,7 +185,7 @@ def filter_(args: Namespace) -> int:
 )
 def remove(args: Namespace) -> int:
     """`headrace remove DATASET [KEY...]`"""
-    keys = [*args.keys, *(_keys_from(args.keys_from) if args.keys_from else ())]
+    keys = [*args.keys, *(_read_keys(args.keys_from) if args.keys_from else ())]
     if bool(keys) == bool(args.where):
         raise UsageError("say which samples: either keys or --where", hint="`headrace ls --where` shows them first")
     from headrace.dataio.shards.changes import count_removed
@@ -227,16 +226,17 @@ def merge(args: Namespace) -> int:
     return 0
 
 
-def _keys_from(path: str) -> Iterator[str]:
+def _read_keys(path: str) -> list[str]:
+    """The keys in a text file with one key per line. `-` means standard input."""
     try:
-        with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as file:
-            text = file.read(_KEYS_BYTES + 1)
+        with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+            data = file.read(_KEYS_BYTES + 1)
+        if len(data) > _KEYS_BYTES:
+            raise CapacityError(f"{path} is larger than {limits.format_bytes(_KEYS_BYTES)}", hint="use --where")
+        return [line for line in data.decode().splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
         why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror or error
         raise UsageError(f"{path} cannot be read: {why}", hint="give a text file with one key per line") from error
-    if len(text) > _KEYS_BYTES:
-        raise CapacityError(f"{path} is larger than {limits.format_bytes(_KEYS_BYTES)}", hint="use --where")
-    return iter([line for line in text.splitlines() if line])
 
 
 def _print_made(made: Dataset, as_json: bool, before: Dataset | None = None) -> None:

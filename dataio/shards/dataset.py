@@ -11,7 +11,7 @@ Invariants:
 
 Failure behaviour: opening raises `NotFoundError`, `AccessDeniedError` or `CorruptionError` naming the object. An index
 of up to `CHECKED_AT_OPEN` bytes is read and checked completely when the dataset is opened. The rows of a larger index,
-or of one opened with `at_once`, are checked when they are read. So `CorruptionError` may be raised later. `check` reads
+or of one opened with `open_lazy`, are checked when they are read. So `CorruptionError` may be raised later. `check` reads
 and checks everything.
 """
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError, UsageError
-from headrace.dataio.shards import members
+from headrace.dataio.shards import member_reader
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.sample import Files, Sample
 from headrace.dataio.shards.versions import documents as versions
@@ -35,12 +35,12 @@ from headrace.dataio.store.open import open_store
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from headrace.dataio.shards.diff import Diff
+    from headrace.dataio.shards.changes import Diff
     from headrace.dataio.shards.ingest.report import PackReport
-    from headrace.dataio.shards.view import View
+    from headrace.dataio.shards.query.conditions import View
 
 CHECKED_AT_OPEN = 16 * limits.MIB
-_ROWS_AT_ONCE = 1024
+_ROWS_PER_READ = 1024
 
 
 class Dataset:
@@ -65,7 +65,7 @@ class Dataset:
         self._check_small()
 
     @classmethod
-    def at_once(
+    def open_lazy(
         cls,
         url: str | os.PathLike[str],
         version: int | str | None = None,
@@ -144,7 +144,7 @@ class Dataset:
     @property
     def total_bytes(self) -> int:
         """The total bytes of the samples' members."""
-        return sum(p.left_bytes for p in self.document.index) if self.view is None else self.view.total_bytes
+        return sum(p.sample_bytes for p in self.document.index) if self.view is None else self.view.total_bytes
 
     @property
     def keys(self) -> Sequence[str]:
@@ -168,17 +168,17 @@ class Dataset:
             raise UsageError(f"the index has no column {unknown[0]!r}", hint=f"it has {', '.join(index.SCHEMA.names)}")
         return self.index.columns(names)
 
-    def only(self, column: str) -> str | None:
+    def constant_value(self, column: str) -> str | None:
         """The value that all samples have in this column, if the version document records one; else None. Reads
         nothing."""
-        return self.index.only(column)
+        return self.index.constant_value(column)
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __iter__(self) -> Iterator[Sample]:
-        for start in range(0, len(self), _ROWS_AT_ONCE):
-            yield from self.samples(range(start, min(start + _ROWS_AT_ONCE, len(self))))
+        for start in range(0, len(self), _ROWS_PER_READ):
+            yield from self.samples(range(start, min(start + _ROWS_PER_READ, len(self))))
 
     def sample(self, i: int) -> Sample:
         """Look up sample number `i`, 0 <= i < len(self)."""
@@ -218,7 +218,7 @@ class Dataset:
 
     def read(self, sample: Sample, ext: str) -> bytes:
         """Read one member directly from the store and verify its checksum."""
-        return members.read(self.store, sample, ext)
+        return member_reader.read_member(self.store, sample, ext)
 
     def check(self) -> None:
         """Read and check the whole index. Raises `CorruptionError` for the first problem."""
@@ -234,9 +234,17 @@ class Dataset:
         leaves out samples for which the condition is null. It does not change when later versions are made. Raises
         `UsageError` if `condition` is anything else.
         """
-        from headrace.dataio.shards import view
+        from headrace.dataio.shards.query import conditions  # imports DuckDB and Arrow
 
-        return self._with(view.narrow(self, condition))
+        before = (
+            self.view.lineage
+            if self.view is not None
+            else versions.Lineage(
+                operation="where",
+                sources=(versions.Source(name=self.name, version=self.version, digest=self.digest),),
+            )
+        )
+        return self._with(conditions.narrow(self.store, self.document, self.index, before, condition))
 
     def save(self, message: str = "") -> Dataset:
         """Save this view as a version. Readers open it by its number or a tag. The version opened by default stays the
@@ -272,7 +280,7 @@ class Dataset:
 
     def diff(self, other: Dataset) -> Diff:
         """Compare this version with `other`, by key."""
-        from headrace.dataio.shards.diff import diff
+        from headrace.dataio.shards.changes import diff
 
         return diff(self, other)
 

@@ -23,7 +23,7 @@ import xxhash
 
 from headrace.dataio.core import files
 from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError, from_os_error
-from headrace.dataio.shards import members
+from headrace.dataio.shards import member_reader
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.sample import Member, Sample
 
@@ -53,7 +53,7 @@ def export(
         raise _os_error(target, error) from error
     for key in keys:
         sample = dataset.find(key)
-        for member in sample.members if ext is None else (members.find_member(sample, ext),):
+        for member in sample.members if ext is None else (member_reader.find_member(sample, ext),):
             path = target / safe_name(sample.key, member.ext)
             _write(dataset, sample, member, path, force)
             yield f"{sample.key}.{member.ext}", path
@@ -80,7 +80,7 @@ def _write(dataset: Dataset, sample: Sample, member: Member, path: Path, force: 
     if not force and os.path.lexists(path):
         raise _exists(path)
     with name_path_in_errors(path), files.write_atomically(path, replace=force) as file:
-        for piece in members.chunks(dataset.store, sample, member):
+        for piece in member_reader.read_chunks(dataset.store, sample, member):
             file.write(piece)
 
 

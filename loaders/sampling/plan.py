@@ -212,7 +212,7 @@ def samples_with(dataset: Dataset, column: str, what: str, *, without: Collectio
     there are none."""
     if not len(dataset):
         raise UsageError(f"no sample of {dataset.url} is left", hint="loosen the condition of the view")
-    only = dataset.only(column)
+    only = dataset.constant_value(column)
     if only is not None and only not in without:
         return np.arange(len(dataset), dtype=np.int64)
     import pyarrow as pa  # imported late: not all loaders need it
@@ -476,7 +476,7 @@ def _open(
     if not isinstance(given, str | os.PathLike | Dataset):
         raise UsageError(f"{given!r} is not a dataset", hint="give its URL or folder, or an open Dataset")
     if not isinstance(source, Dataset):
-        owned.append(Dataset.at_once(os.fspath(source), version, trust_mounts=trust_mounts, storage_options=options))
+        owned.append(Dataset.open_lazy(os.fspath(source), version, trust_mounts=trust_mounts, storage_options=options))
         return owned[-1]
     if options or version not in (None, source.version):
         raise UsageError(

@@ -14,7 +14,7 @@ import pytest
 from headrace.dataio import Dataset, cli, index
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.shards.ingest.pack import append
-from headrace.dataio.shards.verify.run import verify
+from headrace.dataio.shards.verify.dataset_check import verify
 from headrace.dataio.shards.versions import documents
 from headrace.dataio.shards.versions.documents import Mount
 from headrace.dataio.shards.versions.mounting import mount_of, with_mounts
@@ -228,14 +228,14 @@ def test_trust_is_given_to_everything_that_opens_a_dataset(tmp_path: Path, capsy
     with wave.open(str(tmp_path / "new.wav"), "wb") as sound:
         sound.setparams((1, 2, 8000, 0, "NONE", ""))
         sound.writeframes(bytes(1600))
-    for opener in (Dataset, Dataset.at_once, verify):
+    for opener in (Dataset, Dataset.open_lazy, verify):
         with pytest.raises(UsageError, match="trust_mounts"):
             opener(place)
     assert not verify(place, trust_mounts=True).damaged
     with Dataset(place, trust_mounts=True) as dataset:
         assert dataset.read(dataset.sample(1), "bin") == b"22222"
         assert len(dataset.remove(["b"])) == 1
-    with Dataset.at_once(place, trust_mounts=True) as dataset:
+    with Dataset.open_lazy(place, trust_mounts=True) as dataset:
         assert len(dataset) == 1
     with pytest.raises(UsageError, match="trust_mounts"):
         append(tmp_path / "new.wav", place, workers=1)

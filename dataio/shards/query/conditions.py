@@ -1,4 +1,4 @@
-"""Conditions: one boolean SQL expression over the index, validated before it runs.
+"""Conditions: one boolean SQL expression over the index, validated before it runs. Views hold the samples that meet one.
 
 Purpose: users write the condition of `Dataset.where` in SQL. `parse` rejects everything that is not a condition.
 `matching` lets DuckDB evaluate the condition over Arrow columns. This package reads these columns through the store and
@@ -10,6 +10,8 @@ Invariants:
 * Every column is one of `COLUMNS` or a promoted field.
 * DuckDB runs `Predicate.sql` over a table with exactly the columns that the text needs. A few parts are read at a time,
   so memory does not grow with the dataset. The resulting rows are in the order of the samples' numbers.
+* The digest of a view covers the version's document, the conditions and the selected rows. So equal digests mean equal
+  samples.
 * A value is at most `GROWTH` times as long as the values that it is made of, because DuckDB's memory limit does not
   count texts.
 
@@ -21,10 +23,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import blake3
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -34,7 +38,8 @@ from headrace.dataio.core.imports import naming_extras
 from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers
 from headrace.dataio.shards.query.part_writer import join_types
-from headrace.dataio.shards.versions.documents import VersionDocument
+from headrace.dataio.shards.versions.documents import Lineage, VersionDocument
+from headrace.dataio.store.base import Store
 
 TEXT_BYTES = 16 << 10
 GROWTH = 64
@@ -88,7 +93,57 @@ class Predicate:
     sql: str
 
 
+@dataclass(frozen=True)
+class View:
+    """The selected rows of each part (`rows`), and the total bytes of their members (`bytes`)."""
+
+    index: OpenIndex
+    rows: Sequence[RowNumbers]
+    bytes: Sequence[int]
+    lineage: Lineage
+    ids: str
+    """BLAKE3 of the selected rows."""
+
+    @property
+    def total_bytes(self) -> int:
+        """The total bytes of the samples' members."""
+        return sum(self.bytes)
+
+    @property
+    def digest(self) -> str:
+        """BLAKE3 of the version's digest, the conditions and the rows."""
+        source = self.lineage.sources[0]
+        named = msgspec.json.encode([source.digest, self.lineage.where, self.ids])
+        return str(blake3.blake3(named).hexdigest())
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The entries that a view adds to its version's fingerprint."""
+        source = self.lineage.sources[0]
+        return {"of": source.digest, "where": list(self.lineage.where), "ids": self.ids}
+
+
 # --- running conditions
+
+
+def narrow(store: Store, document: VersionDocument, opened: OpenIndex, lineage: Lineage, condition: str) -> View:
+    """Make a view of the samples in `opened` that meet `condition`.
+
+    `lineage` is that of the view to narrow. For a version, it names the version as its source, without conditions.
+    """
+    found = list(matching(opened, document, condition))
+    rows = [rows for rows, _ in found]
+    hasher = blake3.blake3()
+    for chosen in rows:
+        hasher.update(len(chosen).to_bytes(8, "little"))
+        hasher.update(chosen.astype("<u4").tobytes())
+    return View(
+        index=OpenIndex(store, document, rows),
+        rows=rows,
+        bytes=[size for _, size in found],
+        lineage=msgspec.structs.replace(lineage, where=(*lineage.where, condition)),
+        ids=str(hasher.hexdigest()),
+    )
 
 
 def field_types(document: VersionDocument) -> dict[str, str]:
@@ -128,7 +183,7 @@ def rows_with_keys(opened: OpenIndex, keys: Iterable[str]) -> tuple[list[tuple[R
 
 
 def _physical(opened: OpenIndex, part: int, rows: RowNumbers) -> RowNumbers:
-    left = opened.kept(part)
+    left = opened.remaining_rows(part)
     return rows if left is None else left[rows]
 
 

@@ -37,7 +37,7 @@ from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeErr
 from headrace.dataio.shards.index.pages import digest, without_page_fields
 from headrace.dataio.shards.query.page_reader import PAGE_CACHE_BYTES, PageCache, PageReader, name_of
 from headrace.dataio.shards.sample import Files, Sample
-from headrace.dataio.shards.versions.documents import IndexPart, Kept, VersionDocument
+from headrace.dataio.shards.versions.documents import IndexPart, RowBitmap, VersionDocument
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
 
@@ -60,8 +60,8 @@ class OpenIndex:
         self, store: Store, document: VersionDocument, chosen: Sequence[RowNumbers | None] | None = None
     ) -> None:
         self._store, self._document = store, document
-        self._kept: dict[int, RowNumbers | None] = dict(enumerate(chosen)) if chosen is not None else {}
-        left = [p.left for p in document.index]
+        self._remaining_rows: dict[int, RowNumbers | None] = dict(enumerate(chosen)) if chosen is not None else {}
+        left = [p.samples for p in document.index]
         if chosen is not None:
             left = [p.rows if c is None else len(c) for p, c in zip(document.index, chosen, strict=True)]
         self.ends: I64 = np.cumsum(left, dtype=np.int64)
@@ -146,12 +146,12 @@ class OpenIndex:
                     break
         return wrong
 
-    def only(self, column: str) -> str | None:
+    def constant_value(self, column: str) -> str | None:
         """The value that all samples have in this column, if the version document records one.
 
         None means that the column has to be read.
         """
-        values = {part.only.get(column) for part in self._document.index}
+        values = {part.constant_values.get(column) for part in self._document.index}
         return values.pop() if len(values) == 1 else None
 
     @property
@@ -160,12 +160,12 @@ class OpenIndex:
         each = [frozenset(part.files) for part in self._document.index]
         return frozenset.intersection(*each) if each else frozenset()
 
-    def kept(self, part: int) -> RowNumbers | None:
+    def remaining_rows(self, part: int) -> RowNumbers | None:
         """The rows of a part that are samples. None means all rows."""
-        if part not in self._kept:
+        if part not in self._remaining_rows:
             described = self._document.index[part]
-            self._kept[part] = load_bitmap(self._store, described, name_of(self._store, described))
-        return self._kept[part]
+            self._remaining_rows[part] = load_bitmap(self._store, described, name_of(self._store, described))
+        return self._remaining_rows[part]
 
     def part_rows(self, part: int) -> int:
         """The number of rows of a part, including removed ones."""
@@ -181,7 +181,7 @@ class OpenIndex:
             own = wanted[places[part]]
             rows = own - (self.ends[part - 1] if part else 0)
             with self._lock:
-                chosen = self.kept(part)
+                chosen = self.remaining_rows(part)
             return read(part, rows if chosen is None else chosen[rows].astype(np.int64), own.tolist())
 
         found = dict[int, T]()
@@ -222,7 +222,7 @@ class OpenIndex:
     def _tables(self) -> Tables:
         from headrace.dataio.shards.query.tables import Tables  # imports Arrow, which sample lookup does not need
 
-        return Tables(self._store, self._document, self.kept, len(self))
+        return Tables(self._store, self._document, self.remaining_rows, len(self))
 
 
 # --- bitmaps of remaining rows
@@ -253,17 +253,17 @@ def decode_bitmap(data: bytes, of: int, count: int, name: str) -> RowNumbers:
 
 def load_bitmap(store: Store, part: IndexPart, name: str) -> RowNumbers | None:
     """Read the rows of `part` that remain. None means all rows."""
-    kept = part.kept
-    if kept is None:
+    bitmap = part.bitmap
+    if bitmap is None:
         return None
-    data = bytearray(kept.size)
+    data = bytearray(bitmap.size)
     try:
-        store.get_into(kept.key, kept.offset, memoryview(data))
+        store.get_into(bitmap.key, bitmap.offset, memoryview(data))
     except (NotFoundError, RangeError) as error:
-        raise CorruptionError(f"{name}: {kept.key} is missing or short: {error.message}") from error
-    if digest(bytes(data)) != kept.digest:
-        raise CorruptionError(f"{name}: the digest of the bitmap of its rows, in {kept.key}, does not match")
-    return decode_bitmap(bytes(data), part.rows, kept.rows, name)
+        raise CorruptionError(f"{name}: {bitmap.key} is missing or short: {error.message}") from error
+    if digest(bytes(data)) != bitmap.digest:
+        raise CorruptionError(f"{name}: the digest of the bitmap of its rows, in {bitmap.key}, does not match")
+    return decode_bitmap(bytes(data), part.rows, bitmap.rows, name)
 
 
 def store_bitmaps(store: Store, changed: Sequence[tuple[IndexPart, RowNumbers, int]]) -> list[IndexPart]:
@@ -278,7 +278,7 @@ def store_bitmaps(store: Store, changed: Sequence[tuple[IndexPart, RowNumbers, i
     key, offset, made = f"index/{digest(data)[:32]}.kept", 0, list[IndexPart]()
     store.put(key, data)
     for piece, (part, rows, size) in zip(pieces, changed, strict=True):
-        kept = Kept(key=key, offset=offset, size=len(piece), digest=digest(piece), rows=len(rows), bytes=size)
-        made.append(msgspec.structs.replace(part, kept=kept))
+        bitmap = RowBitmap(key=key, offset=offset, size=len(piece), digest=digest(piece), rows=len(rows), bytes=size)
+        made.append(msgspec.structs.replace(part, bitmap=bitmap))
         offset += len(piece)
     return made

@@ -111,7 +111,7 @@ def store_part(store: Store, number: int, part: EncodedPart, rows: int, size: in
         footer_digest=digest(part.data[-part.footer :]),
         pages=part.section,
         fields=fields,
-        only=constant_values(part.data),
+        constant_values=constant_values(part.data),
         files=part.files,
     )
 

@@ -6,7 +6,7 @@ possible: the footer once, and then the column chunks that a caller needs. If th
 every read needs it, so the reader reads both together.
 Invariants:
 
-* Row numbers are those of the parts. `kept` returns the rows of a part that are samples.
+* Row numbers are those of the parts. `remaining_rows` returns the rows of a part that are samples.
 * Row groups that a caller needs at the same time are read together, up to `GROUPS_PER_READ`. This takes less time and
   only one round trip.
 * Row groups that were read together are also cached together, decoded. The cache is an LRU cache of `CACHE_BYTES`.
@@ -71,15 +71,15 @@ GroupRun = tuple[int, tuple[int, ...]]
 
 
 class Tables:
-    """The tables of `document`'s parts. `kept` returns the rows of a part that are samples (None: all rows).
+    """The tables of `document`'s parts. `remaining_rows` returns the rows of a part that are samples (None: all rows).
 
     There are `samples` samples in total.
     """
 
     def __init__(
-        self, store: Store, document: VersionDocument, kept: Callable[[int], RowNumbers | None], samples: int
+        self, store: Store, document: VersionDocument, remaining_rows: Callable[[int], RowNumbers | None], samples: int
     ) -> None:
-        self._store, self._document, self._rows_kept, self._samples = store, document, kept, samples
+        self._store, self._document, self._remaining_rows, self._samples = store, document, remaining_rows, samples
         shards = document.shard_sizes()
         self._reader = lru_cache(READERS)(lambda part: PartReader(store, document.index[part], shards))
         self._tables: OrderedDict[GroupRun, Any] = OrderedDict()
@@ -126,7 +126,7 @@ class Tables:
 
     def part_table(self, part: int, columns: Sequence[str] | None = None) -> Any:
         """These columns of the samples in one part."""
-        table, rows = self._reader(part).read(columns), self._rows_kept(part)
+        table, rows = self._reader(part).read(columns), self._remaining_rows(part)
         return table if rows is None else pc.rows(table, pa.array(rows))
 
     def checked(self) -> Iterator[tuple[int, int, Any]]:
@@ -138,7 +138,7 @@ class Tables:
         last: tuple[int, int] | None = None
         places = {shard.key: place for place, shard in enumerate(self._document.shards)}
         for part in range(len(self._document.index)):
-            self._rows_kept(part)
+            self._remaining_rows(part)
             groups = len(self._reader(part).ends)
             for group in range(groups):
                 if group % GROUPS_PER_READ == 0:

@@ -32,7 +32,7 @@ from headrace.dataio.core.cli import (
 from headrace.dataio.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from headrace.dataio.shards.verify.findings import ObjectReport, VerifyProgress, VerifyReport
+    from headrace.dataio.shards.verify.report import ObjectReport, VerifyProgress, VerifyReport
 
 _LISTED_OF_ONE = 10
 _CHANGED = "headrace verify DATASET --repair FROM-URL --apply replaces damaged objects from a second copy"
@@ -71,7 +71,7 @@ def verify(args: Namespace) -> int:
     """`headrace verify DATASET`"""
     if args.apply and args.repair is None:
         raise UsageError("--apply goes with --repair", hint="name a second copy of the dataset: --repair FROM-URL")
-    from headrace.dataio.shards.verify.run import verify as verify_dataset
+    from headrace.dataio.shards.verify.dataset_check import verify as verify_dataset
 
     with byte_progress("verifying", _progress_text, quiet=args.json) as progress:
         report = verify_dataset(

@@ -3,11 +3,11 @@
 Invariants:
 
 * Only whole objects are written, atomically. Every byte with a checksum is checked while it is written.
-* A member that is right here is never taken from the copy. A member that is wrong in both is never written.
+* An intact member is never taken from the copy. A member that is damaged in both is never written.
 * A copy of another dataset is refused.
 * Objects in mounted stores are never written.
 
-Failure behaviour: `Refused` says why an object cannot be repaired. The object stays as it was.
+Failure behaviour: `NotRepairable` says why an object cannot be repaired. The object stays as it was.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from headrace.dataio.core.errors import (
     UsageError,
 )
 from headrace.dataio.shards.index.pages import digest
-from headrace.dataio.shards.verify.shard_check import ShardCheck, Wanted, check_members, check_shard
+from headrace.dataio.shards.verify.shard_check import IndexedMember, ShardCheck, check_members, check_shard
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.shards.versions.documents import IndexPart, Kept, Shard
+from headrace.dataio.shards.versions.documents import IndexPart, RowBitmap, Shard
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
 
-_PIECE = 4 * limits.MIB
+_COPY_BYTES = 4 * limits.MIB
 
 
-class Refused(Exception):
+class NotRepairable(Exception):
     """The reason why an object was not repaired. `verify` reports it."""
 
 
-def open_copy(store: Store, copy: Store) -> None:
+def check_copy(store: Store, copy: Store) -> None:
     """Raise `UsageError` unless `copy` is a second copy of the dataset in `store`.
 
     The nonces in the two `dataset.json` are compared if both are readable. That of the copy must be readable.
@@ -65,58 +65,62 @@ def _nonce(store: Store) -> str | None:
         return None
 
 
-def document(store: Store, copy: Store, key: str, check: Callable[[bytes, str], object]) -> None:
+def repair_document(store: Store, copy: Store, key: str, check: Callable[[bytes, str], object]) -> None:
     """Replace a document with the copy's, if the copy's passes `check(bytes, name)`."""
     data = _get(copy, key, limits.JSON_DOCUMENT_BYTES)
     try:
         check(data, f"{copy.location.url}: {key}")
     except HeadraceError as error:
-        raise Refused(f"the copy's is bad as well: {error.message}") from error
+        raise NotRepairable(f"the object in the copy is damaged, too: {error.message}") from error
     store.put(key, data)
 
 
-def part(store: Store, copy: Store, wanted: IndexPart) -> None:
+def repair_part(store: Store, copy: Store, wanted: IndexPart) -> None:
     """Replace an index part with the copy's."""
-    _refuse_mounted(wanted.key)
+    _check_not_mounted(wanted.key)
     data = _get(copy, wanted.key, versions.PART_BYTES)
     if len(data) != wanted.size or digest(data) != wanted.digest:
-        raise Refused("the copy's is bad as well: its BLAKE3 is not what the version says")
+        raise NotRepairable("the object in the copy is damaged, too: its BLAKE3 is not what the version says")
     store.put(wanted.key, data)
 
 
-def kept(store: Store, copy: Store, key: str, ranges: Sequence[Kept]) -> None:
+def repair_bitmaps(store: Store, copy: Store, key: str, ranges: Sequence[RowBitmap]) -> None:
     """Replace an object of bitmaps with the copy's, if all `ranges` that the version uses are right there."""
-    _refuse_mounted(key)
+    _check_not_mounted(key)
     data = _get(copy, key, versions.PART_BYTES)
     if any(digest(data[k.offset : k.offset + k.size]) != k.digest for k in ranges):
-        raise Refused("the copy's is bad as well: the BLAKE3 of a range is not what the version says")
+        raise NotRepairable(
+            "the object in the copy is damaged, too: the BLAKE3 of a range is not what the version says"
+        )
     store.put(key, data)
 
 
-def shard(store: Store, copy: Store, wanted: Shard, rows: Sequence[Wanted], here: ShardCheck) -> None:
+def repair_shard(store: Store, copy: Store, wanted: Shard, rows: Sequence[IndexedMember], own: ShardCheck) -> None:
     """Replace a shard with one whose bytes are right.
 
-    The headers come from a sound tar, here or in the copy. Each member comes from a place where it is right.
+    The headers come from an intact tar, the dataset's or the copy's. Each member comes from a tar in which it is intact.
     """
-    _refuse_mounted(wanted.key)
+    _check_not_mounted(wanted.key)
     try:
-        if here.sound:
-            base, base_bad, other = store, here.bad, copy
-            other_bad = check_members(copy, wanted, (w for w in rows if w.offset in here.bad))
+        if own.intact:
+            base, base_bad, other = store, own.bad_offsets, copy
+            other_bad = check_members(copy, wanted, (w for w in rows if w.offset in own.bad_offsets))
         else:
-            there = check_shard(copy, wanted, rows)
-            if not there.sound:
-                raise Refused(f"the copy's is bad as well: {there.findings[0].message}")
-            base, base_bad, other, other_bad = copy, there.bad, store, here.bad
+            theirs = check_shard(copy, wanted, rows)
+            if not theirs.intact:
+                raise NotRepairable(f"the object in the copy is damaged, too: {theirs.findings[0].message}")
+            base, base_bad, other, other_bad = copy, theirs.bad_offsets, store, own.bad_offsets
         lost = sorted(base_bad & other_bad)
         if lost:
-            raise Refused(f"the copy's is bad as well: {len(lost)} members are wrong in both, the first at {lost[0]}")
+            raise NotRepairable(
+                f"the object in the copy is damaged, too: {len(lost)} members are damaged in both, the first at offset {lost[0]}"
+            )
         store.put_multipart(wanted.key, _merged(base, other, base_bad, wanted, rows))
     except CorruptionError as error:
-        raise Refused(error.message) from error
+        raise NotRepairable(error.message) from error
 
 
-def _merged(base: Store, other: Store, bad: set[int], shard: Shard, rows: Sequence[Wanted]) -> Iterator[bytes]:
+def _merged(base: Store, other: Store, bad: set[int], shard: Shard, rows: Sequence[IndexedMember]) -> Iterator[bytes]:
     """Yield the shard's bytes from `base`, but the members at the offsets `bad` from `other`.
 
     If a member is wrong, this raises before the end.
@@ -136,8 +140,8 @@ def _merged(base: Store, other: Store, bad: set[int], shard: Shard, rows: Sequen
 
 
 def _range(store: Store, key: str, start: int, end: int) -> Iterator[bytes]:
-    for at in range(start, end, _PIECE):
-        piece = bytearray(min(_PIECE, end - at))
+    for at in range(start, end, _COPY_BYTES):
+        piece = bytearray(min(_COPY_BYTES, end - at))
         try:
             store.get_into(key, at, memoryview(piece))
         except (NotFoundError, RangeError) as error:
@@ -149,18 +153,18 @@ def _get(copy: Store, key: str, most: int) -> bytes:
     try:
         return copy.get(key, max_bytes=most)
     except (NotFoundError, CapacityError) as error:
-        raise Refused(f"the copy does not have it: {error.message}") from error
+        raise NotRepairable(f"the copy has no such object: {error.message}") from error
 
 
-def _refuse_mounted(key: str) -> None:
+def _check_not_mounted(key: str) -> None:
     if key.startswith(PREFIX):
-        raise Refused("it was indexed in place: put it right where it is stored")
+        raise NotRepairable("it was indexed in place: repair it where it is stored")
 
 
-def by_object(parts: Iterable[IndexPart]) -> dict[str, list[Kept]]:
+def bitmaps_by_object(parts: Iterable[IndexPart]) -> dict[str, list[RowBitmap]]:
     """Return the bitmaps that the parts use, by the object that holds them."""
-    found: dict[str, list[Kept]] = {}
+    found: dict[str, list[RowBitmap]] = {}
     for described in parts:
-        if described.kept is not None:
-            found.setdefault(described.kept.key, []).append(described.kept)
+        if described.bitmap is not None:
+            found.setdefault(described.bitmap.key, []).append(described.bitmap)
     return found

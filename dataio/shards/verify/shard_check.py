@@ -1,6 +1,6 @@
 """Reads one shard from end to end and compares it with the index.
 
-Purpose: `verify` and `repair` learn from it whether the shard is a sound tar whose headers match the index, and which
+Purpose: `verify` and `repair` learn from it whether the shard is an intact tar whose headers match the index, and which
 members' bytes are right. They also learn whether the index has the right digests of the members' pieces.
 
 Invariants:
@@ -24,7 +24,7 @@ from headrace.dataio.shards import tar
 from headrace.dataio.shards.pieces import Hasher, first_difference
 from headrace.dataio.shards.readahead import ReadAhead
 from headrace.dataio.shards.sample import Pieces
-from headrace.dataio.shards.verify.findings import Finding
+from headrace.dataio.shards.verify.report import Finding
 from headrace.dataio.shards.versions.documents import Shard
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
@@ -33,7 +33,7 @@ _WINDOW = 4 * limits.MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class IndexedMember:
     """One member as the index describes it."""
 
     key: str
@@ -48,27 +48,27 @@ class Wanted:
 class ShardCheck:
     """The result of a check.
 
-    `sound` means that the size, the headers and the end are right. `bad` holds the offsets of members whose bytes are
+    `intact` means that the size, the headers and the end are right. `bad_offsets` holds the offsets of members whose bytes are
     wrong or missing.
     """
 
     bytes: int = 0
     members: int = 0
-    sound: bool = True
-    bad: set[int] = field(default_factory=set)
+    intact: bool = True
+    bad_offsets: set[int] = field(default_factory=set)
     findings: list[Finding] = field(default_factory=list)
 
-    def unsound(self, code: str, message: str, wanted: Wanted | None = None) -> None:
+    def add_structure_fault(self, code: str, message: str, wanted: IndexedMember | None = None) -> None:
         """Add a fault of the tar itself."""
-        self.sound = False
-        self.note(code, message, wanted)
+        self.intact = False
+        self.add_finding(code, message, wanted)
 
-    def wrong(self, code: str, message: str, wanted: Wanted) -> None:
+    def add_bad_member(self, code: str, message: str, wanted: IndexedMember) -> None:
         """Add a member whose bytes are wrong."""
-        self.bad.add(wanted.offset)
-        self.note(code, message, wanted)
+        self.bad_offsets.add(wanted.offset)
+        self.add_finding(code, message, wanted)
 
-    def note(self, code: str, message: str, wanted: Wanted | None) -> None:
+    def add_finding(self, code: str, message: str, wanted: IndexedMember | None) -> None:
         """Add a finding. The fault may also lie in the index."""
         if wanted is None:
             self.findings.append(Finding(code=code, message=message))
@@ -79,20 +79,20 @@ class ShardCheck:
 
 
 def check_shard(
-    store: Store, shard: Shard, wanted: Sequence[Wanted], step: Callable[[int], None] = lambda _: None
+    store: Store, shard: Shard, wanted: Sequence[IndexedMember], step: Callable[[int], None] = lambda _: None
 ) -> ShardCheck:
     """Read the shard and compare it with the rows. `step` is called with the number of bytes just passed."""
     result = ShardCheck()
     try:
         size = store.stat(shard.key).size
     except NotFoundError:
-        result.unsound("missing", "the object does not exist")
-        result.bad = {w.offset for w in wanted}
+        result.add_structure_fault("missing", "the object does not exist")
+        result.bad_offsets = {w.offset for w in wanted}
         step(shard.size)
         return result
     if size != shard.size:
         what = "truncated" if size < shard.size else "extended"
-        result.unsound("size", f"{what}: it has {size} bytes, the version says {shard.size}")
+        result.add_structure_fault("size", f"{what}: it has {size} bytes, the version says {shard.size}")
     left = {w.offset: w for w in wanted}
     with ReadAhead(store, shard.key, size, _WINDOW) as ahead:
         _walk(ahead, shard.key, left, result, step)
@@ -103,7 +103,7 @@ def check_shard(
     return result
 
 
-def check_members(store: Store, shard: Shard, wanted: Iterable[Wanted]) -> set[int]:
+def check_members(store: Store, shard: Shard, wanted: Iterable[IndexedMember]) -> set[int]:
     """Return the offsets of those members that are wrong in this shard. It reads only these members."""
     result = ShardCheck()
     try:
@@ -113,11 +113,11 @@ def check_members(store: Store, shard: Shard, wanted: Iterable[Wanted]) -> set[i
     with ReadAhead(store, shard.key, size, _WINDOW) as ahead:
         for member in sorted(wanted, key=lambda w: w.offset):
             _check_bytes(ahead, member, result)
-    return result.bad
+    return result.bad_offsets
 
 
 def _walk(
-    ahead: ReadAhead, shard: str, left: dict[int, Wanted], result: ShardCheck, step: Callable[[int], None]
+    ahead: ReadAhead, shard: str, left: dict[int, IndexedMember], result: ShardCheck, step: Callable[[int], None]
 ) -> None:
     """Check the members that the headers name, and remove them from `left`."""
     at = 0
@@ -132,40 +132,50 @@ def _walk(
             step(entry.offset + entry.length - at)
             at = entry.offset + entry.length
     except (CorruptionError, UnsupportedError) as error:
-        result.unsound("structure", error.message.removeprefix(f"{shard}: "))
+        result.add_structure_fault("structure", error.message.removeprefix(f"{shard}: "))
     else:
         for member in left.values():
-            result.unsound("header", f"no member starts at offset {member.offset}, where the index has one", member)
+            result.add_structure_fault(
+                "header", f"no member starts at offset {member.offset}, where the index has one", member
+            )
     step(ahead.size - at)
 
 
-def _check_header(entry: tar.TarMember, member: Wanted, shard: str, result: ShardCheck) -> None:
+def _check_header(entry: tar.TarMember, member: IndexedMember, shard: str, result: ShardCheck) -> None:
     key = entry.key.removeprefix("./")
     same = member.key == entry.key or (shard.startswith(PREFIX) and ("/" + member.key).endswith("/" + key))
     if not same or entry.ext != member.ext or entry.length != member.length:
         found, named = f"{entry.name!r} of {entry.length} bytes", f"{member.key}.{member.ext} of {member.length}"
-        result.unsound("header", f"the header at offset {entry.header} is of {found}, the index has {named}", member)
+        result.add_structure_fault(
+            "header", f"the header at offset {entry.header} is of {found}, the index has {named}", member
+        )
 
 
 def _check_padding(ahead: ReadAhead, entry: tar.TarMember, result: ShardCheck) -> None:
     end = entry.offset + entry.length
     padding = ahead.read_at(end, min(tar.padded(entry.length), ahead.size - entry.offset) - entry.length)
     if any(padding):
-        result.unsound("structure", f"the padding behind {entry.name!r}, at offset {end}, is not zero")
+        result.add_structure_fault("structure", f"the padding behind {entry.name!r}, at offset {end}, is not zero")
 
 
-def _check_bytes(ahead: ReadAhead, member: Wanted, result: ShardCheck) -> None:
+def _check_bytes(ahead: ReadAhead, member: IndexedMember, result: ShardCheck) -> None:
     if member.offset + member.length > ahead.size:
-        result.wrong("missing", f"its bytes end at {member.offset + member.length}, the shard at {ahead.size}", member)
+        result.add_bad_member(
+            "missing", f"its bytes end at {member.offset + member.length}, the shard at {ahead.size}", member
+        )
         return
     hasher = Hasher(None if member.pieces is None else member.pieces.size)
     for part in ahead.parts(member.offset, member.length):
         hasher.update(part)
     result.members += 1
     if hasher.whole() != member.xxh3:
-        result.wrong("checksum", "its bytes are not those that were packed: the checksum does not match", member)
-    elif (said := member.pieces) is not None and (found := hasher.pieces()) is not None:
-        number = first_difference(found, said)
+        result.add_bad_member(
+            "checksum", "its bytes are not those that were packed: the checksum does not match", member
+        )
+    elif (expected := member.pieces) is not None and (found := hasher.pieces()) is not None:
+        number = first_difference(found, expected)
         if number is not None:
-            why = f"its checksum matches, but the index has another digest of its piece {number} of {said.size} bytes"
-            result.note("pieces", f"{why}, so what needs it cannot be read: pack or index again", member)
+            why = (
+                f"its checksum matches, but the index has another digest of its piece {number} of {expected.size} bytes"
+            )
+            result.add_finding("pieces", f"{why}, so readers of it fail: pack or index the data again", member)

@@ -69,7 +69,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class RowBitmap(msgspec.Struct, frozen=True, kw_only=True):
     """The rows of an index part that remain, as a bitmap (`headrace.dataio.shards.query.open_index`).
 
     The bitmap is stored in object `key`, as `size` bytes from `offset`. `digest` is the BLAKE3 of these bytes. `rows`
@@ -95,10 +95,10 @@ class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
     * `pages`: the section in which readers look up samples. Older parts have none; readers look up their samples in
       tables.
     * `fields`: the types of the promoted fields: integer, number, text, boolean or mixed.
-    * `only`: the columns in which all rows have the same value, and that value.
+    * `constant_values`: the columns in which all rows have the same value, and that value.
     * `files`: the extensions for which each row has a file.
     * `prefix`: put before the shard names in the rows, if the part was written for another dataset.
-    * `kept`: the rows that are samples of the version. None: all rows.
+    * `bitmap`: the rows that are samples of the version. None: all rows.
     """
 
     key: str
@@ -110,20 +110,20 @@ class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
     footer_digest: str
     pages: Section | None = None
     fields: dict[str, str] = {}
-    only: dict[str, str] = {}
+    constant_values: dict[str, str] = msgspec.field(default_factory=dict, name="only")
     files: tuple[str, ...] = ()
     prefix: str = ""
-    kept: Kept | None = None
+    bitmap: RowBitmap | None = msgspec.field(default=None, name="kept")
 
     @property
-    def left(self) -> int:
+    def samples(self) -> int:
         """The number of samples of the version in this part."""
-        return self.rows if self.kept is None else self.kept.rows
+        return self.rows if self.bitmap is None else self.bitmap.rows
 
     @property
-    def left_bytes(self) -> int:
+    def sample_bytes(self) -> int:
         """The total bytes of these samples' members."""
-        return self.bytes if self.kept is None else self.kept.bytes
+        return self.bytes if self.bitmap is None else self.bitmap.bytes
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +206,7 @@ def new_document(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         nonce=secrets.token_hex(16),
         message=message,
-        samples=sum(part.left for part in index),
+        samples=sum(part.samples for part in index),
         shards=shards,
         index=index,
         mounts=mounts,
@@ -352,8 +352,10 @@ def check_bytes(data: bytes, name: str) -> None:
     try:
         parse_json(data, unique_names=True)
         found = msgspec.json.decode(data, type=_Format).format
-        if found != FORMAT:
+        if found > FORMAT:
             raise UnsupportedError(f"{name} has format {found}; this Headrace reads {FORMAT}", hint="upgrade Headrace")
+        if found < FORMAT:
+            raise CorruptionError(f"{name} has format {found}, which does not exist", hint="restore it from a copy")
     except (msgspec.MsgspecError, ValueError) as error:
         raise CorruptionError(f"{name} is not a version document or dataset.json: {error}") from error
     unseal(data, name)
@@ -377,7 +379,7 @@ def _check(document: VersionDocument, version: int, name: str) -> None:
         and 1 <= document.trunk <= version
         and all(s.size >= 0 and s.samples >= 0 for s in document.shards)
         and all(map(_part_agrees, document.index))
-        and document.samples == sum(p.left for p in document.index) <= sum(s.samples for s in document.shards)
+        and document.samples == sum(p.samples for p in document.index) <= sum(s.samples for s in document.shards)
         and len(keys) == len(set(keys))
         and _mounts_agree(document, [*keys, *(p.key for p in document.index)])
     )
@@ -386,14 +388,14 @@ def _check(document: VersionDocument, version: int, name: str) -> None:
 
 
 def _part_agrees(part: IndexPart) -> bool:
-    kept = part.kept
+    bitmap = part.bitmap
     return (
         part.rows >= 0
         and part.bytes >= 0
         and 0 <= part.footer <= part.size <= PART_BYTES
         and (part.pages is None or (part.pages.is_consistent and part.pages.end <= part.size - part.footer))
-        and (kept is None or (0 <= kept.rows <= part.rows and 0 <= kept.bytes <= part.bytes))
-        and (kept is None or (kept.offset >= 0 and 0 <= kept.size <= part.rows + 1024))
+        and (bitmap is None or (0 <= bitmap.rows <= part.rows and 0 <= bitmap.bytes <= part.bytes))
+        and (bitmap is None or (bitmap.offset >= 0 and 0 <= bitmap.size <= part.rows + 1024))
     )
 
 

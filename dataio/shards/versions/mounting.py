@@ -84,9 +84,11 @@ def with_mounts(
         for mount, options in allowed:
             opened[mount.name] = open_store(mount.url, storage_options=options)
         return Mounts(base, {**there, **opened}, owns_base=owned, borrowed=() if owned else there), True
-    except HeadraceError as error:
+    except BaseException as error:
         for made in opened.values():
             made.close()
+        if not isinstance(error, HeadraceError):
+            raise
         raise CorruptionError(
             f"{store.location.url}: a mount of version {document.version}: {error.message}"
         ) from error

@@ -1,4 +1,4 @@
-"""Tags: permanent names for versions.
+"""Tags: permanent names for versions, and the list of all versions with their tags.
 
 Purpose: users and training runs can write `release-1` instead of a number.
 Invariants: a writer creates `tags/<name>.json` with `put_if_absent` and never changes it. A tag holds the digest of the
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import msgspec
@@ -112,3 +114,38 @@ def load(store: Store, version: int | str | None = None) -> tuple[VersionDocumen
             hint="its document was replaced; restore it from a copy",
         )
     return document, digest
+
+
+@dataclass(frozen=True)
+class VersionInfo:
+    """One version. `trunk` is False for a saved view, which readers never open by default."""
+
+    version: int
+    parent: int | None
+    trunk: bool
+    message: str
+    created: str
+    samples: int
+    digest: str
+    lineage: versions.Lineage | None
+    tags: tuple[str, ...]
+
+
+def history(store: Store) -> Iterator[VersionInfo]:
+    """Yield the existing versions from the newest to the oldest. Documents are read one at a time."""
+    named = dict[int, list[str]]()
+    for name in names(store):
+        named.setdefault(read(store, name).version, []).append(name)
+    for number in reversed(versions.list_versions(store)):
+        document, digest = versions.load(store, number)
+        yield VersionInfo(
+            version=number,
+            parent=document.parent,
+            trunk=document.trunk == number,
+            message=document.message,
+            created=document.created,
+            samples=document.samples,
+            digest=digest,
+            lineage=document.lineage,
+            tags=tuple(named.get(number, ())),
+        )

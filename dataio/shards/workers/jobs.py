@@ -24,7 +24,7 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError
-from headrace.dataio.shards import members
+from headrace.dataio.shards import member_reader
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.workers.worker import DECODE_HELLO
 from headrace.dataio.shards.workers.worker_pool import WorkerPool, run_module
@@ -101,7 +101,7 @@ def seconds_for(sample: Sample) -> float:
 @contextlib.contextmanager
 def local_copy(store: Store, sample: Sample, ext: str) -> Iterator[str]:
     """Write this member to a temporary file, verify its checksum, and yield the file's path."""
-    member = members.find_member(sample, ext)
+    member = member_reader.find_member(sample, ext)
     if member.length > COPY_BYTES:
         raise CapacityError(
             f"{sample.key}.{ext} has {limits.format_bytes(member.length)}, more than is copied to a temporary file"
@@ -110,7 +110,7 @@ def local_copy(store: Store, sample: Sample, ext: str) -> Iterator[str]:
     try:
         with os.fdopen(handle, "wb") as file:
             try:
-                for piece in members.chunks(store, sample, member):
+                for piece in member_reader.read_chunks(store, sample, member):
                     file.write(piece)
                 file.flush()
             except OSError as error:

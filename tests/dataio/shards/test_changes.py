@@ -19,7 +19,7 @@ from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import tags
-from headrace.dataio.shards.versions.history import history
+from headrace.dataio.shards.versions.tags import history
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.support.indexed_datasets import SHARD_BYTES, make, sample
@@ -160,14 +160,14 @@ def test_a_sample_that_another_removed_first_is_a_conflict_naming_them(
 
 def test_damage_to_the_list_of_what_is_left_is_found(tmp_path: Path) -> None:
     made = opened(tmp_path, range(30)).remove(["k00003"])
-    kept = made.document.index[0].kept
-    assert kept is not None
-    data = bytearray(made.store.get(kept.key))
-    data[kept.offset + 5] ^= 4
-    made.store.put(kept.key, data)
+    bitmap = made.document.index[0].bitmap
+    assert bitmap is not None
+    data = bytearray(made.store.get(bitmap.key))
+    data[bitmap.offset + 5] ^= 4
+    made.store.put(bitmap.key, data)
     with pytest.raises(CorruptionError, match="bitmap of its rows"):
         Dataset(tmp_path)
-    made.store.delete_many([kept.key])
+    made.store.delete_many([bitmap.key])
     with pytest.raises(CorruptionError, match="missing or short"):
         Dataset(tmp_path)
 

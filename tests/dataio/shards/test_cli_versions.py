@@ -53,7 +53,7 @@ def test_samples_are_removed_by_key_file_and_condition(
     ]
     (tmp_path / "keys").write_text("k00004\n\nk00005\n")
     run(capsys, "remove", "--apply", root, "--keys-from", str(tmp_path / "keys"))
-    monkeypatch.setattr("sys.stdin", io.StringIO("k00006\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"k00006\n")))
     run(capsys, "remove", "--apply", root, "--keys-from", "-")
     found = json.loads(
         "\n".join(run(capsys, "remove", "--apply", root, "--where", "duration > 17", "-m", "bad", "--json"))
@@ -62,6 +62,9 @@ def test_samples_are_removed_by_key_file_and_condition(
     assert "either keys or --where" in run(capsys, "remove", root, code=2)[0]
     assert "no sample 'k00003'" in run(capsys, "remove", root, "k00003", code=2)[0]
     assert "No such file" in run(capsys, "remove", root, "--keys-from", str(tmp_path / "none"), code=2)[0]
+    monkeypatch.setattr("headrace.dataio.shards.cli_versions._KEYS_BYTES", 5)
+    (tmp_path / "long").write_text("äää", encoding="utf-8")  # 6 bytes
+    assert "larger than 5 B" in run(capsys, "remove", root, "--keys-from", str(tmp_path / "long"), code=7)[0]
 
 
 def test_the_log_is_newest_first_and_marks_views(root: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from headrace.dataio.shards.ingest.pack import append, pack
 from headrace.dataio.shards.query import part_writer as parts_module
 from headrace.dataio.shards.query.tables import Tables
 from headrace.dataio.shards.sample import Files, Member, Sample
-from headrace.dataio.shards.verify.run import verify
+from headrace.dataio.shards.verify.dataset_check import verify
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.store.base import Store
 
@@ -180,7 +180,7 @@ def test_a_small_index_part_is_read_in_one_request(posix: Store, monkeypatch: py
     Dataset(posix).table  # noqa: B018
     assert asked == keys * 2  # as tables, and their pages
     asked.clear()
-    with Dataset.at_once(posix.location.url) as dataset:
+    with Dataset.open_lazy(posix.location.url) as dataset:
         monkeypatch.setattr(dataset.store, "get_ranges_into", counted)
         assert list(dataset) == dataset.samples(range(4)) == SAMPLES
     assert asked == keys
@@ -188,7 +188,7 @@ def test_a_small_index_part_is_read_in_one_request(posix: Store, monkeypatch: py
 
 def test_opened_at_once_a_missing_part_shows_when_a_sample_of_it_is_asked_for(posix: Store) -> None:
     posix.delete_many([write(posix).index[1].key])
-    with Dataset.at_once(posix.location.url) as dataset:
+    with Dataset.open_lazy(posix.location.url) as dataset:
         assert (len(dataset), dataset.sample(0)) == (4, SAMPLES[0])
         for ask in (lambda: dataset.sample(2), dataset.check):
             with pytest.raises(CorruptionError, match="missing"):
@@ -234,6 +234,16 @@ def test_a_newer_format_is_refused_with_the_next_step(posix: Store) -> None:
     posix.put("versions/00000001.json", json.dumps(document | {"format": 2}).encode())
     with pytest.raises(UnsupportedError, match="upgrade"):
         Dataset(posix)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_format_that_never_existed_is_damage_and_no_upgrade_is_suggested(posix: Store, number: int) -> None:
+    write(posix)
+    document = json.loads(posix.get("versions/00000001.json"))
+    posix.put("versions/00000001.json", json.dumps(document | {"format": number}).encode())
+    with pytest.raises(CorruptionError, match=f"format {number}, which does not exist") as caught:
+        Dataset(posix)
+    assert "upgrade" not in caught.value.hint
 
 
 def test_a_document_above_the_limit_is_not_written() -> None:

@@ -10,7 +10,7 @@ import xxhash
 
 from headrace.dataio.cache.readers.base import Read, open_local_reader
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError
-from headrace.dataio.shards import members
+from headrace.dataio.shards import member_reader
 from headrace.dataio.shards.pieces import Hasher
 from headrace.dataio.shards.sample import Files, Member, Sample
 from headrace.dataio.store.base import Store
@@ -137,7 +137,7 @@ def test_a_shard_that_may_not_be_read_is_trouble_and_not_damage(store: Store, tm
         with pytest.raises(AccessDeniedError, match="shard: Permission denied"):
             source.fetch(sample, {"bin": None})
         with pytest.raises(AccessDeniedError, match="shard: Permission denied"):
-            members.read(store, sample, "bin")
+            member_reader.read_member(store, sample, "bin")
 
 
 @pytest.mark.parametrize("bad", [files_of(second=b"sec0nd" * 70), Files("gone", [Member("bin", 0, 9, 0)])])

@@ -234,7 +234,7 @@ def test_row_groups_that_are_wanted_at_once_are_read_at_once(tmp_path: Path, mon
     monkeypatch.setattr(part_writer, "MIN_GROUP_ROWS", 1)
     store = open_store(tmp_path)
     rows = make(store, range(200), per_part=150)  # 15 row groups, and 5
-    dataset, asked = without_pages(Dataset.at_once(tmp_path)), list[object]()
+    dataset, asked = without_pages(Dataset.open_lazy(tmp_path)), list[object]()
     original = tables.PartReader.read
     monkeypatch.setattr(
         tables.PartReader,

@@ -197,7 +197,7 @@ def test_a_document_whose_pages_cannot_be_is_refused(tmp_path: Path, changes: di
 
 def test_what_files_all_samples_have_is_known_without_reading_anything(tmp_path: Path) -> None:
     make(open_store(tmp_path / "a"), range(60))
-    assert Dataset.at_once(tmp_path / "a").index.files_of_all == {"mp4"}
+    assert Dataset.open_lazy(tmp_path / "a").index.files_of_all == {"mp4"}
     store = open_store(tmp_path / "b")
     both = sample(0, "shards/a.tar", 0)
     both = replace(both, members=(*both.members, replace(both.members[0], ext="txt", offset=2048)))

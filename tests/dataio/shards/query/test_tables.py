@@ -1,12 +1,10 @@
-"""Reading parts of index parts: no byte is believed that no digest vouches for; and bitmaps of what is left."""
+"""Reading parts of index parts: no byte is believed that no digest vouches for."""
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -19,7 +17,6 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.index.pages import digest
 from headrace.dataio.shards.query import part_writer
-from headrace.dataio.shards.query.open_index import decode_bitmap, encode_bitmap
 from headrace.dataio.shards.query.page_reader import PageCache, PageReader
 from headrace.dataio.shards.query.tables import PartReader
 from headrace.dataio.shards.sample import KeyFrame, Pieces, Sample
@@ -64,14 +61,17 @@ def test_a_value_that_all_samples_have_is_known_without_reading_anything(
         patch.setattr(PartReader, "__init__", lambda *_: pytest.fail("a part was read"))
         patch.setattr(dataset_module, "CHECKED_AT_OPEN", 0)
         found = {
-            name: (Dataset(tmp_path / name).only("video_ext"), Dataset(tmp_path / name).only("audio_codec"))
+            name: (
+                Dataset(tmp_path / name).constant_value("video_ext"),
+                Dataset(tmp_path / name).constant_value("audio_codec"),
+            )
             for name in kinds
         }
     ext = Dataset(tmp_path / "video").table["video_ext"][0].as_py()
     assert found == {
         "video": (ext, None), "sound": (None, "pcm_s16le"), "both": (None, None), "first-part": (None, None),
     }  # fmt: skip
-    assert Dataset(tmp_path / "video").only("height") is None  # of which versions say nothing
+    assert Dataset(tmp_path / "video").constant_value("height") is None  # of which versions say nothing
 
 
 def test_rows_with_many_key_frames_lie_in_smaller_groups(tmp_path: Path) -> None:
@@ -221,32 +221,3 @@ def test_a_large_index_is_checked_as_it_is_read(
         dataset.columns(["key"])
     with pytest.raises(CorruptionError, match="does not match"):
         dataset.check()
-
-
-@given(st.integers(1, 3000).flatmap(lambda of: st.tuples(st.just(of), st.sets(st.integers(0, of - 1)))))
-def test_what_is_left_comes_back_as_it_was_written(given: tuple[int, set[int]]) -> None:
-    of, chosen = given
-    rows = np.array(sorted(chosen), np.uint32)
-    assert decode_bitmap(encode_bitmap(rows, of), of, len(rows), "x").tolist() == rows.tolist()
-
-
-def zeros_compressed(size: int, block: int = 1 << 24) -> bytes:
-    """What zlib makes of `size` zero bytes. Compresses one block and repeats it, since a gigabyte takes seconds."""
-    compressor = zlib.compressobj(wbits=-15)
-    piece = compressor.compress(bytes(block)) + compressor.flush(zlib.Z_FULL_FLUSH)
-    checksum = (size % 65521) << 16 | 1
-    return b"\x78\x9c" + piece * (size // block) + compressor.flush() + checksum.to_bytes(4, "big")
-
-
-def test_zeros_compressed_by_block_are_what_zlib_unpacks() -> None:
-    assert zlib.decompress(zeros_compressed(1 << 20, 1 << 18)) == bytes(1 << 20)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"junk", encode_bitmap(np.array([1], np.uint32), 8), zlib.compress(bytes(3)), zeros_compressed(1 << 30)],
-    ids=["empty", "junk", "another count", "another size", "a bomb"],
-)
-def test_a_bitmap_that_is_none_is_refused_without_unpacking_it(data: bytes) -> None:
-    with pytest.raises(CorruptionError, match="bitmap of its rows"):
-        decode_bitmap(data, 16, 2, "x")

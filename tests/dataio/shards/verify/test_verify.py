@@ -23,9 +23,9 @@ from headrace.dataio.shards import tar
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.query.tables import PartReader
 from headrace.dataio.shards.sample import Sample
-from headrace.dataio.shards.verify import run, sampling
-from headrace.dataio.shards.verify.findings import VerifyProgress, VerifyReport
-from headrace.dataio.shards.verify.run import verify
+from headrace.dataio.shards.verify import dataset_check
+from headrace.dataio.shards.verify.dataset_check import verify
+from headrace.dataio.shards.verify.report import VerifyProgress, VerifyReport
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.workers import jobs
 from headrace.dataio.shards.workers.jobs import decode_sample
@@ -414,7 +414,7 @@ def test_what_ends_the_run_waits_for_no_decoder(ds: Path, monkeypatch: pytest.Mo
             ended.append(type(error))
             raise
 
-    monkeypatch.setattr(run, "decode_sample", decode)
+    monkeypatch.setattr(dataset_check, "decode_sample", decode)
     monkeypatch.setattr(jobs, "COMMAND", (sys.executable, str(hangs)))
     with pytest.raises(TransientError, match="away"):
         verify(ds, decode="100%", workers=2)
@@ -424,12 +424,12 @@ def test_what_ends_the_run_waits_for_no_decoder(ds: Path, monkeypatch: pytest.Mo
 
 def test_the_same_samples_are_chosen_every_time_and_about_as_many_as_asked_for() -> None:
     keys = [f"k{i}" for i in range(10_000)]
-    share = sampling.chooser("1%", lambda: keys)
-    number = sampling.chooser("100", lambda: iter(keys))
+    share = dataset_check.chooser("1%", lambda: keys)
+    number = dataset_check.chooser("100", lambda: iter(keys))
     assert 60 < sum(map(share, keys)) < 140
     assert sum(map(number, keys)) == 100
-    assert not any(map(sampling.chooser("0", lambda: keys), keys))
-    assert all(map(sampling.chooser("100%", lambda: keys), keys))
+    assert not any(map(dataset_check.chooser("0", lambda: keys), keys))
+    assert all(map(dataset_check.chooser("100%", lambda: keys), keys))
 
 
 @pytest.mark.parametrize("amount", ["", "-1", "101%", "1.5", "many", "2000000"])
@@ -496,7 +496,7 @@ def test_memory_does_not_grow_with_the_shard(tmp_path: Path) -> None:
         file.truncate(256 << 20)
     pack(tmp_path / "in", tmp_path / "ds", workers=1).close()
     program = (
-        "import resource, sys\nfrom headrace.dataio.shards.verify.run import verify\n"
+        "import resource, sys\nfrom headrace.dataio.shards.verify.dataset_check import verify\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\nreport = verify(sys.argv[1], workers=1)\n"
         "print(report.bytes, len(report.damaged), peak() - before)\n"
@@ -525,7 +525,7 @@ def test_shards_indexed_in_place_are_checked_where_they_are_and_never_written(or
 def test_the_bitmaps_of_what_was_removed_are_checked_and_repaired(ds: Path, tmp_path: Path) -> None:
     with Dataset(ds) as dataset:
         made = dataset.remove(["s1", "s6"])
-        key = next(part.kept.key for part in made.document.index if part.kept)
+        key = next(part.bitmap.key for part in made.document.index if part.bitmap)
     assert not verify(ds).orphans
     shutil.copytree(ds, tmp_path / "copy")
     flip(ds / key, 4)

@@ -1,7 +1,7 @@
 """Reading one member of a sample directly from the store, with its checksum verified.
 
 Purpose: tools and tests use these functions. Training reads through a `ShardReader`, which shares and caches reads.
-Invariant: `read` returns the bytes that were packed, or raises an error.
+Invariant: `read_member` returns the bytes that were packed, or raises an error.
 Failure behaviour: `CorruptionError` names the sample, the member and the shard. A missing or short shard is also
 corruption, because the version document names it.
 """
@@ -30,17 +30,17 @@ def find_member(sample: Sample, ext: str) -> Member:
         raise NotFoundError(f"sample {sample.key!r} has no member {ext!r}", hint=f"it has {have}") from None
 
 
-def read(store: Store, sample: Sample, ext: str, *, max_bytes: int = limits.GIB) -> bytes:
+def read_member(store: Store, sample: Sample, ext: str, *, max_bytes: int = limits.GIB) -> bytes:
     """Read the whole member and verify its checksum. Raises `CapacityError` if it is larger than `max_bytes`."""
     member = find_member(sample, ext)
     if member.length > max_bytes:
         raise CapacityError(
             f"{sample.key}.{ext} has {limits.format_bytes(member.length)}, above the limit of this call"
         )
-    return b"".join(chunks(store, sample, member))
+    return b"".join(read_chunks(store, sample, member))
 
 
-def chunks(store: Store, sample: Sample, member: Member) -> Iterator[bytes]:
+def read_chunks(store: Store, sample: Sample, member: Member) -> Iterator[bytes]:
     """Yield the member's bytes in pieces. They are verified only when the iterator ends without an error."""
     name = f"{sample.key}.{member.ext} in {url_of(store, sample.shard)}"
     hasher = xxhash.xxh3_64()

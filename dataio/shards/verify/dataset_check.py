@@ -7,6 +7,10 @@ Invariants:
 
 * Shards are streamed. Memory is a few windows of a few megabytes per thread, one index part, and the rows of a shard.
 * Nothing is written without `repair`.
+* Every run on a version decodes the same samples, on every machine, because the choice depends only on the hashes of
+  the keys. A share chooses each sample by its own hash, so a later version keeps the choice. A number chooses the
+  samples with the smallest hashes, so new samples in a later version may replace some of them. Memory is proportional
+  to that number.
 
 What is checked:
 
@@ -23,25 +27,28 @@ also raises transient errors.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import os
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-from headrace.dataio.core.errors import CorruptionError, DeadlineError
+import xxhash
+
+from headrace.dataio.core.errors import CorruptionError, DeadlineError, UsageError
 from headrace.dataio.shards.dataset import use_or_open
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.sample import Sample
-from headrace.dataio.shards.verify import repair as repairs
-from headrace.dataio.shards.verify import sampling
-from headrace.dataio.shards.verify import top as verify_top
-from headrace.dataio.shards.verify.findings import LISTED, Finding, ObjectReport, VerifyProgress, VerifyReport, report
-from headrace.dataio.shards.verify.shard_check import ShardCheck, Wanted, check_shard
+from headrace.dataio.shards.verify.metadata_check import check_documents, check_index, find_orphans, with_repair
+from headrace.dataio.shards.verify.repair import NotRepairable, check_copy, repair_shard
+from headrace.dataio.shards.verify.report import LISTED, Finding, ObjectReport, VerifyProgress, VerifyReport, report
+from headrace.dataio.shards.verify.shard_check import IndexedMember, ShardCheck, check_shard
 from headrace.dataio.shards.versions import tags
 from headrace.dataio.shards.versions.documents import Shard, VersionDocument
 from headrace.dataio.shards.versions.mounting import with_mounts
@@ -52,8 +59,11 @@ from headrace.dataio.store.base import Store
 
 __all__ = ["Finding", "ObjectReport", "VerifyProgress", "VerifyReport", "verify"]
 
-_ROWS_AT_ONCE = 1024
-_MOST_THREADS = 8
+_ROWS_PER_READ = 1024
+_MAX_THREADS = 8
+MAX_SAMPLES = 1_000_000
+"""The largest number of samples that can be asked for. A share has no such limit."""
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 
 
 def verify(
@@ -84,10 +94,10 @@ def verify(
     with ExitStack() as stack:
         store = _opened(url, storage_options, stack)
         copy = None if repair is None else _opened(repair, storage_options, stack)
-        threads = worker_count(workers, min(_MOST_THREADS, os.cpu_count() or 1))
+        threads = worker_count(workers, min(_MAX_THREADS, os.cpu_count() or 1))
         pool = stack.enter_context(WorkerPool(jobs.COMMAND, jobs.HELLO, threads))
-        run = _Run(store, copy, pool, threads, progress)
-        return run.run(version, str(decode), storage_options or {}, trust_mounts, stack)
+        check = _DatasetCheck(store, copy, pool, threads, progress)
+        return check.run(version, str(decode), storage_options or {}, trust_mounts, stack)
 
 
 def _opened(url: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None, stack: ExitStack) -> Store:
@@ -95,7 +105,7 @@ def _opened(url: str | os.PathLike[str] | Store, storage_options: Mapping[str, A
     return stack.enter_context(store) if owned else store
 
 
-class _Run:
+class _DatasetCheck:
     """One run of `verify`: the state that its steps share."""
 
     def __init__(
@@ -115,22 +125,22 @@ class _Run:
         self, version: int | str | None, decode: str, options: Mapping[str, Any], trust_mounts: bool, stack: ExitStack
     ) -> VerifyReport:
         started = time.monotonic()
-        chooser = sampling.chooser(decode, lambda: ())  # reject a wrong amount before any read
+        chooser = sample_chooser(decode, lambda: ())  # reject a wrong amount before any read
         if self._copy is not None:
-            repairs.open_copy(self._store, self._copy)
-        objects = verify_top.documents(self._store, self._copy)
+            check_copy(self._store, self._copy)
+        objects = check_documents(self._store, self._copy)
         document, digest = tags.load(self._store, version)
         mounted, owned = with_mounts(self._store, document, False, options, trust_mounts)
         if owned:
             stack.enter_context(mounted)
         self._store = mounted
         opened = OpenIndex(mounted, document)
-        parts, good, opened = verify_top.index_parts(mounted, self._copy, document, opened)
+        parts, good, opened = check_index(mounted, self._copy, document, opened)
         objects += parts
         if all(good):
-            chooser = sampling.chooser(decode, lambda: _keys(opened))
+            chooser = sample_chooser(decode, lambda: _keys(opened))
         shards = self._shards(document, _rows(opened, good), chooser, all(good))
-        orphans = verify_top.orphans(self._store, document)
+        orphans = find_orphans(self._store, document)
         return VerifyReport(
             url=self._store.location.url,
             name=document.name,
@@ -152,17 +162,17 @@ class _Run:
     ) -> list[ObjectReport]:
         total = sum(shard.size for shard in document.shards)
         self._done = VerifyProgress(0, total, 0, len(document.shards), 0)
-        reports, flying = list[ObjectReport](), deque[Future[ObjectReport]]()
+        reports, in_flight = list[ObjectReport](), deque[Future[ObjectReport]]()
         with ThreadPoolExecutor(self._threads, "verify") as threads:
             try:
                 for shard, samples in _with_rows(document.shards, rows):
-                    flying.append(threads.submit(self._shard, shard, samples, chosen, complete))
-                    while len(flying) > 2 * self._threads:
-                        reports.append(flying.popleft().result())
-                reports += [future.result() for future in flying]
+                    in_flight.append(threads.submit(self._shard, shard, samples, chosen, complete))
+                    while len(in_flight) > 2 * self._threads:
+                        reports.append(in_flight.popleft().result())
+                reports += [future.result() for future in in_flight]
             except BaseException:
                 self._stopped = True
-                for future in flying:
+                for future in in_flight:
                     future.cancel()
                 self._pool.close()  # a sample may take minutes to decode, and its result is no longer needed
                 raise
@@ -171,34 +181,34 @@ class _Run:
     def _shard(
         self, shard: Shard, samples: Sequence[Sample], chosen: Callable[[str], bool], complete: bool
     ) -> ObjectReport:
-        wanted = [Wanted(s.key, m.ext, m.offset, m.length, m.xxh3, m.pieces) for s in samples for m in s.members]
+        wanted = [IndexedMember(s.key, m.ext, m.offset, m.length, m.xxh3, m.pieces) for s in samples for m in s.members]
         check = check_shard(self._store, shard, wanted, self._step)
-        repaired, refused = False, ""
-        if (check.bad or not check.sound) and self._copy is not None:
+        repaired, unrepaired = False, ""
+        if (check.bad_offsets or not check.intact) and self._copy is not None:
             try:
                 if not complete:
-                    raise repairs.Refused("the index is damaged, so what belongs into it is not known")
-                repairs.shard(self._store, self._copy, shard, wanted, check)
+                    raise NotRepairable("the index is damaged, so the contents of the shard are not known")
+                repair_shard(self._store, self._copy, shard, wanted, check)
                 repaired, check = True, check_shard(self._store, shard, wanted)
-            except repairs.Refused as error:
-                refused = str(error)
+            except NotRepairable as error:
+                unrepaired = str(error)
         decoded = self._decode(samples, check, chosen)
         made = report("shard", shard.key, check.findings, bytes=check.bytes, members=check.members, decoded=decoded)
-        self._tell(0, 1, bool(check.findings))
-        return verify_top.after_repair(made, repaired, refused)
+        self._report_progress(0, 1, bool(check.findings))
+        return with_repair(made, repaired, unrepaired)
 
     def _decode(self, samples: Sequence[Sample], check: ShardCheck, chosen: Callable[[str], bool]) -> int:
         """Decode the chosen samples whose bytes are right, and add their faults to `check`."""
-        looked = [
+        decodable = [
             s
             for s in samples
-            if (s.video or s.audio) and chosen(s.key) and not any(m.offset in check.bad for m in s.members)
+            if (s.video or s.audio) and chosen(s.key) and not any(m.offset in check.bad_offsets for m in s.members)
         ]
-        if looked:
-            with ThreadPoolExecutor(min(self._threads, len(looked)), "decode") as threads:
-                for sample, faults in zip(looked, threads.map(self._faults, looked), strict=True):
+        if decodable:
+            with ThreadPoolExecutor(min(self._threads, len(decodable)), "decode") as threads:
+                for sample, faults in zip(decodable, threads.map(self._faults, decodable), strict=True):
                     check.findings += [Finding(code="decode", message=fault, key=sample.key) for fault in faults]
-        return len(looked)
+        return len(decodable)
 
     def _faults(self, sample: Sample) -> tuple[str, ...]:
         try:
@@ -209,9 +219,9 @@ class _Run:
     def _step(self, size: int) -> None:
         if self._stopped:
             raise CancelledError
-        self._tell(size, 0, 0)
+        self._report_progress(size, 0, 0)
 
-    def _tell(self, size: int, shards: int, damaged: int) -> None:
+    def _report_progress(self, size: int, shards: int, damaged: int) -> None:
         with self._lock:
             d = self._done
             self._done = VerifyProgress(
@@ -234,16 +244,43 @@ def _with_rows(shards: Sequence[Shard], rows: Iterator[Sample]) -> Iterator[tupl
 
 
 def _rows(opened: OpenIndex, good: Sequence[bool]) -> Iterator[Sample]:
-    """Yield the samples of the good parts in order. It reads `_ROWS_AT_ONCE` rows at a time."""
+    """Yield the samples of the good parts in order. It reads `_ROWS_PER_READ` rows at a time."""
     for part, fine in enumerate(good):
         if not fine:
             continue
         end = int(opened.ends[part])
-        for start in range(int(opened.ends[part - 1]) if part else 0, end, _ROWS_AT_ONCE):
-            yield from opened.samples(range(start, min(start + _ROWS_AT_ONCE, end)))
+        for start in range(int(opened.ends[part - 1]) if part else 0, end, _ROWS_PER_READ):
+            yield from opened.samples(range(start, min(start + _ROWS_PER_READ, end)))
 
 
 def _keys(opened: OpenIndex) -> Iterator[str]:
     for table in opened.tables(["key"]):
         for chunk in table["key"].iterchunks():
             yield from (key.as_py() for key in chunk)
+
+
+# --- choosing samples
+
+
+def sample_chooser(amount: str, keys: Callable[[], Iterable[str]]) -> Callable[[str], bool]:
+    """Return a function that says whether the sample with a key is chosen.
+
+    `amount` is a share such as `2.5%`, or a number. `keys` returns all keys. It is called only for a number.
+    """
+    match = _AMOUNT.fullmatch(amount.strip())
+    share = float(match[1]) if match else 0.0
+    if match is None or (match[2] and share > 100) or (not match[2] and ("." in match[1] or share > MAX_SAMPLES)):
+        raise UsageError(
+            f"{amount!r} is not a number or share of samples to decode",
+            hint=f"write 1%, or a number up to {MAX_SAMPLES}",
+        )
+    if match[2]:
+        limit = int(share / 100 * 2**64)
+    else:
+        smallest = heapq.nsmallest(int(share), map(_hash, keys()))
+        limit = smallest[-1] + 1 if smallest else 0
+    return lambda key: _hash(key) < limit
+
+
+def _hash(key: str) -> int:
+    return int(xxhash.xxh3_64_intdigest(key.encode()))

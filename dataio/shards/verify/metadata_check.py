@@ -1,4 +1,4 @@
-"""Verifies the top of a dataset: its documents and its index. It also finds objects that no version names.
+"""Verifies the documents and the index of a dataset, and finds objects that no version names.
 
 Invariants: the documents of all versions are checked, since tags and lineage refer to them. Index parts are checked
 only for the version in question. With a copy, a bad object is replaced and checked again at once, so that the objects
@@ -18,8 +18,14 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, NotFoundError, UnsupportedError
 from headrace.dataio.shards.query.open_index import OpenIndex, load_bitmap
 from headrace.dataio.shards.readahead import ReadAhead
-from headrace.dataio.shards.verify import repair
-from headrace.dataio.shards.verify.findings import Finding, ObjectReport, report
+from headrace.dataio.shards.verify.repair import (
+    NotRepairable,
+    bitmaps_by_object,
+    repair_bitmaps,
+    repair_document,
+    repair_part,
+)
+from headrace.dataio.shards.verify.report import Finding, ObjectReport, report
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import tags
 from headrace.dataio.shards.versions.documents import IndexPart, VersionDocument
@@ -28,17 +34,17 @@ from headrace.dataio.store.mounts import PREFIX
 
 Check = Callable[[bytes, str], object]
 
-_DATA = ("shards/", "index/")
+_DATA_FOLDERS = ("shards/", "index/")
 """The folders whose objects are used only through versions."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
 
-def after_repair(made: ObjectReport, repaired: bool, refused: str) -> ObjectReport:
+def with_repair(made: ObjectReport, repaired: bool, unrepaired: str) -> ObjectReport:
     """Return the report with the outcome of the repair."""
-    return msgspec.structs.replace(made, repaired=repaired, unrepaired=refused)
+    return msgspec.structs.replace(made, repaired=repaired, unrepaired=unrepaired)
 
 
-def documents(store: Store, copy: Store | None) -> list[ObjectReport]:
+def check_documents(store: Store, copy: Store | None) -> list[ObjectReport]:
     """Check `dataset.json` and the documents of all versions and tags, each against its own digest."""
     there = {info.key for prefix in ("versions/", "tags/") for info in store.list(prefix)}
     if copy is not None:
@@ -48,20 +54,20 @@ def documents(store: Store, copy: Store | None) -> list[ObjectReport]:
         raise NotFoundError(f"there is no dataset at {store.location.url}", hint="check the address")
     wanted = [versions.DATASET_KEY, *(versions.version_key(n) for n in range(1, max(numbers) + 1))]
     wanted += sorted(key for key in there if key.startswith("tags/"))
-    return [_document(store, copy, key) for key in wanted]
+    return [_check_document(store, copy, key) for key in wanted]
 
 
-def _document(store: Store, copy: Store | None, key: str) -> ObjectReport:
-    check = _check_of(key)
+def _check_document(store: Store, copy: Store | None, key: str) -> ObjectReport:
+    check = _document_check(key)
     size, findings = _read_document(store, key, check)
-    repaired, refused = False, ""
+    repaired, unrepaired = False, ""
     if findings and copy is not None:
         try:
-            repair.document(store, copy, key, check)
+            repair_document(store, copy, key, check)
             repaired, (size, findings) = True, _read_document(store, key, check)
-        except repair.Refused as error:
-            refused = str(error)
-    return after_repair(report("document", key, findings, bytes=size), repaired, refused)
+        except NotRepairable as error:
+            unrepaired = str(error)
+    return with_repair(report("document", key, findings, bytes=size), repaired, unrepaired)
 
 
 def _read_document(store: Store, key: str, check: Check) -> tuple[int, list[Finding]]:
@@ -75,7 +81,7 @@ def _read_document(store: Store, key: str, check: Check) -> tuple[int, list[Find
     return len(data), []
 
 
-def _check_of(key: str) -> Check:
+def _document_check(key: str) -> Check:
     match = _VERSION_KEY.fullmatch(key)
     if match:
         number = int(match[1])
@@ -91,7 +97,7 @@ def _check_tag(data: bytes, name: str) -> None:
         raise CorruptionError(f"{name} is not a tag: {error}") from error
 
 
-def index_parts(
+def check_index(
     store: Store, copy: Store | None, document: VersionDocument, opened: OpenIndex
 ) -> tuple[list[ObjectReport], list[bool], OpenIndex]:
     """Check the index parts and the objects of bitmaps.
@@ -100,10 +106,10 @@ def index_parts(
         The reports of the parts and of the objects of bitmaps; for each part, whether its samples are known; and the
         index to look samples up in. In that index, parts with wrong pages are read by their tables.
     """
-    reports = [_part(store, copy, part, document) for part in document.index]
-    maps = {key: _kept(store, copy, key, document) for key in repair.by_object(document.index)}
+    reports = [_check_part(store, copy, part, document) for part in document.index]
+    bitmaps = {key: _check_bitmaps(store, copy, key, document) for key in bitmaps_by_object(document.index)}
     good = [
-        not found.found and (part.kept is None or not maps[part.kept.key].found)
+        not found.found and (part.bitmap is None or not bitmaps[part.bitmap.key].found)
         for part, found in zip(document.index, reports, strict=True)
     ]
     more = list[ObjectReport]()
@@ -117,7 +123,7 @@ def index_parts(
                 found = report("index", reports[number].object, [Finding(code="pages", message=why)])
                 reports[number] = msgspec.structs.replace(reports[number], findings=found.findings, found=found.found)
             opened = _without_pages(store, document, wrong) if wrong else opened
-    return [*reports, *maps.values(), *more], good, opened
+    return [*reports, *bitmaps.values(), *more], good, opened
 
 
 def _without_pages(store: Store, document: VersionDocument, which: Collection[int]) -> OpenIndex:
@@ -125,16 +131,16 @@ def _without_pages(store: Store, document: VersionDocument, which: Collection[in
     return OpenIndex(store, msgspec.structs.replace(document, index=tuple(parts)))
 
 
-def _part(store: Store, copy: Store | None, part: IndexPart, document: VersionDocument) -> ObjectReport:
+def _check_part(store: Store, copy: Store | None, part: IndexPart, document: VersionDocument) -> ObjectReport:
     size, findings = _read_part(store, part)
-    repaired, refused = False, ""
+    repaired, unrepaired = False, ""
     if findings and copy is not None:
         try:
-            repair.part(store, copy, part)
+            repair_part(store, copy, part)
             repaired, (size, findings) = True, _read_part(store, part)
-        except repair.Refused as error:
-            refused = str(error)
-    return after_repair(report("index", part.key, findings, bytes=size), repaired, refused)
+        except NotRepairable as error:
+            unrepaired = str(error)
+    return with_repair(report("index", part.key, findings, bytes=size), repaired, unrepaired)
 
 
 def _read_part(store: Store, part: IndexPart) -> tuple[int, list[Finding]]:
@@ -153,47 +159,47 @@ def _read_part(store: Store, part: IndexPart) -> tuple[int, list[Finding]]:
     return size, []
 
 
-def _kept(store: Store, copy: Store | None, key: str, document: VersionDocument) -> ObjectReport:
-    findings = _read_kept(store, key, document)
-    repaired, refused = False, ""
+def _check_bitmaps(store: Store, copy: Store | None, key: str, document: VersionDocument) -> ObjectReport:
+    findings = _read_bitmaps(store, key, document)
+    repaired, unrepaired = False, ""
     if findings and copy is not None:
         try:
-            repair.kept(store, copy, key, repair.by_object(document.index)[key])
-            repaired, findings = True, _read_kept(store, key, document)
-        except repair.Refused as error:
-            refused = str(error)
-    return after_repair(report("index", key, findings), repaired, refused)
+            repair_bitmaps(store, copy, key, bitmaps_by_object(document.index)[key])
+            repaired, findings = True, _read_bitmaps(store, key, document)
+        except NotRepairable as error:
+            unrepaired = str(error)
+    return with_repair(report("index", key, findings), repaired, unrepaired)
 
 
-def _read_kept(store: Store, key: str, document: VersionDocument) -> list[Finding]:
+def _read_bitmaps(store: Store, key: str, document: VersionDocument) -> list[Finding]:
     findings = []
     for part in document.index:
-        if part.kept is not None and part.kept.key == key:
+        if part.bitmap is not None and part.bitmap.key == key:
             try:
                 load_bitmap(store, part, part.key)
             except HeadraceError as error:
                 if not isinstance(error, CorruptionError):
                     raise
-                findings.append(Finding(code="digest", message=error.message, offset=part.kept.offset))
+                findings.append(Finding(code="digest", message=error.message, offset=part.bitmap.offset))
     return findings
 
 
-def orphans(store: Store, document: VersionDocument) -> list[str]:
+def find_orphans(store: Store, document: VersionDocument) -> list[str]:
     """Return the shards and index objects that no version names.
 
     If a version cannot be read, this returns none, since that version may name them.
     """
-    named = _named(document)
+    named = _named_objects(document)
     for number in versions.list_versions(store):
         if number != document.version:
             try:
-                named |= _named(versions.load(store, number)[0])
+                named |= _named_objects(versions.load(store, number)[0])
             except (CorruptionError, UnsupportedError):
                 return []
-    return [info.key for prefix in _DATA for info in store.list(prefix) if info.key not in named]
+    return [info.key for prefix in _DATA_FOLDERS for info in store.list(prefix) if info.key not in named]
 
 
-def _named(document: VersionDocument) -> set[str]:
+def _named_objects(document: VersionDocument) -> set[str]:
     keys = {shard.key for shard in document.shards} | {part.key for part in document.index}
-    keys |= {part.kept.key for part in document.index if part.kept is not None}
+    keys |= {part.bitmap.key for part in document.index if part.bitmap is not None}
     return {key for key in keys if not key.startswith(PREFIX)}
