@@ -11,8 +11,8 @@ Invariants:
 
 Failure behaviour: opening raises `NotFoundError`, `AccessDeniedError` or `CorruptionError` naming the object. An index
 of up to `CHECKED_AT_OPEN` bytes is read and checked completely when the dataset is opened. The rows of a larger index,
-or of one opened with `open_lazy`, are checked when they are read. So `CorruptionError` may be raised later. `check` reads
-and checks everything.
+or of a dataset opened with `open_lazy`, are checked when they are read. So `CorruptionError` may be raised later.
+`check` reads and checks everything.
 """
 
 from __future__ import annotations
@@ -44,13 +44,35 @@ _ROWS_PER_READ = 1024
 
 
 class Dataset:
-    """Version `version` of the dataset at a URL or in an open store: a number, a tag, or None for the newest.
+    """One version of a dataset, open for reading.
 
-    `storage_options` are passed to `open_store`. `close` or the `with` statement closes a store that this class opened.
-    Datasets made from this one (`where`, `remove`, …) share its store. Closing one of them closes the store for all.
+    Use it in a `with` statement, or call `close`, to close a store that this class opened. Datasets made from this one
+    (`where`, `remove`, …) share its store. Closing one of them closes the store for all.
 
-    `trust_mounts` lets the dataset name local folders, private hosts and other S3 endpoints
-    (`headrace.dataio.shards.versions.mounting`). `report` is the report of `pack` for a dataset that it just made.
+    Args:
+        url_or_store (str | os.PathLike[str] | Store): The dataset: a path, `s3://bucket/prefix`, another URL of
+            `open_store`, or an open store.
+        version (int | str | None): A version number or a tag. None opens the newest version. Default: None.
+        trust_mounts (bool): Whether the dataset may name local folders, private hosts and other S3 endpoints
+            (`headrace.dataio.shards.versions.mounting`). Default: False.
+        storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Not with an open store.
+            Default: None.
+
+    Attributes:
+        store (Store): The store of the dataset, with its mounts.
+        document (VersionDocument): The version document.
+        digest (str): BLAKE3 of the version, or of the view.
+        report (PackReport | None): The report of `pack` or `index`, if it just made this dataset.
+
+    Raises:
+        NotFoundError: There is no dataset at the URL, or no such version.
+        CorruptionError: The version document or the index is damaged.
+        UsageError: The version has mounts that need `trust_mounts`.
+
+    Example:
+        >>> with Dataset(clips) as dataset:
+        ...     len(dataset), dataset.version, dataset.sample(0).key
+        (4, 1, '0')
     """
 
     def __init__(
@@ -75,7 +97,8 @@ class Dataset:
     ) -> Self:
         """Open a dataset like `Dataset(...)`, but never read the whole index first.
 
-        Rows are checked when they are read, as with a large index. Call `check` to check all of them.
+        The arguments are those of `Dataset`. Rows are checked when they are read, as with a large index. Call `check`
+        to check all of them.
         """
         made = cls.__new__(cls)
         made._open(url, version, storage_options, trust_mounts)
@@ -160,7 +183,22 @@ class Dataset:
         return self.index.columns()
 
     def columns(self, names: Sequence[str]) -> pa.Table:
-        """Read these columns of `headrace.dataio.shards.index.rows.SCHEMA`, one row for each sample."""
+        """Read columns of the index.
+
+        Args:
+            names (Sequence[str]): Names of columns of `headrace.dataio.shards.index.rows.SCHEMA`.
+
+        Returns:
+            pyarrow.Table: One row for each sample, ordered by number.
+
+        Raises:
+            UsageError: The index has no such column.
+
+        Example:
+            >>> with Dataset(clips) as dataset:
+            ...     dataset.columns(["key"])["key"].to_pylist()
+            ['0', '1', '2', '3']
+        """
         from headrace.dataio.shards.index import rows as index  # imports Arrow, which sample lookup does not need
 
         unknown = [name for name in names if name not in index.SCHEMA.names]
@@ -169,8 +207,8 @@ class Dataset:
         return self.index.columns(names)
 
     def constant_value(self, column: str) -> str | None:
-        """The value that all samples have in this column, if the version document records one; else None. Reads
-        nothing."""
+        """The value that all samples have in this column, if the version document records one. None otherwise. This
+        reads nothing."""
         return self.index.constant_value(column)
 
     def __len__(self) -> int:
@@ -181,11 +219,25 @@ class Dataset:
             yield from self.samples(range(start, min(start + _ROWS_PER_READ, len(self))))
 
     def sample(self, i: int) -> Sample:
-        """Look up sample number `i`, 0 <= i < len(self)."""
+        """Look up one sample.
+
+        Args:
+            i (int): The sample's number, 0 <= i < len(self).
+
+        Raises:
+            UsageError: There is no such number.
+        """
         return self.samples([i])[0]
 
     def samples(self, ids: Sequence[int]) -> list[Sample]:
-        """Look up the samples with these numbers, in this order."""
+        """Look up samples. This is faster than one call of `sample` for each.
+
+        Args:
+            ids (Sequence[int]): The samples' numbers, in any order.
+
+        Returns:
+            list[Sample]: The samples, in the order of `ids`.
+        """
         self._check_numbers(ids)
         return self.index.samples(ids)
 
@@ -204,8 +256,14 @@ class Dataset:
                 raise UsageError(f"{self.url}: there is no sample {i}", hint=f"samples are numbered 0 to {end - 1}")
 
     def find(self, key: str) -> Sample:
-        """Find the sample with this key, or raise `NotFoundError`. This reads the key column part by part until it is
-        found."""
+        """Find a sample by its key. This reads the key column part by part until it finds the key.
+
+        Args:
+            key (str): The sample's key.
+
+        Raises:
+            NotFoundError: No sample has this key.
+        """
         from headrace.dataio.shards.index import arrow as pc
 
         start = 0
@@ -217,7 +275,26 @@ class Dataset:
         raise NotFoundError(f"{self.url} has no sample {key!r}", hint="`headrace ls` lists the keys")
 
     def read(self, sample: Sample, ext: str) -> bytes:
-        """Read one member directly from the store and verify its checksum."""
+        """Read one file of a sample directly from the store, and verify its checksum.
+
+        Args:
+            sample (Sample): A sample of this dataset.
+            ext (str): The extension of the file, such as "mp4".
+
+        Returns:
+            bytes: The file's contents.
+
+        Raises:
+            NotFoundError: The sample has no file with this extension.
+            CorruptionError: The shard does not hold the bytes that were packed.
+            CapacityError: The file is larger than 1 GiB.
+
+        Example:
+            >>> with Dataset(clips) as dataset:
+            ...     sample = dataset.find("0")
+            ...     len(dataset.read(sample, "mp4")) == sample.member("mp4").length
+            True
+        """
         return member_reader.read_member(self.store, sample, ext)
 
     def check(self) -> None:
@@ -227,12 +304,25 @@ class Dataset:
     # -- views and further versions
 
     def where(self, condition: str) -> Dataset:
-        """Return a view of the samples that meet `condition`, renumbered from 0.
+        """Return a view of the samples that meet a condition, renumbered from 0.
 
-        `condition` is one boolean SQL expression over `headrace.dataio.shards.query.conditions.COLUMNS` and the promoted
-        fields of the samples' JSON: `"duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"`. The view
-        leaves out samples for which the condition is null. It does not change when later versions are made. Raises
-        `UsageError` if `condition` is anything else.
+        The view leaves out samples for which the condition is null. It does not change when later versions are made.
+
+        Args:
+            condition (str): One boolean SQL expression over the columns of `ds.table`, a few aliases
+                (`headrace.dataio.shards.query.conditions.COLUMNS`) and the promoted fields of the samples' JSON, such
+                as `"duration between 2 and 20 and caption ilike '%dog%'"`.
+
+        Returns:
+            Dataset: The view. It shares the store of this dataset.
+
+        Raises:
+            UsageError: The text is not such an expression, or it names an unknown column.
+
+        Example:
+            >>> with Dataset(clips) as dataset:
+            ...     list(dataset.where("key in ('1', '3')").keys)
+            ['1', '3']
         """
         from headrace.dataio.shards.query import conditions  # imports DuckDB and Arrow
 
@@ -247,39 +337,86 @@ class Dataset:
         return self._with(conditions.narrow(self.store, self.document, self.index, before, condition))
 
     def save(self, message: str = "") -> Dataset:
-        """Save this view as a version. Readers open it by its number or a tag. The version opened by default stays the
-        same."""
+        """Save this view as a version. Readers open it by its number or a tag, and never by default.
+
+        Args:
+            message (str): The message of the new version. Default: the conditions of the view.
+
+        Returns:
+            Dataset: The new version.
+
+        Raises:
+            UsageError: This is not a view, or no sample meets its conditions.
+        """
         from headrace.dataio.shards import changes
 
         return self._at(changes.save(self, message))
 
     def remove(self, keys: Iterable[str] | None = None, *, where: str | None = None, message: str = "") -> Dataset:
-        """Make the next version: the newest version without the samples with these `keys`, or those that meet `where`.
+        """Make the next version: the newest version without some of its samples. Give either `keys` or `where`.
 
-        No shard is rewritten and no bytes are freed. Raises `NotFoundError` naming keys that no sample has.
+        No shard is rewritten and no bytes are freed.
+
+        Args:
+            keys (Iterable[str] | None): The keys of the samples to remove. Default: None.
+            where (str | None): A condition, as for the method `where`. Default: None.
+            message (str): The message of the new version. Default: the number of removed samples.
+
+        Returns:
+            Dataset: The new version.
+
+        Raises:
+            NotFoundError: No sample has one of the keys.
+            UsageError: All samples would be removed, or none.
         """
         from headrace.dataio.shards import changes
 
         return self._at(changes.remove(self, keys, where, message))
 
     def merge(self, *others: Dataset, message: str = "") -> Dataset:
-        """Make the next version: the newest version and all samples of `others`, in this order.
+        """Make the next version: the newest version and all samples of other datasets.
 
-        The shards and indexes of `others` stay where they are. `others` may include other versions of this dataset:
-        samples that exist already are not added again. Raises `ConflictError` naming a key that two datasets hold.
+        The shards and indexes of the other datasets stay where they are, so they must not be deleted.
+
+        Args:
+            *others (Dataset): The datasets to add, in this order. They may be other versions of this dataset: samples
+                that exist already are not added again.
+            message (str): The message of the new version. Default: the names and versions of `others`.
+
+        Returns:
+            Dataset: The new version.
+
+        Raises:
+            ConflictError: Two datasets hold different samples with the same key.
         """
         from headrace.dataio.shards import changes
 
         return self._at(*changes.merge(self, others, message))
 
     def tag(self, name: str) -> None:
-        """Give this version a permanent name. Raises `ConflictError` if another version has the name."""
+        """Give this version a permanent name.
+
+        Args:
+            name (str): Letters, digits, ".", "_" and "-", at most 128. It does not begin with a digit.
+
+        Raises:
+            ConflictError: Another version has this name.
+            UsageError: The name is not valid, or this is a view.
+        """
         if self.view is not None:
             raise UsageError("a view has no version to be tagged", hint="save it, and tag what that returns")
         tags.create(self.store, name, self.document.version, self.digest)
 
     def diff(self, other: Dataset) -> Diff:
-        """Compare this version with `other`, by key."""
+        """Compare this version with another one, by key.
+
+        Args:
+            other (Dataset): The newer version or view.
+
+        Returns:
+            Diff: The numbers of added, removed and changed samples, and an iterator of their keys. Use it in a `with`
+            statement.
+        """
         from headrace.dataio.shards.changes import diff
 
         return diff(self, other)

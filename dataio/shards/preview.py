@@ -73,14 +73,26 @@ def preview(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> str:
-    """Return the page for this dataset or view, as HTML.
+    """Make one HTML page that shows the statistics of a dataset or view, and pictures of some samples.
 
     Args:
-        dataset: the dataset or view to show.
-        limit: the most samples to show, from 1 to 1,000.
-        frames: the number of pictures per sample, from 1 to 16.
-        workers: the number of decoding processes. The default is one per core.
-        progress: a function of the number of samples done and their total.
+        dataset (Dataset): The dataset or view to show.
+        limit (int): The most samples to show, from 1 to 1,000. They are spread evenly over the dataset. Default: 48.
+        frames (int): The number of pictures of each video, from 1 to 16. Default: 4.
+        workers (int | None): The number of decoding processes. Default: one for each core.
+        progress (Callable[[int, int], None] | None): A function of the number of samples done and their total.
+            Default: None.
+
+    Returns:
+        str: The page.
+
+    Raises:
+        UsageError: `limit` or `frames` is out of range.
+
+    Example:
+        >>> with Dataset(clips) as dataset:
+        ...     preview(dataset, limit=2, frames=1, workers=1)[:15]
+        '<!doctype html>'
     """
     if not 1 <= limit <= MAX_SAMPLES or not 1 <= frames <= MAX_FRAMES:
         raise UsageError(

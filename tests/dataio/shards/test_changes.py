@@ -203,11 +203,11 @@ def test_a_merged_dataset_gives_no_other_place_the_name_of_a_mount(
 ) -> None:
     one, two = opened(tmp_path / "one", range(30)), opened(tmp_path / "two", range(30, 50), name="two")
     made, three = one.merge(two), opened(tmp_path / "three", range(60, 70), name="three")
-    guest, forged = changes._guest, msgspec.structs.replace(made.document.mounts[0], url="s3://elsewhere")
+    original, forged = changes._merge_input, msgspec.structs.replace(made.document.mounts[0], url="s3://elsewhere")
     monkeypatch.setattr(
-        changes, "_guest", lambda host, other: dataclasses.replace(guest(host, other), mounts=(forged,))
+        changes, "_merge_input", lambda target, other: dataclasses.replace(original(target, other), mounts=(forged,))
     )
-    with pytest.raises(ConflictError, match="call two places"):
+    with pytest.raises(ConflictError, match="two locations the name"):
         made.merge(three)
 
 
