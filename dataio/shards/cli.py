@@ -107,7 +107,7 @@ def ls(args: Namespace) -> int:
 )
 def cat(args: Namespace) -> int:
     """`headrace cat DATASET KEY`"""
-    from headrace.dataio.shards.dataset import chunks, find_member
+    from headrace.dataio.shards.member_reader import find_member, read_chunks
 
     with open_dataset(args) as opened, tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
         sample = opened.find(args.key)
@@ -117,7 +117,7 @@ def cat(args: Namespace) -> int:
                 f"{member.ext} of {args.key!r} is not text, so it is not written to a terminal",
                 hint="redirect it to a file or a program (> file), or use `headrace export`",
             )
-        for piece in chunks(opened.store, sample, member):
+        for piece in read_chunks(opened.store, sample, member):
             spool.write(piece)
         spool.seek(0)
         shutil.copyfileobj(spool, sys.stdout.buffer)

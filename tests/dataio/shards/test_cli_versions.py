@@ -64,7 +64,7 @@ def test_samples_are_removed_by_key_file_and_condition(
     assert "No such file" in run(capsys, "remove", root, "--keys-from", str(tmp_path / "none"), code=2)[0]
     monkeypatch.setattr("headrace.dataio.shards.cli_versions._KEYS_BYTES", 5)
     (tmp_path / "long").write_text("äää", encoding="utf-8")  # 6 bytes
-    assert "larger than 5 B" in run(capsys, "remove", root, "--keys-from", str(tmp_path / "long"), code=7)[0]
+    assert "larger than 5 B" in run(capsys, "remove", root, "--keys-from", str(tmp_path / "long"), code=6)[0]
 
 
 def test_the_log_is_newest_first_and_marks_views(root: str, capsys: pytest.CaptureFixture[str]) -> None:
