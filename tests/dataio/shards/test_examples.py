@@ -10,7 +10,7 @@ import pytest
 
 from headrace import dataio
 from headrace.dataio import pack
-from tests.dataio.shards.conftest import write_clip
+from tests.support.written_media import write_clip
 
 
 @pytest.fixture(scope="module")

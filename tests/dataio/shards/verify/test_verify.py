@@ -424,12 +424,12 @@ def test_what_ends_the_run_waits_for_no_decoder(ds: Path, monkeypatch: pytest.Mo
 
 def test_the_same_samples_are_chosen_every_time_and_about_as_many_as_asked_for() -> None:
     keys = [f"k{i}" for i in range(10_000)]
-    share = dataset_check.chooser("1%", lambda: keys)
-    number = dataset_check.chooser("100", lambda: iter(keys))
+    share = dataset_check.sample_chooser("1%", lambda: keys)
+    number = dataset_check.sample_chooser("100", lambda: iter(keys))
     assert 60 < sum(map(share, keys)) < 140
     assert sum(map(number, keys)) == 100
-    assert not any(map(dataset_check.chooser("0", lambda: keys), keys))
-    assert all(map(dataset_check.chooser("100%", lambda: keys), keys))
+    assert not any(map(dataset_check.sample_chooser("0", lambda: keys), keys))
+    assert all(map(dataset_check.sample_chooser("100%", lambda: keys), keys))
 
 
 @pytest.mark.parametrize("amount", ["", "-1", "101%", "1.5", "many", "2000000"])
