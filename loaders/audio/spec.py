@@ -42,6 +42,12 @@ class LogMel:
 
     Raises:
         UsageError: a value is out of range.
+
+    Example:
+        >>> loader = AudioLoader(clips, batch_size=2, window=0.5, features=LogMel(n_mels=64))
+        >>> next(iter(loader))["mel"].shape
+        torch.Size([2, 1, 64, 51])
+        >>> loader.close()
     """
 
     n_mels: int = 80
@@ -103,6 +109,12 @@ class AudioSpec:
 
     Raises:
         UsageError: a value is out of range.
+
+    Example:
+        >>> loader = VideoLoader(clips, batch_size=2, clip=Clip(frames=4), size=(32, 32), audio=AudioSpec(seconds=0.25))
+        >>> next(iter(loader))["audio"].shape
+        torch.Size([2, 1, 4000])
+        >>> loader.close()
     """
 
     sample_rate: int = 16_000
@@ -148,14 +160,28 @@ MAX_SECONDS = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`seconds` of audio; `per_sample` windows of each recording.
+    """The part of a recording that is delivered, and how many windows are cut from each recording.
 
-    - `start="random"` draws the first sample uniformly from those where the whole window fits. The loader draws again
-      for every epoch, sample and window.
-    - `start="center"` takes the middle window, or the middles of `per_sample` equal parts.
-    - `start="every"` cuts each recording into consecutive windows without gaps. It returns as many as fit whole, and at
-      least one.
-    - `jitter` moves "center" and "every" windows by up to this many seconds in either direction, drawn again each time.
+    Args:
+        seconds (float): length of a window, above 0 and at most a day. Default: 2.0.
+        start (str): where a window begins. Default: "random".
+
+            - "random": drawn uniformly from the samples where the whole window fits, again for every epoch, sample and
+              window.
+            - "center": the middle of the recording, or the middles of `per_sample` equal parts.
+            - "every": windows follow each other without a gap, as many as fit whole, at least one.
+        per_sample (int): windows of each recording in an epoch; not with "every". Default: 1.
+        jitter (float): move a "center" or "every" window by up to this many seconds in either direction, drawn again for
+            every epoch, sample and window. Default: 0.0.
+
+    Raises:
+        UsageError: for an impossible window.
+
+    Example:
+        >>> loader = AudioLoader(clips, batch_size=2, window=Window(0.5, start="every"))
+        >>> len(loader) * 2 > len(loader.dataset)
+        True
+        >>> loader.close()
     """
 
     seconds: float = 2.0

@@ -65,7 +65,7 @@ class Mixture:
 
     Args:
         sources (Mapping[str, Dataset | str | os.PathLike]): datasets, views (`dataset.where(...)`), URLs or folders, by
-        name.
+            name.
         weights (Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None): how many samples are taken
             from each source. A list of (step, weights), the first at step 0, is a curriculum; steps are global batches
             since the start of the run. Default: the numbers of clips.

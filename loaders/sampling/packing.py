@@ -63,7 +63,7 @@ class Packing:
         capacity (int): units in a row: samples of sound, columns of spectrograms, or tokens.
         lookahead (int): recordings that are considered at a time, 1 to 65536. Default: 256.
         long (str): "split" cuts recordings longer than `capacity` into several pieces, "drop" leaves them out. Default:
-        "split".
+            "split".
         repack_each_epoch (bool): let other recordings share a row in each epoch. Epochs then differ a little in length,
             but those of a mixture's sources do not. Default: False.
 
