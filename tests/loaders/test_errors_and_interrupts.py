@@ -41,7 +41,7 @@ def some(loader: VideoLoader, count: int) -> list[tuple[list[int], list[float]]]
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize(("where", "name"), [(Batch, "tensors"), (OrderPlan, "about"), (Prefetcher, "plan")])
-def test_a_batch_that_does_not_reach_the_trainer_comes_again(
+def test_a_batch_that_does_not_reach_the_trainer_is_delivered_again(
     make: Make, where: Any, name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, loader = some(make(), 5), make()
@@ -93,16 +93,18 @@ def test_a_loader_whose_end_was_interrupted_can_go_on(make: Make, monkeypatch: p
     wait_for(lambda: not any(thread.is_alive() for thread in threads))
 
 
-def test_who_waits_while_a_loader_is_closed_gets_no_half_batch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_waits_while_the_loader_closes_gets_no_partial_batch(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    class Slow(StoreReader):
+    class SlowReader(StoreReader):
         def read(self, key: str, ranges: Any) -> list[memoryview]:
             begun.set()
             assert go.wait(60)
             return super().read(key, ranges)
 
-    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: Slow(store))
+    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: SlowReader(store))
     loader = make()
 
     def close() -> None:

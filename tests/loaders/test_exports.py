@@ -83,7 +83,7 @@ def test_an_argument_that_there_is_not_is_named(kind: type) -> None:
         (loaders.VideoLoader, "zzz", "'zzz'"),
     ],
 )
-def test_an_argument_that_others_have_is_told_by_our_name(kind: type, name: str, told: str) -> None:
+def test_an_argument_of_other_libraries_is_an_error_that_names_ours(kind: type, name: str, told: str) -> None:
     with pytest.raises(TypeError) as caught:
         kind("nowhere", 4, **{name: 1})
     assert str(caught.value).endswith(told)

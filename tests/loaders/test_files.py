@@ -126,7 +126,7 @@ def test_batches_that_are_looked_up_together_are_those_that_are_looked_up_one_by
 
 
 def test_what_is_wrong_with_a_look_up_is_raised_where_its_batch_is_due(make: Make) -> None:
-    class Torn:
+    class FailingPlan:
         """A plan that cannot say what batch 5 holds."""
 
         def batches_in(self, epoch: int) -> int:
@@ -138,14 +138,14 @@ def test_what_is_wrong_with_a_look_up_is_raised_where_its_batch_is_due(make: Mak
             return plan.refs(epoch, batches)
 
     plan = make()._plan
-    found = batches_from(Torn(), 0, 0)
+    found = batches_from(FailingPlan(), 0, 0)
     assert [next(found) for _ in range(5)] == plan.refs(0, range(5))
     with pytest.raises(CorruptionError, match="torn"):
         next(found)
 
 
 @pytest.mark.parametrize("exts", [["latents.npy", "json"], ["json", "latents.npy", "txt"]])
-def test_a_sample_that_comes_twice_in_a_batch_is_there_twice(make: Make, packed: Path, exts: list[str]) -> None:
+def test_a_sample_that_is_drawn_twice_is_twice_in_its_batch(make: Make, packed: Path, exts: list[str]) -> None:
     only = Dataset(str(packed / "ds"), trust_mounts=True).where("key in ('001', '002')")
     (batch,) = make(Mixture({"a": only, "b": only}, epoch_batches=1), batch_size=8, files=exts)
     found = contents(batch)
@@ -178,7 +178,7 @@ def test_batches_that_are_kept_stay_as_they_were(make: Make) -> None:
 def test_of_a_slow_store_nothing_more_is_read_once_a_loader_closes(make: Make, in_place: bool) -> None:
     loader, closing, read = make(batch_size=8), threading.Event(), []
 
-    class Slow(StoreReader):
+    class SlowReader(StoreReader):
         def read(self, key: str, ranges: Any) -> list[memoryview]:
             read.append(key)
             closing.set()
@@ -198,7 +198,11 @@ def test_of_a_slow_store_nothing_more_is_read_once_a_loader_closes(make: Make, i
     )
     targets = batch.targets(range(8)) if in_place else [None] * 8
     builder = SampleBuilder(
-        loader._plan, work, [SampleReader(Slow(store), store)], quarantine=Quarantine(0), memory=MemoryBudget(1 << 20)
+        loader._plan,
+        work,
+        [SampleReader(SlowReader(store), store)],
+        quarantine=Quarantine(0),
+        memory=MemoryBudget(1 << 20),
     )
     planned = builder.plan(refs)
     with cancelled_by(closing), pytest.raises(Cancelled):
@@ -255,6 +259,6 @@ def test_a_damaged_sample_can_be_left_out(make: Make, damaged: Path) -> None:
         ({"columns": ["sizes"]}, "columns cannot hold 'sizes'"),
     ],
 )
-def test_what_cannot_be_asked_for_is_said(make: Make, options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused_with_the_reason(make: Make, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make(**options)

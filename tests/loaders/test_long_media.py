@@ -207,7 +207,7 @@ def test_a_window_costs_a_small_part_of_its_file(sounds: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("pictures", ["long", "short"])
-def test_of_a_long_recording_beside_a_video_a_clip_reads_its_part(
+def test_a_clip_reads_part_of_a_long_recording_stored_next_to_its_video(
     pictures: str, films: Path, sounds: Path, tmp_path: Path, whole: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in").mkdir()
@@ -290,7 +290,7 @@ def test_what_stands_in_for_damage_is_the_same_on_any_number_of_ranks(damaged: t
     assert [[one for part in parts for one in part] for parts in zip(*shares, strict=True)] == alone
 
 
-def test_a_shard_that_was_cut_off_costs_the_clips_behind_the_cut(films: Path, tmp_path: Path) -> None:
+def test_a_truncated_shard_costs_the_clips_after_the_cut(films: Path, tmp_path: Path) -> None:
     shutil.copytree(films / "ds", tmp_path / "ds")
     with Dataset(str(tmp_path / "ds")) as dataset:
         last = max(dataset.samples(range(len(dataset))), key=lambda sample: (sample.shard, sample.members[0].offset))

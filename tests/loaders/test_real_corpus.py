@@ -174,7 +174,7 @@ def test_sound_of_every_made_file_is_that_of_plain_decoding(one: video_corpus.Ma
 
 
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp"])
-def test_pictures_are_clips_of_one_frame_beside_videos(kind: str, tmp_path: Path) -> None:
+def test_pictures_next_to_videos_are_clips_of_one_frame(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / f"a.{kind}").write_bytes(picture(kind))

@@ -335,7 +335,7 @@ def test_forcing_a_state_that_fits_loses_nothing(make: Make, caplog: pytest.LogC
     assert all(same(a, b) for a, b in zip(take(loader, 2), take(again, 2), strict=True))
 
 
-def test_forcing_another_dataset_says_that_nobody_knows_and_drops_the_quarantine(
+def test_forcing_another_dataset_reports_an_unknown_loss_and_drops_the_quarantine(
     make: Make, dataset: Dataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = make(dataset.where("bytes > 1"))

@@ -162,7 +162,7 @@ def test_closing_takes_no_second_and_leaves_nothing(state: Callable[[Any], None]
     assert not before["threads"]
 
 
-def test_what_cannot_begin_leaves_nothing_begun(clips: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_that_cannot_start_leaves_nothing_behind(clips: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     before = left()
     opened, closed = [], []
 

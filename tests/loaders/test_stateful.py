@@ -73,7 +73,7 @@ def test_a_plain_dataloader_passes_batches_through(make: Make) -> None:
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_dataloader_with_a_batch_size_is_told_to_have_none(make: Make, kind: Any, batch_size: int) -> None:
+def test_a_dataloader_with_a_batch_size_is_refused_with_a_hint(make: Make, kind: Any, batch_size: int) -> None:
     with pytest.raises(UsageError, match="batches of batches") as caught:
         next(iter(kind(make(), batch_size=batch_size)))
     assert "batch_size=None" in caught.value.hint

@@ -132,14 +132,14 @@ class Run:
 
         loader, net = self.make(), Net()
 
-        class Given(Trainer):  # type: ignore[misc, unused-ignore]
+        class TrainerWithLoader(Trainer):  # type: ignore[misc, unused-ignore]
             def get_train_dataloader(self) -> Any:
                 return loader
 
         arguments = self.arguments(steps)
         arguments.save_strategy, arguments.save_steps = "steps", steps
         with Checkpointer(str(self.folder / "other"), run="exp", sidecar=None) as checkpointer:
-            Given(net, arguments, callbacks=[RepositoryCallback(checkpointer)]).train()
+            TrainerWithLoader(net, arguments, callbacks=[RepositoryCallback(checkpointer)]).train()
         return net.seen
 
 
@@ -158,7 +158,7 @@ def test_transformers_goes_on_in_the_middle_of_an_epoch_and_at_its_end(make: Mak
 
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_is_refused_a_loader_whose_position_it_could_not_keep(make: Make, tmp_path: Path) -> None:
-    class Given(Run):
+    class TrainerWithLoader(Run):
         """`get_train_dataloader` returns a DataLoader around the loader."""
 
         def fit_around(self, **how: Any) -> list[Any]:
@@ -175,6 +175,6 @@ def test_transformers_is_refused_a_loader_whose_position_it_could_not_keep(make:
             return net.seen
 
     pytest.importorskip("transformers")
-    assert len(Given(make, tmp_path).fit_around(batch_size=None)) == 2
+    assert len(TrainerWithLoader(make, tmp_path).fit_around(batch_size=None)) == 2
     with pytest.raises(UnsupportedError, match="reads ahead or cuts batches up"):
-        Given(make, tmp_path).fit_around(batch_size=None, num_workers=1)
+        TrainerWithLoader(make, tmp_path).fit_around(batch_size=None, num_workers=1)

@@ -60,7 +60,7 @@ WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "given", "named", "reason"), WRONG, ids=[f"{w[0].__name__}{w[1:3]}" for w in WRONG])
-def test_what_is_of_another_kind_is_refused_where_it_is_said(
+def test_values_of_another_type_are_refused_by_the_description(
     kind: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(UsageError, match=reason) as caught:
@@ -101,7 +101,7 @@ def test_a_seed_that_no_state_could_hold_is_refused(seed: int) -> None:
         VideoLoader("nowhere", 4, seed=seed)
 
 
-def test_what_should_be_given_is_said_in_words() -> None:
+def test_the_error_names_the_expected_type_in_words() -> None:
     for make, words in (
         (lambda: AudioSpec(features="mel"), "give 'waveform' or LogMel"),  # type: ignore[arg-type]
         (lambda: AudioSpec(seconds="2"), "give float or None"),  # type: ignore[arg-type]

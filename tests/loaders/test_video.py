@@ -336,21 +336,21 @@ def test_a_clip_that_hits_the_damage_inside_a_file_is_replaced_and_the_rest_of_t
 
 
 def test_a_cache_that_rots_is_passed_by(make: Callable[..., VideoLoader], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Rotten(StoreReader):
+    class CorruptingReader(StoreReader):
         wrong = 0
 
         def read(self, key: str, ranges: Any) -> list[memoryview]:
             views = [bytearray(view) for view in super().read(key, ranges)]
             for view in views:
                 view[len(view) // 3] ^= 255
-                Rotten.wrong += 1
+                CorruptingReader.wrong += 1
             return [memoryview(view).toreadonly() for view in views]
 
     reference = take(make(), 2)
-    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: Rotten(store))
+    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: CorruptingReader(store))
     loader = make()
     assert all(same(a, b) for a, b in zip(reference, take(loader, 2), strict=True))
-    assert Rotten.wrong
+    assert CorruptingReader.wrong
     assert not loader.quarantine
 
 
@@ -387,13 +387,13 @@ def test_a_lost_shard_is_damage_and_an_unreachable_store_is_not(
     assert gone
     assert not gone & set(ids)
 
-    class Away(StoreReader):
+    class UnreachableReader(StoreReader):
         def read(self, key: str, ranges: Any) -> list[memoryview]:
             raise TransientError("no route to the store")
 
     reference = take(make(), 2)
     with monkeypatch.context() as patch:
-        patch.setattr(loader_module, "open_reader", lambda store, *_: Away(store))
+        patch.setattr(loader_module, "open_reader", lambda store, *_: UnreachableReader(store))
         unlucky = make()
         with pytest.raises(TransientError, match="no route"):
             next(iter(unlucky))
@@ -404,7 +404,7 @@ def test_a_lost_shard_is_damage_and_an_unreachable_store_is_not(
 # -- sound
 
 
-def test_sound_of_the_same_window_comes_with_the_clip(make: Callable[..., VideoLoader], dataset: Dataset) -> None:
+def test_a_clip_has_the_audio_of_the_same_window(make: Callable[..., VideoLoader], dataset: Dataset) -> None:
     batch = next(iter(make(batch_size=24, clip=Clip(4, fps=8, per_video=3), audio=AudioSpec(8000, 2))))
     assert batch["audio"].shape == (24, 2, 4000)
     assert batch["audio"].dtype == torch.float32
@@ -459,7 +459,7 @@ def test_clips_of_different_sizes_need_a_size(make: Callable[..., VideoLoader]) 
         take(make(size=None), 6)
 
 
-def test_who_asks_for_dali_on_the_cpu_gets_it_and_the_same_pixels(
+def test_dali_on_the_cpu_is_used_on_request_and_gives_the_same_pixels(
     make: Callable[..., VideoLoader], tmp_path: Path, media: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("nvidia.dali")
@@ -591,13 +591,13 @@ def test_upcoming_samples_are_announced_soonest_first(
     said: list[list[tuple[str, int, int]]] = []
     announced = threading.Semaphore(0)  # by the planner, which the trainer does not wait for
 
-    class Listening(StoreReader):
+    class RecordingReader(StoreReader):
         def announce(self, upcoming: Any) -> None:
             said.append(list(upcoming))
             announced.release()
 
     def opened(store: Any, sidecar: Any, _meter: Any) -> ShardReader:
-        return Listening(store)
+        return RecordingReader(store)
 
     monkeypatch.setattr(loader_module, "open_reader", opened)
     loader = make(shuffle=False, prefetch_batches=1)

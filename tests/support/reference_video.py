@@ -19,7 +19,7 @@ from headrace.loaders.decode.pyav import PyAVDecoder
 from tests.support import reference_decoder
 
 
-class Film:
+class ReferenceVideo:
     """A file, its frames by plain decoding, and what the index says of it."""
 
     def __init__(self, data: bytes, ext: str) -> None:

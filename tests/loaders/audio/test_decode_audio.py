@@ -85,7 +85,7 @@ def test_resampling_keeps_instant_and_length(rate: int) -> None:
     assert np.abs(sound[0] - expected).max() < 1e-3
 
 
-def test_beyond_the_end_there_are_zeros_and_their_number_is_told() -> None:
+def test_zeros_follow_the_end_of_the_audio_and_their_number_is_returned() -> None:
     data = ramp("wav", "pcm_s16le")
     sound, real = decode_audio(memoryview(data), info_of(data, "wav"), Fraction(5, 2), AudioSpec(RATE), RATE)
     assert real == RATE // 2

@@ -64,7 +64,7 @@ def encoded(rate: int, layout: str, bit_rate: int, options: dict[str, str], seco
     return target.getvalue() + b"TAG" + bytes(125)
 
 
-class Long:
+class LongMp3:
     """A file in a shard, of which parts are read."""
 
     def __init__(self, data: bytes, folder: Path) -> None:
@@ -90,11 +90,11 @@ class Long:
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def recording(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Long:
-    return Long(encoded(*KINDS[request.param]), tmp_path_factory.mktemp("mp3"))
+def recording(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LongMp3:
+    return LongMp3(encoded(*KINDS[request.param]), tmp_path_factory.mktemp("mp3"))
 
 
-def windows(recording: Long, files: Sequence[Any], start: Fraction, seconds: float, from_first: bool = True) -> Any:
+def windows(recording: LongMp3, files: Sequence[Any], start: Fraction, seconds: float, from_first: bool = True) -> Any:
     """Without marks, libav reads all of a file that is there as a whole."""
     spec, info = AudioSpec(16_000, seconds=seconds), recording.info
     infos = [replace(info, marks=()) if isinstance(data, memoryview) else info for data in files]
@@ -107,13 +107,13 @@ def same(one: Any, other: Any) -> bool:
 
 @given(start=st.integers(0, 61_000), seconds=st.sampled_from([0.1, 1.0, 7.5]), from_first=st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_windows_are_those_of_the_whole_file(recording: Long, start: int, seconds: float, from_first: bool) -> None:
+def test_windows_are_those_of_the_whole_file(recording: LongMp3, start: int, seconds: float, from_first: bool) -> None:
     at, files = Fraction(start, 1000), [memoryview(recording.data), recording.part()]
     whole, part = windows(recording, files, at, seconds, from_first)
     assert same(whole, part)
 
 
-def test_a_window_reads_its_part_of_the_file(recording: Long) -> None:
+def test_a_window_reads_its_part_of_the_file(recording: LongMp3) -> None:
     assert len(recording.pieces.marks) == -(-(len(recording.data) - 128) // SIZE) or recording.pieces.marks[0][0] > SIZE
     recording.read, spec = 0, AudioSpec(16_000)
     decode_audio(recording.part(), recording.info, Fraction(50), spec, 8_000, True)
@@ -121,7 +121,7 @@ def test_a_window_reads_its_part_of_the_file(recording: Long) -> None:
     assert recording.read < 4 * SIZE + 128 * 1024 + 9 * second
 
 
-def test_of_what_is_given_to_another_process_the_same_is_made(recording: Long) -> None:
+def test_of_what_is_given_to_another_process_the_same_is_made(recording: LongMp3) -> None:
     file = recording.part()
     for number in range(-(-len(recording.data) // SIZE)):
         file.load(number)
@@ -130,25 +130,25 @@ def test_of_what_is_given_to_another_process_the_same_is_made(recording: Long) -
 
 
 @pytest.mark.parametrize("off", [-3, 1, 200])
-def test_where_no_frame_begins_at_the_mark_libav_looks_for_the_window(recording: Long, off: int) -> None:
+def test_where_no_frame_begins_at_the_mark_libav_looks_for_the_window(recording: LongMp3, off: int) -> None:
     wrong = replace(recording.pieces, marks=tuple((at + off, before) for at, before in recording.pieces.marks))
     whole, part = windows(recording, [memoryview(recording.data), recording.part(wrong)], Fraction(40), 1.0)
     assert same(whole, part)
 
 
-def test_damage_before_the_window_is_not_its_own(recording: Long) -> None:
+def test_damage_before_the_window_is_not_its_own(recording: LongMp3) -> None:
     marks = recording.pieces.marks
     begins = next(n for n, (_, before) in enumerate(marks) if before > 20 * recording.info.sample_rate)
     data, at = bytearray(recording.data), marks[begins][0]
     data[at + 4 : at + 40] = b"\xff" * 36
-    (hurt,) = windows(recording, [Long.part(_with(recording, bytes(data)))], Fraction(55), 1.0)
+    (hurt,) = windows(recording, [LongMp3.part(_with(recording, bytes(data)))], Fraction(55), 1.0)
     (whole,) = windows(recording, [memoryview(recording.data)], Fraction(55), 1.0)
     assert same(hurt, whole)
 
 
-def _with(recording: Long, data: bytes) -> Long:
+def _with(recording: LongMp3, data: bytes) -> LongMp3:
     """The same file with other bytes, and the digests of those."""
-    other, hasher = object.__new__(Long), Hasher(SIZE)
+    other, hasher = object.__new__(LongMp3), Hasher(SIZE)
     hasher.update(data)
     found = hasher.pieces()
     assert found is not None
@@ -159,5 +159,5 @@ def _with(recording: Long, data: bytes) -> Long:
 
 def test_a_file_whose_frames_are_not_all_of_one_length_has_no_marks(tmp_path: Path) -> None:
     fine, coarse = (encoded(*KINDS[kind], seconds=20) for kind in ("constant", "of few bits"))
-    with_both = Long(fine + coarse, tmp_path)
+    with_both = LongMp3(fine + coarse, tmp_path)
     assert with_both.pieces.marks == ()

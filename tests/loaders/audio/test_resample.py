@@ -79,7 +79,7 @@ def test_each_stretch_is_what_ffmpeg_makes_of_it_between_silence_whatever_came_b
         assert np.array_equal(made, by_ffmpeg(source, rate, layout[0], spec))
 
 
-def test_what_one_stretch_holds_is_not_heard_in_the_next() -> None:
+def test_the_samples_of_one_stretch_do_not_leak_into_the_next() -> None:
     spec, quiet = AudioSpec(), np.zeros((1, 20_000), np.float32)
     loud = np.full((1, 20_000), np.inf, np.float32)
     loud[:, ::3] = np.nan
@@ -92,12 +92,12 @@ def test_a_thread_keeps_so_many_resamplers_and_no_more(monkeypatch: pytest.Monke
     monkeypatch.setattr(resample, "_CACHE", cache)
     made: list[int] = []
 
-    class Counted(resample._Resampler):
+    class CountingResampler(resample._Resampler):
         def __init__(self, kind: Any, pieces: int) -> None:
             made.append(kind.rate)
             super().__init__(kind, pieces)
 
-    monkeypatch.setattr(resample, "_Resampler", Counted)
+    monkeypatch.setattr(resample, "_Resampler", CountingResampler)
     rates = [8_000 + 1_000 * number for number in range(resample.MAX_KEPT)]
     for rate in [*rates, *rates, 44_100, *rates[1:], rates[0]]:
         resample.resampled(noise(1, 1, 500), rate, "mono", AudioSpec(48_000))

@@ -135,7 +135,7 @@ def test_a_batch_of_no_clips_has_no_video(executor: Any) -> None:
     assert len(batch["id"]) == 0
 
 
-def test_what_was_drawn_in_a_batchs_room_is_in_the_batch_without_a_copy() -> None:
+def test_pixels_drawn_in_a_batchs_memory_are_in_the_batch_without_a_copy() -> None:
     batch = Batch(2, layout=VIDEO, output=CPU, buffers=BufferPool(CPU.device))
     target = batch.target(1)
     assert target is not None
@@ -151,7 +151,7 @@ def test_what_was_drawn_in_a_batchs_room_is_in_the_batch_without_a_copy() -> Non
     assert video[1].unique().tolist() == [8]
 
 
-def test_there_is_no_room_for_pixels_that_become_something_else_or_have_another_shape() -> None:
+def test_a_batch_offers_no_memory_for_pixels_that_are_converted_or_have_another_shape() -> None:
     floats = Output(CPU.device, pinned=False, dtype=torch.float16)
     turned = Output(CPU.device, pinned=False, axes="THWC")
     for output in (floats, turned):
@@ -172,7 +172,7 @@ def test_a_batch_whose_samples_were_all_left_out_after_they_were_drawn_has_no_vi
     assert batch.tensors()["video"] is None
 
 
-class Watched(BufferPool):
+class RecordingPool(BufferPool):
     """Knows what it lent: with `device="pinned"`, what is pinned."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Watched(BufferPool):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_batch_of_which_something_was_left_out_is_in_memory_of_the_ring_too(dtype: torch.dtype) -> None:
-    ring = Watched()
+    ring = RecordingPool()
     batch = Batch(3, layout=VIDEO, output=Output(CPU.device, pinned=False, dtype=dtype), buffers=ring)
     for slot, ref in enumerate(refs(0, 1, 2)):
         batch.put(slot, ProcessedSample(ref.sample, {}) if slot == 1 else finished(ref))
@@ -198,7 +198,7 @@ def test_a_batch_of_which_something_was_left_out_is_in_memory_of_the_ring_too(dt
 
 @pytest.mark.parametrize("other", [None, 5])
 def test_files_of_which_something_was_left_out_or_replaced_are_in_memory_of_the_ring_too(other: int | None) -> None:
-    ring, layout = Watched(), SampleLayout(("bytes",))
+    ring, layout = RecordingPool(), SampleLayout(("bytes",))
     files = [Files("shards/0.tar", (Member("bin", 512 * n, 3, 0),)) for n in range(3)]
     batch = JoinedBatch(files, layout=layout, output=CPU, buffers=ring)
     for slot, ref in enumerate(refs(0, 1, 2)):
@@ -210,7 +210,7 @@ def test_files_of_which_something_was_left_out_or_replaced_are_in_memory_of_the_
     assert joined.data_ptr() in ring.addresses
 
 
-class Crossing(TorchDispatchMode):
+class TransferCounter(TorchDispatchMode):
     """Notes what goes from main memory to another device: how many bytes."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ def test_pixels_that_a_processor_decoded_go_to_the_device_as_bytes_and_become_fl
     there, video = torch.device("meta"), torch.zeros(4, 3, 8, 6, dtype=torch.uint8)
     shape = (4, 3, 8, 6) if axes == "TCHW" else (4, 8, 6, 3)
     output = Output(there, False, mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2), dtype=dtype, axes=axes)
-    with Crossing() as crossing:
+    with TransferCounter() as crossing:
         write_pixels(torch.empty(shape, dtype=dtype, device=there), video, output)
     assert crossing.nbytes == video.nbytes + 2 * 3 * 4, "the pixels, and three numbers twice"
 

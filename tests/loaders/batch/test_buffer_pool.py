@@ -19,7 +19,7 @@ from headrace.loaders.batch.memory import BufferPool
 CPU = torch.device("cpu")
 
 
-def test_memory_that_nobody_holds_is_used_again() -> None:
+def test_memory_without_references_is_used_again() -> None:
     buffers = BufferPool(CPU)
     address = buffers.empty((100, 1000), torch.float32).data_ptr()  # let go at once
     again = buffers.empty((100, 1000), torch.float32)
@@ -32,7 +32,7 @@ def test_memory_that_nobody_holds_is_used_again() -> None:
     "keep",
     [lambda t: t, lambda t: t[3, 5:], lambda t: t.numpy(), lambda t: memoryview(t.numpy()), lambda t: t.view(-1)],
 )
-def test_whoever_keeps_any_part_keeps_it(keep: Any) -> None:
+def test_a_reference_to_any_part_keeps_the_memory(keep: Any) -> None:
     buffers = BufferPool(CPU)
     tensor = buffers.empty((10, 4096), torch.uint8)
     tensor.fill_(7)
@@ -46,7 +46,7 @@ def test_whoever_keeps_any_part_keeps_it(keep: Any) -> None:
     assert (np.asarray(kept) == 7).all()
 
 
-class Holding(RuleBasedStateMachine):
+class BufferPoolMachine(RuleBasedStateMachine):
     """A trainer that keeps and drops batches as it likes, each filled with its own number."""
 
     def __init__(self) -> None:
@@ -73,8 +73,8 @@ class Holding(RuleBasedStateMachine):
         assert len(self.buffers._free) <= 3
 
 
-TestHolding = Holding.TestCase
-TestHolding.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestBufferPool = BufferPoolMachine.TestCase
+TestBufferPool.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
 def test_threads_may_lend_and_drop_at_once() -> None:
@@ -110,7 +110,7 @@ def test_without_reuse_every_tensor_has_memory_of_its_own() -> None:
     assert buffers.reused == 0
 
 
-def test_memory_comes_back_without_python_which_an_interrupt_could_meet() -> None:
+def test_memory_returns_without_python_code_that_an_interrupt_could_hit() -> None:
     buffers, met = BufferPool(torch.device("cpu")), list[str]()
     for _ in range(2):
         tensor = buffers.empty((4, 5), torch.float32)

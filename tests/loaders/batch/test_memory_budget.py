@@ -66,7 +66,7 @@ def test_a_sample_larger_than_the_limit_runs_alone_and_in_its_turn() -> None:
     assert events == ["first", "large", "late"]
 
 
-def test_whoever_waits_when_it_is_closed_is_told() -> None:
+def test_closing_raises_in_waiting_threads() -> None:
     memory = MemoryBudget(10)
     told = threading.Event()
 

@@ -29,15 +29,15 @@ def ref(number: int) -> SampleRef:
     return SampleRef(0, number, Sample(number, f"key{number}", "shard", (Member("bin", 512 * number, 3, 0),), 0.0))
 
 
-class Listening:
+class RecordingReader:
     """A source that is told what comes next."""
 
     def __init__(self) -> None:
-        self.told: list[list[Range]] = []
+        self.announcements: list[list[Range]] = []
         self.announced = threading.Semaphore(0)
 
     def announce(self, upcoming: Sequence[Range]) -> None:
-        self.told.append(list(upcoming))
+        self.announcements.append(list(upcoming))
         self.announced.release()
 
     def close(self) -> None:
@@ -60,11 +60,11 @@ def deliver(ahead: Prefetcher) -> Any:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., tuple[Prefetcher, Listening]]]:
+def start() -> Iterator[Callable[..., tuple[Prefetcher, RecordingReader]]]:
     begun = list[Prefetcher]()
 
-    def start(batches: Batches, build: Build = made) -> tuple[Prefetcher, Listening]:
-        processor, source, memory = FileProcessor(["bin"]), Listening(), MemoryBudget(1 << 30)
+    def start(batches: Batches, build: Build = made) -> tuple[Prefetcher, RecordingReader]:
+        processor, source, memory = FileProcessor(["bin"]), RecordingReader(), MemoryBudget(1 << 30)
         plan: Any = None
         builder = SampleBuilder(plan, processor, [source], quarantine=Quarantine(0), memory=memory)  # type: ignore[list-item]
         executor = BatchExecutor(
@@ -84,12 +84,12 @@ def test_batches_come_in_order_and_are_announced_several_at_a_time(start: Any) -
         batch = deliver(ahead).tensors()
         assert batch["bytes"].tolist() == [2 * number] * 3 + [2 * number + 1] * 3
     assert source.announced.acquire(timeout=60)
-    assert all(len(told) <= 2 * (AT_MOST + 3) for told in source.told)
-    assert len(source.told) <= 2 + (60 + 3) / PLANNED_AT_ONCE  # the first by itself, the others not one by one
+    assert all(len(announcements) <= 2 * (AT_MOST + 3) for announcements in source.announcements)
+    assert len(source.announcements) <= 2 + (60 + 3) / PLANNED_AT_ONCE  # the first by itself, the others not one by one
 
 
 def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until_it_is_there(start: Any) -> None:
-    seen, told = list[int](), list[list[Range]]()
+    seen, announcements = list[int](), list[list[Range]]()
 
     def batches() -> Batches:
         for n in range(10**9):
@@ -100,13 +100,13 @@ def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until
         if refs[0].sample.id == 0:
             assert source.announced.acquire(timeout=60)
             ahead._executor.run(int).result(60)  # whatever else the other thread was asked for is done
-            told.extend(source.told)
-            told.append([("looked up", n, 0) for n in seen])
+            announcements.extend(source.announcements)
+            announcements.append([("looked up", n, 0) for n in seen])
         return made(refs, targets)
 
     ahead, source = start(batches(), make)
     deliver(ahead)
-    assert told == [[("shard", 0, 3)], [("looked up", 0, 0)]]
+    assert announcements == [[("shard", 0, 3)], [("looked up", 0, 0)]]
     assert source.announced.acquire(timeout=60)
     assert [deliver(ahead).tensors()["id"].tolist() for _ in range(20)] == [[n] for n in range(1, 21)]
 
@@ -129,13 +129,13 @@ def test_what_is_in_the_making_is_announced_before_what_is_due_later(start: Any)
     deliver(ahead)
     assert source.announced.acquire(timeout=60)
     deliver(ahead)
-    assert source.told[1][:5] == [("shard", 512 * n, 3) for n in range(1, 6)]
+    assert source.announcements[1][:5] == [("shard", 512 * n, 3) for n in range(1, 6)]
 
 
 def test_batches_are_looked_up_by_the_threads_that_make_them_one_at_a_time(start: Any) -> None:
     inside, threads, most = list[int](), set[str](), 0
 
-    class Slowly:  # no generator, which would refuse a second thread by itself
+    class SlowSource:  # no generator, which would refuse a second thread by itself
         def __iter__(self) -> Batches:
             return self
 
@@ -148,7 +148,7 @@ def test_batches_are_looked_up_by_the_threads_that_make_them_one_at_a_time(start
             inside.pop()
             return [ref(0)]
 
-    ahead, _ = start(Slowly())
+    ahead, _ = start(SlowSource())
     for _ in range(12):
         deliver(ahead)
     ahead.close()

@@ -20,7 +20,7 @@ from headrace.loaders.clip import Clip, choose
 from headrace.loaders.decode import trim
 from headrace.loaders.decode.base import Decoded, Request
 from tests.support import video_corpus
-from tests.support.reference_video import Film
+from tests.support.reference_video import ReferenceVideo
 
 INTRA_REFRESH = {"x264-params": "intra-refresh=1:keyint=12:bframes=0:scenecut=0"}
 OPEN_GROUPS = {"x264-params": "open-gop=1:keyint=12:bframes=3:b-pyramid=normal:scenecut=0"}
@@ -56,7 +56,7 @@ def marked(data: bytes) -> list[int]:
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
 def test_intra_refresh_is_decoded_from_an_instantaneous_refresh_also_by_an_older_index(container: str) -> None:
-    film = Film(
+    film = ReferenceVideo(
         video_corpus.make(video_corpus.Made("", "libx264", container, frames=60, options=INTRA_REFRESH)), container[:3]
     )
     points = marked(film.data)
@@ -75,7 +75,9 @@ def test_intra_refresh_is_decoded_from_an_instantaneous_refresh_also_by_an_older
 
 
 def test_open_groups_begin_at_their_recovery_points() -> None:
-    film = Film(video_corpus.make(video_corpus.Made("", "libx264", "mp4", frames=60, options=OPEN_GROUPS)), "mp4")
+    film = ReferenceVideo(
+        video_corpus.make(video_corpus.Made("", "libx264", "mp4", frames=60, options=OPEN_GROUPS)), "mp4"
+    )
     assert [key.index for key in film.info.key_frames] == [0, *sorted(key.index for key in film.info.key_frames[1:])]
     assert len(film.info.key_frames) >= 4
     assert not film.notes
@@ -92,7 +94,7 @@ def test_a_stream_without_any_clean_start_is_decoded_from_its_first_packet(conta
             if packet.size and packet.pts is not None and packet.pts * packet.time_base > 0.1:
                 packet.stream = copy
                 output.mux(packet)
-    film = Film(target.getvalue(), container[:3])
+    film = ReferenceVideo(target.getvalue(), container[:3])
     assert 0 < film.info.frames < 60
     for number in range(6):
         wanted = choose(film.info, Clip(3, 2), 3, 0, 0, number)
@@ -176,14 +178,14 @@ def not_coded(number: int, packet: bytes) -> bytes:
 def test_pictures_that_are_not_coded_take_no_frames_number_and_no_frames_time(container: str) -> None:
     kind = video_corpus.Made("", "mpeg4", container, frames=60, options={"g": "24", "bf": "0"})
     data = rewritten(video_corpus.make(kind), container, not_coded)
-    film = Film(data, container[:3])
+    film = ReferenceVideo(data, container[:3])
     assert len(film.images) < 60 - 3  # some are not coded
     film.check(CLIPS)
 
 
 def test_pictures_between_others_of_which_one_is_not_coded_are_refused() -> None:
     kind = video_corpus.Made("", "mpeg4", "matroska", frames=60, options={"g": "24", "bf": "2"})
-    film = Film(rewritten(video_corpus.make(kind), "matroska", not_coded), "mkv")
+    film = ReferenceVideo(rewritten(video_corpus.make(kind), "matroska", not_coded), "mkv")
     assert film.times != sorted(film.times)  # libav puts them out in another order
     assert isinstance(film.decode(choose(film.info, Clip(2, start="center"), 0, 0, 0, 0)), UnsupportedError)
 
@@ -206,7 +208,7 @@ def test_frames_of_matroska_from_before_time_zero_have_no_stamps_and_are_refused
     data = video_corpus.make(
         video_corpus.Made("", "libx264", "matroska", frames=60, stamps=stamps, options={"g": "12", "bf": "2"})
     )
-    film = Film(data, "mkv")
+    film = ReferenceVideo(data, "mkv")
     unstamped = film.times.count(Fraction(0))  # as plain decoding takes those without
     assert unstamped > 12
     assert film.info.key_frames[0].index > 0
@@ -247,7 +249,7 @@ def test_pictures_of_hevc_that_only_a_higher_layer_needs_are_decoded() -> None:
         if (layers[n - 1][0], layers[n][0], layers[n + 1][0]) == (0, 0, 1) and layers[n][1]
     }
     assert len(unreferred.__dict__["numbers"]) > 4
-    film = Film(rewritten(data, "mp4", unreferred), "mp4")
+    film = ReferenceVideo(rewritten(data, "mp4", unreferred), "mp4")
     with av.open(io.BytesIO(film.data), "r") as container:
         changed = [bitstream.temporal_layer(memoryview(p), 4) for p in container.demux(video=0) if p.size]
     assert (0, False) in changed

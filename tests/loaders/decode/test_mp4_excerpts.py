@@ -63,7 +63,7 @@ NOT_PLAIN = {
 }
 
 
-class Film:
+class IndexedVideo:
     """A file, and what the index says of it, also where key frames lie, as if it was long enough to be read in part."""
 
     def __init__(self, what: video_corpus.Made) -> None:
@@ -88,21 +88,21 @@ def _short_films_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def film(request: pytest.FixtureRequest) -> Film:
-    return Film(KINDS[request.param])
+def film(request: pytest.FixtureRequest) -> IndexedVideo:
+    return IndexedVideo(KINDS[request.param])
 
 
 @pytest.fixture(scope="module")
-def pyramid() -> Film:
-    return Film(KINDS["B-pyramid"])
+def pyramid() -> IndexedVideo:
+    return IndexedVideo(KINDS["B-pyramid"])
 
 
-def middle(film: Film, clip: Clip | None = None) -> Wanted:
+def middle(film: IndexedVideo, clip: Clip | None = None) -> Wanted:
     """A clip that lies inside."""
     return choose(film.info, clip or Clip(4, 2, start="center"), 0, 0, 0, 0)
 
 
-def windows(film: Film, wanted: Wanted) -> Iterator[list[Any]]:
+def windows(film: IndexedVideo, wanted: Wanted) -> Iterator[list[Any]]:
     """What is decoded of an excerpt, and what of the file."""
     taken = []
     for cut in (True, False):
@@ -117,7 +117,7 @@ def windows(film: Film, wanted: Wanted) -> Iterator[list[Any]]:
         yield taken
 
 
-def decoded(film: Film, wanted: Wanted, *, cut: bool) -> Any:
+def decoded(film: IndexedVideo, wanted: Wanted, *, cut: bool) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if not cut:
             patch.setattr(trim, "pays", lambda info: False)
@@ -131,7 +131,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("clip", [Clip(4, 3), Clip(5, fps=11.0)], ids=["by number", "by time"])
-def test_an_excerpt_gives_the_packets_stamps_and_pictures_of_the_file(film: Film, clip: Clip) -> None:
+def test_an_excerpt_gives_the_packets_stamps_and_pictures_of_the_file(film: IndexedVideo, clip: Clip) -> None:
     taken = 0
     for number in range(12):
         wanted = choose(film.info, clip, 1, 0, 0, number)
@@ -144,7 +144,7 @@ def test_an_excerpt_gives_the_packets_stamps_and_pictures_of_the_file(film: Film
     assert taken >= 4
 
 
-def test_pictures_are_those_of_plain_decoding(film: Film) -> None:
+def test_pictures_are_those_of_plain_decoding(film: IndexedVideo) -> None:
     wanted = middle(film)
     assert film.excerpt(wanted) is not None
     found = decoded(film, wanted, cut=True)
@@ -177,7 +177,7 @@ def test_whatever_the_film_is_like_the_pictures_are_the_same(
     stamps = tuple((begin + np.cumsum(np.resize(steps, FRAMES))).tolist())
     options = {"g": str(group), "bf": str(between), "x264-params": params, "preset": "veryfast"}
     two, sound, container = more
-    film = Film(
+    film = IndexedVideo(
         video_corpus.Made(
             "",
             "libx264",
@@ -201,20 +201,20 @@ def test_whatever_the_film_is_like_the_pictures_are_the_same(
 
 @pytest.mark.parametrize("kind", list(NOT_PLAIN))
 def test_what_is_not_plain_is_left_to_libav(kind: str) -> None:
-    film = Film(NOT_PLAIN[kind])
+    film = IndexedVideo(NOT_PLAIN[kind])
     wanted = middle(film)
     assert trim._excerpt(film.request(wanted)) is None
     assert isinstance(decoded(film, wanted, cut=True), Decoded)
 
 
-def test_the_beginning_and_the_end_are_left_to_libav(pyramid: Film) -> None:
+def test_the_beginning_and_the_end_are_left_to_libav(pyramid: IndexedVideo) -> None:
     keys = pyramid.info.key_frames
     assert pyramid.excerpt(Wanted("index", (1, 2), keys[0])) is None
     assert pyramid.excerpt(Wanted("index", (FRAMES - 3, FRAMES - 2), keys[-1])) is None
     assert pyramid.excerpt(Wanted("index", (keys[1].index, keys[2].index - 1), keys[1])) is not None
 
 
-def test_files_of_which_the_index_does_not_say_where_key_frames_lie_are_left_to_libav(pyramid: Film) -> None:
+def test_files_of_which_the_index_does_not_say_where_key_frames_lie_are_left_to_libav(pyramid: IndexedVideo) -> None:
     without = tuple(replace(key, at=-1) for key in pyramid.info.key_frames)
     wanted = middle(pyramid)
     wanted = replace(wanted, key=replace(wanted.key, at=-1))
@@ -222,7 +222,7 @@ def test_files_of_which_the_index_does_not_say_where_key_frames_lie_are_left_to_
 
 
 @pytest.mark.parametrize("what", ["place", "pts", "index"])
-def test_tables_of_which_the_index_says_something_else_are_left_to_libav(pyramid: Film, what: str) -> None:
+def test_tables_of_which_the_index_says_something_else_are_left_to_libav(pyramid: IndexedVideo, what: str) -> None:
     wanted = middle(pyramid)
     assert pyramid.excerpt(wanted) is not None
     wrong: dict[str, Any] = {"place": lambda key: replace(key, at=key.at + 1)}
@@ -239,7 +239,7 @@ def changed(data: bytes, kind: bytes, at: int, layout: str, *values: Any) -> byt
 
 
 @pytest.mark.parametrize("describing", [b"udta", b"meta"])
-def test_a_cover_before_the_track_makes_its_number_another_one(pyramid: Film, describing: bytes) -> None:
+def test_a_cover_before_the_track_makes_its_number_another_one(pyramid: IndexedVideo, describing: bytes) -> None:
     wanted, data = middle(pyramid), pyramid.data
     at = data.rindex(b"moov") - 4
     (movie,) = struct.unpack_from(">I", data, at + 8)
@@ -274,14 +274,14 @@ def test_a_cover_before_the_track_makes_its_number_another_one(pyramid: Film, de
     }.items(),
     ids=lambda change: change[0],
 )
-def test_tables_that_are_not_plain_are_left_to_libav(pyramid: Film, change: Any) -> None:
+def test_tables_that_are_not_plain_are_left_to_libav(pyramid: IndexedVideo, change: Any) -> None:
     wanted = middle(pyramid)
     assert pyramid.excerpt(wanted, changed(pyramid.data, *change[1])) is None
 
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_of_damaged_tables_nothing_comes_but_an_error_or_as_many_pictures_as_are_wanted(data: Any) -> None:
+def test_damaged_tables_give_an_error_or_the_requested_number_of_pictures(data: Any) -> None:
     film = _damaged()
     wanted = middle(film)
     spoilt = bytearray(film.data)
@@ -294,23 +294,23 @@ def test_of_damaged_tables_nothing_comes_but_an_error_or_as_many_pictures_as_are
     assert isinstance(found, HeadraceError) or len(found.frames) == 4
 
 
-_films = list[Film]()
+_films = list[IndexedVideo]()
 
 
-def _damaged() -> Film:
+def _damaged() -> IndexedVideo:
     if not _films:
-        _films.append(Film(KINDS["B-pyramid"]))
+        _films.append(IndexedVideo(KINDS["B-pyramid"]))
     return _films[0]
 
 
-def test_a_file_that_was_cut_off_is_refused_as_before(pyramid: Film) -> None:
+def test_a_file_that_was_cut_off_is_refused_as_before(pyramid: IndexedVideo) -> None:
     wanted = middle(pyramid)
     cut = replace(pyramid.request(wanted), data=memoryview(pyramid.data)[:-100])
     with pytest.raises(CorruptionError, match="truncated"), open_window(cut, trusting=True):
         pass
 
 
-def test_short_videos_are_left_to_libav(pyramid: Film, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_videos_are_left_to_libav(pyramid: IndexedVideo, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trim._excerpt(pyramid.request(middle(pyramid))) is not None
     monkeypatch.setattr(excerpts, "FEW", FRAMES + 1)
     assert trim._excerpt(pyramid.request(middle(pyramid))) is None

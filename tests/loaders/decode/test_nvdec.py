@@ -56,7 +56,7 @@ def test_real_clips_of_one_picture_a_packet_are_decoded_on_the_gpu(name: str, me
     assert why_not(request(data, info_of(data, name[-3:]))) == ""
 
 
-def test_av1_that_shows_a_picture_once_more_is_not_decoded_on_the_gpu(media: Path, info_of: InfoOf) -> None:
+def test_av1_that_repeats_a_picture_is_not_decoded_on_the_gpu(media: Path, info_of: InfoOf) -> None:
     data = (media / "av1.mkv").read_bytes()
     info = info_of(data, "mkv")
     assert "decoded before" in why_not(request(data, info, 0, 5))
@@ -180,7 +180,7 @@ def test_a_frame_that_dali_does_not_find_is_an_error_and_no_black_picture(media:
 
 
 @needs_dali
-def test_clips_for_which_there_is_no_memory_together_are_decoded_one_by_one(
+def test_clips_that_do_not_fit_the_memory_together_are_decoded_one_by_one(
     media: Path, info_of: InfoOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What DALI cannot allocate on a card is a `std::bad_alloc`, which Python sees as a MemoryError."""
@@ -235,7 +235,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @needs_dali
 @pytest.mark.usefixtures("no_library")
-def test_without_the_drivers_library_for_video_pyav_decodes_and_the_log_says_what_to_do(
+def test_without_the_drivers_video_library_pyav_decodes_and_the_log_says_what_to_do(
     media: Path, info_of: InfoOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.dataio.core.log._logged", set())
@@ -253,7 +253,7 @@ def test_without_the_drivers_library_for_video_pyav_decodes_and_the_log_says_wha
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility,video" in caplog.text
 
 
-class Refusing:
+class RefusingDecoder:
     """In the place of the GPU's decoder: refuses everything."""
 
     name = "refusing"
@@ -268,11 +268,11 @@ class Refusing:
         pass
 
 
-def test_what_dali_leaves_to_the_cpu_is_said_once_a_codec_and_damage_is_not(
+def test_a_refusal_by_dali_is_logged_once_per_codec_and_damage_is_not(
     media: Path, info_of: InfoOf, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu, fallback = registry.candidates(device="cuda")
-    refusing = replace_field(gpu, build=lambda device_id: Refusing(), missing=lambda device_id: None)
+    refusing = replace_field(gpu, build=lambda device_id: RefusingDecoder(), missing=lambda device_id: None)
     decoder = registry.ChoosingDecoder([refusing, fallback])
     data = (media / "arm_wrestling.mp4").read_bytes()
     good, bad = request(data, info_of(data, "mp4")), request(b"no video at all", info_of(data, "mp4"))
@@ -286,9 +286,7 @@ def test_what_dali_leaves_to_the_cpu_is_said_once_a_codec_and_damage_is_not(
 
 
 @needs_dali
-def test_dali_decodes_a_frame_once_however_often_it_is_asked_for(
-    media: Path, info_of: InfoOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dali_decodes_a_repeated_frame_once(media: Path, info_of: InfoOf, monkeypatch: pytest.MonkeyPatch) -> None:
     data = (media / "testsrc2_vp9.webm").read_bytes()
     asked = request(data, info_of(data, "webm"), 1, 1, 4, 4, 4, 9, 9)
     fed: list[tuple[int, ...]] = []

@@ -44,7 +44,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("one", [one for one in video_corpus.ALL if one.name in NAMES], ids=lambda one: one.name)
-def test_clips_decoded_together_are_those_decoded_apart(one: video_corpus.Made, opened: Counter[str]) -> None:
+def test_clips_decoded_together_equal_clips_decoded_alone(one: video_corpus.Made, opened: Counter[str]) -> None:
     data = memoryview(video_corpus.make(one))
     info = probe(bytes(data), ext=one.name.rsplit(".")[-1]).video
     assert info is not None

@@ -128,7 +128,7 @@ def test_a_loader_survives_both_and_puts_the_clips_aside(
     assert "SIGSEGV" in reasons or "longer than" in reasons
 
 
-def test_processes_that_do_not_start_are_nobodys_damage(clip: tuple[bytes, VideoInfo, AudioInfo]) -> None:
+def test_processes_that_do_not_start_do_not_count_as_damage(clip: tuple[bytes, VideoInfo, AudioInfo]) -> None:
     data, info, _ = clip
     decoder = SubprocessDecoder(1, 5.0, run_module("tests.loaders.no_such_module"))
     (result,) = decoder.decode([request(data, info, 0)])

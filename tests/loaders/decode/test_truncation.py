@@ -22,7 +22,7 @@ DIFFERENT = [one for one in video_corpus.ALL if "-" not in one.name]
 
 
 @pytest.mark.parametrize("one", DIFFERENT, ids=lambda one: one.name)
-def test_a_cut_file_gives_the_right_frames_or_an_error_beside_a_whole_one(one: video_corpus.Made) -> None:
+def test_a_truncated_file_gives_the_right_frames_or_an_error_next_to_a_whole_one(one: video_corpus.Made) -> None:
     data = video_corpus.make(one)
     info = probe(data, ext=one.name.rsplit(".")[-1]).video
     assert info is not None
@@ -47,7 +47,7 @@ def test_a_cut_file_gives_the_right_frames_or_an_error_beside_a_whole_one(one: v
     assert refused >= CUTS - 3
 
 
-def test_a_cut_file_of_sound_gives_the_right_samples_or_silence_that_is_told_or_an_error() -> None:
+def test_a_truncated_recording_gives_the_right_samples_or_counted_silence_or_an_error() -> None:
     for one in (one for one in video_corpus.ALL if one.sound):
         data = video_corpus.make(one)
         info = probe(data, ext=one.name.rsplit(".")[-1]).audio

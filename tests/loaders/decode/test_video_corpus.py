@@ -23,7 +23,7 @@ from headrace.loaders.clip import Clip, choose
 from headrace.loaders.decode import mp4
 from headrace.loaders.decode.base import Decoded
 from tests.support import video_corpus
-from tests.support.reference_video import Film
+from tests.support.reference_video import ReferenceVideo
 
 FRAMES = 36
 _X265 = "log-level=none:pools=1:scenecut=0"
@@ -102,7 +102,7 @@ def all_kinds() -> Iterator[tuple[str, str, str, int]]:
             yield codec, container, times, 90
 
 
-def film(codec: str, container: str, times: str, rotation: int) -> Film:
+def film(codec: str, container: str, times: str, rotation: int) -> ReferenceVideo:
     """A skip where the encoder or the muxer does not make such a file."""
     name, pixels, options = CODECS[codec]
     real, muxed = ("mp4", CONTAINERS[container]) if container == "fragments" else (container, {})
@@ -111,10 +111,10 @@ def film(codec: str, container: str, times: str, rotation: int) -> Film:
         data = video_corpus.make(dataclasses.replace(kind, stamps=TIMES[times]))
     except (ValueError, OSError, LookupError, av.FFmpegError) as error:
         pytest.skip(f"cannot be made here: {error}")
-    return Film(data, {"matroska": "mkv"}.get(real, real))
+    return ReferenceVideo(data, {"matroska": "mkv"}.get(real, real))
 
 
-def check(film: Film) -> None:
+def check(film: ReferenceVideo) -> None:
     """All frames by number, and some by time; frames without stamps may be refused."""
     unstamped = film.times.count(film.times[0]) > 1
     assert film.info.frames == len(film.images)
@@ -173,4 +173,4 @@ def test_films_of_ffmpeg_are_what_plain_decoding_gives(
     if done.returncode:
         pytest.skip(f"cannot be made here: {done.stderr[-200:]}")
     monkeypatch.setattr(mp4, "FEW", 0)
-    check(Film(path.read_bytes(), path.suffix[1:]))
+    check(ReferenceVideo(path.read_bytes(), path.suffix[1:]))

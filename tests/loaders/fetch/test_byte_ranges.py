@@ -52,7 +52,7 @@ def sound(seconds: float, ext: str = "mp4") -> AudioInfo:
 @given(
     st.integers(20, 200), st.integers(1, 40), st.integers(1, 3), st.sampled_from([None, 5.0, 24.0]), st.integers(0, 99)
 )
-def test_a_clip_needs_all_from_its_key_frame_to_the_first_behind_it(
+def test_a_clip_needs_everything_from_its_key_frame_to_the_next_one_after_it(
     groups: int, frames: int, stride: int, fps: float | None, epoch: int
 ) -> None:
     info = film(groups)
@@ -71,7 +71,7 @@ def test_a_clip_needs_all_from_its_key_frame_to_the_first_behind_it(
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9))))
-def test_runs_are_in_order_apart_and_of_the_same_pieces(some: list[tuple[int, int]]) -> None:
+def test_runs_are_ordered_disjoint_and_cover_the_same_pieces(some: list[tuple[int, int]]) -> None:
     runs = byte_ranges.merged(some)
     assert {n for at, count in runs for n in range(at, at + count)} == {
         n for at, count in some for n in range(at, at + count)

@@ -126,7 +126,7 @@ def test_wrong_bytes_of_the_cache_are_read_again_from_the_store() -> None:
     assert right.reads == [(256, 64)]
 
 
-def test_wrong_bytes_of_the_store_are_an_error_for_those_alone_who_look_at_them() -> None:
+def test_wrong_bytes_of_the_store_are_an_error_only_when_they_are_read() -> None:
     wrong = bytearray(some(640))
     wrong[300] ^= 1
     file = opened(some(640), Shard(bytes(wrong)), Shard(bytes(wrong)))

@@ -30,7 +30,7 @@ def files_of(first: bytes = FIRST, second: bytes = SECOND) -> Files:
     return Files("shard", [Member("bin", at, len(data), xxhash.xxh3_64_intdigest(data)) for at, data in each])
 
 
-class Rotten(StoreReader):
+class CorruptingReader(StoreReader):
     """A cache whose disk changed a byte of everything."""
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
@@ -62,11 +62,11 @@ def test_all_files_of_a_sample_come_one_after_the_other(source: SampleReader) ->
 
 def test_what_a_cache_got_wrong_is_read_from_the_store(store: Store) -> None:
     memory = memoryview(bytearray(len(FIRST) + len(SECOND)))
-    SampleReader(Rotten(store), store).fetch_into(files_of(), memory)
+    SampleReader(CorruptingReader(store), store).fetch_into(files_of(), memory)
     assert bytes(memory) == FIRST + SECOND
 
 
-class Flipping(Wrapper):
+class FlippingStore(Wrapper):
     """A store whose connections change a bit in the first `times` reads, and that counts new connections."""
 
     def __init__(self, inner: Store, times: int) -> None:
@@ -101,7 +101,7 @@ def test_bytes_that_were_wrong_twice_are_looked_at_later_by_another_connection(
     sample = Sample(0, "a", "shard", (member(size),), 0.0)
     partial = {} if size is None else {"bin": ((0, 1),)}
     for times, right in ((1, True), (2, True), (3, False)):
-        flipping = Flipping(store, times)
+        flipping = FlippingStore(store, times)
         made = SampleReader(StoreReader(flipping), flipping)
 
         def read(made: SampleReader = made) -> bytes:
@@ -122,7 +122,7 @@ def test_bytes_that_are_not_those_that_were_packed_are_damage(source: SampleRead
 
 
 @pytest.mark.parametrize(("shard", "offset"), [("gone", 0), ("shard", len(SHARD) - 4)])
-def test_a_shard_that_is_gone_or_short_is_damage(source: SampleReader, shard: str, offset: int) -> None:
+def test_a_missing_or_short_shard_is_damage(source: SampleReader, shard: str, offset: int) -> None:
     with pytest.raises(CorruptionError, match=shard):
         source.fetch_into(Files(shard, [Member("bin", offset, 9, 0)]), memoryview(bytearray(9)))
 
@@ -154,19 +154,19 @@ def test_of_many_reads_the_first_are_made_up_to_one_with_which_something_is_wron
 def test_of_many_reads_no_more_are_prepared_than_some_tens_at_once(store: Store) -> None:
     asked = list[int]()
 
-    class Counting(StoreReader):
+    class CountingReader(StoreReader):
         def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
             asked.append(len(reads))
             return super().read_each(reads)
 
     many = AT_ONCE + 3
     memories = [memoryview(bytearray(files_of().size)) for _ in range(many)]
-    assert SampleReader(Counting(store), store).fetch_first([(files_of(), memory) for memory in memories]) == many
+    assert SampleReader(CountingReader(store), store).fetch_first([(files_of(), memory) for memory in memories]) == many
     assert asked == [AT_ONCE, 3]
     assert all(bytes(memory) == FIRST + SECOND for memory in memories)
     wanted = [(files_of(), memory) for memory in memories[:-1]]
     assert (
-        SampleReader(Counting(store), store).fetch_first([*wanted, (files_of(second=b"x" * 420), memories[-1])])
+        SampleReader(CountingReader(store), store).fetch_first([*wanted, (files_of(second=b"x" * 420), memories[-1])])
         == many - 1
     )
 

@@ -86,7 +86,7 @@ def test_on_bad_shorter_leaves_the_sample_out_and_lists_it(damaged: Path) -> Non
     assert (whole["video"][others] == batch["video"]).all()
 
 
-def test_an_evaluation_counts_nobody_twice_in_the_place_of_a_damaged_sample(damaged: Path) -> None:
+def test_an_evaluation_counts_no_sample_twice_in_place_of_a_damaged_one(damaged: Path) -> None:
     options: dict[str, Any] = {
         "clip": Clip(2),
         "size": (24, 32),
@@ -105,7 +105,7 @@ def test_an_evaluation_counts_nobody_twice_in_the_place_of_a_damaged_sample(dama
         assert [len(batch["id"]) for batch in loader] == [2, 2, 2]
 
 
-def test_a_list_that_cannot_be_written_stops_nobody(
+def test_a_list_that_cannot_be_written_does_not_stop_the_loader(
     damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HEADRACE_QUARANTINE", str(tmp_path / "file" / "x"))
@@ -117,7 +117,9 @@ def test_a_list_that_cannot_be_written_stops_nobody(
     assert main(["quarantine"]) == 2
 
 
-def test_who_has_no_home_has_no_list_and_can_train(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_directory_no_list_is_kept_and_training_works(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HOME", "XDG_STATE_HOME", "HEADRACE_QUARANTINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: (1 << 31) - 9)  # nobody of that number is known here
@@ -157,7 +159,7 @@ def test_a_full_list_takes_no_more_and_says_so(
     assert "is full" in caplog.text
 
 
-def test_of_a_list_that_somebody_made_too_large_the_beginning_is_read(tmp_path: Path) -> None:
+def test_the_beginning_of_a_list_that_is_too_large_is_read(tmp_path: Path) -> None:
     records.write(refusal(), 1, tmp_path / "list")
     (file,) = (tmp_path / "list").iterdir()
     os.truncate(file, 1 << 40)

@@ -191,7 +191,7 @@ def test_more_entries_than_a_version_holds_make_several(store: Store, monkeypatc
     assert len(bad.entries(1)) == 3
 
 
-def test_what_nobody_could_read_again_is_not_added(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_that_could_not_be_read_again_is_not_added(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SMALL_OBJECT_BYTES", 2000)
     bad = QuarantineList(store)
     bad.append([entry(0)])
@@ -416,14 +416,14 @@ def test_a_version_that_cannot_be_leaves_a_state_that_can_be_loaded(make: Make, 
     loader.load_state_dict(state)
 
 
-def test_a_loader_that_goes_by_one_version_for_good_takes_over_no_other(make: Make, tmp_path: Path) -> None:
+def test_a_loader_pinned_to_a_version_follows_no_other(make: Make, tmp_path: Path) -> None:
     QuarantineList(tmp_path / "list").append([entry(1)])
     loader = make(quarantine_list=QuarantineList(tmp_path / "list", version=0))
     with pytest.raises(UsageError, match="version 0 of its list only"):
         loader.update_quarantine()
 
 
-def test_what_was_looked_up_ahead_keeps_no_epoch_from_what_a_loader_was_told_and_none_is_forgotten(
+def test_batches_planned_ahead_do_not_change_which_version_an_epoch_follows(
     make: Make, damaged: Path, tmp_path: Path
 ) -> None:
     loader = make(batch_size=24)  # an epoch of one batch: many are looked up ahead, by the version of that moment
@@ -460,7 +460,7 @@ def test_a_state_says_which_list_it_needs(make: Make, damaged: Path, tmp_path: P
         late.load_state_dict(state | {"quarantine": ["x", 1]})
 
 
-class Sealed(Wrapper):
+class RefusingStore(Wrapper):
     """A store that takes no entries."""
 
     def __init__(self, inner: Store) -> None:
@@ -480,7 +480,7 @@ def test_what_the_list_cannot_take_stays_in_the_state(
     hurt(damaged, 3)
     hurt(damaged, 6)
     with open_store(tmp_path / "sealed") as store:
-        sealed = Sealed(store)
+        sealed = RefusingStore(store)
         loader = make(quarantine_list=QuarantineList(sealed))
         take(loader, 6)
         assert sealed.refused == 1  # asked once, and not for every sample

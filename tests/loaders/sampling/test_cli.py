@@ -29,7 +29,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_people_get_a_table_and_a_picture(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_output_has_a_table_and_a_picture(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["order", url, "--batch", "12"]) == 0
     printed = capsys.readouterr().out
     assert "240 samples in 6 shards" in printed

@@ -11,7 +11,7 @@ from headrace.loaders.sampling.schedule import Evaluation, Population
 
 
 @given(st.integers(1, 300), st.integers(1, 9), st.integers(1, 12), st.integers(1, 3))
-def test_every_clip_comes_once_and_all_ranks_take_equally_many_steps(
+def test_every_clip_is_delivered_once_and_all_ranks_take_equally_many_steps(
     samples: int, per_rank: int, world_size: int, clips: int
 ) -> None:
     schedule = Evaluation.of([Population(samples, clips=clips)], [per_rank * world_size])
@@ -27,7 +27,7 @@ def test_every_clip_comes_once_and_all_ranks_take_equally_many_steps(
     assert seen == list(range(samples * clips))
 
 
-def test_a_step_without_work_for_anyone_does_not_exist() -> None:
+def test_no_step_is_without_samples_on_all_ranks() -> None:
     assert Evaluation.of([Population(16)], [8]).batches == 2
     assert Evaluation.of([Population(1)], [8]).batches == 1
     assert Evaluation.of([Population(2)], [4]).share(0, 0, 0, 4).dry == [0, 2]

@@ -9,7 +9,7 @@ import sys
 from headrace.dataio.shards.dataset import Dataset
 
 
-def test_ranks_that_run_dry_hold_up_nobody(made_dataset: Dataset) -> None:
+def test_dry_ranks_do_not_block_the_others(made_dataset: Dataset) -> None:
     command = [sys.executable, "-m", "tests.support.evaluation_ranks", made_dataset.url, "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

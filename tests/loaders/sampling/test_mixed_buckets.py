@@ -114,7 +114,7 @@ def test_turns_are_counted_as_they_come(changes: list[tuple[int, list[int]]], of
 
 
 @given(st.lists(st.integers(0, 10**30), min_size=1, max_size=30).filter(any))
-def test_whole_shares_add_up_and_leave_nobody_out(values: list[int]) -> None:
+def test_whole_shares_add_up_and_leave_no_source_out(values: list[int]) -> None:
     found = apportion(values)
     assert sum(found) == RESOLUTION
     for value, whole in zip(values, found, strict=True):
@@ -161,7 +161,7 @@ def test_a_batch_outside_the_epoch_is_refused() -> None:
         schedule.share(0, schedule.batches)
 
 
-def test_every_bucket_of_a_mixture_is_measured_beside_drawing() -> None:
+def test_every_bucket_of_a_mixture_is_compared_with_random_drawing() -> None:
     sources = {"a": [Population(900), Population(100)], "b": [Population(100), Population(300)]}
     mixed = MixedBuckets.of(sources, [12, 6], [1, 2], seed=3)
     found = bucket_balances(mixed, batches=64)

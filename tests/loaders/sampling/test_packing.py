@@ -159,7 +159,7 @@ def test_packings_of_one_length_hold_the_same_pieces(
         )
 
 
-def test_renewed_packings_nearly_always_fit_where_the_first_had_room() -> None:
+def test_renewed_packings_nearly_always_fit_where_the_first_had_spare_sequences() -> None:
     sizes = np.minimum(480_000, np.random.default_rng(0).lognormal(1.4, 0.7, 5000) * 16_000).astype(np.int64)
     packing = Packing(480_000)
     first = pack(sizes, packing, key_of(0))

@@ -86,7 +86,7 @@ def test_no_state_takes_200_bytes_whatever_the_numbers(kind: str, what: Any, see
                 loaded(state, other)
 
 
-def test_a_state_of_buckets_from_when_they_were_apart_still_loads() -> None:
+def test_a_state_with_separate_bucket_fields_still_loads() -> None:
     here = replace(HERE, order=BUCKETED.described())
     state = dump(here, Position(3, 7))
     name, *order = state.pop("order")

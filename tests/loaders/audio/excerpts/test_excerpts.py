@@ -96,7 +96,7 @@ def file(request: pytest.FixtureRequest) -> Recording:
     return Recording(recording(request.param), EXT[KINDS[request.param][0]])
 
 
-class Ways:
+class ExcerptCounter:
     """Counts windows that were decoded from an excerpt, and can leave that out."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -111,14 +111,16 @@ class Ways:
 
 
 @pytest.fixture(scope="module")
-def ways() -> Any:
+def excerpts_used() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        yield Ways(patch)
+        yield ExcerptCounter(patch)
 
 
-def both(ways: Ways, file: Recording, start: Fraction, spec: AudioSpec, from_first: bool = True) -> list[Any]:
+def both(
+    excerpts_used: ExcerptCounter, file: Recording, start: Fraction, spec: AudioSpec, from_first: bool = True
+) -> list[Any]:
     made = []
-    for ways.open in (True, False):
+    for excerpts_used.open in (True, False):
         made.append(decode_audio(memoryview(file.data), file.info, start, spec, spec.samples(), from_first))
     return made
 
@@ -136,22 +138,22 @@ def both(ways: Ways, file: Recording, start: Fraction, spec: AudioSpec, from_fir
 )
 @settings(max_examples=20, deadline=None)
 def test_windows_are_those_of_the_whole_file(
-    ways: Ways, file: Recording, start: int, spec: AudioSpec, from_first: bool
+    excerpts_used: ExcerptCounter, file: Recording, start: int, spec: AudioSpec, from_first: bool
 ) -> None:
-    (one, real), (other, as_real) = both(ways, file, Fraction(start, 44_100), spec, from_first)
+    (one, real), (other, as_real) = both(excerpts_used, file, Fraction(start, 44_100), spec, from_first)
     assert real == as_real
     # Opus comes to rest within its warm-up, of which there may be more here; the others give the same to the bit
     assert np.abs(one - other).max() <= (1e-5 if file.info.codec == "opus" else 0)
 
 
-def test_all_windows_but_those_at_the_ends_are_decoded_so(ways: Ways, file: Recording) -> None:
-    ways.open, ways.taken, spec = True, 0, AudioSpec(16_000, seconds=2.0)
+def test_all_windows_but_those_at_the_ends_are_decoded_so(excerpts_used: ExcerptCounter, file: Recording) -> None:
+    excerpts_used.open, excerpts_used.taken, spec = True, 0, AudioSpec(16_000, seconds=2.0)
     for start in range(6, SECONDS - 6):
         decode_audio(memoryview(file.data), file.info, Fraction(start), spec, spec.samples(), True)
-    assert ways.taken == SECONDS - 12
+    assert excerpts_used.taken == SECONDS - 12
 
 
-def test_what_sounds_is_where_it_was(ways: Ways, file: Recording) -> None:
+def test_what_sounds_is_where_it_was(excerpts_used: ExcerptCounter, file: Recording) -> None:
     """Beside all of the file, decoded from its beginning by PyAV alone."""
     with av.open(io.BytesIO(file.data), "r") as container:
         stream = container.streams.audio[0]
@@ -163,19 +165,23 @@ def test_what_sounds_is_where_it_was(ways: Ways, file: Recording) -> None:
         frames[0].format.packed.name, (0, 1)
     )
     whole = (whole[0, ::width] - float(silence)) / one
-    spec, ways.open, ways.taken = AudioSpec(file.info.sample_rate, seconds=1.0, downmix="first"), True, 0
+    spec, excerpts_used.open, excerpts_used.taken = (
+        AudioSpec(file.info.sample_rate, seconds=1.0, downmix="first"),
+        True,
+        0,
+    )
     for start in (8, 13):
         sound, real = decode_audio(memoryview(file.data), file.info, Fraction(start), spec, spec.samples())
         at = start * file.info.sample_rate - first
         assert real == spec.samples()
         assert np.abs(sound[0] - whole[at : at + real]).max() < 1e-5
-    assert ways.taken == 2
+    assert excerpts_used.taken == 2
 
 
 # --- what is not plain
 
 
-def test_a_damaged_packet_is_reported_as_without_excerpts(ways: Ways) -> None:
+def test_a_damaged_packet_is_reported_as_without_excerpts(excerpts_used: ExcerptCounter) -> None:
     data = bytearray(recording("AAC"))
     info = Recording(bytes(data), "m4a").info
     table = mp4_excerpt.track(memoryview(data), info, info.marks)
@@ -184,7 +190,7 @@ def test_a_damaged_packet_is_reported_as_without_excerpts(ways: Ways) -> None:
     ((at, size),) = mp4_excerpt._stretches(table, packet, packet + 1)
     data[at : at + size] = b"\xff" * size
     file, errors = Recording(bytes(data), "m4a"), list[str]()
-    for ways.open in (True, False):
+    for excerpts_used.open in (True, False):
         with pytest.raises(CorruptionError) as caught:
             decode_audio(memoryview(file.data), file.info, Fraction(11), AudioSpec(seconds=2.0), 32_000, True)
         errors.append(str(caught.value))
@@ -192,7 +198,9 @@ def test_a_damaged_packet_is_reported_as_without_excerpts(ways: Ways) -> None:
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_page_that_is_missing_or_damaged_is_an_error_and_no_silence(ways: Ways, damaged: bool) -> None:
+def test_a_page_that_is_missing_or_damaged_is_an_error_and_no_silence(
+    excerpts_used: ExcerptCounter, damaged: bool
+) -> None:
     data, info = recording("Opus"), Recording(recording("Opus"), "ogg").info
     pages = [page.at for page in ogg._until(memoryview(data), 0, ogg._page(memoryview(data), 0).serial, 1 << 40, 0)]  # type: ignore[union-attr]
     gone = next(number for number, at in enumerate(pages) if ogg._page(memoryview(data), at).samples > 12 * 48_000)  # type: ignore[union-attr]
@@ -200,7 +208,7 @@ def test_a_page_that_is_missing_or_damaged_is_an_error_and_no_silence(ways: Ways
     if damaged:
         changed[(pages[gone] + pages[gone + 1]) // 2] ^= 1
     for known in (info, Recording(bytes(changed), "ogg").info, replace(info, time_base=None, start_pts=0, marks=())):
-        for ways.open in (True, False):
+        for excerpts_used.open in (True, False):
             with pytest.raises(CorruptionError, match="page of Ogg"):
                 decode_audio(memoryview(changed), known, Fraction(11), AudioSpec(seconds=3.0), 48_000, True)
     sound, real = decode_audio(memoryview(changed), info, Fraction(4), AudioSpec(seconds=1.0), 16_000, True)
@@ -232,12 +240,12 @@ def _with_edits(data: bytes, edits: list[tuple[int, int]]) -> bytes:
         ([(1000, -1), (5000, 0), (5000, 300_000)], False),
     ],
 )
-def test_edits_of_mp4_are_kept(ways: Ways, edits: list[tuple[int, int]], plain: bool) -> None:
+def test_edits_of_mp4_are_kept(excerpts_used: ExcerptCounter, edits: list[tuple[int, int]], plain: bool) -> None:
     file = Recording(_with_edits(recording("AAC"), edits), "m4a")
     for from_first in (True, False):
-        ways.taken = 0
-        (one, real), (other, as_real) = both(ways, file, Fraction(7), AudioSpec(seconds=1.5), from_first)
-        assert ways.taken == plain
+        excerpts_used.taken = 0
+        (one, real), (other, as_real) = both(excerpts_used, file, Fraction(7), AudioSpec(seconds=1.5), from_first)
+        assert excerpts_used.taken == plain
         assert real == as_real
         assert (one == other).all()
 
@@ -269,13 +277,15 @@ def _of_two_tracks(cover_first: bool) -> bytes:
 
 
 @pytest.mark.parametrize("cover_first", [True, False])
-def test_a_cover_before_the_tracks_does_not_lead_to_another_tracks_sound(ways: Ways, cover_first: bool) -> None:
+def test_a_cover_before_the_tracks_does_not_lead_to_another_tracks_sound(
+    excerpts_used: ExcerptCounter, cover_first: bool
+) -> None:
     file = Recording(_of_two_tracks(cover_first), "m4a")
     assert file.info.stream == cover_first  # libav makes a stream of the cover where it meets it
-    ways.taken, spec = 0, AudioSpec(44_100, seconds=1.0)
-    for sound, _ in both(ways, file, Fraction(9), spec):
+    excerpts_used.taken, spec = 0, AudioSpec(44_100, seconds=1.0)
+    for sound, _ in both(excerpts_used, file, Fraction(9), spec):
         assert int(np.argmax(np.abs(np.fft.rfft(sound[0])))) == 300
-    assert ways.taken == 1  # the track is the one in which the marked packets lie
+    assert excerpts_used.taken == 1  # the track is the one in which the marked packets lie
 
 
 def test_tables_that_name_the_same_bytes_often_make_no_large_excerpt() -> None:
@@ -296,7 +306,7 @@ def test_tables_that_name_the_same_bytes_often_make_no_large_excerpt() -> None:
     assert mp4_excerpt._excerpt(memoryview(data), known, Fraction(3), Fraction(12)) is None
 
 
-def test_sound_among_pictures_in_mp4_is_decoded_so(ways: Ways) -> None:
+def test_sound_among_pictures_in_mp4_is_decoded_so(excerpts_used: ExcerptCounter) -> None:
     target = io.BytesIO()
     with av.open(io.BytesIO(recording("AAC")), "r") as source, av.open(target, "w", format="mp4") as output:
         video: Any = output.add_stream("libx264", rate=10)
@@ -312,9 +322,9 @@ def test_sound_among_pictures_in_mp4_is_decoded_so(ways: Ways) -> None:
         output.mux(video.encode(None))
     file = Recording(target.getvalue(), "mp4")
     assert file.info.stream == 1
-    ways.taken = 0
-    (one, real), (other, as_real) = both(ways, file, Fraction(12), AudioSpec(seconds=4.0), False)
-    assert ways.taken == 1
+    excerpts_used.taken = 0
+    (one, real), (other, as_real) = both(excerpts_used, file, Fraction(12), AudioSpec(seconds=4.0), False)
+    assert excerpts_used.taken == 1
     assert real == as_real
     assert (one == other).all()
 
