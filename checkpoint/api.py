@@ -4,7 +4,7 @@ Invariant: `save` returns after one copy of the state in memory. The rest happen
 sidecar or in a thread. A step exists once it is committed as a whole, and is restored bit for bit. The first save opens
 the run's next timeline, which stops an earlier trainer of the run. Restoring changes nothing in the run.
 Failure behaviour: a save that fails in the background is logged, and raised by its handle. If no handle has raised it,
-`close` raises it. Training goes on meanwhile, and earlier steps are untouched.
+`close` raises it. Training continues, and earlier steps are untouched.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Checkpointer:
         on_save_error (str): "log" reports a save that failed in the background in the log, in metrics, at its handle and at
             `close`. "raise" raises it at the next `save` too. A takeover by another trainer is always raised. Default: "log".
         staging (str): "eager" copies the state before `save` returns. "lazy" copies parameters and optimizer state while
-            training goes on; the next step of an optimizer in the state waits for the rest. Default: "eager".
+            training continues; the next step of an optimizer in the state waits for the rest. Default: "eager".
         staging_bytes (int | None): Largest memory for the copy, in bytes. A larger state is copied in slices, as fast as
             they are written, inside this process. Default: None, as much as the state needs.
         check_replicas (str): Compares tensors that several ranks hold, by samples, at each save. If some differ, "error"
@@ -120,19 +120,15 @@ class Checkpointer:
         timeout: float = 600.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if compression not in COMPRESSIONS:
-            raise UsageError(f"compression is {compression!r}", hint=f"choose one of: {', '.join(COMPRESSIONS)}")
-        if on_save_error not in ("log", "raise"):
-            raise UsageError(f"on_save_error is {on_save_error!r}", hint="choose one of: log, raise")
-        if staging not in ("eager", "lazy"):
-            raise UsageError(f"staging is {staging!r}", hint="choose one of: eager, lazy")
-        if check_replicas not in POLICIES:
-            raise UsageError(f"check_replicas is {check_replicas!r}", hint=f"choose one of: {', '.join(POLICIES)}")
+        _check_choice("compression", compression, COMPRESSIONS)
+        _check_choice("on_save_error", on_save_error, ("log", "raise"))
+        _check_choice("staging", staging, ("eager", "lazy"))
+        _check_choice("check_replicas", check_replicas, POLICIES)
         kept: object = keep
         if kept is not None and not isinstance(kept, Keep):
             raise UsageError(f"keep is {kept!r:.200}", hint="give a policy, such as Keep(last=3)")
         self._run = names.check_run(run)
-        self._ranks = Ranks.here(rank, world_size)
+        self._ranks = Ranks.from_environment(rank, world_size)
         self._owns_store = not isinstance(url, Store)
         self._store = url if isinstance(url, Store) else open_store(url, storage_options=storage_options)
         direct = direct_for(self._store, gds)
@@ -204,8 +200,7 @@ class Checkpointer:
         return self._save(step, state, name, "normal", overwrites=True)
 
     def _save(self, step: int, state: dict[str, Any], name: Name | None, priority: str, overwrites: bool) -> Handle:
-        if priority not in PRIORITIES:
-            raise UsageError(f"priority is {priority!r}", hint=f"choose one of: {', '.join(PRIORITIES)}")
+        _check_choice("priority", priority, PRIORITIES)
         urgent = priority == "preemption"
 
         def check() -> None:
@@ -403,3 +398,9 @@ class Checkpointer:
                 f"the checkpointer belongs to process {self._pid}, from which this one was forked",
                 hint="create another Checkpointer in this process",
             )
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise `UsageError` unless the argument has one of the valid values."""
+    if value not in choices:
+        raise UsageError(f"{name} is {value!r}", hint=f"choose one of: {', '.join(choices)}")

@@ -218,7 +218,9 @@ class Handle:
         self._wait_seconds, self._copy = self.wait_seconds, None
 
     def _late(self, what: str, timeout: float | None) -> DeadlineError:
-        return DeadlineError(f"step {self.step} is not {what} after {timeout:g} s", hint="it goes on; wait again")
+        return DeadlineError(
+            f"step {self.step} is not {what} after {timeout:g} s", hint="the save continues; wait again"
+        )
 
     def __repr__(self) -> str:
         state = (

@@ -39,7 +39,7 @@ class Ranks:
     _group: dist.ProcessGroup | None = None
 
     @classmethod
-    def here(cls, rank: int | None, world_size: int | None) -> Ranks:
+    def from_environment(cls, rank: int | None, world_size: int | None) -> Ranks:
         """From the arguments; else from torch.distributed if it is initialised; else one rank alone."""
         joined = dist.is_available() and dist.is_initialized()
         if world_size is None:
@@ -126,8 +126,8 @@ class Ranks:
 
     def _reasons(self, error: Exception | None) -> list[str]:
         """The error text of each rank; "" for ranks without an error. Collective."""
-        said = f"{type(error).__name__}: {error}".encode(errors="replace") if error is not None else b""
-        sent = _all(said[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0"), self.world_size)
+        reason = f"{type(error).__name__}: {error}".encode(errors="replace") if error is not None else b""
+        sent = _all(reason[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0"), self.world_size)
         return [each.rstrip(b"\0").decode(errors="ignore") for each in sent]
 
 

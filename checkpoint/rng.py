@@ -1,7 +1,7 @@
 """The random generators of this process as one stateful object.
 
 Invariant: after `load_state_dict(state_dict())` torch (CPU and every CUDA device), NumPy's global generator and
-Python's `random` go on with the same numbers. The state is plain values and tensors, never a pickle.
+Python's `random` continue with the same numbers. The state is plain values and tensors, never a pickle.
 Failure behaviour: if the number of CUDA devices differs, the devices that both have are restored, and a warning is
 logged.
 """
@@ -54,7 +54,7 @@ class RNG:
         torch.set_rng_state(state["torch"])
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if devices != len(state["cuda"]):
-            _log.warning("random state of %d CUDA devices was saved, %d are here", len(state["cuda"]), devices)
+            _log.warning("random state of %d CUDA devices was saved, this process has %d", len(state["cuda"]), devices)
         for device, saved in enumerate(state["cuda"][:devices]):
             torch.cuda.set_rng_state(saved, device)
         numpy = state["numpy"]

@@ -364,7 +364,7 @@ class Saver:
     def _log_failure(step: int, error: BaseException) -> None:
         metrics.checkpoint_saves.labels("failed").inc()
         detail = None if isinstance(error, HeadraceError) else error
-        _log.error("step %d was not saved; training goes on without it: %s", step, error, exc_info=detail)
+        _log.error("step %d was not saved; training continues: %s", step, error, exc_info=detail)
 
     def _attempt(self, step: int, ticket: Ticket) -> Attempt:
         return Attempt(self._run, ticket.timeline, step, ticket.attempt, self._ranks.world_size)

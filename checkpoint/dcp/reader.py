@@ -125,7 +125,7 @@ class RepositoryReader(StorageReader):
             base = self._find(stack)
             self._opened_step = stack.enter_context(chunk_reader.LeasedStep(self._store, self._run, base))
             self._step, self._base = base.step, base
-            self._see(Ranks.here(None, None).rank if self._given_rank is None else self._given_rank)
+            self._see(Ranks.from_environment(None, None).rank if self._given_rank is None else self._given_rank)
             metadata = self._metadata()
             self._open = stack.pop_all()
         return metadata
@@ -187,7 +187,7 @@ class RepositoryReader(StorageReader):
 
     def _see_alone(self) -> None:
         """Use the job's rank, if the step was saved by as many ranks. With `no_dist=True`, every process is DCP's rank 0."""
-        job = Ranks.here(None, None)
+        job = Ranks.from_environment(None, None)
         if job.rank == self._rank or len(self._opened_step.manifests) != job.world_size:
             return
         planned = self._metadata().state_dict_metadata

@@ -77,7 +77,7 @@ def new_ticket(store: Store, run: str, step: int, again: bool = False) -> Ticket
         _resumed.pop(at, None)
     if place.newer is not None:
         _log.warning(
-            "run %s: step %d is saved before step %d, which stays the latest; to go on from an earlier step, load that with"
+            "run %s: step %d is saved before step %d, which stays the latest; to continue from an earlier step, load it with"
             " RepositoryReader(..., resume=True)",
             *(run, step, place.newer.step),
         )

@@ -249,7 +249,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         storage_options: Mapping[str, Any] | None = None,
         timeout: float = 600.0,
     ) -> None:
-        self._ranks, self._run = Ranks.here(None, None), names.check_run(run)
+        self._ranks, self._run = Ranks.from_environment(None, None), names.check_run(run)
         self._store = open_store(url, storage_options=storage_options)
         config = config or CheckpointManager.Config()
         storage = RepositoryStorageConfig(

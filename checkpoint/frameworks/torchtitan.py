@@ -56,7 +56,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
             raise UsageError("no repository is given", hint="Config(enable=True, url=..., run=...)")
         self._url, self._run, self._options = config.url, config.run, config.storage_options
         self._store = open_store(config.url, storage_options=config.storage_options)
-        rank = Ranks.here(None, None).rank
+        rank = Ranks.from_environment(None, None).rank
         keeps = config.keep_latest_k > 0 and rank == 0
         self._retention = Retention(self._store, self._run, Keep(last=config.keep_latest_k)) if keeps else None
 
@@ -107,7 +107,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
 
     def _find_load_step(self, folder: str = "") -> int:
         """The run's newest step, or -1 if it has none."""
-        ranks, found, error = Ranks.here(None, None), -1, None
+        ranks, found, error = Ranks.from_environment(None, None), -1, None
         try:
             base = repository.find(self._store, self._run, "latest") if ranks.rank == 0 else None
             found = -1 if base is None else base.step
@@ -119,7 +119,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
 
     def _require(self, step: int) -> None:
         """Raise `MissingStepError` on all ranks if the run has no such step."""
-        ranks, exists, error = Ranks.here(None, None), b"yes", None
+        ranks, exists, error = Ranks.from_environment(None, None), b"yes", None
         try:
             if ranks.rank == 0:
                 repository.find(self._store, self._run, step)

@@ -173,7 +173,7 @@ class Reader:
         return decided
 
     def _read_decisions(self, seen: Inventory, decided: list[SeenAttempt]) -> None:
-        for attempt in decided:  # if the decision is gone now, another collector has removed the attempt
+        for attempt in decided:  # if the decision was deleted since, another collector has removed the attempt
             del seen.attempts[attempt.attempt]
         kept = {}
         for attempt, decision in self._many(self._decision, decided):

@@ -154,7 +154,7 @@ class Copying:
         with self._idle:
             done = self._idle.wait_for(lambda: not self._todo and not self._copying_threads, timeout)
         if not done:
-            raise DeadlineError(f"the state is not copied after {timeout:g} s", hint="it goes on; wait again")
+            raise DeadlineError(f"the state is not copied after {timeout:g} s", hint="the copy continues; wait again")
 
     def _seal(self) -> None:
         with self._lock:
@@ -346,7 +346,7 @@ class OptimizerGate:
         with self._lock:
             pending, self._pending = self._pending, []
         for copying in pending:
-            with contextlib.suppress(Exception):  # the save reports it; training goes on
+            with contextlib.suppress(Exception):  # the save reports it; training continues
                 copying.gate()
 
     def close(self) -> None:

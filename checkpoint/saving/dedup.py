@@ -87,7 +87,7 @@ def load(
                 _add(fetch.manifests_like(store, at.run, base, rank, world_size, replicas), known)
                 known.bases.append(base)
         except (NotFoundError, CorruptionError, UnsupportedError) as error:
-            _log.warning("step %d cannot serve as a base, everything is written anew: %s", base.step, error)
+            _log.warning("step %d cannot be used for deduplication; all chunks are written: %s", base.step, error)
     _drop_sparse_packs(store, run, known)
     return known
 

@@ -126,7 +126,7 @@ def _check(plan: PutPlan, arena_bytes: int) -> None:
     if layout is None or layout.small_bytes != plan.small_bytes or layout.total > arena_bytes:
         raise UsageError("the put plan's layout does not fit its tensors or the arena")
     if layout.offsets != tuple(tensor.at for tensor in plan.tensors):
-        raise UsageError("the put plan's tensors do not lie where their layout says")
+        raise UsageError("the put plan's offsets do not match its layout")
 
 
 @dataclass(frozen=True, slots=True)

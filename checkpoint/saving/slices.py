@@ -105,7 +105,9 @@ class SlicedState:
         began = time.perf_counter()
         try:
             if not self._copied.wait(timeout):
-                raise DeadlineError(f"the state is not copied after {timeout:g} s", hint="it goes on; wait again")
+                raise DeadlineError(
+                    f"the state is not copied after {timeout:g} s", hint="the copy continues; wait again"
+                )
         finally:
             self.wait_seconds += time.perf_counter() - began
         if self._error is not None:
@@ -148,10 +150,10 @@ class SlicedState:
             return self._free.pop()
 
     def _publish(self, piece: Piece, target: npt.NDArray[np.uint8], slot: int) -> None:
-        lent = np.frombuffer(target.data, np.uint8)  # a separate object, which lives as long as any view of it
-        weakref.finalize(lent, self._returned, slot)
+        borrowed = np.frombuffer(target.data, np.uint8)  # a separate object, which lives as long as any view of it
+        weakref.finalize(borrowed, self._returned, slot)
         with self._changed:
-            self._ready[piece.at] = lent
+            self._ready[piece.at] = borrowed
             self._changed.notify_all()
 
     def _returned(self, slot: int) -> None:

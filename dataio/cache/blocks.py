@@ -5,7 +5,7 @@ Invariants: an unnamed cache file is unlinked as soon as it is open. So its byte
 or a mapping of it. (`disks` describes files with a name.) Dropping a file never changes the bytes that a holder sees, and a
 killed process leaves no files. Descriptors that other processes get are read-only. No file is ever truncated or punched.
 `FdCache` keeps at most `FILES` descriptors, and `Buffers` at most `count` buffers.
-Failure behaviour: `OSError` (no space, directory gone) goes to the caller, which continues without the cache. A store's
+Failure behaviour: `OSError` (no space, no directory) goes to the caller, which continues without the cache. A store's
 errors pass through. When the process has too many open files, `FdCache` closes its own first.
 """
 
@@ -196,14 +196,14 @@ class FdCache:
     def forget(self, store: Store, key: str) -> None:
         """Reopen the file at the next `get`."""
         with self._lock:
-            gone = self._files.pop((store, key), None)
-        del gone
+            dropped = self._files.pop((store, key), None)
+        del dropped
 
     def clear(self) -> None:
         """Close all."""
         with self._lock:
-            gone, self._files = self._files, OrderedDict()
-        del gone
+            dropped, self._files = self._files, OrderedDict()
+        del dropped
 
     def _open(self, store: Store, key: str, now: float) -> Descriptor | None:
         try:

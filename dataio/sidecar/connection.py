@@ -6,7 +6,7 @@ Invariants: every wait has a deadline. Received descriptors are closed unless a 
 or a job is pending, a silent daemon is asked for its status after `PING_SECONDS`; if it stays silent it hangs, and the
 connection is closed. A connection does not survive `fork`: the child opens its own.
 Failure behaviour: when the connection breaks, every wait, now and later, raises `TransientError`. A staged job usually
-goes on, but this process cannot know, so it must not write to the job's arena again.
+continues, but this process cannot know, so it must not write to the job's arena again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.core.tracing import context, span
 from headrace.dataio.sidecar import paths, wire
 from headrace.dataio.sidecar import protocol as m
-from headrace.dataio.sidecar.adaptive_poll import AdaptivePoll
 from headrace.dataio.sidecar.jobs.memfd import sealed
 from headrace.dataio.sidecar.staged_jobs import StagedJob, StagedJobs
 
@@ -231,7 +230,7 @@ class Sidecar:
         return self._broken is not None or os.getpid() != self._pid
 
     def close(self) -> None:
-        """End the connection; staged jobs go on."""
+        """End the connection; staged jobs continue."""
         self._break("this process closed it")
 
     def __enter__(self) -> Self:
@@ -429,7 +428,7 @@ class Sidecar:
                 return
             self._broken = TransientError(
                 f"the connection to the sidecar on {self.path} ended: {reason}",
-                hint="staged checkpoints usually go on; do not write to their arenas; the next save finds completed work",
+                hint="staged checkpoints usually continue; do not write to their arenas; the next save finds completed work",
             )
             slots, self._slots = list(self._slots.values()), {}
         if os.getpid() == self._pid:  # else it would end the parent's connection
@@ -444,3 +443,42 @@ def _unexpected_answer() -> TransientError:
     return TransientError(
         "the sidecar sent an answer of the wrong type", hint="restart the sidecar and the trainer with the same version"
     )
+
+
+SPIN_SECONDS = 100e-6
+_WEIGHT = 1 / 8
+"""Weight of the newest wait in the moving average."""
+_MAX_FACTOR = 8
+"""A longer wait counts as this many times `seconds`: one slow answer ends the polling, and a few fast ones restart it."""
+
+
+class AdaptivePoll:
+    """Decides whether to poll for an answer before sleeping until it arrives.
+
+    The cache answers within tens of microseconds, and waking an idle processor may take as long; polling saves one of
+    the two wake-ups of a round trip. It lasts at most `SPIN_SECONDS`, is used only while answers usually arrive within
+    that time, and never on a machine with one processor, which the daemon needs. For one wait at a time. `polled`
+    counts waits that began with polling, `helped` those that ended during it.
+
+    Adaptive spinning: Karlin, Li, Manasse, Owicki, SOSP 1991.
+    """
+
+    __slots__ = ("_average", "_one_processor", "helped", "polled", "seconds")
+
+    def __init__(self, seconds: float = SPIN_SECONDS, processors: int | None = None) -> None:
+        self.seconds = seconds
+        self._one_processor = (processors or len(os.sched_getaffinity(0))) < 2
+        self._average = _MAX_FACTOR * seconds
+        self.polled = self.helped = 0
+
+    @property
+    def worth(self) -> bool:
+        """Whether to poll first now."""
+        return self._average < self.seconds and not self._one_processor
+
+    def waited(self, seconds: float, *, polled: bool) -> None:
+        """Record a wait of `seconds`, infinity without an answer; `polled`: it began with polling."""
+        self._average += (min(seconds, _MAX_FACTOR * self.seconds) - self._average) * _WEIGHT
+        if polled:
+            self.polled += 1
+            self.helped += seconds < self.seconds

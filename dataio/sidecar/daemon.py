@@ -29,7 +29,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import HeadraceError, UsageError
 from headrace.dataio.core.files import storage_kind
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.sidecar import daemon, paths, systemd
+from headrace.dataio.sidecar import paths, systemd
 from headrace.dataio.sidecar.cache_directory import CacheDirectories
 from headrace.dataio.sidecar.connections import BackgroundTasks, ConnectionManager
 from headrace.dataio.sidecar.job_stats import POINT_SECONDS
@@ -65,7 +65,7 @@ class Daemon:
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> bool:
         """Run until SIGTERM or SIGINT. Returns whether every staged checkpoint was finished."""
-        daemon.settle()
+        limit_malloc_arenas()
         self._inherited = systemd.listening()
         if self._inherited is not None:
             self._config = replace(self._config, socket=systemd.path_of(self._inherited))
@@ -85,6 +85,31 @@ class Daemon:
             os.close(lock)
 
     def _build(self) -> None:
+        self._build_cache()
+        self._build_jobs()
+        self._view.saves.room = self._jobs.room
+        self._ticker = Ticker(POINT_SECONDS, record=self._view.tick, busy=self._busy, later=self._loop.call_later)
+        self._tasks, job_stats = BackgroundTasks(self._loop), self._view.job_stats
+        self._reads = ReadService(
+            self._engine, stores=self._stores, job_stats=job_stats, loop=self._loop, tasks=self._tasks
+        )
+        staging = StagingService(
+            self._jobs, tier=self._tier, saves=self._view.saves, loop=self._loop, tasks=self._tasks
+        )
+        self._clients = ConnectionManager(
+            self._loop,
+            self._engine,
+            job_stats=job_stats,
+            reads=self._reads,
+            staging=staging,
+            limit=lambda: self._config.clients,
+            status=self.status,
+            on_connect=self._ticker.wake,
+        )
+        self._engine.subscribe(lambda file: self._call(partial(self._clients.dropped, file)))
+        self._jobs.adopt(staging.show)
+
+    def _build_cache(self) -> None:
         files = _raise_descriptor_limit() // 5  # a cache file has three descriptors
         self._cache = CacheDirectories.claim(self._config.tiers, self._config.keep_cache)
         first, *slower = self._cache.places(self._config.cache_bytes)
@@ -100,39 +125,19 @@ class Daemon:
         self._engine.limit(self._config.job_limits)
         self._media = {str(place.path): storage_kind(place.path) for place in (first, *slower)}
         self._stores = StoreCache(self._opener, self._engine.forget)
-        wanted = self._config.tier
-        self._tier = TierService(wanted) if wanted is not None else None
-        commands = self._config.commands if self._tier is None else self._tier.commands(self._config.commands)
+
+    def _build_jobs(self) -> None:
+        config, tier = self._config, self._config.tier
+        self._tier = TierService(tier) if tier is not None else None
         self._jobs = JobService(
-            Path(f"{self._config.socket}.jobs"),
-            commands=commands,
+            Path(f"{config.socket}.jobs"),
+            commands=config.commands if self._tier is None else self._tier.commands(config.commands),
             call=self._call,
             later=self._later,
-            schedule=Schedule(self._config.running_jobs, self._config.queued_jobs, self._config.arena_bytes),
-            lost_seconds=self._config.lost_seconds,
-            retry_schedule=RetrySchedule(self._config.retry_seconds),
+            schedule=Schedule(config.running_jobs, config.queued_jobs, config.arena_bytes),
+            lost_seconds=config.lost_seconds,
+            retry_schedule=RetrySchedule(config.retry_seconds),
         )
-        self._view.saves.room = self._jobs.room
-        self._ticker = Ticker(POINT_SECONDS, record=self._view.tick, busy=self._busy, later=self._loop.call_later)
-        self._tasks = BackgroundTasks(self._loop)
-        self._reads = ReadService(
-            self._engine, stores=self._stores, job_stats=self._view.job_stats, loop=self._loop, tasks=self._tasks
-        )
-        staging = StagingService(
-            self._jobs, tier=self._tier, saves=self._view.saves, loop=self._loop, tasks=self._tasks
-        )
-        self._clients = ConnectionManager(
-            self._loop,
-            self._engine,
-            job_stats=self._view.job_stats,
-            reads=self._reads,
-            staging=staging,
-            limit=lambda: self._config.clients,
-            status=self.status,
-            on_connect=self._ticker.wake,
-        )
-        self._engine.subscribe(lambda file: self._call(partial(self._clients.dropped, file)))
-        self._jobs.adopt(staging.show)
 
     async def _serve(self, ready: Callable[[], None]) -> None:
         stop = asyncio.Event()
@@ -188,7 +193,9 @@ class Daemon:
         while self._jobs.busy and self._loop.time() < until:
             await asyncio.sleep(0.05)
         if left := self._jobs.busy:
-            _log.error("stopping with %d staged checkpoints unfinished; those that run go on by themselves", left)
+            _log.error(
+                "stopping with %d staged checkpoints unfinished; running workers continue without the daemon", left
+            )
         self._clients.close()
         self._tasks.cancel()
         self._http.close()
@@ -266,7 +273,7 @@ def _raise_descriptor_limit() -> int:
 _M_ARENA_MAX = -8
 
 
-def settle() -> None:
+def limit_malloc_arenas() -> None:
     """Limit malloc to one arena, which saves memory."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

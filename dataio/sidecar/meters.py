@@ -32,7 +32,7 @@ def group_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def group_of(process: int) -> str:
-    """The name of a process's group; a name of its own if the process is gone or in another pid namespace."""
+    """The name of a process's group; an own name if the process has ended or is in another pid namespace."""
     try:
         return f"process group {os.getpgid(process)}"
     except OSError:

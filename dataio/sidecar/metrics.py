@@ -18,35 +18,35 @@ from prometheus_client.registry import Collector
 from headrace.dataio.sidecar.job_stats import JobStats, SaveStats, Totals
 
 _COUNTERS: tuple[tuple[str, str, Callable[[Totals], float]], ...] = (
-    ("wall_seconds", "Time of a job's trainers since their first batch was asked for", lambda t: t.wall),
-    ("wait_seconds", "Time of it in which a trainer waited for a batch", lambda t: t.wait),
-    ("stall_seconds", "Time of it in which save() held a trainer", lambda t: t.stall),
-    ("compute_seconds", "Time of it that is left: the trainers computed", lambda t: t.compute),
-    ("steps", "Batches handed to a job's trainers", lambda t: t.steps),
-    ("samples", "Samples in them", lambda t: t.samples),
-    ("saves", "Saves begun by a job's trainers", lambda t: t.saves),
+    ("wall_seconds", "Seconds since the trainers of a job requested their first batch", lambda t: t.wall),
+    ("wait_seconds", "Seconds in which a trainer waited for a batch", lambda t: t.wait),
+    ("stall_seconds", "Seconds in which save() blocked a trainer", lambda t: t.stall),
+    ("compute_seconds", "Seconds in which the trainers computed: wall minus wait and stall", lambda t: t.compute),
+    ("steps", "Batches delivered to the trainers of a job", lambda t: t.steps),
+    ("samples", "Samples delivered to the trainers of a job", lambda t: t.samples),
+    ("saves", "Saves that the trainers of a job began", lambda t: t.saves),
 )
 _CACHE = (
-    ("budget_bytes", "What the cache may hold"),
+    ("budget_bytes", "Maximum bytes of the cache"),
     ("in_flight_bytes", "Bytes that are being fetched"),
     ("waiting", "Requests that wait for bytes"),
     ("paused", "1 while the cache's disk cannot be written"),
 )
 _ROOM = (
-    ("budget_bytes", "What the arenas of staged checkpoints may hold"),
-    ("held_bytes", "What they hold"),
-    ("waiting_bytes", "What waits for room"),
+    ("budget_bytes", "Maximum bytes of the arenas of staged checkpoints"),
+    ("held_bytes", "Bytes of the arenas of staged checkpoints"),
+    ("waiting_bytes", "Bytes of the arenas that wait for room"),
     ("waiting", "Staged checkpoints that wait for room"),
     ("queued", "Staged checkpoints that wait for their turn"),
-    ("running", "Staged checkpoints that are being sent"),
+    ("running", "Staged checkpoints that are being uploaded"),
     ("committing", "Staged checkpoints that wait for other ranks"),
-    ("retrying", "Staged checkpoints that failed and are tried again later, since nobody waits for them"),
-    ("retry_limit_seconds", "How long they are, from their first failure on"),
+    ("retrying", "Staged checkpoints that failed and are retried later"),
+    ("retry_limit_seconds", "Maximum seconds from the first failure of a staged checkpoint to its last retry"),
 )
 _TIERS = (
-    ("used_bytes", "Bytes that a tier of the cache holds, the fast one being 0"),
-    ("budget_bytes", "What it may hold"),
-    ("paused", "1 while its disk cannot be written"),
+    ("used_bytes", "Bytes in a tier of the cache; tier 0 is the fastest"),
+    ("budget_bytes", "Maximum bytes of a tier of the cache"),
+    ("paused", "1 while the disk of a tier of the cache cannot be written"),
 )
 
 
@@ -79,7 +79,9 @@ class JobMetrics(Collector):
                 counter.add_metric([job], value(total))
             yield counter
         read = CounterMetricFamily(
-            "headrace_job_read_bytes", "Bytes delivered, by whether the cache had them", labels=["job", "source"]
+            "headrace_job_read_bytes",
+            "Bytes delivered to trainers, from the cache or from the store",
+            labels=["job", "source"],
         )
         for job, total in totals.items():
             late = min(total.waited, total.read)
@@ -88,13 +90,13 @@ class JobMetrics(Collector):
         yield read
 
     def _of_progress(self) -> Iterable[Metric]:
-        trainers = GaugeMetricFamily("headrace_job_trainers", "Processes of a job", labels=["job"])
+        trainers = GaugeMetricFamily("headrace_job_trainers", "Trainer processes of a job", labels=["job"])
         goodput = GaugeMetricFamily(
-            "headrace_job_goodput_ratio", "Share of the last minute that was computed", labels=["job"]
+            "headrace_job_goodput_ratio", "Share of the last minute in which the trainers computed", labels=["job"]
         )
-        step = GaugeMetricFamily("headrace_job_last_committed_step", "Newest committed step", labels=["job"])
+        step = GaugeMetricFamily("headrace_job_last_committed_step", "Newest committed step of a job", labels=["job"])
         when = GaugeMetricFamily(
-            "headrace_job_last_commit_timestamp_seconds", "When it was committed, Unix time", labels=["job"]
+            "headrace_job_last_commit_timestamp_seconds", "Unix time of the newest commit of a job", labels=["job"]
         )
         for line in self._job_stats.jobs(0.0):
             name = str(line["job"])
@@ -106,12 +108,14 @@ class JobMetrics(Collector):
         yield from (trainers, goodput, step, when)
 
     def _of_saves(self) -> Iterable[Metric]:
-        ended = CounterMetricFamily("headrace_staged_saves", "Staged checkpoints that ended", labels=["outcome"])
+        ended = CounterMetricFamily(
+            "headrace_staged_saves", "Staged checkpoints that ended, by outcome", labels=["outcome"]
+        )
         for outcome, number in self._saves.outcomes.items():
             ended.add_metric([outcome], number)
         yield ended
         flying = sum(save["state"] not in ("committed", "failed") for save in self._saves.listed())
-        yield GaugeMetricFamily("headrace_staged_saves_in_flight", "Staged checkpoints on their way", flying)
+        yield GaugeMetricFamily("headrace_staged_saves_in_flight", "Staged checkpoints that have not ended", flying)
         room = self._saves.room()
         for name, help_line in _ROOM:
             if name in room:
@@ -132,7 +136,7 @@ class JobMetrics(Collector):
         if "reads_ready" in cache:
             reads = CounterMetricFamily(
                 "headrace_cache_announced_reads",
-                "Announced reads, by whether they were there in time",
+                "Announced reads, by whether they were in the cache in time",
                 labels=["outcome"],
             )
             for outcome in ("ready", "late"):
@@ -142,9 +146,7 @@ class JobMetrics(Collector):
 
 
 def _of_tiers(tiers: Sequence[Mapping[str, object]]) -> Iterable[Metric]:
-    hits = CounterMetricFamily(
-        "headrace_cache_tier_hit_bytes", "Bytes that a tier had when they were asked for", labels=["tier"]
-    )
+    hits = CounterMetricFamily("headrace_cache_tier_hit_bytes", "Requested bytes that a tier had", labels=["tier"])
     for number, tier in enumerate(tiers):
         hits.add_metric([str(number)], float(str(tier["hit_bytes"])))
     yield hits
@@ -168,10 +170,16 @@ class TierMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         state = self._status()
-        yield GaugeMetricFamily("headrace_tier_budget_bytes", "What the node's tier may hold", state["budget_bytes"])
-        yield GaugeMetricFamily("headrace_tier_used_bytes", "What it holds, and what is reserved", state["used_bytes"])
-        yield GaugeMetricFamily("headrace_tier_kept_steps", "Steps in the node's tier, at most 16", len(state["kept"]))
-        yield GaugeMetricFamily("headrace_tier_unusable", "1 while the tier cannot be used", bool(state["trouble"]))
+        yield GaugeMetricFamily(
+            "headrace_tier_budget_bytes", "Maximum bytes of the node's local tier", state["budget_bytes"]
+        )
+        yield GaugeMetricFamily(
+            "headrace_tier_used_bytes", "Bytes held or reserved in the local tier", state["used_bytes"]
+        )
+        yield GaugeMetricFamily("headrace_tier_kept_steps", "Steps in the local tier, at most 16", len(state["kept"]))
+        yield GaugeMetricFamily(
+            "headrace_tier_unusable", "1 while the local tier cannot be used", bool(state["trouble"])
+        )
         if state["buddy"] is not None:
             yield from _buddy(state["buddy"], state["recalled"])
         if state["guests"] is not None:
@@ -180,24 +188,34 @@ class TierMetrics(Collector):
 
 def _buddy(buddy: Mapping[str, Any], recalled: Mapping[str, int]) -> Iterable[Metric]:
     yield GaugeMetricFamily("headrace_buddy_up", "1 while the buddy takes copies", not buddy["trouble"])
-    yield GaugeMetricFamily("headrace_buddy_waiting", "Records of steps that it does not have yet", buddy["waiting"])
-    yield CounterMetricFamily("headrace_buddy_sent_bytes", "Bytes of objects sent to it", buddy["sent_bytes"])
+    yield GaugeMetricFamily(
+        "headrace_buddy_waiting", "Records of steps that the buddy does not have yet", buddy["waiting"]
+    )
+    yield CounterMetricFamily("headrace_buddy_sent_bytes", "Bytes of objects sent to the buddy", buddy["sent_bytes"])
     copied = GaugeMetricFamily(
-        "headrace_buddy_copy_timestamp_seconds", "When the newest step that it has was kept, Unix time", labels=["job"]
+        "headrace_buddy_copy_timestamp_seconds",
+        "Unix time of the newest step of a job that the buddy has",
+        labels=["job"],
     )
     for copy in buddy["copies"]:
         copied.add_metric([copy["run"]], time.time() - copy["age_seconds"])
     yield copied
-    outcomes = CounterMetricFamily("headrace_buddy_recalls", "Objects asked of it", labels=["outcome"])
+    outcomes = CounterMetricFamily(
+        "headrace_buddy_recalls", "Objects requested from the buddy, by outcome", labels=["outcome"]
+    )
     for outcome, number in recalled.items():
         outcomes.add_metric([outcome], number)
     yield outcomes
 
 
 def _guests(guests: Mapping[str, Any]) -> Iterable[Metric]:
-    yield GaugeMetricFamily("headrace_buddy_peers", "Buddies that are connected", guests["peers"])
-    yield CounterMetricFamily("headrace_buddy_received_bytes", "Bytes of objects taken in", guests["received_bytes"])
-    refused = CounterMetricFamily("headrace_buddy_refused", "Peers that were hung up on", labels=["reason"])
+    yield GaugeMetricFamily("headrace_buddy_peers", "Connected buddies", guests["peers"])
+    yield CounterMetricFamily(
+        "headrace_buddy_received_bytes", "Bytes of objects received from buddies", guests["received_bytes"]
+    )
+    refused = CounterMetricFamily(
+        "headrace_buddy_refused", "Peers that were disconnected, by reason", labels=["reason"]
+    )
     for reason, number in guests["refused"].items():
         refused.add_metric([reason], number)
     yield refused

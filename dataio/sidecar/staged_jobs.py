@@ -2,7 +2,7 @@
 
 Invariants: every wait has a deadline. Events that arrive before the thread that staged the job has its token are kept,
 at most `EARLY_EVENTS` of them.
-Failure behaviour: when the connection breaks, every wait raises `TransientError`. The job usually goes on, but this
+Failure behaviour: when the connection breaks, every wait raises `TransientError`. The job usually continues, but this
 process cannot know, so it must not write to the arena again.
 """
 
@@ -44,7 +44,7 @@ class StagedJob:
             timeout: Seconds; None for a day.
 
         Raises:
-            DeadlineError: The timeout passed; the job goes on.
+            DeadlineError: The timeout passed; the job continues.
             TransientError: The connection broke, so the job's state is unknown.
         """
         self._wait(lambda: self._released or self._outcome is not None, timeout, "to release its arena")
@@ -57,7 +57,7 @@ class StagedJob:
 
         Raises:
             HeadraceError: The job failed; this is its error.
-            DeadlineError: The timeout passed; the job goes on.
+            DeadlineError: The timeout passed; the job continues.
             TransientError: The connection broke before the end; call `Sidecar.follow(token)` on a new one.
         """
         self._wait(lambda: self._outcome is not None, timeout, "to end")
@@ -75,7 +75,7 @@ class StagedJob:
             if self._broken:
                 raise self._broken
         raise DeadlineError(
-            f"waited {limit:g} s for job {self.token} {what}", hint="the job goes on; see: headrace sidecar status"
+            f"waited {limit:g} s for job {self.token} {what}", hint="the job continues; see: headrace sidecar status"
         )
 
     def handle(self, event: m.JobEvent) -> None:

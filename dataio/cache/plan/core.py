@@ -219,12 +219,14 @@ class CachePlan:
         return self._tiers.files[file_id].runs(at_most)
 
     def grown(
-        self, told: Mapping[int, Sequence[tuple[int, int]]], files: int, runs: int
+        self, known_runs: Mapping[int, Sequence[tuple[int, int]]], files: int, runs: int
     ) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Up to `files` files with more present bytes than `told` lists, in at most `runs` runs each. `told` must contain the
-        list objects that `runs` returned."""
+        """Up to `files` files with more present bytes than `known_runs` lists, in at most `runs` runs each.
+
+        `known_runs` must contain the list objects that `runs` returned.
+        """
         out: list[tuple[int, list[tuple[int, int]]]] = []
-        for id, before in told.items():
+        for id, before in known_runs.items():
             file = self._tiers.files.get(id)
             if file is not None and file.listed is not before and len(file.listed) <= runs:
                 out.append((id, file.listed))

@@ -43,10 +43,10 @@ class Stream:
         return {(want.object, want.ranges): want.due for want in reversed(self.named)}
 
     def announce(self, wants: Sequence[Want]) -> None:
-        gone = continued(self.named, wants)
-        if gone is not None:
-            self._go_on(gone, wants)
-        if gone is None or any(self.times[read] for read in self.reread):
+        dropped = continued(self.named, wants)
+        if dropped is not None:
+            self._advance(dropped, wants)
+        if dropped is None or any(self.times[read] for read in self.reread):
             self._begin(wants)
         self.named, self.number = wants, self.number + 1
         self.reread.clear()
@@ -63,12 +63,12 @@ class Stream:
         self.placed &= self.times.keys()
         self.wants = deque(want for want, read in zip(wants, reads, strict=True) if read not in self.placed)
 
-    def _go_on(self, gone: int, wants: Sequence[Want]) -> None:
-        """Drop the first `gone` wants, and append the new ones."""
-        more, twice = wants[len(self.named) - gone :], len(self.times) < len(self.named)
+    def _advance(self, dropped: int, wants: Sequence[Want]) -> None:
+        """Drop the first `dropped` wants, and append the new ones."""
+        more, twice = wants[len(self.named) - dropped :], len(self.times) < len(self.named)
         reads = [(want.object, want.ranges) for want in more]
         self.times.update(reads)
-        for want in self.named[:gone]:
+        for want in self.named[:dropped]:
             if self.wants and self.wants[0] is want:
                 self.wants.popleft()
             read = (want.object, want.ranges)
@@ -182,7 +182,7 @@ def continued(old: Sequence[Want], new: Sequence[Want]) -> int | None:
     None."""
     if not old or not new:
         return None
-    gone = next((place for place, want in enumerate(old) if want is new[0]), None)
-    if gone is None or len(new) < len(old) - gone or not all(map(is_, old[gone:], new)):
+    dropped = next((place for place, want in enumerate(old) if want is new[0]), None)
+    if dropped is None or len(new) < len(old) - dropped or not all(map(is_, old[dropped:], new)):
         return None
-    return gone
+    return dropped

@@ -122,8 +122,8 @@ class BypassReader:
     def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""
         views = [self._fetched(key, offset, length) for offset, length in ranges] if key in self._pending else [None]
-        there = [view for view in views if view is not None]
-        return there if len(there) == len(ranges) else self._fallback().read(key, ranges)
+        present = [view for view in views if view is not None]
+        return present if len(present) == len(ranges) else self._fallback().read(key, ranges)
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill every (offset, buffer) from the object `key`."""

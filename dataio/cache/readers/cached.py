@@ -54,19 +54,19 @@ class Mappings:
         """Keep `mapped`, or the mapping that another thread added first."""
         with self._lock:
             mapped = self._maps.setdefault(file, mapped)
-            gone = self._maps.popitem(last=False) if len(self._maps) > self._limit else None
-        del gone  # its lease ends outside the lock
+            dropped = self._maps.popitem(last=False) if len(self._maps) > self._limit else None
+        del dropped  # its lease ends outside the lock
         return mapped
 
     def drop(self, file: int) -> None:
         with self._lock:
-            gone = self._maps.pop(file, None)
-        del gone
+            dropped = self._maps.pop(file, None)
+        del dropped
 
     def clear(self) -> None:
         with self._lock:
-            gone, self._maps = self._maps, OrderedDict()
-        del gone
+            dropped, self._maps = self._maps, OrderedDict()
+        del dropped
 
 
 class CachedReader:

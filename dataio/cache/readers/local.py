@@ -29,9 +29,9 @@ from headrace.dataio.store.direct_io import mostly_cached
 ADVISED_BYTES = 256 * limits.MIB
 PIECES = 512
 """Maximum number of buffers per system call."""
-SURE = 16
-"""After this many consecutive announced ranges in the page cache, only every `SURE`-th is checked."""
-_TOLD_BYTES = 64 * limits.MIB
+MIN_SAMPLES = 16
+"""After this many consecutive announced ranges in the page cache, only every `MIN_SAMPLES`-th is checked."""
+_REPORT_BYTES = 64 * limits.MIB
 _GAP = memoryview(bytearray(GAP_BYTES))  # receives the bytes between members; shared by all threads
 _READ = metrics.store_bytes.labels("posix", "read")
 
@@ -107,7 +107,7 @@ class DirectReader:
             at, self._passing = at + max(1, passed), self._passing - passed
             self._announced = upcoming[at - 1]
         if self._other is not None:
-            elsewhere = {key for key in {one[0] for one in upcoming} if not self._is_here(key)}
+            elsewhere = {key for key in {one[0] for one in upcoming} if not self._is_in_memory(key)}
             self._other.announce([one for one in upcoming if one[0] in elsewhere])
 
     def close(self) -> None:
@@ -154,9 +154,9 @@ class DirectReader:
         """Count bytes, and pass them to the metrics in batches."""
         with self._lock:
             self._read += size
-            told, self._read = (self._read, 0) if self._read >= _TOLD_BYTES else (0, self._read)
-        if told:
-            _READ.inc(told)
+            to_report, self._read = (self._read, 0) if self._read >= _REPORT_BYTES else (0, self._read)
+        if to_report:
+            _READ.inc(to_report)
 
     def _look(self, upcoming: Sequence[Range], at: int) -> bool:
         """Ask the kernel to read a range ahead if it is not cached; False if enough is read ahead already."""
@@ -170,10 +170,10 @@ class DirectReader:
                 os.posix_fadvise(descriptor.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
                 return True
         self._cached += 1
-        self._passing = SURE - 1 if self._cached >= SURE else 0
+        self._passing = MIN_SAMPLES - 1 if self._cached >= MIN_SAMPLES else 0
         return True
 
-    def _is_here(self, key: str) -> bool:
+    def _is_in_memory(self, key: str) -> bool:
         """Whether it is a local file, or an object that cannot be opened."""
         with contextlib.suppress(HeadraceError):
             return self._opened(key) is not None

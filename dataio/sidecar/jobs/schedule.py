@@ -71,7 +71,7 @@ class Schedule:
         self._items[token].state = "queued"
 
     def requeue(self, token: str) -> None:
-        """Queue the job for another worker, because the last one is gone."""
+        """Queue the job for another worker, because the last one has ended."""
         self._items[token].state = "queued"
 
     def retry_later(self, token: str) -> None:

@@ -138,7 +138,9 @@ class Worker:
         code = self._process.returncode if self._process is not None else None
         what = "its process ended" if code is None else f"its process ended with code {code}"
         output = "\n".join(self._last_log_lines())[-3000:]
-        return End(f"{what} and no result" + (f"; it said last:\n{output}" if output else ""), code is None or code < 0)
+        return End(
+            f"{what} and no result" + (f"; its last output:\n{output}" if output else ""), code is None or code < 0
+        )
 
     def _last_log_lines(self) -> list[str]:
         with contextlib.suppress(OSError):

@@ -248,7 +248,7 @@ class CopySender:
 
     def _trouble(self, why: str) -> None:
         if why != self.trouble:
-            _log.warning("the buddy gets no copies, saves go on: %s", why)
+            _log.warning("the buddy receives no copies; saves continue: %s", why)
         self.trouble = why
 
 

@@ -131,7 +131,7 @@ def require_name(peer: ssl.SSLSocket, welcome: Sequence[str]) -> str:
     for name in found:
         if any(same_name(name, wanted) for wanted in welcome):
             return name
-    raise UnknownPeerError(f"a certificate for {', '.join(found)[:200] or 'nobody'}")
+    raise UnknownPeerError(f"a certificate for {', '.join(found)[:200] or 'no name'}")
 
 
 def names_of(certificate: dict[str, Any]) -> list[str]:

@@ -114,8 +114,8 @@ class BuddyServer:
         before = time.monotonic() - PARTIAL_SECONDS
         with self._lock:
             old = [name for name, x in self._partials.items() if not x.busy and x.touched < before]
-            gone = [self._partials.pop(name) for name in old]
-        for partial in gone:
+            expired = [self._partials.pop(name) for name in old]
+        for partial in expired:
             partial.discard()
 
     # peers
@@ -159,7 +159,10 @@ class BuddyServer:
             oldest.close()
 
     def _start(self, sock: socket.socket, address: str) -> None:
-        """Start a thread for a connection that has sent something, if necessary by disconnecting another stranger."""
+        """Start a thread for a connection that has sent something.
+
+        If too many peers are not admitted yet, another of them is disconnected.
+        """
         with self._lock:
             unadmitted = {other: at for other, at in self._peers.items() if other not in self._known}
             replaced = _peer_to_replace(unadmitted, address) if len(unadmitted) >= UNADMITTED else None
@@ -172,7 +175,7 @@ class BuddyServer:
             _hang_up(replaced)  # its thread reports it
         if full:
             sock.close()
-            self._refuse("busy", address, _BusyError(f"{UNADMITTED} strangers are connected"))
+            self._refuse("busy", address, _BusyError(f"{UNADMITTED} peers wait to be admitted"))
             return
         threading.Thread(target=self._serve, args=(sock, address), name="headrace-buddy", daemon=True).start()
 
@@ -333,7 +336,7 @@ class BuddyServer:
 
 
 def _peer_to_replace(unadmitted: Mapping[socket.socket, str], address_of_new: str) -> socket.socket | None:
-    """The oldest stranger of the address that has the most, unless the newcomer's address would then have as many."""
+    """The oldest connection of the address that has the most, unless the new address would then have as many."""
     counts = Counter(unadmitted.values())
     address, most = counts.most_common(1)[0]
     if most <= counts[address_of_new] + 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.dataio.sidecar.adaptive_poll import SPIN_SECONDS, AdaptivePoll
+from headrace.dataio.sidecar.connection import SPIN_SECONDS, AdaptivePoll
 
 QUICK, SLOW = SPIN_SECONDS / 2, 1.0
 

@@ -21,8 +21,8 @@ from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar import connection, wire
 from headrace.dataio.sidecar import protocol as m
-from headrace.dataio.sidecar.adaptive_poll import AdaptivePoll
 from headrace.dataio.sidecar.client import Sidecar, open_reader
+from headrace.dataio.sidecar.connection import AdaptivePoll
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import stopped

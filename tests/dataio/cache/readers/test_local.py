@@ -21,7 +21,7 @@ from headrace.dataio.cache.readers import local
 from headrace.dataio.cache.readers.base import open_local_reader
 from headrace.dataio.cache.readers.bypass import BypassReader
 from headrace.dataio.cache.readers.cached import PrivateReader
-from headrace.dataio.cache.readers.local import SURE, DirectReader
+from headrace.dataio.cache.readers.local import MIN_SAMPLES, DirectReader
 from headrace.dataio.core import files
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UsageError
 from headrace.dataio.store import posix
@@ -259,16 +259,16 @@ def test_where_all_is_there_few_ranges_are_looked_at_and_what_is_not_there_is_fo
     looked, said, cached = list[int](), list[int](), True
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: said.append(offset))
     monkeypatch.setattr(local, "mostly_cached", lambda fd, offset, length: looked.append(offset) or cached)
-    upcoming = [("a", n, 1) for n in range(40 * SURE)]
-    for first in range(0, 20 * SURE, 10):
+    upcoming = [("a", n, 1) for n in range(40 * MIN_SAMPLES)]
+    for first in range(0, 20 * MIN_SAMPLES, 10):
         reader.announce(upcoming[first : first + 25])
-    assert looked[:SURE] == list(range(SURE))
-    assert set(np.diff(looked[SURE - 1 :])) == {SURE}
-    assert looked[-1] > 19 * SURE
+    assert looked[:MIN_SAMPLES] == list(range(MIN_SAMPLES))
+    assert set(np.diff(looked[MIN_SAMPLES - 1 :])) == {MIN_SAMPLES}
+    assert looked[-1] > 19 * MIN_SAMPLES
     cached, before = False, looked[-1]
-    reader.announce(upcoming[20 * SURE :])
-    assert said[0] - before <= SURE
-    assert said == list(range(said[0], 40 * SURE))
+    reader.announce(upcoming[20 * MIN_SAMPLES :])
+    assert said[0] - before <= MIN_SAMPLES
+    assert said == list(range(said[0], 40 * MIN_SAMPLES))
 
 
 def test_what_lies_beyond_the_limit_is_named_when_its_turn_comes(

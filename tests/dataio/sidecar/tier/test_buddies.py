@@ -574,5 +574,5 @@ def test_a_buddy_that_is_gone_is_said_once_and_found_again(
     assert not alone.recall("s", "packs/2")
     back = open_tier(config(tmp_path / "late", certificates, listen=Address("127.0.0.1", port), names=("127.0.0.2",)))
     wait_for(lambda: back.local_tier.records())
-    assert caplog.text.count("the buddy gets no copies") == 1
+    assert caplog.text.count("the buddy receives no copies") == 1
     wait_for(lambda: alone.status()["buddy"]["trouble"] == "")  # type: ignore[index]
