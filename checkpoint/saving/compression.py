@@ -133,7 +133,7 @@ class UploadSpeed:
 class CodecChooser:
     """Chooses the codec of every piece of one save and encodes new chunks. Safe for several threads.
 
-    A tensor's measurement is kept for the rest of the save.
+    A tensor's measurement is kept for the rest of the save. `upload` measures the speed of the store.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class CodecChooser:
         threads: int,
         bases: DeltaBases | None = None,
     ) -> None:
-        self._compression, self._upload, self._threads, self._bases = compression, upload, threads, bases
+        self._compression, self.upload, self._threads, self._bases = compression, upload, threads, bases
         self._tensor_of = {
             span.piece: i for i, own in enumerate(spans) for span in own if layout.offsets[i] >= layout.small_bytes
         }
@@ -168,7 +168,7 @@ class CodecChooser:
             return RAW
         if self._compression == "zstd":
             return ZSTD
-        speed = self._upload.speed
+        speed = self.upload.speed
         return decide(self._measured(piece, payload), speed, self._threads) if speed else RAW
 
     def _measured(self, piece: int, payload: memoryview) -> list[Sample]:

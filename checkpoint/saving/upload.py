@@ -10,7 +10,7 @@ manifest names the chunk.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -97,55 +97,88 @@ def upload(
     layout = chunking.lay_out(specs)
     pieces, spans = chunking.cut_all(specs, layout)
     known = dedup.load(store, plan.run, plan.bases, rank=plan.rank, world_size=plan.world_size, replicas=plan.replicas)
-    bases = DeltaBases(store, known, rank=plan.rank, specs=specs, spans=spans) if plan.compression == "delta" else None
-    upload_speed, codecs = None, None
-    if plan.compression != "none":
-        upload_speed = compression.UploadSpeed(plan.upload_hint)
-        codecs = compression.CodecChooser(
-            plan.compression,
-            specs=specs,
-            layout=layout,
-            spans=spans,
-            upload=upload_speed,
-            threads=_THREADS,
-            bases=bases,
-        )
-    tables, digests = Tables(), list[bytes]()
+    codecs = _codecs(store, plan, known, specs, layout, spans)
     add_stored(known, progress.stored(store, plan))
-    total = sum(piece.length for piece in pieces)
-
-    def new_chunks() -> Iterator[pack.NewChunk]:
-        done = reported = 0
-        for piece, (chunk, base, fingerprint) in zip(pieces, _hashed(pool, arena, pieces, known, codecs), strict=True):
-            digests.append(chunk.digest)
-            if base is not None and chunk.digest not in tables.number:
-                tables.references[chunk.digest] = base
-            for new in _if_new(chunk, known, tables):
-                check.sent(piece, fingerprint)
-                yield new
-            done += chunk.raw
-            if done == total or done - reported >= max(total // 100, 4 * MIB):
-                reported = done
-                emit(Progress(done, total))
-
-    def packed(nth: int, entry: pack.Entry) -> None:
-        name = progress.name(plan, nth)
-        tables.add(name, entry)
-        tables.written += entry.stored
-        progress.packing(name, entry)
-        _in_pack()
-
-    def key_of(nth: int) -> str:
-        return progress.name(plan, nth).key
-
-    took = upload_speed.took if upload_speed is not None else None
+    work = _Upload(plan, emit, progress, known, sum(piece.length for piece in pieces))
+    took = codecs.upload.took if codecs is not None else None
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="headrace-hash") as pool:
         check = _ArenaCheck(arena, pool, plan.step)
-        for nth, _ in enumerate(pack.write_all(store, key_of, new_chunks(), packed, took)):
+        hashed = zip(pieces, _hashed(pool, arena, pieces, known, codecs), strict=True)
+        for nth, _ in enumerate(pack.write_all(store, work.key_of, work.new_chunks(hashed, check), work.packed, took)):
             check.require()
-            progress.checked(key_of(nth))
+            progress.checked(work.key_of(nth))
             _first_pack()
-    return Stored(specs, spans, tables, digests, known)
+    return Stored(specs, spans, work.tables, work.digests, known)
+
+
+def _codecs(
+    store: Store,
+    plan: PutPlan,
+    known: dedup.KnownChunks,
+    specs: list[chunking.TensorSpec],
+    layout: chunking.Layout,
+    spans: list[list[chunking.PieceSpan]],
+) -> compression.CodecChooser | None:
+    """The codecs of this save; None if all chunks are stored raw."""
+    if plan.compression == "none":
+        return None
+    return compression.CodecChooser(
+        plan.compression,
+        specs=specs,
+        layout=layout,
+        spans=spans,
+        upload=compression.UploadSpeed(plan.upload_hint),
+        threads=_THREADS,
+        bases=DeltaBases(store, known, rank=plan.rank, specs=specs, spans=spans)
+        if plan.compression == "delta"
+        else None,
+    )
+
+
+_Hashed = tuple[pack.NewChunk, dedup.Stored | None, int]
+"""A piece as a chunk, the base of a difference, and the fingerprint for `_ArenaCheck`."""
+
+
+@dataclass(slots=True)
+class _Upload:
+    """The chunks of one upload, and the manifest's tables that result from them. `total`: bytes of all pieces."""
+
+    plan: PutPlan
+    emit: Callable[[Event], None]
+    progress: ProgressFile
+    known: dedup.KnownChunks
+    total: int
+    tables: Tables = field(default_factory=Tables)
+    digests: list[bytes] = field(default_factory=list)
+
+    def new_chunks(
+        self, hashed: Iterable[tuple[chunking.Piece, _Hashed]], check: _ArenaCheck
+    ) -> Iterator[pack.NewChunk]:
+        """The chunks that must be stored. The digests of all chunks are recorded, and the progress is reported."""
+        done = reported = 0
+        for piece, (chunk, base, fingerprint) in hashed:
+            self.digests.append(chunk.digest)
+            if base is not None and chunk.digest not in self.tables.number:
+                self.tables.references[chunk.digest] = base
+            if _is_new(chunk, self.known, self.tables):
+                check.sent(piece, fingerprint)
+                yield chunk
+            done += chunk.raw
+            if done == self.total or done - reported >= max(self.total // 100, 4 * MIB):
+                reported = done
+                self.emit(Progress(done, self.total))
+
+    def packed(self, nth: int, entry: pack.Entry) -> None:
+        """Record that a chunk is written into pack number `nth`."""
+        name = self.progress.name(self.plan, nth)
+        self.tables.add(name, entry)
+        self.tables.written += entry.stored
+        self.progress.packing(name, entry)
+        _in_pack()
+
+    def key_of(self, nth: int) -> str:
+        """The key of pack number `nth`."""
+        return self.progress.name(self.plan, nth).key
 
 
 class _ArenaCheck:
@@ -201,17 +234,20 @@ class _ArenaCheck:
 _fingerprint = xxhash.xxh3_64_intdigest
 
 
-def _if_new(chunk: pack.NewChunk, known: dedup.KnownChunks, tables: Tables) -> Iterator[pack.NewChunk]:
+def _is_new(chunk: pack.NewChunk, known: dedup.KnownChunks, tables: Tables) -> bool:
+    """Whether the chunk must be stored. A chunk that is stored already is added to the tables."""
     if chunk.digest in tables.number:
         tables.deduplicated += chunk.raw
-    elif (stored := known.chunks.get(chunk.digest)) is not None:
-        if stored.base is not None:
-            tables.references[chunk.digest] = stored.base
-        tables.add(stored.pack, stored.chunk)
-        tables.deduplicated += chunk.raw if chunk.digest not in known.own else 0
-        tables.written += known.own.get(chunk.digest, 0)
-    else:
-        yield chunk
+        return False
+    stored = known.chunks.get(chunk.digest)
+    if stored is None:
+        return True
+    if stored.base is not None:
+        tables.references[chunk.digest] = stored.base
+    tables.add(stored.pack, stored.chunk)
+    tables.deduplicated += chunk.raw if chunk.digest not in known.own else 0
+    tables.written += known.own.get(chunk.digest, 0)
+    return False
 
 
 def _hashed(
@@ -220,18 +256,17 @@ def _hashed(
     pieces: Sequence[chunking.Piece],
     known: dedup.KnownChunks,
     codecs: compression.CodecChooser | None,
-) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None, int]]:
+) -> Iterator[_Hashed]:
     """Yield each piece as a chunk, in order, with the base of a difference and the fingerprint for `_ArenaCheck`.
 
     Threads hash the pieces a few chunks ahead, and compress those that are new. Without `codecs`, chunks are stored raw.
     """
 
-    def work(numbered: tuple[int, chunking.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None, int]:
+    def work(numbered: tuple[int, chunking.Piece]) -> _Hashed:
         number, piece = numbered
         payload = arena[piece.at : piece.at + piece.length]
-        fingerprint = (
-            _fingerprint(payload) if isinstance(arena, memoryview) else 0
-        )  # first, so that every later change is detected
+        # first, so that every later change is detected
+        fingerprint = _fingerprint(payload) if isinstance(arena, memoryview) else 0
         name = digest(payload)
         if name in known.chunks:
             return pack.NewChunk(name, payload, piece.length), None, fingerprint

@@ -32,8 +32,8 @@ from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
-LOOK_SECONDS = 0.25
-QUIET_LOOKS = 4
+CHECK_SECONDS = 0.25
+QUIET_CHECKS = 4
 
 _log = get_logger(__name__)
 Job = Callable[[], None]
@@ -75,11 +75,11 @@ class Fetcher:
             self._queue.add_first(job)
             self._wake()
 
-    def start(self, flight: FetchTask) -> None:
+    def start(self, task: FetchTask) -> None:
         """Queue a fetch. When the calling thread is one of this fetcher's that polls the queue next, no other thread is
         woken: a wake-up that finds nothing costs as much as a small read."""
         with self._queue_changed:
-            self._queue.add(flight, flight.job, flight.cost)
+            self._queue.add(task, task.job, task.cost)
             if not getattr(self._local, "polls_again", False):
                 self._wake()
 
@@ -152,39 +152,39 @@ class Fetcher:
             self._queue_changed.notify()
 
     def _next_of_batch(self, first: FetchTask, now: float) -> Iterator[FetchTask]:
-        fits, left = self._batched.fits, BATCH_BLOCKS - 1
-        while left and fits(first) and isinstance(more := self._queue.next(now, fits), FetchTask):
+        fits, remaining = self._batched.fits, BATCH_BLOCKS - 1
+        while remaining and fits(first) and isinstance(more := self._queue.next(now, fits), FetchTask):
             yield more
-            left -= 1
+            remaining -= 1
 
-    def _process(self, flights: list[FetchTask]) -> None:
+    def _process(self, tasks: list[FetchTask]) -> None:
         self._local.polls_again = True
         try:
-            left = self._fetch_batch(flights) if self._batched.accepts(flights[0]) else flights
-            for flight in left:
-                self._attempt(flight)
+            remaining = self._fetch_batch(tasks) if self._batched.accepts(tasks[0]) else tasks
+            for task in remaining:
+                self._attempt(task)
         finally:
             self._local.polls_again = False
             with self._queue_changed:
                 now = self._clock.monotonic()
-                for flight in flights:
-                    self._queue.done(flight.job, flight.cost, now)
+                for task in tasks:
+                    self._queue.done(task.job, task.cost, now)
 
-    def _fetch_batch(self, flights: list[FetchTask]) -> list[FetchTask]:
+    def _fetch_batch(self, tasks: list[FetchTask]) -> list[FetchTask]:
         """Fetch a batch through one buffer, and report it together. Blocks that a request waits for go first, and each is
         reported immediately. Returns the fetches that the store must serve."""
-        order = sorted([(not flight.is_awaited(), number) for number, flight in enumerate(flights)])
-        done, left = list[FetchResult](), dict.fromkeys(flights)
+        order = sorted([(not task.is_awaited(), number) for number, task in enumerate(tasks)])
+        done, remaining = list[FetchResult](), dict.fromkeys(tasks)
         try:
             with self._buffers.borrow() as buffer:
                 for later, number in order:
-                    flight, began = flights[number], self._clock.monotonic()
-                    landed = self._batched.fetch(flight, buffer)
-                    if landed is None:
+                    task, began = tasks[number], self._clock.monotonic()
+                    result = self._batched.fetch(task, buffer)
+                    if result is None:
                         continue
-                    del left[flight]
-                    self._batch_fetched(flight, landed, began)
-                    done.append(landed)
+                    del remaining[task]
+                    self._batch_fetched(task, result, began)
+                    done.append(result)
                     if not later:
                         self._on_fetched(done)
                         done = []
@@ -195,84 +195,84 @@ class Fetcher:
             _log.exception("a batch of blocks could not be fetched")
         if done:
             self._on_fetched(done)
-        return list(left)
+        return list(remaining)
 
-    def _batch_fetched(self, flight: FetchTask, landed: FetchResult, began: float) -> None:
-        _, error, size = landed
+    def _batch_fetched(self, task: FetchTask, result: FetchResult, began: float) -> None:
+        _, error, size = result
         with self._lock:
             seconds = self._clock.monotonic() - began
             self.window.fetched(size, seconds, self.window.delivered)
             self.window.stored(seconds)
-        self._record(flight, began, size, error)
+        self._record(task, began, size, error)
 
     # one attempt
 
-    def _attempt(self, flight: FetchTask) -> None:
-        if flight.done:
+    def _attempt(self, task: FetchTask) -> None:
+        if task.done:
             return
         fetched, failed, began = 0, None, self._clock.monotonic()
         try:
             with self._buffers.borrow() as buffer:
-                view = buffer[: flight.fetch.length]
-                if not self._is_right(flight, view):
-                    fetched = self._fetch(flight, view)
+                view = buffer[: task.fetch.length]
+                if not self._is_right(task, view):
+                    fetched = self._fetch(task, view)
                     self._stored(fetched, began)
                     self._batched.recently_used = False
         except Exception as error:  # any error goes to the requests that wait
             failed = error
         if fetched or failed:
-            self._record(flight, began, fetched, failed)
-        self._end(flight, failed, fetched)
+            self._record(task, began, fetched, failed)
+        self._end(task, failed, fetched)
 
-    def _is_right(self, flight: FetchTask, view: memoryview) -> bool:
+    def _is_right(self, task: FetchTask, view: memoryview) -> bool:
         """Whether an earlier daemon left this block, and its digest is right."""
-        if not flight.fetch.adopted or not isinstance(flight.file, disks.PersistentFile):
+        if not task.fetch.adopted or not isinstance(task.file, disks.PersistentFile):
             return False
         try:
-            flight.file.read(flight.fetch.offset, view)
+            task.file.read(task.fetch.offset, view)
         except OSError:
             return False
-        right = disks.digest(view) == flight.file.digests.get(flight.fetch.block)
+        right = disks.digest(view) == task.file.digests.get(task.fetch.block)
         if not right:
-            _log.warning("a block of %s on the cache's disk is corrupt; fetching it again", flight.key)
+            _log.warning("a block of %s on the cache's disk is corrupt; fetching it again", task.key)
         return right
 
-    def _fetch(self, flight: FetchTask, view: memoryview) -> int:
+    def _fetch(self, task: FetchTask, view: memoryview) -> int:
         """Fetch the block into its file; returns the bytes read from the store."""
-        if flight.fetch.copies or flight.attempts > 1:
-            fetched = self._gather(flight, view)
-            flight.part.write_all(view)
+        if task.fetch.copies or task.attempts > 1:
+            fetched = self._gather(task, view)
+            task.part.write_all(view)
             return fetched
-        writer, fetched = flight.part.start_writer(), 0
+        writer, fetched = task.part.start_writer(), 0
         with contextlib.suppress(SupersededError):
-            key, offset = flight.key, flight.fetch.offset
-            fetched = self._timed(flight, len(view), lambda: flight.store.get_pieces(key, offset, view, writer.write))
+            key, offset = task.key, task.fetch.offset
+            fetched = self._timed(task, len(view), lambda: task.store.get_pieces(key, offset, view, writer.write))
             writer.finish()
         return fetched
 
-    def _gather(self, flight: FetchTask, view: memoryview) -> int:
+    def _gather(self, task: FetchTask, view: memoryview) -> int:
         """Fill `view` from other cache files, and from the store for the rest; returns the bytes read from the
         store."""
-        start, fetched, at = flight.fetch.offset, 0, flight.fetch.offset
-        for (_, offset, length), file in zip(flight.fetch.copies, flight.copy_sources, strict=True):
-            fetched += self._get(flight, at, view[at - start : offset - start])
+        start, fetched, at = task.fetch.offset, 0, task.fetch.offset
+        for (_, offset, length), file in zip(task.fetch.copies, task.copy_sources, strict=True):
+            fetched += self._get(task, at, view[at - start : offset - start])
             file.read(offset, view[offset - start : offset - start + length])
             at = offset + length
-        return fetched + self._get(flight, at, view[at - start :])
+        return fetched + self._get(task, at, view[at - start :])
 
-    def _get(self, flight: FetchTask, offset: int, view: memoryview) -> int:
+    def _get(self, task: FetchTask, offset: int, view: memoryview) -> int:
         if not view:
             return 0
-        return self._timed(flight, len(view), lambda: flight.store.get_into(flight.key, offset, view))
+        return self._timed(task, len(view), lambda: task.store.get_into(task.key, offset, view))
 
-    def _timed(self, flight: FetchTask, size: int, read: Callable[[], None]) -> int:
+    def _timed(self, task: FetchTask, size: int, read: Callable[[], None]) -> int:
         """Run a read of `size` bytes from the store, measured and watched for hedging; returns `size`."""
         began = self._clock.monotonic()
         with self._lock:
             delivered = self.window.delivered
-            if flight.attempts == 1:
-                flight.since = began
-                self._running[flight] = None
+            if task.attempts == 1:
+                task.since = began
+                self._running[task] = None
                 if not self._watching:
                     self._watching = True
                     self._lock.notify()
@@ -281,32 +281,32 @@ class Fetcher:
             self.window.fetched(size, self._clock.monotonic() - began, delivered)
         return size
 
-    def _record(self, flight: FetchTask, began: float, fetched: int, error: BaseException | None) -> None:
+    def _record(self, task: FetchTask, began: float, fetched: int, error: BaseException | None) -> None:
         if not tracing.recording():
             return
         seconds = self._clock.monotonic() - began
         about: dict[str, tracing.Value] = {
-            "key": flight.key,
-            "offset": flight.fetch.offset,
+            "key": task.key,
+            "offset": task.fetch.offset,
             "bytes": fetched,
-            "job": flight.job,
+            "job": task.job,
         }
         what = type(error).__name__ if error else ""
-        tracing.record("cache.fetch", self._clock.time() - seconds, seconds, flight.trace_parent, error=what, **about)
+        tracing.record("cache.fetch", self._clock.time() - seconds, seconds, task.trace_parent, error=what, **about)
 
     def _stored(self, fetched: int, began: float) -> None:
         if fetched:
             with self._lock:
                 self.window.stored(self._clock.monotonic() - began)
 
-    def _end(self, flight: FetchTask, error: BaseException | None, fetched: int) -> None:
+    def _end(self, task: FetchTask, error: BaseException | None, fetched: int) -> None:
         with self._lock:
-            flight.attempts -= 1
-            first = not flight.done and (error is None or not flight.attempts)
+            task.attempts -= 1
+            first = not task.done and (error is None or not task.attempts)
             if first:
-                flight.done = True
-                self._running.pop(flight, None)
-        self._on_fetched([(flight.fetch if first else _NOTHING, error, fetched)])
+                task.done = True
+                self._running.pop(task, None)
+        self._on_fetched([(task.fetch if first else _NOTHING, error, fetched)])
 
     # hedging
 
@@ -318,18 +318,18 @@ class Fetcher:
             while not self._closed:
                 late = self.window.late_after()
                 if not self._running or late is None:
-                    self._watching = bool(self._running) or quiet < QUIET_LOOKS
+                    self._watching = bool(self._running) or quiet < QUIET_CHECKS
                     quiet = 0 if self._running else quiet + 1
-                    look = LOOK_SECONDS if late is None else min(LOOK_SECONDS, _often(late))
-                    self._lock.wait(look if self._watching else None)
+                    pause = CHECK_SECONDS if late is None else min(CHECK_SECONDS, _often(late))
+                    self._lock.wait(pause if self._watching else None)
                     continue
                 quiet = 0
                 now = self._clock.monotonic()
-                for flight in [f for f in self._running if f.attempts == 1 and now - f.since >= late]:
-                    if flight.is_awaited() and self.window.late_after() is not None:
-                        flight.attempts += 1
+                for task in [f for f in self._running if f.attempts == 1 and now - f.since >= late]:
+                    if task.is_awaited() and self.window.late_after() is not None:
+                        task.attempts += 1
                         self.window.hedges += 1
-                        self.start(flight)
+                        self.start(task)
                 self._lock.wait(_often(late))
 
 
@@ -388,22 +388,22 @@ class BatchedFetch:
 
     def __init__(self, clock: Clock) -> None:
         self._opened, self._clock, self._used = FdCache(clock), clock, 0.0
-        self._here: weakref.WeakKeyDictionary[Store, bool] = weakref.WeakKeyDictionary()
+        self._local_stores: weakref.WeakKeyDictionary[Store, bool] = weakref.WeakKeyDictionary()
         self.recently_used = False
 
     def fits(self, item: object) -> bool:
         """Whether this is a fetch that may be part of a batch."""
-        return isinstance(item, FetchTask) and item.plain and self._here.get(item.store, False)
+        return isinstance(item, FetchTask) and item.plain and self._local_stores.get(item.store, False)
 
-    def accepts(self, flight: FetchTask) -> bool:
+    def accepts(self, task: FetchTask) -> bool:
         """Whether this class fetches it: the object is a local file, and the fetch is plain."""
-        if flight.plain and flight.store not in self._here:
-            self._file(flight)
-        return self.fits(flight)
+        if task.plain and task.store not in self._local_stores:
+            self._file(task)
+        return self.fits(task)
 
-    def fetch(self, flight: FetchTask, buffer: memoryview) -> FetchResult | None:
+    def fetch(self, task: FetchTask, buffer: memoryview) -> FetchResult | None:
         """Fetch the block into its file; None if the store must do it."""
-        fetch, file = flight.fetch, self._file(flight)
+        fetch, file = task.fetch, self._file(task)
         if file is None:
             return None
         view = buffer[: fetch.length]
@@ -412,12 +412,12 @@ class BatchedFetch:
         except OSError:
             whole = False
         if not whole:
-            self._opened.forget(flight.store, flight.key)
+            self._opened.forget(task.store, task.key)
             return None
         self.recently_used, self._used = True, self._clock.monotonic()
         _READ.inc(fetch.length)
         try:
-            flight.part.write_all(view)  # written in one call, so the file can use large pages
+            task.part.write_all(view)  # written in one call, so the file can use large pages
         except DiskError as error:
             return fetch, error, fetch.length
         return fetch, None, fetch.length
@@ -427,10 +427,10 @@ class BatchedFetch:
         if self._clock.monotonic() - self._used >= IDLE_SECONDS:
             self._opened.clear()
 
-    def _file(self, flight: FetchTask) -> Descriptor | None:
+    def _file(self, task: FetchTask) -> Descriptor | None:
         try:
-            file = self._opened.get(flight.store, flight.key)
+            file = self._opened.get(task.store, task.key)
         except HeadraceError:  # the store reports it
             return None
-        self._here[flight.store] = file is not None
+        self._local_stores[task.store] = file is not None
         return file

@@ -75,7 +75,7 @@ class CacheFile:
     id: int
     object: ObjectId
     tier: int
-    books: ByteCounts
+    counts: ByteCounts
     block_bytes: int
     parts: Ranges | None = None  # of a ring file
     present: set[int] = field(default_factory=set)
@@ -276,8 +276,8 @@ class Tiers:
         return file
 
     def add(self, tier: Tier, obj: ObjectId, parts: Ranges | None) -> CacheFile:
-        books = tier.pinned if parts is None else tier.ring
-        file = CacheFile(self.next_file, obj, tier.number, books, self.block_bytes, parts)
+        counts = tier.pinned if parts is None else tier.ring
+        file = CacheFile(self.next_file, obj, tier.number, counts, self.block_bytes, parts)
         self.files[file.id], self.next_file = file, self.next_file + 1
         if parts is None:
             tier.linked[obj] = file
@@ -295,7 +295,7 @@ class Tiers:
                 del self.rings[file.object]
         else:
             self._unlink(file)
-        file.books.dropped += file.bytes
+        file.counts.dropped += file.bytes
         out.append(Drop(file.id, file.ring))
         if not file.holds:
             self._bury(file)
@@ -310,7 +310,7 @@ class Tiers:
 
     def charge(self, file: CacheFile, cost: int) -> None:
         file.bytes += cost
-        file.books.used += cost
+        file.counts.used += cost
         tier = self.all[file.tier]
         if not file.ring and tier.linked.get(file.object) is file:
             source = file.object.source
@@ -331,8 +331,8 @@ class Tiers:
             del self.versions[name]
 
     def _bury(self, file: CacheFile) -> None:
-        file.books.dropped -= file.bytes
-        file.books.used -= file.bytes
+        file.counts.dropped -= file.bytes
+        file.counts.used -= file.bytes
         del self.files[file.id]
 
     def _supersede(self, obj: ObjectId, out: list[Instruction]) -> None:

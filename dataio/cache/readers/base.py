@@ -83,17 +83,17 @@ class ThreadBuffer(threading.local):
 
     def __init__(self) -> None:
         self._block = np.empty(0, np.uint8)
-        self._buffers: weakref.ref[np.ndarray] | None = None
+        self._last_allocation: weakref.ref[np.ndarray] | None = None
 
     def allocate(self, size: int) -> memoryview:
         """`size` writable bytes. They are not reused while anything refers to them."""
         if size > REUSED_BYTES:
             return np.empty(size, np.uint8).data
-        if size > len(self._block) or (self._buffers is not None and self._buffers() is not None):
+        if size > len(self._block) or (self._last_allocation is not None and self._last_allocation() is not None):
             self._block = np.empty(max(size + size // 8, _GRAIN), np.uint8)
-        loan = self._block[:size]
-        self._buffers = weakref.ref(loan)
-        return loan.data
+        allocation = self._block[:size]
+        self._last_allocation = weakref.ref(allocation)
+        return allocation.data
 
     def allocate_pieces(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, memoryview]]:
         """Memory for every (offset, length), as (offset, memory), one after the other."""

@@ -68,12 +68,12 @@ class PartlyFetchedStore(Wrapper):
         def pass_on(first: int, piece: memoryview) -> None:
             nonlocal at
             if first != at:
-                raise _AgainError
+                raise _RestartedError
             take(first, piece)
             at += len(piece)
 
         if parts := self._take(key, offset, end):
-            with contextlib.suppress(_AgainError):
+            with contextlib.suppress(_RestartedError):
                 for first, part in parts:
                     if at < first:
                         self.inner.get_pieces(key, at, buffer[: first - at], pass_on)
@@ -104,7 +104,7 @@ class PartlyFetchedStore(Wrapper):
         return found
 
 
-class _AgainError(Exception):
+class _RestartedError(Exception):
     """The store restarted a read: all pieces are delivered again from the first one."""
 
 
@@ -114,8 +114,8 @@ class BypassReader:
 
     def __init__(self, store: Store, make: Callable[[Store], ShardReader]) -> None:
         self._store, self._make = PartlyFetchedStore(store), make
-        self._making, self._begun = threading.Lock(), False
-        self._other: ShardReader | None = None
+        self._making, self._announced = threading.Lock(), False
+        self._fallback_reader: ShardReader | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._pending: _Pending = {}
 
@@ -140,8 +140,8 @@ class BypassReader:
 
     def announce(self, upcoming: Sequence[Range]) -> None:
         """Fetch the first announcement directly; pass later ones to the fallback reader."""
-        first, self._begun = not self._begun, True
-        if first and self._other is None and is_worthwhile(upcoming):
+        first, self._announced = not self._announced, True
+        if first and self._fallback_reader is None and is_worthwhile(upcoming):
             self._fetch(upcoming)
         else:
             self._release()
@@ -150,16 +150,16 @@ class BypassReader:
     def close(self) -> None:
         self._release()
         with self._making:
-            if self._other is not None:
-                self._other.close()
+            if self._fallback_reader is not None:
+                self._fallback_reader.close()
 
     def _fetch(self, upcoming: Sequence[Range]) -> None:
         self._pool = ThreadPoolExecutor(min(PARALLEL, len(upcoming)), "headrace-first")
-        coming: _Pending = {}
+        pending: _Pending = {}
         for key, offset, length in dict.fromkeys(upcoming):
             future = self._pool.submit(self._get, key, offset, length)
-            coming.setdefault(key, []).append((offset, offset + length, future))
-        self._pending = coming
+            pending.setdefault(key, []).append((offset, offset + length, future))
+        self._pending = pending
 
     def _get(self, key: str, offset: int, length: int) -> memoryview:
         buffer = np.empty(length, np.uint8).data
@@ -177,16 +177,16 @@ class BypassReader:
     def _release(self) -> None:
         """Cancel direct fetches that have not arrived. Pass the others to the store as parts of their blocks."""
         pool, self._pool = self._pool, None
-        coming, self._pending = self._pending, {}
+        pending, self._pending = self._pending, {}
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
-        for key, ranges in coming.items():
+        for key, ranges in pending.items():
             for offset, _, future in ranges:
                 if future.done() and not future.cancelled() and future.exception() is None:
                     self._store.add(key, offset, future.result())
 
     def _fallback(self) -> ShardReader:
         with self._making:
-            if self._other is None:
-                self._other = self._make(self._store)
-            return self._other
+            if self._fallback_reader is None:
+                self._fallback_reader = self._make(self._store)
+            return self._fallback_reader

@@ -41,13 +41,13 @@ Run = tuple[int, int, list[memoryview]]
 
 
 class DirectReader:
-    """A `ShardReader` of `store`'s local files; other objects go to the reader that `other` makes. Closing it closes
+    """A `ShardReader` of `store`'s local files; other objects go to the reader that `make_fallback` makes. Closing it closes
     that reader, and not the store."""
 
-    def __init__(self, store: Store, other: Callable[[], ShardReader], clock: Clock = SYSTEM_CLOCK) -> None:
-        self._store, self._make, self._files = store, other, FdCache(clock)
+    def __init__(self, store: Store, make_fallback: Callable[[], ShardReader], clock: Clock = SYSTEM_CLOCK) -> None:
+        self._store, self._make, self._files = store, make_fallback, FdCache(clock)
         self._lock, self._making = threading.Lock(), threading.Lock()
-        self._other: ShardReader | None = None
+        self._fallback_reader: ShardReader | None = None
         self._memory = ThreadBuffer()
         self._announced: Range | None = None  # the last range that was checked
         self._cached = 0  # consecutive announced ranges that were in the page cache
@@ -99,26 +99,26 @@ class DirectReader:
 
     def announce(self, upcoming: Sequence[Range]) -> None:
         """Ask the kernel to read ahead. A list that continues the last one costs only its new part."""
-        at = _behind(upcoming, self._announced)
+        at = _index_after(upcoming, self._announced)
         while at < len(upcoming):
             passed = min(self._passing, len(upcoming) - at)
-            if not passed and not self._look(upcoming, at):
+            if not passed and not self._advise(upcoming, at):
                 break
             at, self._passing = at + max(1, passed), self._passing - passed
             self._announced = upcoming[at - 1]
-        if self._other is not None:
-            elsewhere = {key for key in {one[0] for one in upcoming} if not self._is_in_memory(key)}
-            self._other.announce([one for one in upcoming if one[0] in elsewhere])
+        if self._fallback_reader is not None:
+            elsewhere = {key for key in {one[0] for one in upcoming} if not self._is_local(key)}
+            self._fallback_reader.announce([one for one in upcoming if one[0] in elsewhere])
 
     def close(self) -> None:
         """Close all descriptors; views stay valid."""
         self._files.clear()
         with self._lock:
-            other, self._other = self._other, None
+            make_fallback, self._fallback_reader = self._fallback_reader, None
             read, self._read = self._read, 0
         _READ.inc(read)
-        if other is not None:
-            other.close()
+        if make_fallback is not None:
+            make_fallback.close()
 
     # files
 
@@ -128,9 +128,9 @@ class DirectReader:
 
     def _fallback(self) -> ShardReader:
         with self._making:
-            if self._other is None:
-                self._other = self._make()
-            return self._other
+            if self._fallback_reader is None:
+                self._fallback_reader = self._make()
+            return self._fallback_reader
 
     # bytes
 
@@ -158,7 +158,7 @@ class DirectReader:
         if to_report:
             _READ.inc(to_report)
 
-    def _look(self, upcoming: Sequence[Range], at: int) -> bool:
+    def _advise(self, upcoming: Sequence[Range], at: int) -> bool:
         """Ask the kernel to read a range ahead if it is not cached; False if enough is read ahead already."""
         key, offset, length = upcoming[at]
         with contextlib.suppress(HeadraceError):  # a hint: the read reports the error
@@ -173,7 +173,7 @@ class DirectReader:
         self._passing = MIN_SAMPLES - 1 if self._cached >= MIN_SAMPLES else 0
         return True
 
-    def _is_in_memory(self, key: str) -> bool:
+    def _is_local(self, key: str) -> bool:
         """Whether it is a local file, or an object that cannot be opened."""
         with contextlib.suppress(HeadraceError):
             return self._opened(key) is not None
@@ -183,7 +183,7 @@ class DirectReader:
 _OFFSET = itemgetter(0)
 
 
-def _behind(upcoming: Sequence[Range], last: Range | None) -> int:
+def _index_after(upcoming: Sequence[Range], last: Range | None) -> int:
     """The index after the `last` range of the previous list; 0 if it is not in this one."""
     for number in range(len(upcoming) - 1, -1, -1):
         if upcoming[number] == last:
