@@ -26,14 +26,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from headrace.bench.core.measure import Progress, command_of
 
+if TYPE_CHECKING:
+    import torch
+
 OURS, FLOOR = "headrace", "floor: our decoder alone"
-Decode = Callable[..., torch.Tensor]
 
 
 class Peer(NamedTuple):

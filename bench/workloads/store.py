@@ -205,8 +205,8 @@ def store(job: Job, part: Part) -> None:
     """Write the objects, measure the clients in turn, and delete the objects."""
     args = job.args
     sweep = Sweep(tuple(args.operations.split(",")), _sizes(args.sizes), _numbers(args.threads))
+    names = _clients(args.clients, args.url or "s3://")
     with fresh_prefix(args.url, sweep, job.progress) as url:
-        names = _clients(args.clients, url)
         kind = "S3" if url.startswith("s3://") else "directory"
         part.title = f"Store: {kind}, by operation, size and requests at once"
         part.metrics, part.against = sweep.metrics(), against(url)
