@@ -23,8 +23,8 @@ from headrace.dataio.core.limits import format_bytes
 
 if TYPE_CHECKING:
     from headrace.bench.core.measure import Progress
-    from headrace.bench.demo.journey import Journey
     from headrace.bench.demo.page import Figures
+    from headrace.bench.demo.runs import DemoResult
 
 _PROOF_FAILED = 1
 
@@ -45,22 +45,22 @@ def demo(args: argparse.Namespace) -> int:
     settings = _settings(args)
     args.out.mkdir(parents=True, exist_ok=True)  # fail early: the demo runs for a minute
     # Imported late: these modules take a second, which --help does not need.
-    from headrace.bench.demo.journey import run_demo
     from headrace.bench.demo.page import figures, page
+    from headrace.bench.demo.runs import run_demo
 
     began = time.monotonic()
     with _progress() as progress:
-        journey = run_demo(settings, args.media, progress)
+        result = run_demo(settings, args.media, progress)
     seconds = time.monotonic() - began
-    known = figures(journey)
+    known = figures(result)
     written = args.out / "index.html"
-    written.write_text(page(journey, rows(journey, known, seconds)))
+    written.write_text(page(result, rows(result, known, seconds)))
     fell = _loss_fell(known)
     if args.json:
-        print(json.dumps(_as_json(journey, known, seconds, written)))
+        print(json.dumps(_as_json(result, known, seconds, written)))
     else:
-        _screen(journey, known, seconds, written)
-    return 0 if journey.proof.equal and fell else _PROOF_FAILED
+        _screen(result, known, seconds, written)
+    return 0 if result.proof.equal and fell else _PROOF_FAILED
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -116,14 +116,14 @@ def _plain_lines() -> Progress:
     return show
 
 
-def rows(journey: Journey, known: Figures, seconds: float) -> list[tuple[str, str]]:
+def rows(result: DemoResult, known: Figures, seconds: float) -> list[tuple[str, str]]:
     """Return the figures as text to display: (name, text) pairs."""
-    settings = journey.settings
+    settings = result.settings
     written, state = format_bytes(known.bytes_written), format_bytes(known.bytes_state)
     rate, waited = _number(known.samples_per_second, ".1f"), _percent(known.data_wait_share)
     restore, resume = _number(known.restore_seconds, ".2f"), f"{known.resume_seconds:.2f}"
     return [
-        ("trained on", f"{journey.samples} samples packed from {journey.clips}; {len(journey.skipped)} files skipped"),
+        ("trained on", f"{result.samples} samples packed from {result.clips}; {len(result.skipped)} files skipped"),
         ("loss", f"{_number(known.first_loss, '.4f')} → {_number(known.last_loss, '.4f')} over {settings.steps} steps"),
         ("throughput", f"{rate} samples/s, {waited} of the time spent waiting for data"),
         ("time to first batch", f"{_number(known.first_batch_seconds, '.2f')} s"),
@@ -132,13 +132,13 @@ def rows(journey: Journey, known: Figures, seconds: float) -> list[tuple[str, st
         ("killed", f"with SIGKILL, right after the save of step {settings.kill_at} was staged"),
         ("resumed", f"from step {known.resumed_from}; restore {restore} s; start of process to first step {resume} s"),
         ("quarantined", ", ".join(known.quarantined) or "nothing"),
-        ("proof", _proof_text(journey)),
+        ("proof", _proof_text(result)),
         ("whole demo", f"{seconds:.0f} s"),
     ]
 
 
-def _proof_text(journey: Journey) -> str:
-    proof = journey.proof
+def _proof_text(result: DemoResult) -> str:
+    proof = result.proof
     if not proof.equal:
         return "FAILED: " + "; ".join(proof.differences)
     return (
@@ -159,29 +159,29 @@ def _loss_fell(known: Figures) -> bool:
     return known.first_loss is not None and known.last_loss is not None and known.last_loss < known.first_loss
 
 
-def _screen(journey: Journey, known: Figures, seconds: float, written: Path) -> None:
+def _screen(result: DemoResult, known: Figures, seconds: float, written: Path) -> None:
     print()
-    for name, text in rows(journey, known, seconds):
+    for name, text in rows(result, known, seconds):
         print(f"{name:>20}  {text}")
-    for skipped in journey.skipped:
+    for skipped in result.skipped:
         print(f"{'skipped':>20}  {skipped}")
     if not _loss_fell(known):
         print(f"{'FAILED':>20}  the loss did not fall")
     print(f"\n{'the curves':>20}  {written.resolve()}")
 
 
-def _as_json(journey: Journey, known: Figures, seconds: float, written: Path) -> dict[str, object]:
+def _as_json(result: DemoResult, known: Figures, seconds: float, written: Path) -> dict[str, object]:
     return {
-        "equal": journey.proof.equal,
-        "differences": list(journey.proof.differences),
-        "steps": journey.proof.steps,
-        "samples_compared": journey.proof.samples,
-        "steps_done_twice": list(journey.proof.repeated),
-        "killed_after_staging_step": journey.settings.kill_at,
+        "equal": result.proof.equal,
+        "differences": list(result.proof.differences),
+        "steps": result.proof.steps,
+        "samples_compared": result.proof.samples,
+        "steps_done_twice": list(result.proof.repeated),
+        "killed_after_staging_step": result.settings.kill_at,
         "figures": asdict(known),
-        "samples": journey.samples,
-        "skipped": list(journey.skipped),
-        "sidecar": journey.sidecar,
+        "samples": result.samples,
+        "skipped": list(result.skipped),
+        "sidecar": result.sidecar,
         "seconds": seconds,
         "page": str(written),
     }

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
-from headrace.bench.demo.journey import Event, Journey
+from headrace.bench.demo.runs import DemoResult, Event
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 900, 360, 76, 44, 16, 24
 
 
-def page(journey: Journey, rows: Sequence[tuple[str, str]]) -> str:
+def page(result: DemoResult, rows: Sequence[tuple[str, str]]) -> str:
     """Return the HTML of one demo. `rows` are the figures as (name, text)."""
-    proof = journey.proof
+    proof = result.proof
     verdict = (
         "The interrupted run equals the uninterrupted one bit for bit."
         if proof.equal
@@ -32,7 +32,7 @@ def page(journey: Journey, rows: Sequence[tuple[str, str]]) -> str:
 <title>Headrace demo</title><style>{_style()}</style></head><body>
 <h1>Killed, restarted, and nothing changed</h1>
 <p class="verdict{"" if proof.equal else " bad"}" id="verdict">{escape(verdict)}</p>
-{_chart(journey)}
+{_chart(result)}
 <p>loss by step: <span class="key" style="background:var(--whole)"></span>uninterrupted
 <span class="key" style="background:var(--before)"></span>until the SIGKILL
 <span class="key" style="background:var(--after)"></span>after the restart</p>
@@ -45,11 +45,11 @@ def _style() -> str:
     return (resources.files("headrace.bench.demo") / "page.css").read_text()
 
 
-def _chart(journey: Journey) -> str:
-    whole, killed, resumed = (loss_curve(part) for part in (journey.reference, journey.killed, journey.resumed))
+def _chart(result: DemoResult) -> str:
+    whole, killed, resumed = (loss_curve(part) for part in (result.reference, result.killed, result.resumed))
     losses = [loss for _, loss in (*whole, *killed, *resumed)] or [0.0]
     low, high = min(losses), max(losses)
-    scale = _Scale(journey.settings.steps, low, high if high > low else low + 1.0)
+    scale = _Scale(result.settings.steps, low, high if high > low else low + 1.0)
     curves = "".join(
         f'<polyline class="{name}" points="{scale.points(curve)}"/>'
         for name, curve in (("whole", whole), ("killed", killed), ("resumed", resumed))
@@ -57,7 +57,7 @@ def _chart(journey: Journey) -> str:
     marks = ""
     if killed and resumed:
         marks = scale.mark(killed[-1][0], "SIGKILL", 14) + scale.mark(resumed[0][0] - 1, "resumed from here", 30)
-    label = f"Loss of {journey.settings.steps} steps: the curves of both runs lie over each other"
+    label = f"Loss of {result.settings.steps} steps: the curves of both runs lie over each other"
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{scale.axes()}{marks}{curves}</svg>'
 
 
@@ -116,25 +116,25 @@ class Figures:
     quarantined: tuple[str, ...]
 
 
-def figures(journey: Journey) -> Figures:
+def figures(result: DemoResult) -> Figures:
     """Compute the figures from the events that the trainers reported."""
-    steps = _named(journey.reference, "step")
-    committed = _named(journey.reference, "committed")
-    ready = next(iter(_named(journey.resumed, "ready")), None)
-    end = next(iter(_named(journey.reference, "end")), None)
+    steps = _named(result.reference, "step")
+    committed = _named(result.reference, "committed")
+    ready = next(iter(_named(result.resumed, "ready")), None)
+    end = next(iter(_named(result.reference, "end")), None)
     losses = loss_curve(steps)
     window = max(1, len(losses) // 8)
     return Figures(
         samples_per_second=_rate(steps),
         data_wait_share=_share_waited(steps),
         first_batch_seconds=steps[0]["wait"] if steps else None,
-        save_stall_seconds=_median(event["stall"] for event in _named(journey.reference, "saved")),
+        save_stall_seconds=_median(event["stall"] for event in _named(result.reference, "saved")),
         bytes_state=sum(event["bytes_state"] for event in committed),
         bytes_written=sum(event["bytes_written"] for event in committed),
         saves=len(committed),
         resumed_from=ready["resumed_from"] if ready else None,
         restore_seconds=ready["restore_seconds"] if ready else None,
-        resume_seconds=journey.resume_seconds,
+        resume_seconds=result.resume_seconds,
         first_loss=_median(loss for _, loss in losses[:window]),
         last_loss=_median(loss for _, loss in losses[-window:]),
         quarantined=tuple(f"{entry['key']}: {entry['reason']}" for entry in (end["quarantined"] if end else ())),

@@ -11,7 +11,7 @@ device, is what the device needs. Idle is the share of the loop with the loader 
 repeated until it takes `_STEP_SECONDS`, as a step of a real video model on eight clips does. The loader then decodes
 and copies during the step, on another stream.
 
-`Dmon` samples the utilisation of one card. It only reads.
+`UtilizationSampler` samples the utilisation of one card. It only reads.
 Failure behaviour: a codec that fails is an error of its decoder, and the others continue. Without NVML and nvidia-smi
 there are no samples of the utilisation.
 """
@@ -130,7 +130,7 @@ def _measure(part: PartResult, codec: str, height: int, path: Path, gpu: bool) -
         reference = frames if reference is None else reference
         _compare(part, decoder_name, name, frames, reference)
         count = _CLIPS[decoder_name.rpartition(",")[0] if "threads" in decoder_name else decoder_name]
-        with Dmon(_address() if gpu else None) as watch:
+        with UtilizationSampler(_address() if gpu else None) as watch:
             found = rates(functools.partial(_many, decoder, request, count), _SECONDS * gpu)
         part.add(decoder_name, f"{name}_rate", *found)
         if "GPU" in decoder_name and watch.samples.get("dec"):
@@ -194,8 +194,8 @@ def _address() -> str | None:
 _EVERY = 0.1
 
 
-class Dmon:
-    """Samples the utilisation of a card within `with Dmon(address) as watch: …`.
+class UtilizationSampler:
+    """Samples the utilisation of a card within `with UtilizationSampler(address) as watch: …`.
 
     It asks NVML ten times a second (`nvmlDeviceGetDecoderUtilization`, `nvmlDeviceGetUtilizationRates`) or, without
     NVML, runs `nvidia-smi dmon` once a second. Afterwards `watch.samples` has the per cent of "dec", "sm" and "mem".
@@ -229,7 +229,7 @@ class Dmon:
         if self._process is not None:
             self._process.terminate()
             text, _ = self._process.communicate(timeout=30)
-            self.samples = parse(text)
+            self.samples = parse_dmon(text)
 
     def _start_dmon(self) -> None:
         if shutil.which("nvidia-smi"):
@@ -238,7 +238,7 @@ class Dmon:
 
     def _watch(self, library: Any, card: ctypes.c_void_p) -> None:
         while not self._stop.wait(_EVERY):
-            for name, value in ask(library, card).items():
+            for name, value in read_utilization(library, card).items():
                 self.samples.setdefault(name, []).append(value)
 
 
@@ -259,7 +259,7 @@ class _Rates(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
-def ask(library: Any, card: ctypes.c_void_p) -> dict[str, float]:
+def read_utilization(library: Any, card: ctypes.c_void_p) -> dict[str, float]:
     """Return the per cent of the decoders, the multiprocessors and the memory in use, as far as the card reports
     them."""
     found: dict[str, float] = {}
@@ -271,7 +271,7 @@ def ask(library: Any, card: ctypes.c_void_p) -> dict[str, float]:
     return found
 
 
-def parse(text: str) -> dict[str, list[float]]:
+def parse_dmon(text: str) -> dict[str, list[float]]:
     """Return the columns of `nvidia-smi dmon` by name, without "-" and other values that are not numbers."""
     names: list[str] = []
     found: dict[str, list[float]] = {}

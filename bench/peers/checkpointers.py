@@ -298,7 +298,7 @@ class Area:
 def floor(where: str, training: Training) -> Built:
     """The floor: saves to and restores from files in a directory."""
     os.makedirs(where, exist_ok=True)
-    areas, paths, rooms = [Area(training.state())], list[str](), _Room()
+    areas, paths, buffers = [Area(training.state())], list[str](), _ReadBuffer()
     pool, readers, writer = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_READERS), ThreadPoolExecutor(1)
     writers = ThreadPoolExecutor(_THREADS)
 
@@ -319,10 +319,10 @@ def floor(where: str, training: Training) -> Built:
             wanted = _bytes(target[name])
             for at in range(0, length, _READ):
                 size = min(_READ, length - at)
-                room = rooms.bytes[: -(-size // _PAGE) * _PAGE]
-                os.preadv(fd, [room], place + at)
-                blake3(room[:size]).digest()
-                np.copyto(wanted[at : at + size], np.frombuffer(room[:size], np.uint8))
+                buffer = buffers.bytes[: -(-size // _PAGE) * _PAGE]
+                os.preadv(fd, [buffer], place + at)
+                blake3(buffer[:size]).digest()
+                np.copyto(wanted[at : at + size], np.frombuffer(buffer[:size], np.uint8))
 
         try:
             _all(readers, one, target)
@@ -332,7 +332,7 @@ def floor(where: str, training: Training) -> Built:
     return Built(save, restore)
 
 
-class _Room(threading.local):
+class _ReadBuffer(threading.local):
     """A buffer for each thread that O_DIRECT reads can fill."""
 
     def __init__(self) -> None:

@@ -23,9 +23,9 @@ from headrace.dataio.store.s3_config import S3Config, parse
 
 PART_BYTES = 8 << 20
 """Bytes of each part of a multipart upload."""
-Operations = Mapping[str, Callable[[str, int, int], int]]
-"""Maps an operation to a function of (key, offset, size). The function returns the number of moved bytes, or of
-keys."""
+Operation = Callable[[str, int, int], int]
+"""A function of (key, offset, size). It returns the number of moved bytes, or of keys."""
+Operations = Mapping[str, Operation]
 Opener = Callable[[str, int, int], contextlib.AbstractContextManager[Operations]]
 
 

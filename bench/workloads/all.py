@@ -32,7 +32,7 @@ GRACE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Short:
+class PlannedRun:
     """A benchmark, its options for a short run, and the seconds it needs. `name` distinguishes two runs of one
     benchmark."""
 
@@ -44,14 +44,14 @@ class Short:
 _STORE = ("--sizes", "256KiB,8MiB", "--threads", "1,8", "--seconds", "0.15", "--rounds", "2", "--bytes", "32MiB")
 _CLIENTS = ("--clients", "headrace;s3fs;obstore", "--operations", "get,range,small,put,list")
 PLAN = (
-    Short("store", ("store", *_STORE, *_CLIENTS), 37),
-    Short("directory", ("store", "{scratch}", *_STORE), 16),
-    Short("pack", ("pack", "--files", "24", "--rounds", "2"), 19),
-    Short("loader", ("loader", "--clips", "32", "--rounds", "1"), 34),
-    Short("resume", ("resume", "--clips", "1600", "--rounds", "1"), 22),
-    Short("checkpoint", ("checkpoint", "--size", "64MiB", "--rounds", "1"), 34),
-    Short("sidecar", ("sidecar", "--rounds", "1", "--shards", "2"), 40),
-    Short("simulate", ("simulate", "--rounds", "2"), 8),
+    PlannedRun("store", ("store", *_STORE, *_CLIENTS), 37),
+    PlannedRun("directory", ("store", "{scratch}", *_STORE), 16),
+    PlannedRun("pack", ("pack", "--files", "24", "--rounds", "2"), 19),
+    PlannedRun("loader", ("loader", "--clips", "32", "--rounds", "1"), 34),
+    PlannedRun("resume", ("resume", "--clips", "1600", "--rounds", "1"), 22),
+    PlannedRun("checkpoint", ("checkpoint", "--size", "64MiB", "--rounds", "1"), 34),
+    PlannedRun("sidecar", ("sidecar", "--rounds", "1", "--shards", "2"), 40),
+    PlannedRun("simulate", ("simulate", "--rounds", "2"), 8),
 )
 """Seconds are measured on two cores of an otherwise idle virtual machine: 210 in total."""
 
@@ -81,7 +81,7 @@ def all_(args: argparse.Namespace) -> int:
     return 130 if user else min(1, exit_code(found))
 
 
-def _chosen(only: str | None) -> list[Short]:
+def _chosen(only: str | None) -> list[PlannedRun]:
     names = only.split(",") if only else [short.name for short in PLAN]
     known = {short.name: short for short in PLAN}
     if unknown := [name for name in names if name not in known]:
@@ -89,13 +89,13 @@ def _chosen(only: str | None) -> list[Short]:
     return [known[name] for name in names]
 
 
-def run(plan: Sequence[Short], folder: Path, seconds: float, document: Run) -> list[Part]:
+def run(plan: Sequence[PlannedRun], folder: Path, seconds: float, document: Run) -> list[Part]:
     """Run the benchmarks one after the other, and write the document after each."""
     until, interrupted = time.monotonic() + seconds, False
     parts = [Part(short.name, status="skipped", why="not begun") for short in plan]
     for place, short in enumerate(plan):
         left = until - time.monotonic()
-        share = allowance(short.need, left, sum(later.need for later in plan[place + 1 :]))
+        share = time_limit(short.need, left, sum(later.need for later in plan[place + 1 :]))
         if interrupted:
             parts[place].why = "interrupted before it began"
         elif share < 1:
@@ -109,7 +109,7 @@ def run(plan: Sequence[Short], folder: Path, seconds: float, document: Run) -> l
     return parts
 
 
-def allowance(need: float, left: float, later: float) -> float:
+def time_limit(need: float, left: float, later: float) -> float:
     """Return the seconds that a benchmark may take. It needs `need`, `left` are left, and the later ones need `later`.
 
     The benchmark gets all time that the later ones do not need. If there is too little time for all, it gets its share.
@@ -117,7 +117,7 @@ def allowance(need: float, left: float, later: float) -> float:
     return max(left - later, left * need / (need + later) if need + later else 0.0)
 
 
-def _one(short: Short, folder: Path, seconds: float) -> tuple[Part, bool]:
+def _one(short: PlannedRun, folder: Path, seconds: float) -> tuple[Part, bool]:
     """Run one benchmark. Return its part of the results, and whether the user interrupted it."""
     path, log, scratch = folder / f"{short.name}.json", folder / f"{short.name}.log", folder / "scratch"
     path.unlink(missing_ok=True)
@@ -154,7 +154,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _result(short: Short, path: Path, log: Path, code: int) -> Part:
+def _result(short: PlannedRun, path: Path, log: Path, code: int) -> Part:
     try:
         return read(path).parts[0]
     except (HeadraceError, IndexError):

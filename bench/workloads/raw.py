@@ -218,14 +218,14 @@ def _reading(
     pool = stack.enter_context(ThreadPoolExecutor(threads))
     memory = [staging, *(_staging() for _ in range(1, buffers))]
 
-    def begin(batch: Sequence[T], room: memoryview) -> Callable[[], memoryview]:
+    def begin(batch: Sequence[T], buffer: memoryview) -> Callable[[], memoryview]:
         """Let all threads fill the batch, and return a function that waits for the batch and returns it."""
         each, at, parts = -(-len(batch) // threads), 0, list[Future[int]]()
         for first in range(0, len(batch), each):
             part = batch[first : first + each]
-            parts.append(pool.submit(fill, part, room[at:]))
+            parts.append(pool.submit(fill, part, buffer[at:]))
             at += sum(map(size, part))
-        return lambda: room[: sum(part.result() for part in parts)]
+        return lambda: buffer[: sum(part.result() for part in parts)]
 
     def ahead(batches: Iterable[Sequence[T]]) -> Batches:
         turns, filling = itertools.cycle(memory), deque[Callable[[], memoryview]]()

@@ -108,7 +108,7 @@ def measure(scratch: Path, caches: Path, shape: Shape, rounds: int, found: Found
     for number in range(rounds):
         folder = caches / f"r{number}"
         if "deliver" in parts:
-            seconds, cpu = passing(data, caches, shape)
+            seconds, cpu = single_pass(data, caches, shape)
             found["floor"].append(shape.samples / seconds)
             found["cpu_floor"].append(1000 * cpu / shape.samples)
             for ranks in (1, 4):
@@ -169,7 +169,7 @@ def quiet(running: DaemonProcess, url: str, shape: Shape, found: Found) -> None:
     time.sleep(IDLE_SECONDS)
     found["idle"].append(100 * (running.thread_seconds() - before) / IDLE_SECONDS)
     found["rss"].append(running.rss_mib())
-    with crowd(running) as answered, running.connect() as sidecar:
+    with many_clients(running) as answered, running.connect() as sidecar:
         found["clients"].append(answered)
         found["open_among"].append(open_p50(sidecar, url, key, ranges[0]))
 
@@ -280,7 +280,7 @@ def seconds(action: Callable[[], None]) -> float:
 
 
 @contextlib.contextmanager
-def crowd(running: DaemonProcess) -> Iterator[int]:
+def many_clients(running: DaemonProcess) -> Iterator[int]:
     """Connect a thousand clients, each of which sends Hello, and yield the number of answers."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -332,7 +332,7 @@ class Memory:
         self._file.close()
 
 
-def passing(data: Path, folder: Path, shape: Shape) -> tuple[float, float]:
+def single_pass(data: Path, folder: Path, shape: Shape) -> tuple[float, float]:
     """Measure the floor of a first epoch.
 
     Returns: The seconds to read, digest and write all shards of `data` block by block, and the CPU seconds. The CPU
@@ -345,7 +345,7 @@ def passing(data: Path, folder: Path, shape: Shape) -> tuple[float, float]:
     for path in data.rglob("*.tar"):
         with tempfile.TemporaryFile(dir=folder, buffering=0) as target:
             start = time.perf_counter()
-            _pass(path, target, buffer)
+            _copy_hashed(path, target, buffer)
             taken += time.perf_counter() - start
             mapped = memoryview(mmap.mmap(target.fileno(), 0, prot=mmap.PROT_READ))
             for at in range(0, len(mapped), shape.sample_bytes):
@@ -354,7 +354,7 @@ def passing(data: Path, folder: Path, shape: Shape) -> tuple[float, float]:
     return taken, time.process_time() - began
 
 
-def _pass(path: Path, target: IO[bytes], buffer: memoryview) -> None:
+def _copy_hashed(path: Path, target: IO[bytes], buffer: memoryview) -> None:
     with path.open("rb", buffering=0) as source:
         while got := source.readinto(buffer):
             xxhash.xxh3_64_intdigest(buffer[:got])

@@ -391,11 +391,11 @@ def simulate(job: command.Job, part: Part) -> None:
         found = part.candidates.setdefault(features.name, Samples())
         for gpus in sizes:
             job.progress(f"{features.name}, {gpus} GPUs", number / len(VARIANTS))
-            answers = answer(replace(cluster, gpus=gpus), work, features, range(job.rounds))
-            found.metrics |= {f"{name}_{gpus}": values for name, values in answers.items()}
+            values = quantities(replace(cluster, gpus=gpus), work, features, range(job.rounds))
+            found.metrics |= {f"{name}_{gpus}": samples for name, samples in values.items()}
 
 
-def answer(cluster: Cluster, work: Job, features: Features, seeds: range) -> dict[str, list[float]]:
+def quantities(cluster: Cluster, work: Job, features: Features, seeds: range) -> dict[str, list[float]]:
     """Return every quantity of one cluster, with one goodput for each seed."""
     known = costs(cluster, work, features)
     wall = max(30 * _DAY, 20 * known.mtbf)

@@ -150,7 +150,7 @@ class Sweep:
         return found | {"peak_mib": Metric("peak MiB", "MiB")}
 
 
-class Order(msgspec.Struct, kw_only=True):
+class ClientJob(msgspec.Struct, kw_only=True):
     """What one client measures. `seconds` and `cell_bytes` bound a cell, `all_seconds` and `all_bytes` the process."""
 
     client: str
@@ -210,22 +210,22 @@ def store(job: Job, part: Part) -> None:
         kind = "S3" if url.startswith("s3://") else "directory"
         part.title = f"Store: {kind}, by operation, size and requests at once"
         part.metrics, part.against = sweep.metrics(), against(url)
-        orders = {name: msgspec.to_builtins(_order(args, url, sweep, name, len(names))) for name in names}
-        settings = next(iter(orders.values())) | {"url": args.url or "SeaweedFS on loopback"}
+        client_jobs = {name: msgspec.to_builtins(_client_job(args, url, sweep, name, len(names))) for name in names}
+        settings = next(iter(client_jobs.values())) | {"url": args.url or "SeaweedFS on loopback"}
         part.settings = {name: value for name, value in settings.items() if name != "client"}
         part.notes = [_caching(url), *_left_out(sweep)]
         wanted = [
-            Candidate(name, "headrace.bench.workloads.store_worker:measure_in_process", (order,))
-            for name, order in orders.items()
+            Candidate(name, "headrace.bench.workloads.store_worker:measure_in_process", (client_job,))
+            for name, client_job in client_jobs.items()
         ]
         alternate(wanted, job.rounds, job.progress, part.candidates, seconds=args.duration + 120)
     if any("skipped_cells" in samples.metrics for samples in part.candidates.values()):
         part.notes.append("some cells were left out: --duration or --max-bytes was reached (skipped_cells in the JSON)")
 
 
-def _order(args: argparse.Namespace, url: str, sweep: Sweep, client: str, clients: int) -> Order:
+def _client_job(args: argparse.Namespace, url: str, sweep: Sweep, client: str, clients: int) -> ClientJob:
     share = max(1, args.rounds * clients)
-    return Order(
+    return ClientJob(
         client=client,
         url=url,
         operations=sweep.operations,

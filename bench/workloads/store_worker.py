@@ -18,8 +18,8 @@ import time
 import msgspec
 
 from headrace.bench.core.measure import Latencies, Meter, cpu_seconds
-from headrace.bench.peers.object_stores import Operations, open_client
-from headrace.bench.workloads.store import COUNT, Cell, Order, Sweep
+from headrace.bench.peers.object_stores import Operation, open_client
+from headrace.bench.workloads.store import COUNT, Cell, ClientJob, Sweep
 from headrace.dataio.core.limits import GIB
 from headrace.dataio.core.redact import redact
 
@@ -36,28 +36,28 @@ class _Tally:
         self.began = self.ended = 0.0
 
 
-def measure_in_process(order: dict[str, object]) -> dict[str, object]:
-    """Measure what the fields of an `Order` say; called in a process of its own."""
-    return measure(msgspec.convert(order, Order))
+def measure_in_process(job: dict[str, object]) -> dict[str, object]:
+    """Measure what the fields of a `ClientJob` say; called in a process of its own."""
+    return measure(msgspec.convert(job, ClientJob))
 
 
-def measure(order: Order) -> dict[str, object]:
+def measure(job: ClientJob) -> dict[str, object]:
     """Measure all figures of one client."""
-    sweep = Sweep(order.operations, order.sizes, order.widths)
+    sweep = Sweep(job.operations, job.sizes, job.widths)
     figures: dict[str, object] = {}
     histograms: dict[str, list[tuple[float, int]]] = {}
     failures: list[str] = []
     skipped = 0
     began, moved = time.perf_counter(), 0
-    with open_client(order.client, order.url, max(order.widths), sweep.largest) as operations:
+    with open_client(job.client, job.url, max(job.widths), sweep.largest) as operations:
         for cell in sweep.cells():
             if cell.operation not in operations:
                 continue
-            if time.perf_counter() - began > order.all_seconds or moved >= order.all_bytes:
+            if time.perf_counter() - began > job.all_seconds or moved >= job.all_bytes:
                 skipped += 1
                 continue
-            run = _Cell(cell, sweep, operations, order)
-            run.go(min(order.cell_bytes, order.all_bytes - moved))
+            run = _Cell(cell=cell, sweep=sweep, call=operations[cell.operation], seconds=job.seconds)
+            run.go(min(job.cell_bytes, job.all_bytes - moved))
             moved += run.bytes
             figures |= run.figures()
             failures += run.failures
@@ -71,9 +71,8 @@ def measure(order: Order) -> dict[str, object]:
 class _Cell:
     """One cell being measured."""
 
-    def __init__(self, cell: Cell, sweep: Sweep, operations: Operations, order: Order) -> None:
-        self.cell, self._sweep, self._call = cell, sweep, operations[cell.operation]
-        self._seconds = order.seconds
+    def __init__(self, *, cell: Cell, sweep: Sweep, call: Operation, seconds: float) -> None:
+        self.cell, self._sweep, self._call, self._seconds = cell, sweep, call, seconds
         self.latencies, self.bytes, self.failures = Latencies(), 0, list[str]()
         self._wall = self._cpu = 0.0
 

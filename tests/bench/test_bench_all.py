@@ -12,8 +12,8 @@ import pytest
 
 from headrace.bench.cli import COMMANDS, bench, usage
 from headrace.bench.core.results import Run, read
-from headrace.bench.workloads import all as everything
-from headrace.bench.workloads.all import PLAN, Short, allowance, run
+from headrace.bench.workloads import all as all_module
+from headrace.bench.workloads.all import PLAN, PlannedRun, run, time_limit
 from headrace.dataio.core.errors import UsageError
 
 
@@ -24,7 +24,7 @@ def document() -> Run:
 def test_done_failed_cut_off_and_skipped_parts_are_all_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(everything, "GRACE_SECONDS", 30.0)
+    monkeypatch.setattr(all_module, "GRACE_SECONDS", 30.0)
     (tmp_path / "data").mkdir()
     endless = (
         "store",
@@ -39,12 +39,12 @@ def test_done_failed_cut_off_and_skipped_parts_are_all_in_the_report(
         "1e6",
     )
     plan = [
-        Short("simulate", ("simulate", "--gpus", "8", "--rounds", "1"), 300),
-        Short("broken", ("store", "gs://nowhere"), 300),
-        Short("endless", endless, 8),
-        Short("late", ("simulate",), 0.5),
+        PlannedRun("simulate", ("simulate", "--gpus", "8", "--rounds", "1"), 300),
+        PlannedRun("broken", ("store", "gs://nowhere"), 300),
+        PlannedRun("endless", endless, 8),
+        PlannedRun("late", ("simulate",), 0.5),
     ]
-    monkeypatch.setattr(everything, "allowance", lambda need, left, later: need)
+    monkeypatch.setattr(all_module, "time_limit", lambda need, left, later: need)
     parts = {part.name: part for part in run(plan, tmp_path, 1000, document())}
     assert parts["simulate"].status == "done"
     assert (parts["broken"].status, "neither a bucket nor a directory" in parts["broken"].why) == ("failed", True)
@@ -60,10 +60,10 @@ def test_done_failed_cut_off_and_skipped_parts_are_all_in_the_report(
 
 
 def test_a_benchmark_may_take_what_the_later_ones_do_not_need_and_else_its_share() -> None:
-    assert allowance(20, 300, 250) == 50
-    assert allowance(20, 300, 0) == 300
-    assert allowance(20, 90, 160) == 10
-    assert allowance(20, -5, 160) < 1
+    assert time_limit(20, 300, 250) == 50
+    assert time_limit(20, 300, 0) == 300
+    assert time_limit(20, 90, 160) == 10
+    assert time_limit(20, -5, 160) < 1
     assert sum(short.need for short in PLAN) <= 280, "no room is left in the five minutes"
 
 
@@ -103,7 +103,7 @@ def test_the_plan_names_every_benchmark_that_measures() -> None:
     }
     assert {short.command[0] for short in PLAN} <= set(COMMANDS)
     with pytest.raises(UsageError, match="no benchmark 'guess' in the plan"):
-        everything.all_(["--only", "guess"])
+        all_module.all_(["--only", "guess"])
 
 
 def test_help_is_there_at_once_and_a_wrong_name_is_wrong_use() -> None:

@@ -10,7 +10,7 @@ import pytest
 from headrace.bench.core.processes import daemon
 from headrace.bench.core.report import part_table
 from headrace.bench.core.results import Part, Samples
-from headrace.bench.workloads.sidecar import FIGURES, deliver, mapped_ratio, open_p50, passing
+from headrace.bench.workloads.sidecar import FIGURES, deliver, mapped_ratio, open_p50, single_pass
 from headrace.bench.workloads.sidecar_rank import RankJob, Shape, run, write_shards
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def test_a_rank_reads_each_sample_of_an_epoch_once_with_and_without_the_daemon(t
 def test_the_figures_are_measured_on_a_real_daemon(tmp_path: Path) -> None:
     write_shards(tmp_path, SMALL)
     found: dict[str, list[float]] = {name: [] for name in FIGURES}
-    assert all(seconds > 0 for seconds in passing(tmp_path, tmp_path, SMALL))
+    assert all(seconds > 0 for seconds in single_pass(tmp_path, tmp_path, SMALL))
     with tempfile.TemporaryDirectory(prefix="mr-") as folder:
         deliver(Path(folder) / "a", f"file://{tmp_path}", SMALL, 1, found)
         with daemon(Path(folder) / "b", cache_bytes="64MiB") as running:

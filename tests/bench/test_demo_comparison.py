@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.demo.journey import compare
+from headrace.bench.demo.runs import compare
 
 STEPS = 6
 

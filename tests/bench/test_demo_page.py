@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from headrace.bench.demo import Settings
-from headrace.bench.demo.journey import Journey, compare
 from headrace.bench.demo.page import page
+from headrace.bench.demo.runs import DemoResult, compare
 from tests.bench.test_demo_comparison import STEPS, run
 from tests.support.browser import Browser, needs_browser
 
 
-def journey(*, damaged: bool = False) -> Journey:
+def result(*, damaged: bool = False) -> DemoResult:
     reference, killed, resumed = run(1, STEPS), run(1, 4, end=False), run(3, STEPS)
     if damaged:
         resumed[1]["loss"] = (9.0).hex()
-    return Journey(
+    return DemoResult(
         settings=Settings(steps=STEPS, save_every=2, kill_at=2),
         clips="clips",
         samples=3,
@@ -34,7 +34,7 @@ def journey(*, damaged: bool = False) -> Journey:
 
 
 def test_both_runs_are_drawn_and_equal_losses_lie_on_equal_points() -> None:
-    text = page(journey(), [])
+    text = page(result(), [])
     points = {
         name: drawn.split() for name, drawn in re.findall(r'class="(whole|killed|resumed)" points="([^"]*)"', text)
     }
@@ -44,23 +44,23 @@ def test_both_runs_are_drawn_and_equal_losses_lie_on_equal_points() -> None:
 
 
 def test_a_failed_proof_is_shown_as_one() -> None:
-    text = page(journey(damaged=True), [])
+    text = page(result(damaged=True), [])
     assert 'class="verdict bad"' in text
     assert "the loss of step 3" in text
 
 
 def test_names_from_outside_are_escaped() -> None:
-    assert "<script>" not in page(journey(), [("quarantined", "<script>alert(1)</script>")])
+    assert "<script>" not in page(result(), [("quarantined", "<script>alert(1)</script>")])
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
-    assert not re.search(r"https?://|<script|<link|@import|url\(", page(journey(), []))
+    assert not re.search(r"https?://|<script|<link|@import|url\(", page(result(), []))
 
 
 @needs_browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_real_browser_draws_all_three_curves(tmp_path: Path, width: int) -> None:
-    (tmp_path / "index.html").write_text(page(journey(), [("a", "b")]))
+    (tmp_path / "index.html").write_text(page(result(), [("a", "b")]))
     with Browser(tmp_path / "profile") as browser:
         browser.look((tmp_path / "index.html").as_uri(), width, 900, "light")
         browser.wait_until("document.readyState === 'complete'")

@@ -310,8 +310,8 @@ class Card:
 
 def test_the_driver_is_asked_about_the_card_that_is_used() -> None:
     card = loading._card(Card(), "00000000:1B:00.0")
-    assert loading.ask(Card(), card) == {"dec": 0x1B}
-    assert loading.ask(Card(), loading._card(Card(), None)) == {"dec": 100}
+    assert loading.read_utilization(Card(), card) == {"dec": 0x1B}
+    assert loading.read_utilization(Card(), loading._card(Card(), None)) == {"dec": 100}
     with pytest.raises(OSError, match="NVML error 9"):
         loading._card(Card(9), None)
 
@@ -330,7 +330,7 @@ def test_without_nvml_nvidia_smi_samples_the_card_that_is_used_and_no_other(
     monkeypatch.setattr(ctypes, "CDLL", absent)
     for address, chosen in (("00000000:1B:00.0", "00000000:1B:00.0"), (None, "0")):
         (tmp_path / "calls").unlink(missing_ok=True)
-        with loading.Dmon(address) as watch:
+        with loading.UtilizationSampler(address) as watch:
             until = time.monotonic() + 60
             while not (tmp_path / "calls").exists() and time.monotonic() < until:
                 time.sleep(0.01)
@@ -342,9 +342,9 @@ def test_without_nvml_nvidia_smi_samples_the_card_that_is_used_and_no_other(
 def test_the_table_of_nvidia_smi_is_read_by_its_own_heading() -> None:
     names, units = "# gpu  sm  mem  enc  dec  jpg  ofa", "# Idx   %    %    %    %    %    %"
     text = f"{names}\n{units}\n    0   12    3    0   88    -    0\n"
-    assert loading.parse(text * 2)["dec"] == [88, 88]
-    assert loading.parse(text).get("jpg", []) == []
-    assert loading.parse("no table") == {}
+    assert loading.parse_dmon(text * 2)["dec"] == [88, 88]
+    assert loading.parse_dmon(text).get("jpg", []) == []
+    assert loading.parse_dmon("no table") == {}
 
 
 def test_a_part_that_lacks_a_package_says_which_fails_nothing_and_is_run_once_it_is_there(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.bench.core.measure import Latencies, edge
 from headrace.bench.peers.object_stores import FILE_CLIENTS, S3_CLIENTS
-from headrace.bench.workloads.store import Order, Sweep, fresh_prefix
+from headrace.bench.workloads.store import ClientJob, Sweep, fresh_prefix
 from headrace.bench.workloads.store import store as main
 from headrace.bench.workloads.store_worker import measure
 from headrace.dataio.core.errors import UsageError
@@ -89,7 +89,7 @@ def test_cells_that_would_not_fit_in_memory_are_named() -> None:
 
 
 def test_requests_that_fail_are_counted_and_named(tmp_path: Path) -> None:
-    order = Order(
+    order = ClientJob(
         client="os",
         url=f"file://{tmp_path}",
         operations=("get",),

@@ -43,7 +43,7 @@ class DemoError(HeadraceError):
 
 
 @dataclass(frozen=True)
-class Journey:
+class DemoResult:
     """The record of a demo: the events of the three trainers, the measurements (seconds, bytes) and the proof."""
 
     settings: Settings
@@ -58,7 +58,7 @@ class Journey:
     proof: Proof
 
 
-def run_demo(settings: Settings, media: Path | None, progress: Progress) -> Journey:
+def run_demo(settings: Settings, media: Path | None, progress: Progress) -> DemoResult:
     """Run the demo in a scratch folder and return its record."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-demo-")))
@@ -82,7 +82,7 @@ def run_demo(settings: Settings, media: Path | None, progress: Progress) -> Jour
         began = time.time()
         resumed = interrupted.to_the_end("restarted run")
         first = next((event["at"] for event in resumed if event["event"] == "step"), began)
-        return Journey(
+        return DemoResult(
             settings=settings,
             clips=phrase,
             samples=len(dataset),
