@@ -7,7 +7,7 @@ keep their keys.
 Invariants:
 
 * `index` makes one pass over each shard (`tar_scanner`). Memory is bounded by four read-ahead windows, the samples of one
-  shard and the samples of one index part. Disk space is bounded by the members that are set aside for probing. Neither
+  shard and the samples of one index part. Disk space is bounded by the members that are copied for probing. Neither
   depends on the size of a shard.
 * Keys are WebDataset's keys. With `keys="shard"`, the shard's own path comes first. Use it for collections whose sample
   numbers start again in every shard.
@@ -75,11 +75,11 @@ def index(
     Args:
         patterns: one or more patterns (`headrace.dataio.shards.ingest.patterns`).
         url: where to write the dataset, or an open store.
-        name: the dataset's name. By default, it is derived from `url`.
-        strict: raise the error of the first sample or shard that cannot be used, rather than skip it.
-        keys: "member" takes WebDataset's keys. "shard" puts the shard's path in front of them.
-        progress: a function that is called during the indexing.
-        workers: the number of probing processes. The default is one per core.
+        name (str): the dataset's name. None derives it from `url`.
+        strict (bool): raise the error of the first sample or shard that cannot be used. By default, it is skipped.
+        keys (str): "member" (the default) takes WebDataset's keys. "shard" puts the shard's path in front of them.
+        progress: a function that is called with an `IndexProgress` while the shards are read. None reports nothing.
+        workers (int): the number of probing processes. None means one per core.
         source_options: options for the shards' stores, unless they are directories. The version records all options
             except secrets, so readers need their own credentials.
         storage_options: options for the dataset's store, as for `open_store`. Not with an open store.
@@ -93,6 +93,11 @@ def index(
         UsageError: two samples have the same key, or there is nothing to index.
         ConflictError: a dataset exists at `url`.
         TransientError: a shard changes during the indexing, or a store cannot be reached.
+
+    Example:
+        >>> with index(f"{tars}/*.tar", f"{scratch}/indexed", workers=1) as dataset:
+        ...     list(dataset.keys)
+        ['tone']
     """
     if keys not in ("member", "shard"):
         raise UsageError(

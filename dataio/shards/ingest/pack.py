@@ -40,10 +40,9 @@ from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest import plan, unit_packer
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
 from headrace.dataio.shards.ingest.plan import Journal
-from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped, WorkerReport
+from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped, WorkerReport, skip_error
 from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import Gathered, Group, gather
-from headrace.dataio.shards.ingest.unit_packer import skip_error
 from headrace.dataio.shards.media.messages import TEXT_BYTES, Recipe, check_recipe
 from headrace.dataio.shards.query import conditions as query
 from headrace.dataio.shards.query.open_index import OpenIndex
@@ -87,17 +86,20 @@ def pack(
         sources: files, folders, globs, manifests (CSV, TSV, JSON lines, Parquet) and WebDataset tars. They are local
             paths or URLs (`s3://bucket/folder`).
         url: where to write the dataset, or an open store.
-        shard_bytes: the size limit of a shard in bytes, by default 256 MiB. The packer closes a shard before the sample
-            that would exceed it, and at the end of each unit of the plan (`headrace.dataio.shards.ingest.plan`).
-        strict: raise the error of the first file that cannot be packed, rather than skip the file.
-        captions: texts by sample key. The packer stores each as the sample's `.txt` file, if the sample has none.
-        columns: the names of the columns in manifests.
-        recipe: how to re-encode media, copy them into another container, or split them.
-        engine: "local" or "ray".
-        progress: a function that is called as groups of files are finished.
-        workers: the number of processes. The default is one for each core of this machine, or of the Ray cluster.
-        name: the dataset's name. By default, it is derived from `url`.
-        source_options: options for the stores of the sources.
+        shard_bytes (int): the size limit of a shard in bytes. The default is 256 MiB. The packer closes a shard before
+            the sample that would exceed it, and at the end of each unit of the plan
+            (`headrace.dataio.shards.ingest.plan`).
+        strict (bool): raise the error of the first file that cannot be packed. By default, the file is skipped.
+        captions: texts by sample key. The packer stores each as the sample's `.txt` file, if the sample has none. None
+            adds no text.
+        columns (Columns): the names of the columns in manifests. The default is `path`, `key` and `caption`.
+        recipe (Recipe): how to re-encode media, copy them into another container, or split them. By default, the files
+            stay as they are.
+        engine (str): where the work runs: "local" (the default) or "ray".
+        progress: a function that is called with a `Progress` when a group of files is finished. None reports nothing.
+        workers (int): the number of processes. None means one for each core of this machine, or of the Ray cluster.
+        name (str): the dataset's name. None derives it from `url`.
+        source_options: options for the stores of the sources, as for `open_store`.
         storage_options: options for the dataset's store, as for `open_store`. Not with an open store.
 
     Returns:
@@ -107,6 +109,11 @@ def pack(
         NotFoundError: a source or the bucket does not exist.
         UsageError: two samples have the same key, or there is nothing to pack.
         ConflictError: another dataset exists at `url`.
+
+    Example:
+        >>> with pack(folder, f"{scratch}/new", captions={"tone": "a sine wave"}, workers=1) as dataset:
+        ...     [(sample.key, sample.text) for sample in dataset]
+        [('tone', 'a sine wave')]
     """
     job = _PackJob(
         shard_bytes=shard_bytes,
@@ -146,12 +153,21 @@ def append(
     come after them. Racing appenders all succeed, one after the other.
 
     Args:
-        message: the message of the new version. The default gives the number of samples.
-        trust_mounts: as for `Dataset`.
+        message (str): the message of the new version. By default, it gives the number of samples.
+        trust_mounts (bool): let the dataset refer to other places, as for `Dataset`. The default is False.
+
+    Returns:
+        The new version of the dataset, with a `report`.
 
     Raises:
         ConflictError: the dataset already has one of the keys. Remove the old sample first.
         NotFoundError: there is no dataset at `url`.
+
+    Example:
+        >>> pack(folder, f"{scratch}/set", workers=1).close()
+        >>> with append(more, f"{scratch}/set", workers=1) as dataset:
+        ...     dataset.version, list(dataset.keys)
+        (2, ['tone', 'chord'])
     """
     job = _PackJob(
         shard_bytes=shard_bytes,
@@ -401,7 +417,7 @@ class _PackReporter:
         self._skips = len(gathered.skipped)
         self._total = sum(group.bytes for group in gathered.groups)
         if strict and gathered.skipped:
-            raise skip_error(gathered.skipped[0], "without strict it would be skipped")
+            raise skip_error(gathered.skipped[0])
 
     def step(self, groups: int, size: int, skipped: int) -> None:
         """Add finished groups, their bytes and the skipped groups to the counts."""

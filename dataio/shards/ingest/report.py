@@ -1,12 +1,22 @@
 """The results of packing, for programs, for the summary on the terminal and for the exit code.
 
 Invariant: each input file is either packed (and counted in `files`), part of a sample in `skipped`, or `ignored`.
-Failure behaviour: none. These classes only hold data.
+Failure behaviour: none. These classes only hold data. `skip_error` makes the error that `strict` raises.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from headrace.dataio.core.errors import (
+    AccessDeniedError,
+    CapacityError,
+    CorruptionError,
+    DeadlineError,
+    HeadraceError,
+    NotFoundError,
+    UnsupportedError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +68,16 @@ class Progress:
     bytes: int
     bytes_total: int
     skipped: int
+
+
+def skip_error(item: Skipped) -> HeadraceError:
+    """Return the error that a skipped input or shard raises with `strict`."""
+    error_types: tuple[type[HeadraceError], ...] = (
+        UnsupportedError,
+        NotFoundError,
+        AccessDeniedError,
+        CapacityError,
+        DeadlineError,
+    )
+    error_type = {one.code: one for one in error_types}.get(item.code, CorruptionError)
+    return error_type(f"{item.path}: {item.reason}", hint="without strict, it is skipped")

@@ -1,13 +1,13 @@
-"""One pass over one tar: it hashes the members as it reads them, and describes the samples.
+"""Reads one tar from beginning to end for `index`: hashes the members, and describes the samples. Also reports progress.
 
 Invariants:
 
-* Members to be probed (media, `.txt`, `.json`) are set aside in a temporary folder, where the worker processes read
-  them. The folder holds at most `SPOOL_BYTES` and one sample.
+* Members to be probed (media, `.txt`, `.json`) are copied to a temporary folder, where the worker processes read them.
+  The folder holds at most `SPOOL_BYTES` and one sample.
 * A sample is a run of neighbouring members with the same key, as in WebDataset.
 * The samples of a shard are held in memory. There are at most `MAX_SHARD_SAMPLES`.
 
-Failure behaviour: a sample that cannot be used is skipped in the reporter, with its offset. A shard that is damaged or
+Failure behaviour: a sample that cannot be used is skipped, and reported with its offset. A shard that is damaged or
 compressed, or that holds something that a shard must not hold, raises `CorruptionError` or `UnsupportedError`. A full
 temporary folder raises `CapacityError`.
 """
@@ -25,13 +25,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest.patterns import FoundShards
 from headrace.dataio.shards.ingest.probe_pool import ProbePool
-from headrace.dataio.shards.ingest.report import PackReport, Skipped
+from headrace.dataio.shards.ingest.report import PackReport, Skipped, skip_error
 from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.container import SAMPLE_EXTENSIONS, unsupported_media, unused_media
 from headrace.dataio.shards.media.messages import Description, Failure
@@ -66,7 +66,7 @@ class IndexProgress:
 
 @dataclass(frozen=True, slots=True)
 class SourceShard:
-    """One tar: its key in the dataset, and its store and its key there."""
+    """One tar to index: its key in the dataset, its store, and its key in that store."""
 
     key: str
     store: Store
@@ -117,10 +117,7 @@ class IndexReporter:
     def skip(self, item: Skipped) -> None:
         """Record a skipped sample or shard. With `strict`, raise its error."""
         if self.strict:
-            error = {UnsupportedError.code: UnsupportedError, NotFoundError.code: NotFoundError}.get(
-                item.code, CorruptionError
-            )
-            raise error(f"{item.path}: {item.reason}", hint="without strict it would be skipped")
+            raise skip_error(item)
         _log.info("skipped %s: %s", item.path, item.reason)
         self.skipped.append(item)
 
@@ -150,7 +147,7 @@ class IndexReporter:
 class _RawSample:
     """One sample as read from the tar.
 
-    `files` maps the path of each member set aside to its extension and its name in the shard.
+    `files` maps the path of each copied member to its extension and its name in the shard.
     """
 
     key: str
@@ -165,7 +162,7 @@ class _RawSample:
 
 
 class TarScanner:
-    """One pass over one shard."""
+    """Reads one shard in one pass. With `prefix_keys`, the shard's path is put in front of the keys."""
 
     def __init__(self, shard: SourceShard, reporter: IndexReporter, prefix_keys: bool) -> None:
         self._shard, self._reporter = shard, reporter
@@ -176,6 +173,7 @@ class TarScanner:
         self._rows: list[tuple[int, Sample]] = []
 
     def scan(self, pool: ProbePool) -> list[Sample]:
+        """Read the shard and return its samples by offset."""
         shard = self._shard
         with (
             ReadAhead(shard.store, shard.store_key, shard.size) as ahead,
@@ -229,7 +227,7 @@ class TarScanner:
             raise UnsupportedError(f"{self._shard.url}: more than {MAX_SHARD_SAMPLES} samples in one shard")
 
     def _describe(self, batch: Iterator[_RawSample], pool: ProbePool) -> None:
-        """Probe the samples that have members set aside. The answers come in the order of the requests."""
+        """Probe the samples that have copied members. The answers come in the order of the requests."""
         by_group: dict[int, _RawSample] = {}
 
         def groups() -> Iterator[Group]:
@@ -275,7 +273,7 @@ class TarScanner:
         notes = (
             *facts.notes,
             *(
-                f"its .{ext} file is kept, and not read as media: the name of a sample's video is its key"
+                f"its .{ext} file is kept but not read as media: a sample's video must be named <key>.<ext>"
                 for ext in own_names
             ),
             *(() if unread is None else (f"{unread[1]} (`headrace pack` with the tar as its source)",)),
@@ -301,7 +299,7 @@ def _with_heads(members: list[Member], facts: Description) -> Iterator[Member]:
 
 
 def _batches(samples: Iterator[_RawSample]) -> Iterator[Iterator[_RawSample]]:
-    """Divide the samples into batches. Each sets aside at most `SPOOL_BYTES` and one sample.
+    """Divide the samples into batches. Each copies at most `SPOOL_BYTES` and one sample.
 
     The caller must exhaust a batch before it takes the next.
     """
@@ -328,7 +326,7 @@ def _copied_to(parts: Iterator[memoryview], path: Path) -> Iterator[memoryview]:
                 yield part
     except OSError as error:
         raise CapacityError(
-            f"a member could not be set aside in {path.parent}: {error.strerror or error}",
+            f"a member could not be copied to {path.parent}: {error.strerror or error}",
             hint="TMPDIR names another folder with more space",
         ) from error
 
@@ -343,5 +341,5 @@ def _check_uncompressed(head: bytes, url: str) -> None:
     if program is not None:
         raise UnsupportedError(
             f"{url} is compressed by {program} at offset 0, so no sample in it can be read by itself",
-            hint="decompress it and index the plain tar, or unpack it and use `headrace pack`; media is compressed already",
+            hint="decompress it and index the plain tar, or unpack it and use `headrace pack`; media are compressed already",
         )

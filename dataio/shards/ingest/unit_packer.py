@@ -32,11 +32,7 @@ import xxhash
 
 from headrace.dataio.core import crashpoints, limits
 from headrace.dataio.core.errors import (
-    AccessDeniedError,
     CapacityError,
-    CorruptionError,
-    DeadlineError,
-    HeadraceError,
     NotFoundError,
     TransientError,
     UnsupportedError,
@@ -46,7 +42,7 @@ from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest.plan import Journal, PackedUnit, Settings, Step, Unit
 from headrace.dataio.shards.ingest.probe_pool import ProbePool, scratch_folder_of
-from headrace.dataio.shards.ingest.report import Skipped, WorkerReport
+from headrace.dataio.shards.ingest.report import Skipped, WorkerReport, skip_error
 from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.messages import Clip, Failure, FileInfo, PrepareResult
@@ -91,19 +87,6 @@ def pack_units(
             journal.write(unit.number, packed)
             _crash_after_unit()
             yield unit, packed
-
-
-def skip_error(item: Skipped, hint: str) -> HeadraceError:
-    """Return the error that a skipped input raises with `strict`."""
-    error_types: tuple[type[HeadraceError], ...] = (
-        UnsupportedError,
-        NotFoundError,
-        AccessDeniedError,
-        CapacityError,
-        DeadlineError,
-    )
-    error_type = {one.code: one for one in error_types}.get(item.code, CorruptionError)
-    return error_type(f"{item.path}: {item.reason}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +137,7 @@ class _ShardWriter:
 
     def _skip(self, item: Skipped) -> None:
         if self._settings.strict:
-            raise skip_error(item, "without strict it would be skipped")
+            raise skip_error(item)
         _log.info("skipped %s: %s", item.path, item.reason)
         self._skipped.append(item)
 

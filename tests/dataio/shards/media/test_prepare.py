@@ -163,7 +163,7 @@ def test_what_cannot_be_converted_is_skipped_with_the_reason(
         assert list(dataset.keys) == ["a-0000"]
         assert dataset.report is not None
         reasons = [item.reason for item in dataset.report.skipped]
-    assert reasons[0].startswith("avi files are not written")
+    assert reasons[0].startswith("avi files cannot be written")
     assert reasons[1] == "a sample with several media files (mp4, wav) cannot be split"
 
 
