@@ -68,7 +68,7 @@ class DeliveryOptions(msgspec.Struct, frozen=True, kw_only=True):
         sidecar: "auto", the path of a socket, or None.
         memory_limit: bytes in flight at most.
         copy: give every batch memory of its own.
-        alone_by_default: this is the only rank because neither the caller nor torch.distributed said otherwise.
+        alone_by_default: this is the only rank because neither the caller nor torch.distributed gave another one.
     """
 
     output: Output
@@ -157,7 +157,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         """The rest of the current epoch's batches.
 
         After an iteration that was left at the end of an epoch, or an evaluation that was left anywhere, these are the
-        batches of the next epoch. After `load_state_dict` they are the batches behind the state.
+        batches of the next epoch. After `load_state_dict` they are the batches after the state.
         """
         if get_worker_info() is not None:
             raise UsageError(

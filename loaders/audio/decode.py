@@ -263,7 +263,7 @@ def _decoded(
     assert base is not None
     early = None if start is None else math.floor(start / base)  # integers are faster than fractions
     late = None if end is None else math.ceil(end / base)
-    behind: int | None = 0
+    next_pts: int | None = 0
     left = None if start is None or end is None else 2 * int((end - start) * stream.sample_rate) + _MORE_PACKETS
     with demuxed(container, stream) as packets:
         for packet in packets if mark is None else _from_mark(packets, mark):
@@ -274,14 +274,14 @@ def _decoded(
                 left -= 1
                 if left < 0:
                     raise CorruptionError("it has far more packets of sound than its time stamps have room for")
-            behind = behind if counted else None
+            next_pts = next_pts if counted else None
             for frame in packet.decode():
                 if frame.pts is None:
-                    frame.pts = behind
-                behind = pts(frame) + frame.samples * base.denominator // (frame.sample_rate * base.numerator)
+                    frame.pts = next_pts
+                next_pts = pts(frame) + frame.samples * base.denominator // (frame.sample_rate * base.numerator)
                 if late is not None and pts(frame) >= late:
                     return
-                if early is None or behind > early:
+                if early is None or next_pts > early:
                     yield frame
 
 

@@ -212,7 +212,7 @@ class Prefetcher:
         batches: the samples of each batch, without end.
         builder: builds samples; closed with the prefetcher.
         executor: runs the builder in threads; closed with the prefetcher.
-        ahead: batches in progress behind the one that the trainer waits for.
+        ahead: batches in progress after the one that the trainer waits for.
         memory: the budget of the samples in flight; closed with the prefetcher.
     """
 
@@ -235,7 +235,7 @@ class Prefetcher:
         self._failed: BaseException | None = None
 
     def next(self) -> Batch:
-        """The next batch, whole. Planned batches behind it are started before it is returned."""
+        """The next batch, whole. The planned batches after it are started before it is returned."""
         if not len(self._executor):
             self._start(self._next_planned())
         self._start_planned(self._room() + 1)
@@ -283,7 +283,7 @@ class Prefetcher:
             self._plans.append(self._executor.run(self._plan_next, max(1, self._room())))
 
     def _room(self) -> int:
-        """Batches that may be in progress behind the next one: `ahead`, or as many as the memory limit holds."""
+        """Batches that may be in progress after the next one: `ahead`, or as many as the memory limit holds."""
         if not self._batch_bytes:
             return self._ahead
         return max(0, min(self._ahead, self._memory.limit // self._batch_bytes - 1))

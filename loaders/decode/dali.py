@@ -271,7 +271,7 @@ def check_nvdec(window: Window, codec: str) -> None:
         raise UnsupportedError("frames follow each other within a millisecond")
     if codec == "hevc" and _leaps(window.picks) and _is_open(window):
         raise UnsupportedError(
-            "DALI would leap to a key frame behind which pictures are shown that need those before it"
+            "DALI would skip to a key frame after which pictures are shown that need pictures before it"
         )
     if codec in _REPEATS and any(_REPEATS[codec](bytes(packet)) for packet in window.packets):
         raise UnsupportedError("some packets show a picture that was decoded before, and DALI counts those it decodes")

@@ -234,7 +234,7 @@ class _Track(msgspec.Struct, frozen=True):
 
 
 class _Packets(msgspec.Struct, frozen=True):
-    """Some consecutive packets of a track; packet number `behind` is the next key frame after the clip.
+    """Some consecutive packets of a track; packet number `next_key` is the next key frame after the clip.
 
     - `places` and `sizes`: the packets' bytes in the file.
     - `lasting` and `delayed`: durations, and delays from decoding to display, in ticks.
@@ -243,7 +243,7 @@ class _Packets(msgspec.Struct, frozen=True):
     - `flags`: the packets' dependencies, if the file lists them.
     """
 
-    behind: int
+    next_key: int
     places: Ints
     sizes: Ints
     lasting: Ints
@@ -320,14 +320,14 @@ def _packets(tables: Boxes, key: KeyFrame, after: KeyFrame) -> _Packets | None:
     until, later = (np.cumsum(runs[:, 0], dtype=np.int64) for runs in (times, delays))
     if not starts[-1] == until[-1] == later[-1] == count or not _likely(times, 1) or not _likely(delays, -_UNLIKELY):
         return None
-    first, behind = (_at(place, sizes, chunks, starts) for place in (key.at, after.at))
-    if first is None or behind is None:
+    first, next_key = (_at(place, sizes, chunks, starts) for place in (key.at, after.at))
+    if first is None or next_key is None:
         return None
-    end = min(count, behind + _MORE)
+    end = min(count, next_key + _MORE)
     lasting, delayed = _each(times, until, first, end), _each(delays, later, first, end)
     decoded = _ticks_before(times, until, first) + np.append(0, np.cumsum(lasting[:-1]))
     return _Packets(
-        behind=behind - first,
+        next_key=next_key - first,
         places=_places(sizes, chunks, starts, first, end),
         sizes=sizes[first:end].astype(np.int64),
         lasting=lasting,
@@ -398,7 +398,7 @@ def _ticks_before(runs: Stored, ends: Ints, packet: int) -> int:
 def _fits(track: _Track, packets: _Packets, ends: tuple[KeyFrame, KeyFrame], length: int) -> bool:
     """Whether the tables agree with the index, and the edit cuts nothing off the excerpt."""
     key, after = ends
-    begin, end = int(packets.shown[0]), int(packets.shown[packets.behind])
+    begin, end = int(packets.shown[0]), int(packets.shown[packets.next_key])
     edit, keys = track.edit, packets.keys
     shown = np.count_nonzero((packets.shown >= begin) & (packets.shown < end))
     until = edit.media + edit.seconds * track.scale
@@ -407,7 +407,7 @@ def _fits(track: _Track, packets: _Packets, ends: tuple[KeyFrame, KeyFrame], len
         and shown == after.index - key.index
         and edit.media <= begin
         and (not edit.seconds or end <= until)
-        and (keys is None or {0, packets.behind} <= set(keys.tolist()))
+        and (keys is None or {0, packets.next_key} <= set(keys.tolist()))
         and packets.sizes.min() > 0
         and packets.places.min() >= 0
         and (packets.places + packets.sizes).max() <= length

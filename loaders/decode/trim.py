@@ -310,7 +310,7 @@ def _most_frames(info: VideoInfo) -> int:
 def _check_pixels(info: VideoInfo, frames: int) -> None:
     if frames > _most_frames(info):
         raise CapacityError(
-            f"the clip lies more than {frames:,} frames of {info.width}x{info.height} behind the key frame before it",
+            f"the clip lies more than {frames:,} frames of {info.width}x{info.height} after the key frame before it",
             hint="pack it with `--transcode h264`, which makes key frames",
         )
 

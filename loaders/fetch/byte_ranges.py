@@ -166,7 +166,7 @@ def of_window(sample: Sample, audio: AudioInfo, start: Fraction, seconds: Fracti
     pieces = next((member.pieces for member in sample.members if member.ext == audio.ext), None)
     if pieces is not None and pieces.marks:
         first, last = (int(t * audio.sample_rate) for t in (start - _AROUND, start + seconds + _AROUND))
-        after = mark_behind(pieces.marks, last)
+        after = mark_after(pieces.marks, last)
         end = pieces.marks[after][0] if after < len(pieces.marks) else length
         return pieces.marks[mark_before(pieces.marks, first)][0], end
     whole = Fraction(audio.samples, audio.sample_rate)
@@ -179,7 +179,7 @@ def mark_before(marks: Sequence[tuple[int, int]], sample: int) -> int:
     return max(0, bisect_right(marks, sample - _RESERVOIR, key=_samples) - 1)
 
 
-def mark_behind(marks: Sequence[tuple[int, int]], sample: int) -> int:
+def mark_after(marks: Sequence[tuple[int, int]], sample: int) -> int:
     """The number of the first mark after this sample; the number of marks if there is none."""
     return bisect_right(marks, sample, key=_samples)
 

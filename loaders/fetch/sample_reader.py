@@ -123,7 +123,7 @@ class SampleReader:
                 right = len(view) == member.length and _is_right(view, member.xxh3)
                 found[member.ext] = view if right else self._read_again(sample.shard, member)
         except (NotFoundError, RangeError) as error:
-            raise _lost(sample.shard, error) from error
+            raise _missing_bytes(sample.shard, error) from error
         if len(whole) < len(members):
             found |= {m.ext: self._open(sample.shard, m, runs) for m in members if (runs := needs[m.ext]) is not None}
         return found
@@ -154,7 +154,7 @@ class SampleReader:
                 if not _is_right(view, member.xxh3):
                     view[:] = self._read_again(files.shard, member)
         except (NotFoundError, RangeError) as error:
-            raise _lost(files.shard, error) from error
+            raise _missing_bytes(files.shard, error) from error
         return sum([len(view) for _, view in pieces])
 
     def fetch_first(self, wanted: Sequence[tuple[Files, memoryview]]) -> int:
@@ -233,7 +233,7 @@ def _pieces(files: Files, memory: memoryview) -> list[tuple[int, memoryview]]:
     return pieces
 
 
-def _lost(shard: str, error: HeadraceError) -> CorruptionError:
+def _missing_bytes(shard: str, error: HeadraceError) -> CorruptionError:
     """The error for a shard that is missing, or too short for the range."""
     return CorruptionError(f"{shard}: {error.message}", hint=error.hint)
 

@@ -131,7 +131,7 @@ class Transformed(ProcessorWrapper):
             names = ", ".join(map(repr, self.layout.tensors))
             raise UsageError(
                 f"the loader's transform must return a dict of the tensors {names}, no more and no less",
-                hint="what else a batch needs comes with columns=[...]",
+                hint="use columns=[...] for other values in the batch",
             )
 
 

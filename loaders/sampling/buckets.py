@@ -14,7 +14,7 @@ cost) clips, rounded down to a multiple of `multiple`. Ranks share it in contigu
 most, and are equal for every world size that divides `multiple`.
 
 Invariants: each bucket is a stream with an `Order` of its own. `Interleave` spreads the batches of the buckets evenly
-over the epoch, with another start in every epoch. Each clip comes once an epoch, except clips that fill no whole batch
+over the epoch, with another start in every epoch. Each clip is taken once in an epoch, except clips that fill no whole batch
 of their bucket (with `drop_last`). The result is pure and does not depend on the world size. A seek costs O(log
 buckets).
 Failure behaviour: `UsageError` for impossible buckets, for a budget below one clip of a bucket, and for a dataset that

@@ -67,7 +67,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
         dropped = "; the quarantine is dropped" if self.quarantine_dropped else ""
         what = "; ".join(map(str, self.fields))
         going = f"Going on at batch {self.batch} of epoch {self.epoch}"
-        return f"{what}. {going}: {known} clips come again, {missed} not at all{dropped}"
+        return f"{what}. {going}: {known} clips are delivered again, {missed} are not delivered{dropped}"
 
 
 def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tuple[Position, Loss]:

@@ -10,9 +10,9 @@ lane k is position y * K + k of the source's own stream, which is its epochs 0, 
 begins a segment, which continues the counts of the one before it.
 
 Invariants, for any weights and changes:
-- No position of a source is skipped or comes twice, so between its epochs e and e + 1 every sample comes once. Samples
+- No position of a source is skipped or taken twice, so between its epochs e and e + 1 every sample is taken once. Samples
   near the seam may come a few positions early or late, since lanes are not in step.
-- Every batch holds of each source its share rounded down or up. Steps together, and the parts of ranks, hold their
+- Every batch holds the share of each source, rounded down or up. Steps together, and the parts of ranks, hold their
   shares give or take a few samples.
 - The position is one number, the step. The world size is not a parameter.
 - Sources are known by their names, which are part of the order and of the loader's state. The order in which they are

@@ -17,12 +17,12 @@ Invariants:
 - Without a key (`repack_each_epoch=False`) the same recordings share a sequence in every epoch, and only the sequences
   of a batch change.
 - The number of sequences depends on the key. Mixtures need the same number in all epochs, so all packings are brought
-  to one number (`with_room`, `stretched`) by halving a few sequences. A packing that needs more is not used, nor,
+  to one number (`with_spare_sequences`, `stretched`) by halving a few sequences. A packing that needs more is not used, nor,
   elsewhere, one that fills no batch.
 - A position is (epoch, batch), so a packing of one epoch needs to know no other epoch.
 
-Cost: once, when a loader is opened; with `repack_each_epoch`, in every epoch.
-Two packings are kept.
+Cost: recordings are packed once, when a loader is opened; with `repack_each_epoch`, in every epoch. Two packings are
+kept.
 Failure behaviour: `UsageError` for an impossible capacity or lookahead, and when there is nothing to pack. A damaged
 piece has no substitute, since no other piece has its length: its stretch stays silent and is not listed.
 """

@@ -49,7 +49,7 @@ class Figures:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
     """The figures of an order and of a `full` shuffle, over `batches` batches. `picture[y][x]` counts the samples of
-    the y-th part of the dataset that come in the x-th part of the epoch."""
+    the y-th part of the dataset that are in the x-th part of the epoch."""
 
     samples: int
     batch: int

@@ -8,7 +8,7 @@ and `Evaluation`, every sample once.
 How evaluation works. Padding the last batch would count samples twice, and dropping it would leave some out, so metrics
 would not be exact. Samples come in the order of their numbers, in global batches of one size. The last batch may be
 short and is shared as evenly as possible. All ranks take equally many steps, so collectives and DDP stay in step. In a
-short step some ranks may get fewer samples, or none: they are *dry*, and every rank is told which. Streams follow each
+short step some ranks may get fewer samples, or none: they are *dry*, and every rank knows which. Streams follow each
 other, each with a tail of its own, so every batch is of one stream and figures per source need no sorting.
 
 Invariants of every schedule: `share` is pure. The shares of ranks 0 … W-1 put together are the global batch, the same
@@ -81,7 +81,7 @@ class Schedule(Protocol):
 
     @property
     def evaluates(self) -> bool:
-        """Whether every sample comes once, and some ranks may get none."""
+        """Whether every sample is taken once, and some ranks may get none."""
         ...
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:

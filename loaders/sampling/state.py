@@ -217,7 +217,7 @@ def _of_sources(here: Mapping[str, Sequence[Any]], saved: Mapping[str, Any]) -> 
 
 
 def parts(described: Any) -> Any:
-    """The description of parts: the values of a dataclass in order, to nine digits, without the defaults behind the
+    """The description of parts: the values of a dataclass in order, to nine digits, without the defaults after the
     last string."""
     if not dataclasses.is_dataclass(described) or isinstance(described, type):
         return plain(described)

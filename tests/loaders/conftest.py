@@ -35,7 +35,7 @@ def _one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _refusals_are_written_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not into the list of whoever runs the tests."""
+    """Keep the records of tests out of the user's own list."""
     monkeypatch.setenv("HEADRACE_QUARANTINE", str(tmp_path / "refusals"))
 
 

@@ -59,7 +59,7 @@ def test_closing_ends_long_samples_and_begins_no_others() -> None:
             steps.append(step)
             begun.set()
             assert go.wait(60)
-        raise AssertionError("nobody gave it up")
+        raise AssertionError("it was not cancelled")
 
     prefetcher = BatchExecutor(
         make, layout=SampleLayout(("video",)), output=Output(torch.device("cpu"), pinned=False), num_threads=1

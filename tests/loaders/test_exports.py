@@ -73,7 +73,7 @@ def test_an_argument_that_there_is_not_is_named(kind: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "told"),
+    ("kind", "name", "hint"),
     [
         (loaders.VideoLoader, "num_workers", "(did you mean num_threads?)"),
         (loaders.VideoLoader, "frames", "(did you mean clip=Clip(frames=...)?)"),
@@ -83,7 +83,7 @@ def test_an_argument_that_there_is_not_is_named(kind: type) -> None:
         (loaders.VideoLoader, "zzz", "'zzz'"),
     ],
 )
-def test_an_argument_of_other_libraries_is_an_error_that_names_ours(kind: type, name: str, told: str) -> None:
+def test_an_argument_of_other_libraries_is_an_error_that_names_ours(kind: type, name: str, hint: str) -> None:
     with pytest.raises(TypeError) as caught:
         kind("nowhere", 4, **{name: 1})
-    assert str(caught.value).endswith(told)
+    assert str(caught.value).endswith(hint)

@@ -44,7 +44,7 @@ def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int, kin
 
 
 def uninterrupted(url: str, steps: int, kind: str) -> list[Any]:
-    """What one process sees that nobody kills."""
+    """What one process delivers if it is not killed."""
     rows: list[Any] = []
     with killed_ranks.make_loader(url, 0, 1, kind) as loader:
         while len(rows) < steps:

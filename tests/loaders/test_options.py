@@ -1,4 +1,4 @@
-"""What can be asked of a loader beside its order: cuts, colours, dtypes, layouts, columns, transforms, windows of sound."""
+"""The options of loaders that do not change the order: cuts, colours, dtypes, layouts, columns, transforms, windows of sound."""
 
 from __future__ import annotations
 
@@ -320,11 +320,11 @@ def test_impossible_sound_is_refused_at_once(clips: Dataset, wrong: dict[str, An
 
 
 def test_explain_names_stream_decoder_and_rule(make: Any) -> None:
-    told = make().explain(0)
-    assert "stream 0 of its .mp4, h264" in told
-    assert "decoder: pyav" in told
-    assert "the largest" in told
-    assert "reading: its whole file" in told
+    explanation = make().explain(0)
+    assert "stream 0 of its .mp4, h264" in explanation
+    assert "decoder: pyav" in explanation
+    assert "the largest" in explanation
+    assert "reading: its whole file" in explanation
 
 
 @pytest.mark.parametrize(

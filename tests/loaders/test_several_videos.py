@@ -45,20 +45,20 @@ def tar(tmp_path: Path) -> Path:
 def test_pack_and_index_name_videos_that_are_not_used(tar: Path, tmp_path: Path) -> None:
     with pack([tar], tmp_path / "packed", workers=1) as packed:
         assert packed.report is not None
-        said = "\n".join(packed.report.notes)
-        assert "s1: its .cam1.mp4 file is kept, and not read" in said
-        assert "s2: its .mp4 file is kept, and not used" in said
-        assert "s4" not in said
+        report = "\n".join(packed.report.notes)
+        assert "s1: its .cam1.mp4 file is kept, and not read" in report
+        assert "s2: its .mp4 file is kept, and not used" in report
+        assert "s4" not in report
         (skipped,) = packed.report.skipped
         assert "s3" in skipped.path
         assert ".cam0.mp4, .cam1.mp4" in skipped.reason
     with index(str(tar), tmp_path / "indexed", workers=1) as indexed:
         assert indexed.report is not None
-        said = "\n".join(indexed.report.notes)
+        report = "\n".join(indexed.report.notes)
         for sample, ext in (("s1", "cam1.mp4"), ("s3", "cam0.mp4"), ("s3", "cam1.mp4")):
-            assert f"{sample}: its .{ext} file is kept, and not read" in said
-        assert "s2: its .mp4 file is kept, and not used" in said
-        assert "s4" not in said
+            assert f"{sample}: its .{ext} file is kept, and not read" in report
+        assert "s2: its .mp4 file is kept, and not used" in report
+        assert "s4" not in report
 
 
 def test_the_loader_warns_once(tar: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -66,9 +66,9 @@ def test_the_loader_warns_once(tar: Path, tmp_path: Path, caplog: pytest.LogCapt
     with pack([tar], tmp_path / "packed", workers=1) as packed, caplog.at_level(logging.WARNING, logger="headrace"):
         with VideoLoader(packed, 1, clip=Clip(2), evaluate=True, num_threads=1, sidecar=None) as loader:
             assert len(list(loader)) == 3
-        told = [record.message for record in caplog.records if "more than one video" in record.message]
-        assert len(told) == 1
-        assert "'s1' .mp4, and not .cam1.mp4" in told[0]
+        warnings = [record.message for record in caplog.records if "more than one video" in record.message]
+        assert len(warnings) == 1
+        assert "'s1' .mp4, and not .cam1.mp4" in warnings[0]
 
 
 def test_samples_with_the_same_side_files_are_looked_through_once(

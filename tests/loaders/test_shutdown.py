@@ -193,7 +193,7 @@ def test_an_impossible_time_limit_is_refused_before_anything_is_started(isolate:
 
 def test_closing_while_every_thread_waits_for_memory_ends_them(clips: Dataset) -> None:
     def hold(sample: dict[str, Any], _: torch.Generator) -> dict[str, Any]:
-        wait_for(lambda: loader.memory["waits"])  # whoever is in goes on when another one wants to
+        wait_for(lambda: loader.memory["waits"])  # an admitted thread goes on when another one waits
         return sample
 
     before = left()["threads"]

@@ -77,18 +77,18 @@ def test_a_dataloader_with_a_batch_size_is_refused_with_a_hint(make: Make, kind:
     with pytest.raises(UsageError, match="batches of batches") as caught:
         next(iter(kind(make(), batch_size=batch_size)))
     assert "batch_size=None" in caught.value.hint
-    (only,) = next(iter(kind(make(), batch_size=1, collate_fn=list)))  # whoever says how, knows what he gets
+    (only,) = next(iter(kind(make(), batch_size=1, collate_fn=list)))  # a collate_fn of the caller is used as it is
     assert set(only) >= {"video", "key"}
 
 
 def test_a_loader_that_is_older_than_its_world_does_not_read_everything_on_every_rank(make: Make) -> None:
-    older, told = make(), make(rank=0, world_size=1)
+    older, ranked = make(), make(rank=0, world_size=1)
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
         with pytest.raises(UsageError, match="now there are 2") as caught:
             next(iter(older))
         assert "train_dataloader" in caught.value.hint
-        assert len(some(told, 6)) == 6
+        assert len(some(ranked, 6)) == 6
         assert len(next(iter(make(batch_size=2)))["key"]) == 2
     finally:
         dist.destroy_process_group()

@@ -588,12 +588,12 @@ def test_upcoming_samples_are_announced_soonest_first(
 ) -> None:
     from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, PLANNED_AT_ONCE
 
-    said: list[list[tuple[str, int, int]]] = []
+    announcements: list[list[tuple[str, int, int]]] = []
     announced = threading.Semaphore(0)  # by the planner, which the trainer does not wait for
 
     class RecordingReader(StoreReader):
         def announce(self, upcoming: Any) -> None:
-            said.append(list(upcoming))
+            announcements.append(list(upcoming))
             announced.release()
 
     def opened(store: Any, sidecar: Any, _meter: Any) -> ShardReader:
@@ -607,9 +607,9 @@ def test_upcoming_samples_are_announced_soonest_first(
     expected = [(sample.shard, member.offset, member.length) for sample, member in zip(samples, members, strict=True)]
     assert announced.acquire(timeout=60)
     assert announced.acquire(timeout=60)
-    assert said[0] == expected[:4]  # the first batch by itself
-    assert said[1][:20] == expected[4:]
-    assert len(said[1]) == 4 * (ANNOUNCED_BATCHES + PLANNED_AT_ONCE)
+    assert announcements[0] == expected[:4]  # the first batch by itself
+    assert announcements[1][:20] == expected[4:]
+    assert len(announcements[1]) == 4 * (ANNOUNCED_BATCHES + PLANNED_AT_ONCE)
 
 
 # -- a GPU

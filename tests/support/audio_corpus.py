@@ -130,15 +130,15 @@ def with_moov(data: bytes, change: Callable[[list[tuple[bytes, bytes]]], list[by
 def itunes_priming(data: bytes) -> bytes:
     """What iTunes says of an encoder's delay, in place of an edit list."""
     text = f" 00000000 {2112:08X} {460:08X} {SECONDS * 44_100:016X}" + " 00000000" * 8
-    said = [box(b"mean", bytes(4), b"com.apple.iTunes"), box(b"name", bytes(4), b"iTunSMPB")]
-    said.append(box(b"data", struct.pack(">II", 1, 0), text.encode()))
+    tag_boxes = [box(b"mean", bytes(4), b"com.apple.iTunes"), box(b"name", bytes(4), b"iTunSMPB")]
+    tag_boxes.append(box(b"data", struct.pack(">II", 1, 0), text.encode()))
     handler = box(b"hdlr", bytes(8), b"mdirappl", bytes(9))
-    meta = box(b"udta", box(b"meta", bytes(4), handler, box(b"ilst", box(b"----", *said))))
+    meta = box(b"udta", box(b"meta", bytes(4), handler, box(b"ilst", box(b"----", *tag_boxes))))
     return with_moov(data, lambda found: [*(whole for kind, whole in found if kind != b"udta"), meta])
 
 
 def cover_first(data: bytes) -> bytes:
-    """A cover picture that is told of before the tracks, which libav counts as the first stream."""
+    """A cover picture that is listed before the tracks, which libav counts as the first stream."""
     jpeg = b"\xff\xd8\xff\xe0" + bytes(40) + b"\xff\xd9"
     cover = box(b"covr", box(b"data", struct.pack(">II", 13, 0), jpeg))
     handler = box(b"hdlr", bytes(8), b"mdirappl", bytes(9))
@@ -199,7 +199,7 @@ def tagged(data: bytes) -> bytes:
 
 
 def chained(data: bytes) -> bytes:
-    """Ogg behind which another one begins, of another number."""
+    """Ogg, followed by another stream with another number."""
     other = bytearray(data)
     for at in [at for at in range(len(data)) if data.startswith(b"OggS\0", at)]:
         other[at + 14 : at + 18] = b"next"

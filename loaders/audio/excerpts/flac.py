@@ -70,17 +70,17 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     whole = ends if marks[-1].pts > high * header.rate else (len(data), header.samples)
     first = before(search.find, (marks[0].at, marks[0].pts), whole, int(low * header.rate), near)
     last = before(search.find, first, whole, min(int(high * header.rate), header.samples - 1), near)
-    behind = search.find(last[0])
-    if behind is None and last[1] + header.block < header.samples:
+    following = search.find(last[0])
+    if following is None and last[1] + header.block < header.samples:
         return None
-    end, second = len(data) if behind is None else behind[0], search.find(first[0])
+    end, second = len(data) if following is None else following[0], search.find(first[0])
     packets = [(0, data[first[0] : end])]
     # libav reads the first packet when it opens the file, which holds the GIL
     if second is not None and second[0] < end:
         packets = [(0, data[first[0] : second[0]]), (second[1] - first[1], data[second[0] : end])]
     parts = file(b"A_FLAC", _OPENING + header.info, header.rate, header.channels, packets)
     shift, until = Fraction(first[1], header.rate), Fraction(header.samples, header.rate)
-    return Excerpt(parts, "matroska", shift=shift, until=until if behind is None else None, whole=not first[1])
+    return Excerpt(parts, "matroska", shift=shift, until=until if following is None else None, whole=not first[1])
 
 
 def _agrees(data: Media, header: _Header, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:

@@ -17,7 +17,7 @@ from fractions import Fraction
 
 from headrace.dataio.shards.sample import AudioInfo
 from headrace.loaders.audio.excerpts.base import Excerpt, Mark
-from headrace.loaders.fetch.byte_ranges import mark_before, mark_behind
+from headrace.loaders.fetch.byte_ranges import mark_after, mark_before
 from headrace.loaders.fetch.partial_file import Marked, Media
 
 EXTENSIONS = frozenset(["mp3"])
@@ -46,8 +46,8 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     known = [(mark.at, int(mark.pts * base * rate)) for mark in info.marks]
     marks = (data.marks if isinstance(data, Marked) else ()) or known
     at, before = marks[mark_before(marks, int(low * rate))]
-    behind = mark_behind(marks, int(high * rate) + _MORE * 1152)
-    view = data[at : marks[behind][0] if behind < len(marks) else len(data)]
+    following = mark_after(marks, int(high * rate) + _MORE * 1152)
+    view = data[at : marks[following][0] if following < len(marks) else len(data)]
     if len(view) < 4:
         return None
     length, ends = 1152 if view[1] & 0x08 else 576, int(begin * rate) + info.samples - before

@@ -66,8 +66,8 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     if not pages or not _agree(pages, marks, lead):
         return None
     wanted = int(low * rate)
-    behind = [page.end for page in pages if 0 <= page.samples <= wanted]
-    first = behind[-1] if behind else pages[0].at
+    page_ends = [page.end for page in pages if 0 <= page.samples <= wanted]
+    first = page_ends[-1] if page_ends else pages[0].at
     taken = [page for page in pages if page.at >= first]
     if first == head.end or not taken or not all(_is_whole(data, page) for page in taken):
         return None

@@ -1,4 +1,4 @@
-"""Memory of batches: used again when nobody holds it, and never before."""
+"""Memory of batches: used again when nothing refers to it, and never before."""
 
 from __future__ import annotations
 

@@ -68,12 +68,12 @@ def test_a_sample_larger_than_the_limit_runs_alone_and_in_its_turn() -> None:
 
 def test_closing_raises_in_waiting_threads() -> None:
     memory = MemoryBudget(10)
-    told = threading.Event()
+    closed_seen = threading.Event()
 
     def wait() -> None:
         with pytest.raises(Closed), memory.admitted(10):
             pass
-        told.set()
+        closed_seen.set()
 
     with memory.admitted(10):
         thread = threading.Thread(target=wait)
@@ -83,4 +83,4 @@ def test_closing_raises_in_waiting_threads() -> None:
             time.sleep(0.001)
         memory.close()
         thread.join(60)
-    assert told.is_set()
+    assert closed_seen.is_set()

@@ -30,7 +30,7 @@ def ref(number: int) -> SampleRef:
 
 
 class RecordingReader:
-    """A source that is told what comes next."""
+    """A reader that records the announced reads."""
 
     def __init__(self) -> None:
         self.announcements: list[list[Range]] = []
@@ -160,11 +160,11 @@ def test_what_goes_wrong_when_a_batch_is_announced_is_raised_before_the_next(sta
     ahead, source = start([ref(n)] for n in range(10**9))
 
     def announce(_: Sequence[Range]) -> None:
-        raise CorruptionError("nobody listens")
+        raise CorruptionError("the announcement failed")
 
     source.announce = announce
     deliver(ahead)
-    with pytest.raises(CorruptionError, match="nobody listens"):
+    with pytest.raises(CorruptionError, match="the announcement failed"):
         deliver(ahead)
 
 

@@ -86,7 +86,7 @@ def test_a_clip_far_behind_its_key_frame_is_refused_before_it_is_decoded(
     monkeypatch.setattr(pyav, "_frames", lambda window: began.append(window) or iter(()))
     found = decoded(data, info, 50, 52)
     assert isinstance(found, CapacityError), found
-    assert "behind the key frame" in found.message
+    assert "after the key frame" in found.message
     assert not began
 
 

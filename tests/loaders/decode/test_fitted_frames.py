@@ -223,16 +223,16 @@ def test_what_the_container_says_is_believed_and_gives_the_same_frames(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("pancake_h264.mkv", "mp4"), ("nasa_h264_aac.mp4", "mkv"), ("av1.mkv", "mp4")]
+    ("name", "listed_ext"), [("pancake_h264.mkv", "mp4"), ("nasa_h264_aac.mp4", "mkv"), ("av1.mkv", "mp4")]
 )
 def test_a_container_that_is_not_what_the_files_name_says_gives_the_same_frames(
-    name: str, said: str, media: Path, info_of: InfoOf
+    name: str, listed_ext: str, media: Path, info_of: InfoOf
 ) -> None:
     data = (media / name).read_bytes()
     info = info_of(data, name[-3:])
     asked = Request(memoryview(data), info, choose(info, Clip(4, 2), 0, 0, 0, 0))
     (right,) = PyAVDecoder().decode([asked])
-    (wrong,) = PyAVDecoder().decode([replace(asked, info=replace(info, ext=said))])
+    (wrong,) = PyAVDecoder().decode([replace(asked, info=replace(info, ext=listed_ext))])
     assert isinstance(right, Decoded)
     assert isinstance(wrong, Decoded)
     assert torch.equal(right.frames, wrong.frames)

@@ -39,7 +39,7 @@ def request(data: bytes, info: VideoInfo, *values: int) -> Request:
 
 
 def why_not(asked: Request) -> str:
-    """What is said of the clip's packets; nothing where DALI gets them."""
+    """Why DALI refuses the clip's packets; empty if it accepts them."""
     with open_window(asked) as window:
         try:
             dali.check_nvdec(window, asked.info.codec)
@@ -226,7 +226,7 @@ def test_a_clip_that_the_gpu_has_no_memory_to_scale_is_refused_by_itself(
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU that DALI sees, in a container that was not given the driver's library for video."""
-    monkeypatch.setattr(dali, "_LIBRARY", "libnvcuvid.so.of-nobody")
+    monkeypatch.setattr(dali, "_LIBRARY", "libnvcuvid.so.missing")
     monkeypatch.setattr(dali, "gpu_count", lambda: 1)
     dali.nvdec_missing.cache_clear()
     yield

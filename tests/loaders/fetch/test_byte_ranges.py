@@ -90,7 +90,7 @@ def test_ranges_lie_in_the_shard_and_end_with_the_file() -> None:
     [
         ({"codec": "mpeg4"}, "its packets are not its frames, so they are counted from the first"),
         ({"ext": "avi"}, "AVI has no time stamps"),
-        ({"key_frames": (KeyFrame(500, 0),)}, "nobody knows where its key frames lie"),
+        ({"key_frames": (KeyFrame(500, 0),)}, "the places of its key frames are unknown"),
     ],
 )
 def test_files_in_which_a_clip_cannot_be_found_are_read_whole(changes: dict[str, Any], why: str) -> None:

@@ -122,7 +122,7 @@ def test_without_a_home_directory_no_list_is_kept_and_training_works(
 ) -> None:
     for name in ("HOME", "XDG_STATE_HOME", "HEADRACE_QUARANTINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: (1 << 31) - 9)  # nobody of that number is known here
+    monkeypatch.setattr(os, "getuid", lambda: (1 << 31) - 9)  # no user has this number here
     with VideoLoader(damaged, 4, clip=Clip(2), size=(16, 16), sidecar=None, max_bad_samples=4) as loader:
         for _ in loader:
             pass

@@ -100,7 +100,7 @@ def test_what_a_run_goes_by_is_its_version_and_what_it_found_itself_by_then(tmp_
 def test_what_one_run_suspects_counts_for_others_once_another_run_found_it_too(tmp_path: Path) -> None:
     bad = QuarantineList(tmp_path / "list")
     assert bad.append([entry(1, run="mine", epoch=2, suspected=True)]) == 1
-    assert bad.append([entry(1, run="mine", epoch=4, suspected=True)]) == 1  # it said so before
+    assert bad.append([entry(1, run="mine", epoch=4, suspected=True)]) == 1  # the entry was there already
 
     def refusing(version: int, epoch: int = 2) -> list[str]:
         return [run for run in ("mine", "other", "third") if bad.refused(entry(1).location, version, run, epoch)]
@@ -406,11 +406,13 @@ def test_newer_entries_are_taken_over_when_asked_for_and_the_state_says_so(
         make(quarantine_list=None).update_quarantine()
 
 
-@pytest.mark.parametrize(("wrong", "said"), [(-1, "no version -1"), ("1", "cannot be '1'")])
-def test_a_version_that_cannot_be_leaves_a_state_that_can_be_loaded(make: Make, wrong: Any, said: str) -> None:
+@pytest.mark.parametrize(("wrong", "wanted_message"), [(-1, "no version -1"), ("1", "cannot be '1'")])
+def test_a_version_that_cannot_be_leaves_a_state_that_can_be_loaded(
+    make: Make, wrong: Any, wanted_message: str
+) -> None:
     loader = make()
     state = loader.state_dict()
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=wanted_message):
         loader.update_quarantine(wrong)
     assert loader.state_dict() == state
     loader.load_state_dict(state)
@@ -470,7 +472,7 @@ class RefusingStore(Wrapper):
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         if key.startswith("entries"):
             self.refused += 1
-            raise TransientError("nobody writes here")
+            raise TransientError("the store is read-only")
         return super().put_if_absent(key, data)
 
 

@@ -1,4 +1,4 @@
-"""Real gloo ranks evaluate: each sample is counted once, nobody hangs, and the dry ranks are known to all."""
+"""Real gloo ranks evaluate: each sample is counted once, no rank hangs, and all ranks know the dry ones."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_lane_keeps_its_chunks_in_every_epoch_and_for_every_seed() -> None:
     for seed, epoch in ((0, 0), (0, 7), (9, 1)):
         order = Order(
             lanes * 10 * chunk, lanes * share, chunk, lanes=lanes, window=3, seed=seed
-        )  # even lanes: nobody helps out
+        )  # even lanes: no lane lends samples to another
         taken = order.take(epoch, np.arange(order.samples)).reshape(-1, lanes, share)
         whole[seed, epoch] = [frozenset((taken[:, lane] // chunk).ravel().tolist()) for lane in range(lanes)]
     assert len({tuple(sets) for sets in whole.values()}) == 1

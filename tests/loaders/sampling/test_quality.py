@@ -1,4 +1,4 @@
-"""The quality of a shuffle: measured beside a full one, and able to tell a bad one."""
+"""The quality of a shuffle: compared with a full shuffle, and able to detect a bad one."""
 
 from __future__ import annotations
 

@@ -188,8 +188,8 @@ def test_what_only_looks_like_a_frame_is_none() -> None:
 def bomb(count: int) -> bytes:
     """FLAC that says to last 400 hours, and is full of what looks like the first bytes of a frame."""
     rate, block = 48_000, struct.pack(">H", 4096)
-    said = (rate << 44 | 15 << 36 | (1 << 36) - 1).to_bytes(8, "big")
-    info = (block * 2).ljust(10, b"\0") + said
+    forged = (rate << 44 | 15 << 36 | (1 << 36) - 1).to_bytes(8, "big")
+    info = (block * 2).ljust(10, b"\0") + forged
     frame = b"\xff\xf8\xc9\x08"
     first = frame + b"\0" + bytes([flac._crc8(frame + b"\0")])
     return b"fLaC\x80\0\0\x22" + info.ljust(34, b"\0") + first + frame * count
@@ -207,9 +207,9 @@ def test_a_file_full_of_what_looks_like_frames_is_a_bad_sample_before_long(
         return real(*args)
 
     monkeypatch.setattr(flac, "_number", number)
-    said = AudioInfo("flac", 0, "flac", 48_000, 1, (1 << 36) - 1)
+    forged = AudioInfo("flac", 0, "flac", 48_000, 1, (1 << 36) - 1)
     if marked:
-        said = replace(said, time_base=Fraction(1, 48_000), marks=(SoundMark(42, 0),))
+        forged = replace(forged, time_base=Fraction(1, 48_000), marks=(SoundMark(42, 0),))
     with pytest.raises(CorruptionError, match="look like a frame" if marked else "no sound can be decoded"):
-        decode.decode_audio(memoryview(data), said, Fraction(10**6), AudioSpec(seconds=1.0), 16_000, True)
+        decode.decode_audio(memoryview(data), forged, Fraction(10**6), AudioSpec(seconds=1.0), 16_000, True)
     assert looked == (flac.MAX_CANDIDATES + 1 if marked else 0)
