@@ -65,7 +65,9 @@ def save(dataset: Dataset, message: str) -> VersionDocument:
     """Save the view `dataset` as a version."""
     view = dataset.view
     if view is None:
-        raise UsageError(f"version {dataset.version} is stored already", hint="`save` is for what `where` returns")
+        raise UsageError(
+            f"version {dataset.version} is stored already", hint="narrow it with `where` first, and save the view"
+        )
     parts = _narrow_parts(dataset.store, dataset.document, view.rows, view.bytes)
     if not parts:
         raise UsageError(f"no sample meets {' and '.join(view.lineage.where)}", hint="there is nothing to save")
@@ -90,10 +92,10 @@ def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, mess
     def build(base: VersionDocument) -> VersionDocument:
         with _with_mounts(dataset, base) as store:
             opened = OpenIndex(store, base)
-            gone = _removed_rows(dataset, opened, base, listed, where)
-            count = sum(len(rows) for rows, _ in gone)
-            left = [_without_rows(opened, part, rows) for part, (rows, _) in enumerate(gone)]
-            sizes = [part.sample_bytes - size for part, (_, size) in zip(base.index, gone, strict=True)]
+            removed = _removed_rows(dataset, opened, base, listed, where)
+            count = sum(len(rows) for rows, _ in removed)
+            left = [_without_rows(opened, part, rows) for part, (rows, _) in enumerate(removed)]
+            sizes = [part.sample_bytes - size for part, (_, size) in zip(base.index, removed, strict=True)]
             parts = _narrow_parts(store, base, left, sizes)
         how = Lineage(operation="remove", where=(where,) if where else ())
         return _next_document(
@@ -104,7 +106,7 @@ def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, mess
 
 
 def count_removed(dataset: Dataset, keys: Iterable[str] | None, where: str | None) -> int:
-    """The number of samples that `remove` would remove from the open version. Raises the same errors for `keys` and `where`."""
+    """The number of samples that `remove` would remove from the open version. It raises the same errors."""
     listed = _keys_to_remove(dataset, keys, where)
     with _with_mounts(dataset, dataset.document) as store:
         opened = OpenIndex(store, dataset.document)
@@ -126,16 +128,16 @@ def _removed_rows(
 ) -> list[tuple[RowNumbers, int]]:
     """For each index part, the rows to remove and the bytes of their members."""
     if listed is not None:
-        gone, missing = query.rows_with_keys(opened, listed)
+        removed, missing = query.rows_with_keys(opened, listed)
         if missing:
             raise NotFoundError(f"{dataset.url} has no sample {_list_some(missing)}", hint="nothing was removed")
     else:
-        gone = list(query.matching(opened, base, where or ""))
-    count = sum(len(rows) for rows, _ in gone)
+        removed = list(query.matching(opened, base, where or ""))
+    count = sum(len(rows) for rows, _ in removed)
     if not count or count == len(opened):
         which = "no sample is" if not count else "all samples are"
         raise UsageError(f"{which} to be removed from {dataset.url}", hint="no version was made")
-    return gone
+    return removed
 
 
 def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> tuple[VersionDocument, list[Mount]]:
@@ -183,13 +185,13 @@ def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> tuple[Ve
     return versions.commit(dataset.store, build), named
 
 
-# --- what is left of a part
+# --- index parts with fewer rows
 
 
-def _without_rows(opened: OpenIndex, part: int, gone: RowNumbers) -> RowNumbers:
+def _without_rows(opened: OpenIndex, part: int, removed: RowNumbers) -> RowNumbers:
     left = opened.remaining_rows(part)
     before = np.arange(opened.part_rows(part), dtype=np.uint32) if left is None else left
-    return np.setdiff1d(before, gone, assume_unique=True)
+    return np.setdiff1d(before, removed, assume_unique=True)
 
 
 def _narrow_parts(
@@ -197,9 +199,9 @@ def _narrow_parts(
 ) -> tuple[IndexPart, ...]:
     """The parts of `document` with only these rows, whose members have `sizes` bytes. Parts without rows are
     dropped."""
-    there = [(p, r, s) for p, r, s in zip(document.index, rows, sizes, strict=True) if len(r)]
-    changed = iter(store_bitmaps(store, [item for item in there if len(item[1]) != item[0].samples]))
-    return tuple(part if len(r) == part.samples else next(changed) for part, r, _ in there)
+    remaining = [(p, r, s) for p, r, s in zip(document.index, rows, sizes, strict=True) if len(r)]
+    changed = iter(store_bitmaps(store, [item for item in remaining if len(item[1]) != item[0].samples]))
+    return tuple(part if len(r) == part.samples else next(changed) for part, r, _ in remaining)
 
 
 def _next_document(
@@ -257,11 +259,11 @@ class _MergeInput:
 
 
 def _merge_input(target: Dataset, other: Dataset) -> _MergeInput:
-    document, place = other.document, _location(other.store)
-    if place == _location(target.store):
+    document, location = other.document, _location(other.store)
+    if location == _location(target.store):
         prefix, mounts = "", document.mounts
     else:
-        mount = mount_of(Location(place[0], place[1], True))
+        mount = mount_of(Location(location[0], location[1], True))
         prefix, mounts = f"{PREFIX}{mount.name}/", (mount, *document.mounts)
 
     def rename(key: str) -> str:
@@ -314,8 +316,8 @@ def _union_of_rows(store: Store, document: VersionDocument, same: Sequence[Index
     rows = np.unique(np.concatenate(loaded)).astype(np.uint32)
     if len(rows) == whole.rows:
         return whole
-    for part, its in zip(same, loaded, strict=True):
-        if len(its) == len(rows):
+    for part, part_rows in zip(same, loaded, strict=True):
+        if len(part_rows) == len(rows):
             return part
     table = OpenIndex(store, msgspec.structs.replace(document, index=(whole,))).part_table(0, ["bytes"])
     size: int = pc.sum(table["bytes"].take(pa.array(rows)), min_count=0).as_py()
@@ -383,10 +385,10 @@ class Diff:
 
 def diff(old: Dataset, new: Dataset) -> Diff:
     """Compare `old` with `new`."""
-    ours, theirs = _parts_to_read(old, new)
+    old_parts, new_parts = _parts_to_read(old, new)
     connection = connect()
     try:
-        for name, dataset, parts in (("a", old, ours), ("b", new, theirs)):
+        for name, dataset, parts in (("a", old, old_parts), ("b", new, new_parts)):
             connection.execute(f"CREATE TABLE {name} (key VARCHAR, content UBIGINT)").fetchall()
             for part in parts:
                 connection.register("part", _content_columns(dataset.index.part_table(part, _COLUMNS)))
@@ -407,24 +409,24 @@ def _content_columns(table: Any) -> Any:
 def _parts_to_read(old: Dataset, new: Dataset) -> tuple[Sequence[int], Sequence[int]]:
     """The parts of each dataset that the other one does not have with the same remaining rows."""
     same_store = old.url == new.url
-    there = {(p.key, p.digest): n for n, p in enumerate(new.document.index)} if same_store else {}
-    ours, theirs = list[int](), set(range(len(new.document.index)))
+    known = {(p.key, p.digest): n for n, p in enumerate(new.document.index)} if same_store else {}
+    old_parts, new_parts = list[int](), set(range(len(new.document.index)))
     for number, part in enumerate(old.document.index):
-        twin = there.get((part.key, part.digest))
-        if twin is not None and _same_rows(old, number, new, twin):
-            theirs.discard(twin)
+        match = known.get((part.key, part.digest))
+        if match is not None and _same_rows(old, number, new, match):
+            new_parts.discard(match)
         else:
-            ours.append(number)
-    return ours, sorted(theirs)
+            old_parts.append(number)
+    return old_parts, sorted(new_parts)
 
 
-def _same_rows(old: Dataset, number: int, new: Dataset, twin: int) -> bool:
-    if _samples_in(old, number) != _samples_in(new, twin):
+def _same_rows(old: Dataset, number: int, new: Dataset, match: int) -> bool:
+    if _samples_in(old, number) != _samples_in(new, match):
         return False
-    ours, theirs = old.index.remaining_rows(number), new.index.remaining_rows(twin)
-    if ours is None or theirs is None:
-        return ours is theirs or _samples_in(old, number) == old.index.part_rows(number)
-    return bool(np.array_equal(ours, theirs))
+    old_rows, new_rows = old.index.remaining_rows(number), new.index.remaining_rows(match)
+    if old_rows is None or new_rows is None:
+        return old_rows is new_rows or _samples_in(old, number) == old.index.part_rows(number)
+    return bool(np.array_equal(old_rows, new_rows))
 
 
 def _samples_in(dataset: Dataset, part: int) -> int:

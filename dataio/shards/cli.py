@@ -262,8 +262,8 @@ def _tags_of(dataset: Dataset) -> list[str]:
 def _counts(table: Any, columns: list[str], separator: str = "x") -> dict[str, int]:
     import pyarrow.compute as pc
 
-    there = table.select(columns).filter(pc.is_valid(table[columns[0]]))
-    grouped = there.group_by(columns, use_threads=False).aggregate([([], "count_all")]).to_pylist()
+    present = table.select(columns).filter(pc.is_valid(table[columns[0]]))
+    grouped = present.group_by(columns, use_threads=False).aggregate([([], "count_all")]).to_pylist()
     rows = [(separator.join(str(row[c]) for c in columns), int(row["count_all"])) for row in grouped]
     return dict(sorted(rows, key=lambda row: (-row[1], row[0])))
 

@@ -48,7 +48,7 @@ def export(
     try:
         target.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise ConflictError(f"{target} is there and is no folder", hint="name another folder") from error
+        raise ConflictError(f"{target} exists and is not a folder", hint="name another folder") from error
     except OSError as error:
         raise _os_error(target, error) from error
     for key in keys:

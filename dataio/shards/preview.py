@@ -181,9 +181,9 @@ def page(dataset: Dataset, shown: Sequence[PreviewSample], frames: int) -> str:
 
 def _header(dataset: Dataset) -> str:
     document = dataset.document
-    said = f" · {html.escape(document.message)}" if document.message else ""
+    message = f" · {html.escape(document.message)}" if document.message else ""
     when = html.escape(document.created.replace("T", " ").replace("+00:00", " UTC"))
-    lines = [f'<p class="quiet">version {dataset.version} of {when}{said} · {html.escape(dataset.url)}</p>']
+    lines = [f'<p class="quiet">version {dataset.version} of {when}{message} · {html.escape(dataset.url)}</p>']
     if dataset.view is not None:
         lines += [f"<p>only where <code>{html.escape(condition)}</code></p>" for condition in dataset.lineage.where]
     return "\n".join(lines) + "\n"
@@ -228,8 +228,8 @@ def _panel(title: str, inside: str) -> str:
 
 
 def _shares(table: Any, columns: tuple[str, ...], words: Any) -> str:
-    there = table.select(columns).filter(pc.is_valid(table[columns[0]]))
-    grouped = there.group_by(list(columns), use_threads=False).aggregate([([], "count_all")]).to_pylist()
+    present = table.select(columns).filter(pc.is_valid(table[columns[0]]))
+    grouped = present.group_by(list(columns), use_threads=False).aggregate([([], "count_all")]).to_pylist()
     rows = sorted(
         ((words([row[c] for c in columns]), row["count_all"]) for row in grouped), key=lambda r: (-r[1], r[0])
     )
@@ -238,8 +238,8 @@ def _shares(table: Any, columns: tuple[str, ...], words: Any) -> str:
             *rows[: _TABLE_ROWS - 1],
             (f"{len(rows) - _TABLE_ROWS + 1} others", sum(n for _, n in rows[_TABLE_ROWS - 1 :])),
         ]
-    if len(there) < len(table):
-        rows.append(("none", len(table) - len(there)))
+    if len(present) < len(table):
+        rows.append(("none", len(table) - len(present)))
     most = max((n for _, n in rows), default=1)
     lines = (
         f'<tr><td>{html.escape(label)}</td><td class="share"><i style="width:{100 * n / most:.1f}%"></i></td>'

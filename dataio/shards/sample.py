@@ -97,7 +97,7 @@ class VideoInfo(msgspec.Struct, frozen=True, gc=False):
     color: Color | None = None
 
 
-class SoundMark(msgspec.Struct, frozen=True, gc=False):
+class AudioMark(msgspec.Struct, frozen=True, gc=False):
     """The byte of the file at which libav finds one audio packet, and the packet's timestamp."""
 
     at: int
@@ -120,7 +120,7 @@ class AudioInfo(msgspec.Struct, frozen=True, gc=False):
     samples: int
     time_base: Fraction | None = None
     start_pts: int = 0
-    marks: tuple[SoundMark, ...] = ()
+    marks: tuple[AudioMark, ...] = ()
 
     @property
     def start(self) -> Fraction | None:

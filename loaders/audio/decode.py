@@ -27,7 +27,7 @@ from av.video.stream import VideoStream
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.media.container import demuxed
 from headrace.dataio.shards.media.probe import AUDIO_DECODE_OPTIONS
-from headrace.dataio.shards.sample import AudioInfo, SoundMark
+from headrace.dataio.shards.sample import AudioInfo, AudioMark
 from headrace.loaders.audio.excerpts import ogg
 from headrace.loaders.audio.excerpts.base import Excerpt, mark_before
 from headrace.loaders.audio.excerpts.decode import SETTLING, WARM_UP, decoded, excerpt_of
@@ -248,7 +248,7 @@ def _decoded(
     stream: AudioStream,
     start: Fraction | None,
     end: Fraction | None,
-    mark: SoundMark | None = None,
+    mark: AudioMark | None = None,
     *,
     all_packets: bool = False,
     counted: bool = False,
@@ -285,7 +285,7 @@ def _decoded(
                     yield frame
 
 
-def _from_mark(packets: Iterator[Packet[AudioStream]], mark: SoundMark) -> Iterator[Packet[AudioStream]]:
+def _from_mark(packets: Iterator[Packet[AudioStream]], mark: AudioMark) -> Iterator[Packet[AudioStream]]:
     """The packets from the marked one on; none if its stamp differs or it does not appear."""
     for packet in packets:
         if packet.pos == mark.at:

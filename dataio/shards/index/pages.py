@@ -45,13 +45,13 @@ from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards import pieces as cut
 from headrace.dataio.shards.sample import (
     AudioInfo,
+    AudioMark,
     Color,
     Files,
     KeyFrame,
     Member,
     Pieces,
     Sample,
-    SoundMark,
     VideoInfo,
 )
 
@@ -408,7 +408,7 @@ class RowDecoder:
         if len(a.mark_at) != len(a.mark_pts):
             raise self._bad(at, "its marks of sound do not lie at as many places")
         base = _fraction(a.time_base_numerator, a.time_base_denominator)
-        return AudioInfo(*values, base, a.start_pts, tuple(map(SoundMark, a.mark_at, a.mark_pts)))
+        return AudioInfo(*values, base, a.start_pts, tuple(map(AudioMark, a.mark_at, a.mark_pts)))
 
     def _bad(self, at: int, why: str) -> CorruptionError:
         return CorruptionError(f"{self._name}: row {at}: {why}")

@@ -65,7 +65,7 @@ from headrace.dataio.shards.media.container import (
 )
 from headrace.dataio.shards.media.images import color_of
 from headrace.dataio.shards.pieces import piece_size
-from headrace.dataio.shards.sample import AudioInfo, KeyFrame, SoundMark, VideoInfo
+from headrace.dataio.shards.sample import AudioInfo, AudioMark, KeyFrame, VideoInfo
 
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
@@ -249,7 +249,7 @@ class _AudioCounter:
     def __init__(self, size: int) -> None:
         self.samples = self.errors = self.rate = self.channels = 0
         self._start = 0
-        self._marks, self._last = list[SoundMark](), SoundMark(-1, 0)
+        self._marks, self._last = list[AudioMark](), AudioMark(-1, 0)
         self._mark_distance, self._size = max(MARK_BYTES, size // MAX_MARKS), size
 
     def feed(self, packet: Any) -> None:
@@ -275,7 +275,7 @@ class _AudioCounter:
         """
         if not packet.size or packet.pts is None or not self._last.at < _packet_offset(packet) < self._size:
             return
-        self._last = SoundMark(_packet_offset(packet), packet.pts)
+        self._last = AudioMark(_packet_offset(packet), packet.pts)
         if not self._marks or self._last.at >= self._marks[-1].at + self._mark_distance:
             self._marks.append(self._last)
 

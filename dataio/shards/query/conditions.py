@@ -198,7 +198,7 @@ def _check_type(connection: Any, predicate: Predicate) -> None:
         raise _failed(predicate, error) from error
     if kind not in ("BOOLEAN", "bool"):
         raise UsageError(
-            f"{quote(predicate.text)} is no condition: its value is of type {kind}", hint="compare it with something"
+            f"{quote(predicate.text)} is not a condition: its value is of type {kind}", hint="compare it with a value"
         )
 
 
@@ -260,8 +260,8 @@ def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
     references = list(_references(tree, text))
     if _growth(tree) > GROWTH:
         raise UsageError(
-            f"the condition {quote(text)} could make its values more than {GROWTH} times as long",
-            hint="let replace put in texts that are no longer than those they replace, and join fewer texts",
+            f"the condition {quote(text)} could make values more than {GROWTH} times as long as its inputs",
+            hint="use replacement texts that are no longer than the replaced ones, and concatenate fewer texts",
         )
     known = {name.lower(): name for name in fields if name.lower() != ROW} | {name: name for name in COLUMNS}
     used, own = dict[str, str](), set[str]()
@@ -348,7 +348,7 @@ def _allow(node: Mapping[str, Any], text: str) -> None:
         what = "" if simple and target["type_name"].upper() in _CASTS else "such a cast"
     if what:
         raise UsageError(
-            f"the condition {quote(text)} holds {what}, which is not allowed in one",
+            f"the condition {quote(text)} contains {what}, which conditions may not contain",
             hint="compare columns with values, and join comparisons with and, or, not",
         )
 
@@ -389,11 +389,11 @@ def _field(name: str, fields: Mapping[str, str], text: str) -> str:
 
 def _unknown(name: str, fields: Mapping[str, str], text: str) -> UsageError:
     names = [*COLUMNS, *(field if field.lower() != ROW else f'fields."{field}"' for field in fields)]
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(COLUMNS))}"
-    if not near and fields:
+    similar = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(similar)}?" if similar else f"there are {', '.join(sorted(COLUMNS))}"
+    if not similar and fields:
         hint += f"; and of the samples' JSON {', '.join(sorted(fields)[:30])}"
-    return UsageError(f"the condition {quote(text)} names {name!r}, and there is no such column", hint=hint)
+    return UsageError(f"the condition {quote(text)} names the column {name!r}, which does not exist", hint=hint)
 
 
 def _extract(name: str, kind: str) -> str:

@@ -146,10 +146,10 @@ class Tables:
                 table = self.group(part, group)
                 last = self._check_order(table, places, last)
                 yield part, int(self._reader(part).ends[group]) - table.num_rows, table
-        if self._repeats_a_key():
+        if self._has_repeated_keys():
             raise self._bad("two samples have the same key")
 
-    def _repeats_a_key(self) -> bool:
+    def _has_repeated_keys(self) -> bool:
         if self._samples > _MAX_KEYS_IN_ARROW:
             return bool(repeated_keys(self.tables(["key"])))
         keys = [self.part_table(part, ["key"])["key"] for part in range(len(self._document.index))]
@@ -229,10 +229,10 @@ class Tables:
         self._holding.update(dict.fromkeys([(part, group) for group in groups], which))
         self._held += table.nbytes
         while self._held > CACHE_BYTES and len(self._tables) > 1:
-            (gone, those), dropped = self._tables.popitem(last=False)
+            (old_part, old_groups), dropped = self._tables.popitem(last=False)
             self._held -= dropped.nbytes
-            for group in those:
-                del self._holding[gone, group]
+            for group in old_groups:
+                del self._holding[old_part, group]
 
     def _bad(self, why: str) -> CorruptionError:
         return CorruptionError(f"{self._store.location.url}: version {self._document.version}: {why}")

@@ -1,7 +1,7 @@
 """`verify` checks that every stored byte of a dataset version is unchanged, and that samples of its media decode.
 
 Purpose: check documents, index parts and shards from the top down, each against the digests and rows one level above
-it. With a second copy, repair what is damaged and check it again.
+it. With a second copy, repair damaged objects and check them again.
 
 Invariants:
 
@@ -62,7 +62,7 @@ __all__ = ["Finding", "ObjectReport", "VerifyProgress", "VerifyReport", "verify"
 _ROWS_PER_READ = 1024
 _MAX_THREADS = 8
 MAX_SAMPLES = 1_000_000
-"""The largest number of samples that can be asked for. A share has no such limit."""
+"""The largest number of samples that `decode` may name. A share has no such limit."""
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 
 
@@ -110,7 +110,7 @@ def verify(
         copy = None if repair is None else _opened(repair, storage_options, stack)
         threads = worker_count(workers, min(_MAX_THREADS, os.cpu_count() or 1))
         pool = stack.enter_context(WorkerPool(jobs.COMMAND, jobs.HELLO, threads))
-        check = _DatasetCheck(store, copy, pool, threads, progress)
+        check = _DatasetCheck(store=store, copy=copy, pool=pool, threads=threads, progress=progress)
         return check.run(version, str(decode), storage_options or {}, trust_mounts, stack)
 
 
@@ -124,6 +124,7 @@ class _DatasetCheck:
 
     def __init__(
         self,
+        *,
         store: Store,
         copy: Store | None,
         pool: WorkerPool,
@@ -212,7 +213,7 @@ class _DatasetCheck:
         return with_repair(made, repaired, unrepaired)
 
     def _decode(self, samples: Sequence[Sample], check: ShardCheck, chosen: Callable[[str], bool]) -> int:
-        """Decode the chosen samples whose bytes are right, and add their faults to `check`."""
+        """Decode the chosen samples whose bytes are intact, and add their faults to `check`."""
         decodable = [
             s
             for s in samples
@@ -258,9 +259,9 @@ def _with_rows(shards: Sequence[Shard], rows: Iterator[Sample]) -> Iterator[tupl
 
 
 def _rows(opened: OpenIndex, good: Sequence[bool]) -> Iterator[Sample]:
-    """Yield the samples of the good parts in order. It reads `_ROWS_PER_READ` rows at a time."""
-    for part, fine in enumerate(good):
-        if not fine:
+    """Yield the samples of the intact parts in order, reading `_ROWS_PER_READ` rows at a time."""
+    for part, intact in enumerate(good):
+        if not intact:
             continue
         end = int(opened.ends[part])
         for start in range(int(opened.ends[part - 1]) if part else 0, end, _ROWS_PER_READ):

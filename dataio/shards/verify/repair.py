@@ -50,7 +50,7 @@ def check_copy(store: Store, copy: Store) -> None:
         raise UsageError("the copy is the dataset itself", hint="--repair takes the address of a second copy")
     if nonces[1] is None:
         raise UsageError(
-            f"{copy.location.url} holds no readable dataset.json, so it is no copy to repair from",
+            f"{copy.location.url} holds no readable dataset.json, so it cannot repair the dataset",
             hint="give the root of a complete copy",
         )
     if None not in nonces and nonces[0] != nonces[1]:
@@ -85,7 +85,7 @@ def repair_part(store: Store, copy: Store, wanted: IndexPart) -> None:
 
 
 def repair_bitmaps(store: Store, copy: Store, key: str, ranges: Sequence[RowBitmap]) -> None:
-    """Replace an object of bitmaps with the copy's, if all `ranges` that the version uses are right there."""
+    """Replace an object of bitmaps with the copy's, if all `ranges` that the version uses are intact there."""
     _check_not_mounted(key)
     data = _get(copy, key, versions.PART_BYTES)
     if any(digest(data[k.offset : k.offset + k.size]) != k.digest for k in ranges):
@@ -96,7 +96,7 @@ def repair_bitmaps(store: Store, copy: Store, key: str, ranges: Sequence[RowBitm
 
 
 def repair_shard(store: Store, copy: Store, wanted: Shard, rows: Sequence[IndexedMember], own: ShardCheck) -> None:
-    """Replace a shard with one whose bytes are right.
+    """Replace a shard with an intact one.
 
     The headers come from an intact tar, the dataset's or the copy's. Each member comes from a tar in which it is intact.
     """
@@ -112,8 +112,9 @@ def repair_shard(store: Store, copy: Store, wanted: Shard, rows: Sequence[Indexe
             base, base_bad, other, other_bad = copy, theirs.bad_offsets, store, own.bad_offsets
         lost = sorted(base_bad & other_bad)
         if lost:
+            count = limits.counted(len(lost), "member")
             raise NotRepairable(
-                f"the object in the copy is damaged, too: {len(lost)} members are damaged in both, the first at offset {lost[0]}"
+                f"the object in the copy is damaged, too: {count} damaged in both, the first at offset {lost[0]}"
             )
         store.put_multipart(wanted.key, _merged(base, other, base_bad, wanted, rows))
     except CorruptionError as error:

@@ -77,8 +77,8 @@ def with_mounts(
         return store, owned
     base = store.base if isinstance(store, Mounts) else store
     known = [(mount.url, mount.options) for mount in (*named, *named_by(store))]
-    reader = _Reader(base.location, storage_options, trust, known)
-    allowed = [(mount, reader.options(mount, document.version)) for mount in wanted]
+    policy = _MountPolicy(base.location, storage_options, trust, known)
+    allowed = [(mount, policy.options(mount, document.version)) for mount in wanted]
     opened = dict[str, Store]()
     try:
         for mount, options in allowed:
@@ -94,7 +94,7 @@ def with_mounts(
         ) from error
 
 
-class _Reader:
+class _MountPolicy:
     """Checks mounts for one dataset: its location, the options given for it, and the mounts that the reader trusts."""
 
     def __init__(
@@ -115,12 +115,12 @@ class _Reader:
             )
         try:
             if OPTION in mount.options:
-                raise CorruptionError(f"{place} has mounts itself")
+                raise CorruptionError(f"{place} has mounts of its own")
             options = allowed_options(mount.url, mount.options)
             named = (mount.url, options) in self._known
-            reason, options = self._judged(mount.url, options, named)
+            reason, options = self._check(mount.url, options, named)
         except UsageError as error:
-            raise CorruptionError(f"{place} cannot be meant: {error.message}") from error
+            raise CorruptionError(f"{place} is invalid: {error.message}") from error
         if reason and not self._trust and not named:
             raise UsageError(
                 f"{place} {reason}",
@@ -128,18 +128,18 @@ class _Reader:
             )
         return options
 
-    def _judged(self, url: str, options: dict[str, Any], named: bool) -> tuple[str, dict[str, Any]]:
+    def _check(self, url: str, options: dict[str, Any], named: bool) -> tuple[str, dict[str, Any]]:
         """The reason why this mount needs trust ("" if it needs none), and the options for opening it."""
         scheme = scheme_of(url)
         if scheme == "file":
-            return ("" if self._has_below(url) else "is a folder of this machine outside the dataset"), options
+            return ("" if self._is_below_dataset(url) else "is a folder on this machine outside the dataset"), options
         if scheme == "s3":
-            return self._judged_bucket(url, options, named)
+            return self._check_bucket(url, options, named)
         if not (self._trust or named or _origin(url) == _origin(self._base.url)):
             options["public_only"] = True
         return "", options
 
-    def _judged_bucket(self, url: str, options: dict[str, Any], named: bool) -> tuple[str, dict[str, Any]]:
+    def _check_bucket(self, url: str, options: dict[str, Any], named: bool) -> tuple[str, dict[str, Any]]:
         endpoint, own = _endpoint(url, options), scheme_of(self._base.url) == "s3"
         if own and endpoint == _endpoint(self._base.url, self._base.options):
             reason, options = "", {**options, **self._given}
@@ -148,10 +148,10 @@ class _Reader:
         else:
             reason, options = f"is behind another endpoint ({endpoint or 'AWS'})", {**options, "anon": True}
         if options.get("requester_pays") and not (own and _bucket(url) == _bucket(self._base.url)):
-            reason = reason or "would have its reader pay for requests of another bucket"
+            reason = reason or "would make the reader pay for requests to another bucket"
         return reason, options
 
-    def _has_below(self, url: str) -> bool:
+    def _is_below_dataset(self, url: str) -> bool:
         """Whether `url` is a folder below the dataset's own folder, after resolving symbolic links."""
         if scheme_of(self._base.url) != "file":
             return False

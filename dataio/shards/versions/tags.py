@@ -67,7 +67,7 @@ def check_free(store: Store, name: str) -> None:
 def check_name(name: str) -> None:
     """Raise `UsageError` for an invalid tag name."""
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} cannot be a tag", hint="letters, digits, '.', '_' and '-', not a digit first")
+        raise UsageError(f"{name!r} is not a valid tag", hint="letters, digits, '.', '_' and '-', not a digit first")
 
 
 def _taken(store: Store, there: Tag) -> ConflictError:
@@ -82,7 +82,7 @@ def read(store: Store, name: str) -> Tag:
     key = f"tags/{name}.json"
     try:
         if not _NAME.fullmatch(name):
-            raise NotFoundError(f"{name!r} is no tag")
+            raise NotFoundError(f"{name!r} is not a tag")
         data = store.get(key, max_bytes=limits.MESSAGE_BYTES)
     except NotFoundError as error:
         have = ", ".join(sorted(names(store))[:20]) or "none"

@@ -22,7 +22,7 @@ from operator import attrgetter
 import msgspec
 
 from headrace.dataio.core import limits
-from headrace.dataio.shards.sample import AudioInfo, SoundMark
+from headrace.dataio.shards.sample import AudioInfo, AudioMark
 
 
 class Excerpt(msgspec.Struct, frozen=True):
@@ -42,13 +42,13 @@ class Excerpt(msgspec.Struct, frozen=True):
 _pts = attrgetter("pts")
 
 
-def mark_before(marks: Sequence[SoundMark], pts: int) -> SoundMark | None:
+def mark_before(marks: Sequence[AudioMark], pts: int) -> AudioMark | None:
     """The last marked packet that begins at this stamp or before it."""
     number = bisect_right(marks, pts, key=_pts)
     return marks[number - 1] if number else None
 
 
-def around(info: AudioInfo, low: Fraction, high: Fraction) -> Sequence[SoundMark]:
+def around(info: AudioInfo, low: Fraction, high: Fraction) -> Sequence[AudioMark]:
     """The marked packets from the last one before `low` to the first one after `high`, in seconds of the file's own
     time line. At least one packet, if any are marked."""
     if info.time_base is None:

@@ -22,7 +22,7 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.sample import AudioInfo, SoundMark
+from headrace.dataio.shards.sample import AudioInfo, AudioMark
 from headrace.loaders.audio.excerpts.base import NEAR, Bytes, Excerpt, Mark, around, before
 from headrace.loaders.fetch.partial_file import Media
 
@@ -83,7 +83,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     return Excerpt(parts, "matroska", shift=shift, until=until if following is None else None, whole=not first[1])
 
 
-def _agrees(data: Media, header: _Header, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:
+def _agrees(data: Media, header: _Header, info: AudioInfo, marks: Sequence[AudioMark]) -> bool:
     """Whether the file matches the index, and the frames that the index marks are there."""
     listed = header.rate, header.channels, header.samples
     if listed != (info.sample_rate, info.channels, info.samples) or info.time_base != Fraction(1, header.rate):

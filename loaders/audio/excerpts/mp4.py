@@ -23,7 +23,7 @@ from fractions import Fraction
 import msgspec
 import numpy as np
 
-from headrace.dataio.shards.sample import AudioInfo, SoundMark
+from headrace.dataio.shards.sample import AudioInfo, AudioMark
 from headrace.loaders.audio.excerpts.base import Excerpt, around
 from headrace.loaders.decode import mp4
 from headrace.loaders.decode.mp4 import Ints, Stored
@@ -60,7 +60,7 @@ class Track(msgspec.Struct, frozen=True):
     first_of_chunk: Ints
 
 
-def track(data: Media, info: AudioInfo, marks: Sequence[SoundMark]) -> Track | None:
+def track(data: Media, info: AudioInfo, marks: Sequence[AudioMark]) -> Track | None:
     """The file's simple track with these packets at the positions that the index lists; None if there is none. libav
     may number tracks differently from the file, since it counts cover pictures."""
     try:
@@ -76,7 +76,7 @@ def track(data: Media, info: AudioInfo, marks: Sequence[SoundMark]) -> Track | N
     return None
 
 
-def _fits(track: Track, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:
+def _fits(track: Track, info: AudioInfo, marks: Sequence[AudioMark]) -> bool:
     """Whether the marked packets belong to this track and begin when the index says."""
     base, ends = info.time_base, np.cumsum(track.counts * track.ticks)
     if base is None or not marks or (track.scale % info.sample_rate and info.sample_rate % track.scale):

@@ -22,7 +22,7 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.sample import AudioInfo, SoundMark
+from headrace.dataio.shards.sample import AudioInfo, AudioMark
 from headrace.loaders.audio.excerpts.base import Excerpt, around
 from headrace.loaders.fetch.partial_file import Media
 
@@ -74,7 +74,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     return Excerpt([data[: head.end], data[first : pages[-1].end]], "ogg")
 
 
-def _agree(pages: Sequence[_Page], marks: Sequence[SoundMark], lead: int) -> bool:
+def _agree(pages: Sequence[_Page], marks: Sequence[AudioMark], lead: int) -> bool:
     """Whether no page is missing, and marked packets begin pages at the right time: `lead` samples before the count of
     the page before."""
     if any(other.number != (one.number + 1) % (1 << 32) for one, other in pairwise(pages)):

@@ -99,7 +99,7 @@ def test_differing_versions_are_exit_code_1(root: str, tmp_path: Path, capsys: p
         (["ls", "{}", "--where", "heigth > 2"], "did you mean height"),
         (["filter", "{}", "key in (select 1)"], "a sub-query"),
         (["log", "{}/nothing"], "no dataset"),
-        (["tag", "{}", "7"], "cannot be a tag"),
+        (["tag", "{}", "7"], "is not a valid tag"),
         (["ls", "{}", "--version", "nope"], "no version tagged 'nope'"),
         (["diff", "{}", "1", "9"], "no version 9"),
     ],

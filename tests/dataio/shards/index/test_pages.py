@@ -19,7 +19,7 @@ from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.index import pages
 from headrace.dataio.shards.index.pages import short_digest
 from headrace.dataio.shards.pieces import piece_size
-from headrace.dataio.shards.sample import AudioInfo, Files, KeyFrame, Member, Pieces, Sample, SoundMark
+from headrace.dataio.shards.sample import AudioInfo, AudioMark, Files, KeyFrame, Member, Pieces, Sample
 from headrace.dataio.store.mounts import PREFIX
 from tests.support.any_samples import SHARD, SIZE, apart, long, samples
 from tests.support.indexed_datasets import sample, video
@@ -209,7 +209,7 @@ def test_an_older_headrace_reads_rows_with_marks_as_if_they_had_none() -> None:
 
 def test_an_older_headrace_reads_rows_that_say_where_sound_begins_as_if_they_did_not() -> None:
     sound = AudioInfo(
-        "ogg", 0, "opus", 48_000, 2, 999, Fraction(1, 48_000), -312, (SoundMark(99, -312), SoundMark(7000, 648))
+        "ogg", 0, "opus", 48_000, 2, 999, Fraction(1, 48_000), -312, (AudioMark(99, -312), AudioMark(7000, 648))
     )
     said = replace(GOOD, audio=sound)
     read = msgspec.msgpack.decode(pages.encode_row(said), type=OldRow)

@@ -64,10 +64,10 @@ def test_a_condition_chooses_the_samples_that_meet_it_and_numbers_them_anew(open
 
 
 REFUSED = {
-    "heigth > 3": "names 'heigth'.*did you mean height",
-    "fields.scor > 3": r"names 'fields\.scor'",
+    "heigth > 3": "names the column 'heigth'.*did you mean height",
+    "fields.scor > 3": r"names the column 'fields\.scor'",
     "nothing_like_it = 1": "there are audio_codec.*JSON Odd Name, label",
-    "duration": "is no condition: its value is of type DOUBLE",
+    "duration": "is not a condition: its value is of type DOUBLE",
     "duration > 'long'": "fails: Conversion Error",
     "key::int > 3": "fails: Conversion Error",
     "": "the condition is empty",
@@ -92,8 +92,8 @@ REFUSED = {
     "key = key collate nocase": "collate",
     "[duration][1] > 2": "array_extract|list_value",
     "duration::struct(a int) is null": "such a cast",
-    "__row > 3": "names '__row'",
-    "part.key = 'x'": r"names 'part\.key'",
+    "__row > 3": "names the column '__row'",
+    "part.key = 'x'": r"names the column 'part\.key'",
     "(" * 3000 + "true" + ")" * 3000: "cannot be read",
     "not " * 3000 + "true": "cannot be read",
     "key = '" + "x" * 20_000 + "'": "longer than",
@@ -297,7 +297,7 @@ def test_a_field_that_is_called_as_the_column_of_row_numbers_is_a_field(tmp_path
     folder = forge.good(tmp_path / "good")
     forge.change_document(folder, lambda found: found["index"][0]["fields"].update({"__row": "integer"}))
     dataset = Dataset(folder)
-    with pytest.raises(UsageError, match="names '__row'"):
+    with pytest.raises(UsageError, match="names the column '__row'"):
         dataset.where("__row is null")
     assert len(dataset.where('fields."__row" is null')) == 2
     assert len(dataset.where('fields."__row" = 3 or w = 3')) == 1

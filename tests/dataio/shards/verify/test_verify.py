@@ -310,7 +310,7 @@ def test_a_damaged_index_part_leaves_the_tars_checked_but_not_repaired(
     flip(tmp_path / "copy" / "index" / part.name, 101)
     report = verify(ds, repair=tmp_path / "copy")
     refused = {o.object: o.unrepaired for o in report.damaged}
-    assert "copy's is bad as well" in refused[f"index/{part.name}"]
+    assert "in the copy is damaged, too" in refused[f"index/{part.name}"]
     assert "the index is damaged" in refused[f"shards/{shards(ds)[2].name}"]
     assert not report.repaired
 
@@ -333,7 +333,7 @@ def test_a_copy_that_is_bad_in_the_same_place_changes_nothing(ds: Path, original
     flip(tmp_path / "copy" / sample.shard, sample.members[1].offset, bit=1)
     before = (ds / sample.shard).read_bytes()
     report = verify(ds, repair=tmp_path / "copy")
-    assert "1 members are wrong in both" in report.damaged[0].unrepaired
+    assert "1 member damaged in both" in report.damaged[0].unrepaired
     assert not report.repaired
     assert (ds / sample.shard).read_bytes() == before
 
@@ -354,7 +354,7 @@ def test_another_dataset_and_the_dataset_itself_are_no_copies(ds: Path, tmp_path
         verify(ds, repair=tmp_path / "other")
     with pytest.raises(UsageError, match="the dataset itself"):
         verify(ds, repair=ds)
-    with pytest.raises(UsageError, match="no copy to repair from"):
+    with pytest.raises(UsageError, match="cannot repair the dataset"):
         verify(ds, repair=tmp_path / "nothing")
     with pytest.raises(NotFoundError, match="no dataset"):
         verify(tmp_path / "nothing")
@@ -434,7 +434,7 @@ def test_the_same_samples_are_chosen_every_time_and_about_as_many_as_asked_for()
 
 @pytest.mark.parametrize("amount", ["", "-1", "101%", "1.5", "many", "2000000"])
 def test_an_amount_that_is_none_is_refused(amount: str, ds: Path) -> None:
-    with pytest.raises(UsageError, match="how many samples"):
+    with pytest.raises(UsageError, match="not a number or share of samples"):
         verify(ds, decode=amount)
 
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.media.probe import probe
-from headrace.dataio.shards.sample import AudioInfo, SoundMark
+from headrace.dataio.shards.sample import AudioInfo, AudioMark
 from headrace.loaders import AudioSpec
 from headrace.loaders.audio import decode
 from headrace.loaders.audio.excerpts import flac
@@ -209,7 +209,7 @@ def test_a_file_full_of_what_looks_like_frames_is_a_bad_sample_before_long(
     monkeypatch.setattr(flac, "_number", number)
     forged = AudioInfo("flac", 0, "flac", 48_000, 1, (1 << 36) - 1)
     if marked:
-        forged = replace(forged, time_base=Fraction(1, 48_000), marks=(SoundMark(42, 0),))
+        forged = replace(forged, time_base=Fraction(1, 48_000), marks=(AudioMark(42, 0),))
     with pytest.raises(CorruptionError, match="look like a frame" if marked else "no sound can be decoded"):
         decode.decode_audio(memoryview(data), forged, Fraction(10**6), AudioSpec(seconds=1.0), 16_000, True)
     assert looked == (flac.MAX_CANDIDATES + 1 if marked else 0)
