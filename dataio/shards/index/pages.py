@@ -281,7 +281,7 @@ class Directory:
         self._offsets: I64 = np.concatenate([np.zeros(1, np.int64), at]) + section.offset
         if (self._ends[-1:].sum(), at[-1:].sum()) != (rows, section.pages) or not self._entries["rows"].all():
             raise CorruptionError(
-                f"{name}: the directory of its pages names other rows or bytes than the dataset version"
+                f"{name}: the directory of its pages does not match the rows and bytes in the dataset version"
             )
 
     def __len__(self) -> int:
@@ -345,7 +345,7 @@ class RowDecoder:
     def _attach_pieces(self, members: list[Member], found: list[_PiecesWithMarks], at: int) -> None:
         for one in found:
             if one.member >= len(members):
-                raise self._bad(at, "pieces are those of no member")
+                raise self._bad(at, "pieces belong to no member")
             whole = members[one.member]
             pieces = Pieces(one.size, one.digests, tuple(one.head), tuple(one.marks))
             fault = cut.find_fault(pieces, whole.length)
@@ -392,7 +392,7 @@ class RowDecoder:
         elif len(v.key_at) == len(v.key_pts):
             key_frames = map(KeyFrame, v.key_pts, v.key_index, v.key_at)
         else:
-            raise self._bad(at, "key_frames does not lie at as many places")
+            raise self._bad(at, "key_frames has another number of positions")
         return VideoInfo(
             *(v.ext, v.stream, v.codec, v.width, v.height, _fraction(v.fps_numerator, v.fps_denominator), v.frames),
             *(_fraction(v.time_base_numerator, v.time_base_denominator), v.start_pts, v.duration_pts, v.pixel_format),
@@ -406,7 +406,7 @@ class RowDecoder:
         if a.time_base_numerator is None:
             return AudioInfo(*values)
         if len(a.mark_at) != len(a.mark_pts):
-            raise self._bad(at, "its marks of sound do not lie at as many places")
+            raise self._bad(at, "its audio marks have another number of positions")
         base = _fraction(a.time_base_numerator, a.time_base_denominator)
         return AudioInfo(*values, base, a.start_pts, tuple(map(AudioMark, a.mark_at, a.mark_pts)))
 

@@ -273,7 +273,7 @@ def check(table: Any, name: str, shards: Mapping[str, int], numbers: RowNumbers 
             nulls = {columns[codec].null_count, columns[column].null_count}
             if nulls != {0} and nulls != {len(columns[codec])}:
                 differ = pc.xor(pc.is_null(columns[column]), pc.is_null(columns[codec]))
-                columns.fail_where(differ, column, "is there without its stream, or missing")
+                columns.fail_where(differ, column, "is present without its stream, or missing")
     for column in columns.present(_POSITIVE):
         if (least := _minimum(columns[column])) is not None and least <= 0:
             columns.fail_where(pc.less_equal(columns[column], 0), column, "is not positive")

@@ -250,7 +250,7 @@ def refuse_existing(store: Store) -> None:
     if existing:
         raise ConflictError(
             f"{store.location.url} already holds a dataset (version {existing[-1]})",
-            hint="pack into an empty place; a stored version never changes",
+            hint="pack into an empty folder or prefix; a stored version never changes",
         )
 
 
@@ -261,7 +261,7 @@ def publish(store: Store, document: VersionDocument) -> None:
         raise ConflictError(
             f"{store.location.url}: another writer made version {document.version}, "
             f"{winner.samples} samples at {winner.created}",
-            hint="open that version, or pack into another place",
+            hint="open that version, or pack to another URL",
         )
 
 
@@ -294,7 +294,9 @@ def commit(store: Store, build: Callable[[VersionDocument], VersionDocument], *,
             return document
         time.sleep(random.uniform(0, 0.01 * min(lost + 1, 20)))
     winner, _ = load(store, _newest(store))
-    raise ConflictError(f"{_won(store, winner)}, and {COMMIT_TRIES} attempts lost such races", hint="try again")
+    raise ConflictError(
+        f"{_won(store, winner)}, and {COMMIT_TRIES} attempts lost the race against other writers", hint="try again"
+    )
 
 
 def _won(store: Store, winner: VersionDocument) -> str:

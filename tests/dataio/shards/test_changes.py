@@ -1,4 +1,4 @@
-"""Versions made of versions, against plain sets; and that nothing is ever rewritten."""
+"""Versions made from versions, compared with plain sets; and nothing is ever rewritten."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_sample_that_another_removed_first_is_a_conflict_naming_them(
     assert len(Dataset(tmp_path)) == 29
 
 
-def test_damage_to_the_list_of_what_is_left_is_found(tmp_path: Path) -> None:
+def test_damage_to_a_bitmap_is_found(tmp_path: Path) -> None:
     made = opened(tmp_path, range(30)).remove(["k00003"])
     bitmap = made.document.index[0].bitmap
     assert bitmap is not None
@@ -198,7 +198,7 @@ def test_a_merge_reads_other_datasets_where_they_are(tmp_path: Path) -> None:
         assert [s.key for s in again] == [s.key for s in three]
 
 
-def test_a_merged_dataset_gives_no_other_place_the_name_of_a_mount(
+def test_a_merged_dataset_cannot_give_another_location_the_name_of_a_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = opened(tmp_path / "one", range(30)), opened(tmp_path / "two", range(30, 50), name="two")
@@ -218,7 +218,7 @@ def test_equal_keys_of_two_datasets_are_named(tmp_path: Path) -> None:
     assert len(one.merge(two.where("key > 'k00029'"))) == 40
 
 
-def test_versions_of_one_dataset_merge_to_all_that_either_has(tmp_path: Path) -> None:
+def test_versions_of_one_dataset_merge_to_the_union_of_their_samples(tmp_path: Path) -> None:
     first = opened(tmp_path, range(60))
     low, high = first.where("key < 'k00020'").save(), first.where("key > 'k00010' and key < 'k00030'").save()
     removed = first.remove(where="key < 'k00040'")
@@ -229,7 +229,7 @@ def test_versions_of_one_dataset_merge_to_all_that_either_has(tmp_path: Path) ->
     assert [s.key for s in both.merge(first)] == keys(range(60))
 
 
-def test_merging_nothing_or_into_a_view_is_a_mistake(tmp_path: Path) -> None:
+def test_merging_nothing_or_into_a_view_is_an_error(tmp_path: Path) -> None:
     dataset = opened(tmp_path, range(10))
     with pytest.raises(UsageError, match="at least one"):
         dataset.merge()
@@ -288,7 +288,7 @@ def test_a_tag_of_a_version_that_was_replaced_is_refused(tmp_path: Path) -> None
         Dataset(tmp_path, "release-1")
 
 
-def test_the_log_names_every_version_with_what_made_it(tmp_path: Path) -> None:
+def test_the_log_names_every_version_and_its_operation(tmp_path: Path) -> None:
     dataset = opened(tmp_path, range(30))
     dataset.where("duration > 3").save("view")
     dataset.remove(["k00003"], message="bad").tag("good")
@@ -304,7 +304,7 @@ def test_the_log_names_every_version_with_what_made_it(tmp_path: Path) -> None:
 # --- diff
 
 
-def test_a_diff_names_what_was_added_removed_and_changed(tmp_path: Path) -> None:
+def test_a_diff_names_added_removed_and_changed_samples(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     rows = make(store, range(30))
     first = Dataset(store)
@@ -445,7 +445,7 @@ class Versions(RuleBasedStateMachine):
             assert (found.changed, found.unchanged) == (0, len(old & new))
 
     @invariant()
-    def every_version_is_what_it_was(self) -> None:
+    def every_version_is_unchanged(self) -> None:
         if not self.model:
             return
         for version, numbers in self.model.items():
@@ -460,12 +460,12 @@ class Versions(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def test_any_sequence_of_changes_leaves_what_sets_say() -> None:
+def test_any_sequence_of_changes_gives_the_same_as_sets() -> None:
     run_state_machine_as_test(Versions, settings=settings(max_examples=5, stateful_step_count=8, deadline=None))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(5))
-def test_many_sequences_of_changes_leave_what_sets_say(part: int) -> None:
+def test_many_sequences_of_changes_give_the_same_as_sets(part: int) -> None:
     run_state_machine_as_test(Versions, settings=settings(max_examples=30, stateful_step_count=15, deadline=None))

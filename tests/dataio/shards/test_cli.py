@@ -157,7 +157,7 @@ def test_wrong_credentials_are_a_clear_error_that_shows_none(clips: Path, s3_url
     ] == ("access_denied")
 
 
-def test_info_says_what_there_is(dataset: Path) -> None:
+def test_info_prints_the_statistics(dataset: Path) -> None:
     text = headrace("info", dataset).stdout.decode()
     assert "samples       3, 1 with text" in text
     assert "made by       packed\n" in text
@@ -232,7 +232,7 @@ def test_cat_of_a_damaged_member_gives_no_byte_and_returns_4(dataset: Path) -> N
     assert b"checksum" in done.stderr
 
 
-def test_cat_of_what_is_not_there_says_what_is(dataset: Path) -> None:
+def test_cat_of_a_missing_member_lists_the_existing_ones(dataset: Path) -> None:
     done = headrace("cat", dataset, "a", "--ext", "jpg")
     assert done.returncode == 2
     assert b"it has mp4, txt" in done.stderr
@@ -242,9 +242,7 @@ def test_cat_of_what_is_not_there_says_what_is(dataset: Path) -> None:
     assert b"it has 1" in missing.stderr
 
 
-def test_what_cannot_be_is_said_with_the_next_step(
-    dataset: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_name_the_next_step(dataset: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_QUARANTINE", str(tmp_path / "refusals"))
     for args, code, said in (
         (("pack", clips, tmp_path / "x", "--workers", "100000000"), 2, b"is not a whole number from 1 to 1024"),

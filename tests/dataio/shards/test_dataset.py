@@ -1,4 +1,4 @@
-"""An open version: what it answers, and what it refuses to open."""
+"""An open version: its lookups, and the damage that it refuses to open."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_samples_are_numbered_and_answered_by_number_key_and_iteration(posix: St
     assert repr(dataset) == f"Dataset({dataset.url!r}, version=1, samples=4)"
 
 
-def test_where_files_lie_is_said_without_what_they_are(posix: Store) -> None:
+def test_the_positions_of_files_are_read_without_their_properties(posix: Store) -> None:
     several = tuple(
         Member(ext, 4096 + offset, length, 2**64 - length) for ext, offset, length in (("a", 0, 9), ("b", 512, 3))
     )
@@ -136,7 +136,7 @@ def test_no_dataset_is_an_error_that_says_where(posix: Store, version: int | Non
         Dataset(posix, version)
 
 
-def test_two_writers_of_one_version_have_one_winner_and_the_loser_is_told(posix: Store) -> None:
+def test_one_of_two_writers_of_a_version_wins_and_the_other_gets_an_error(posix: Store) -> None:
     write(posix)
     with pytest.raises(ConflictError, match="another writer made version 1, 4 samples"):
         write(posix)
@@ -264,7 +264,7 @@ def test_a_document_above_the_limit_is_not_written() -> None:
     ],
     ids=["Dataset", "verify", "pack", "append", "index"],
 )
-def test_storage_options_with_an_open_store_are_a_mistake(posix: Store, call: Callable[..., object]) -> None:
+def test_storage_options_with_an_open_store_are_an_error(posix: Store, call: Callable[..., object]) -> None:
     write(posix)
     with pytest.raises(UsageError, match="storage_options go with a URL"):
         call(posix, storage_options={"endpoint_url": "http://127.0.0.1:1"})

@@ -55,7 +55,7 @@ def test_a_damaged_member_leaves_no_file(dataset: Dataset, tmp_path: Path) -> No
     assert os.listdir(tmp_path / "out") == []
 
 
-def test_what_is_not_there_is_named(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_missing_key_or_member_is_named(dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="'zz'"):
         list(export(dataset, ["zz"], tmp_path / "out"))
     with pytest.raises(ConflictError, match="no folder"):

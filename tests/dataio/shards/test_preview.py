@@ -68,7 +68,7 @@ def test_the_same_dataset_gives_the_same_page(dataset: Dataset, text: str) -> No
     assert preview(dataset, workers=2, frames=3) == text
 
 
-def test_a_view_says_what_it_is_and_a_limit_spreads(dataset: Dataset) -> None:
+def test_the_page_of_a_view_names_its_condition_and_a_limit_spreads_the_samples(dataset: Dataset) -> None:
     seen = list[tuple[int, int]]()
     text = preview(
         dataset.where("duration < 10 and codec = 'h264'"), limit=1, workers=1, progress=lambda *done: seen.append(done)
@@ -125,7 +125,7 @@ def test_pictures_are_upright_and_spread_over_time(media: Path) -> None:
     assert len(set(late.jpegs)) == 4
 
 
-def test_what_cannot_be_decoded_is_said(media: Path, tmp_path: Path) -> None:
+def test_the_page_says_why_a_sample_cannot_be_decoded(media: Path, tmp_path: Path) -> None:
     (tmp_path / "x").write_text("nothing")
     assert "cannot be decoded" in pictures_of(PicturesJob(path=str(tmp_path / "x"), video_stream=0)).fault
     assert run(PicturesJob(path=str(media / "action.wav"))) == Pictures(fault="it has neither video nor audio")

@@ -1,4 +1,4 @@
-"""What opening a dataset takes of Arrow: the same as `pyarrow.compute`, and without it."""
+"""Arrow without its slow imports: the functions give the results of `pyarrow.compute`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
 
 
-def test_a_local_dataset_is_opened_without_what_takes_long_to_import(tmp_path: Path) -> None:
+def test_a_local_dataset_is_opened_without_slow_imports(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         make(store, range(60))
     subprocess.run([sys.executable, "-c", READS, str(tmp_path)], check=True, timeout=150)

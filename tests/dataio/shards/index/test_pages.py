@@ -1,4 +1,4 @@
-"""A page's rows are the samples that were written, or an error that names the part and the row."""
+"""A page holds the samples that were written, or reading it raises an error that names the part and the row."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from headrace.dataio.shards.index.pages import short_digest
 from headrace.dataio.shards.pieces import piece_size
 from headrace.dataio.shards.sample import AudioInfo, AudioMark, Files, KeyFrame, Member, Pieces, Sample
 from headrace.dataio.store.mounts import PREFIX
-from tests.support.any_samples import SHARD, SIZE, apart, long, samples
 from tests.support.indexed_datasets import sample, video
+from tests.support.sample_strategies import SHARD, SIZE, samples, with_page_fields, without_overlaps
 
 OFFSET = 4096
 NAME = "index/x"
@@ -51,7 +51,7 @@ def all_of(written: list[Sample]) -> list[Sample]:
     return [rows().sample(raw, at, at) for at, raw in enumerate(raws)]
 
 
-@given(st.lists(samples.flatmap(long), max_size=4).map(apart))
+@given(st.lists(samples.flatmap(with_page_fields), max_size=4).map(without_overlaps))
 def test_samples_come_back_as_they_were_written(written: list[Sample]) -> None:
     assert all_of(written) == [replace(one, id=number) for number, one in enumerate(written)]
     assert pages.write(written) == pages.write(iter(written))
@@ -104,7 +104,7 @@ EIGHT = b"8bytes__"
 LONG = replace(with_pieces(64, EIGHT * 2, (0, 1)), video=replace(VIDEO, key_frames=(KeyFrame(0, 0, 40),)))
 
 
-LIES = {
+INVALID = {
     "pieces of no size": (with_pieces(0, b""), "Expected `int` >= 1"),
     "pieces of an odd size": (with_pieces(96, EIGHT * 2), "pieces of member 'mp4': pieces of 96 bytes"),
     "too few pieces": (with_pieces(64, EIGHT), "pieces of member 'mp4': 8 bytes of digests for 2 pieces"),
@@ -132,9 +132,9 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_row_that_lies_is_refused_by_its_number(lie: str) -> None:
-    wrong, words = LIES[lie]
+@pytest.mark.parametrize("fault", INVALID)
+def test_an_invalid_row_is_refused_by_its_number(fault: str) -> None:
+    wrong, words = INVALID[fault]
     directory, page = opened([GOOD, wrong], *pages.write([GOOD, wrong]))
     raws = page(0)
     assert rows().sample(raws[0], 0, 1) == GOOD
@@ -143,10 +143,10 @@ def test_a_row_that_lies_is_refused_by_its_number(lie: str) -> None:
     assert len(directory) == 1
 
 
-def test_a_row_says_of_which_member_its_pieces_are_and_where_every_key_frame_lies() -> None:
+def test_a_row_names_the_member_of_its_pieces_and_the_position_of_every_key_frame() -> None:
     for change, words in (
-        (lambda row: row[-1][0].__setitem__(0, 1), "pieces are those of no member"),
-        (lambda row: row[4][-1].append(7), "key_frames does not lie at as many places"),
+        (lambda row: row[-1][0].__setitem__(0, 1), "pieces belong to no member"),
+        (lambda row: row[4][-1].append(7), "key_frames has another number of positions"),
     ):
         stored = msgspec.msgpack.decode(pages.encode_row(LONG))
         assert rows().sample(msgspec.Raw(msgspec.msgpack.encode(stored)), 7, LONG.id) == LONG
@@ -211,10 +211,14 @@ def test_an_older_headrace_reads_rows_that_say_where_sound_begins_as_if_they_did
     sound = AudioInfo(
         "ogg", 0, "opus", 48_000, 2, 999, Fraction(1, 48_000), -312, (AudioMark(99, -312), AudioMark(7000, 648))
     )
-    said = replace(GOOD, audio=sound)
-    read = msgspec.msgpack.decode(pages.encode_row(said), type=OldRow)
-    assert msgspec.msgpack.encode(read) == pages.encode_row(pages.without_page_fields(said)) != pages.encode_row(said)
-    assert rows().sample(msgspec.Raw(pages.encode_row(said)), 0, GOOD.id) == said
+    with_start = replace(GOOD, audio=sound)
+    read = msgspec.msgpack.decode(pages.encode_row(with_start), type=OldRow)
+    assert (
+        msgspec.msgpack.encode(read)
+        == pages.encode_row(pages.without_page_fields(with_start))
+        != pages.encode_row(with_start)
+    )
+    assert rows().sample(msgspec.Raw(pages.encode_row(with_start)), 0, GOOD.id) == with_start
 
 
 @pytest.mark.parametrize("length", [limits.MIB, 128 * limits.MIB, 4 * limits.GIB])
@@ -247,16 +251,18 @@ def test_a_row_whose_text_is_not_utf8_is_refused() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\xc1", msgspec.msgpack.encode({}), msgspec.msgpack.encode([SHARD]), b"\x91" * 4096]
 )
-def test_what_is_no_row_is_refused(data: bytes) -> None:
+def test_bytes_that_are_not_a_row_are_refused(data: bytes) -> None:
     for read in (lambda raw: rows().sample(raw, 7, 0), lambda raw: rows().files(raw, 7)):
         with pytest.raises(CorruptionError, match="index/x: row 7: is not a row"):
             read(msgspec.Raw(data))
 
 
-def one_page(stored: bytes, rows_said: int, unpacked_said: int) -> Callable[[], list[msgspec.Raw]]:
+def one_page(stored: bytes, declared_rows: int, declared_size: int) -> Callable[[], list[msgspec.Raw]]:
     """A page of these bytes whose directory is sealed, and says so."""
-    entry = np.array([(rows_said, len(stored), unpacked_said, short_digest(stored))], pages._DIRECTORY_ENTRY).tobytes()
-    found = pages.Directory(pages.section_at(OFFSET, stored, entry), entry, rows_said, NAME)
+    entry = np.array(
+        [(declared_rows, len(stored), declared_size, short_digest(stored))], pages._DIRECTORY_ENTRY
+    ).tobytes()
+    found = pages.Directory(pages.section_at(OFFSET, stored, entry), entry, declared_rows, NAME)
     return lambda: found.unpack(0, stored)
 
 
@@ -282,9 +288,9 @@ PAGES = {
 
 @pytest.mark.parametrize("attack", PAGES)
 def test_a_forged_page_is_refused_before_it_fills_the_memory(attack: str) -> None:
-    stored, rows_said, unpacked_said, words = PAGES[attack]
+    stored, declared_rows, declared_size, words = PAGES[attack]
     with pytest.raises(CorruptionError, match=f"index/x: page 0 of its rows: .*{words}"):
-        one_page(stored, rows_said, unpacked_said)()
+        one_page(stored, declared_rows, declared_size)()
     assert one_page(packed(PAGE), 1, len(PAGE))() == [msgspec.Raw(ROW)]
 
 

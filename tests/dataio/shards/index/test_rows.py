@@ -1,4 +1,4 @@
-"""Rows and samples are the same thing twice; a table that lies is refused with the place of the lie."""
+"""Samples survive the conversion to rows and back, and an invalid table is refused with the row and the column."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.index.pages import digest
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.sample import AudioInfo, Files, KeyFrame, Member, Sample, VideoInfo
-from tests.support.any_samples import SHARD, SIZE, apart, samples
+from tests.support.sample_strategies import SHARD, SIZE, samples, without_overlaps
 
 
 def read(data: bytes, rows: int, **changes: Any) -> Any:
@@ -31,13 +31,13 @@ def read(data: bytes, rows: int, **changes: Any) -> Any:
     return index.read_part(data, **(expected | changes))
 
 
-@given(st.lists(samples, max_size=4).map(apart))
+@given(st.lists(samples, max_size=4).map(without_overlaps))
 def test_samples_come_back_as_they_were_written(written: list[Sample]) -> None:
     rows = read(part_writer.write_part(written).data, len(written)).to_pylist()
     assert [index.from_row(row, 0) for row in rows] == written
 
 
-@given(st.lists(samples, min_size=1, max_size=4).map(apart))
+@given(st.lists(samples, min_size=1, max_size=4).map(without_overlaps))
 def test_whole_columns_give_the_samples_that_single_rows_give(written: list[Sample]) -> None:
     table = read(part_writer.write_part(written).data, len(written))
     filled = table.select([name for name in table.column_names if table[name].null_count < table.num_rows])
@@ -81,7 +81,7 @@ def table_with(**columns: Any) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def test_the_table_that_the_lies_start_from_is_accepted() -> None:
+def test_the_valid_table_is_accepted() -> None:
     assert read(table_with(), 2).num_rows == 2
 
 
@@ -89,7 +89,7 @@ def members(offset: int, length: int) -> list[dict[str, Any]]:
     return [{"ext": "mp4", "offset": offset, "length": length, "xxh3": 0}]
 
 
-LIES: dict[str, tuple[dict[str, Any], str]] = {
+INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "a member behind the end": ({"members": members(SIZE - 5, 6)}, "members lies outside"),
     "a member that starts behind the end": ({"members": members(SIZE + 1, 0)}, "members lies outside"),
     "a negative offset": ({"members": members(-1, 6)}, "members lies outside"),
@@ -103,18 +103,18 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "no frames": ({"frames": 0}, "frames is not positive"),
     "a rate over zero": ({"fps_denominator": 0}, "fps_denominator is not positive"),
     "a negative width": ({"width": -4}, "width is not positive"),
-    "a codec without width": ({"width": None}, "width is there without its stream, or missing"),
-    "a width without codec": ({"video_codec": None}, "video_ext is there without its stream, or missing"),
-    "no sample rate": ({"sample_rate": None}, "sample_rate is there without"),
+    "a codec without width": ({"width": None}, "width is present without its stream, or missing"),
+    "a width without codec": ({"video_codec": None}, "video_ext is present without its stream, or missing"),
+    "no sample rate": ({"sample_rate": None}, "sample_rate is present without"),
     "no key frames": ({"key_frames": []}, "key_frames is empty"),
     "a key frame behind the end": ({"key_frames": [{"pts": 0, "index": 13}]}, "key_frames lies outside"),
     "a negative key frame": ({"key_frames": [{"pts": 0, "index": -1}]}, "key_frames lies outside"),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_refused_with_its_row_and_column(lie: str) -> None:
-    columns, words = LIES[lie]
+@pytest.mark.parametrize("fault", INVALID)
+def test_an_invalid_value_is_refused_with_its_row_and_column(fault: str) -> None:
+    columns, words = INVALID[fault]
     with pytest.raises(CorruptionError, match=rf"index/x: row 1: {words}"):
         read(table_with(**columns), 2)
 
@@ -131,7 +131,7 @@ def test_a_wrong_count_is_refused() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet at all", table_with()[:-20]])
-def test_what_is_no_parquet_file_is_refused(data: bytes) -> None:
+def test_bytes_that_are_not_a_parquet_file_are_refused(data: bytes) -> None:
     with pytest.raises(CorruptionError, match="Parquet"):
         read(data, 2)
 

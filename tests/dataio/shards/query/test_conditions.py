@@ -1,4 +1,4 @@
-"""`where`: what conditions mean, what they may not be, and what a view is."""
+"""`where`: the meaning of conditions, the texts that are refused, and the properties of views."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("condition", REFUSED, ids=lambda c: c[:30].encode("ascii", "replace").decode())
-def test_what_is_no_single_condition_is_refused(opened: Dataset, condition: str) -> None:
+def test_a_text_that_is_not_a_single_condition_is_refused(opened: Dataset, condition: str) -> None:
     with pytest.raises(UsageError, match=REFUSED[condition]):
         opened.where(condition)
 

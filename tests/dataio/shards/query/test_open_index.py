@@ -26,7 +26,7 @@ from tests.support.indexed_datasets import make
 
 
 @given(st.integers(1, 3000).flatmap(lambda of: st.tuples(st.just(of), st.sets(st.integers(0, of - 1)))))
-def test_what_is_left_comes_back_as_it_was_written(given: tuple[int, set[int]]) -> None:
+def test_a_bitmap_decodes_to_the_rows_that_were_encoded(given: tuple[int, set[int]]) -> None:
     of, chosen = given
     rows = np.array(sorted(chosen), np.uint32)
     assert decode_bitmap(encode_bitmap(rows, of), of, len(rows), "x").tolist() == rows.tolist()
@@ -49,7 +49,7 @@ def test_zeros_compressed_by_block_are_what_zlib_unpacks() -> None:
     [b"", b"junk", encode_bitmap(np.array([1], np.uint32), 8), zlib.compress(bytes(3)), zeros_compressed(1 << 30)],
     ids=["empty", "junk", "another count", "another size", "a bomb"],
 )
-def test_a_bitmap_that_is_none_is_refused_without_unpacking_it(data: bytes) -> None:
+def test_an_invalid_bitmap_is_refused_without_unpacking_it(data: bytes) -> None:
     with pytest.raises(CorruptionError, match="bitmap of its rows"):
         decode_bitmap(data, 16, 2, "x")
 

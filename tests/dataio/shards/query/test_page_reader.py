@@ -1,4 +1,4 @@
-"""Looking up samples by their rows: no more is read than they need, nor kept than is allowed; the answers are the tables'."""
+"""Looking up samples in pages: the bytes that are read, the bound of the cache, and results equal to the tables'."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_parts_in_a_store_that_has_to_be_waited_for_are_asked_side_by_side(tmp_p
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, ROWS - 1), max_size=40), st.integers(1, 200_000))
-def test_answers_do_not_depend_on_what_is_kept(
+def test_results_do_not_depend_on_the_cache(
     stored: tuple[Store, versions.IndexPart, list[Sample]], wanted: list[int], most: int
 ) -> None:
     store, part, rows = stored
@@ -128,7 +128,7 @@ def test_the_least_recently_used_page_goes_first() -> None:
 
 
 @pytest.mark.parametrize(("change", "words"), [({"key": "index/none"}, "is missing"), ({"size": 0}, "shorter")])
-def test_a_part_that_is_gone_or_short_is_damage(
+def test_a_missing_or_short_part_is_damage(
     stored: tuple[Store, versions.IndexPart, list[Sample]], change: dict[str, object], words: str, tmp_path: Path
 ) -> None:
     store, part, _ = stored
@@ -195,7 +195,7 @@ def test_a_document_whose_pages_cannot_be_is_refused(tmp_path: Path, changes: di
         Dataset(store)
 
 
-def test_what_files_all_samples_have_is_known_without_reading_anything(tmp_path: Path) -> None:
+def test_the_extensions_that_all_samples_have_are_known_without_reading_anything(tmp_path: Path) -> None:
     make(open_store(tmp_path / "a"), range(60))
     assert Dataset.open_lazy(tmp_path / "a").index.files_of_all == {"mp4"}
     store = open_store(tmp_path / "b")

@@ -1,4 +1,4 @@
-"""Reading parts of index parts: no byte is believed that no digest vouches for."""
+"""Reading parts of index parts: every byte is checked against a digest before it is used."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_one_group_costs_less_than_the_part(
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_every_damaged_byte_is_found_by_whoever_reads_it(
+def test_every_damaged_byte_is_found_by_the_reader(
     made: tuple[Store, versions.VersionDocument, list[Sample]], data: st.DataObject
 ) -> None:
     store, document, _ = made
@@ -174,7 +174,7 @@ def test_every_damaged_byte_is_found_by_whoever_reads_it(
         ({"prefix": "mounts/m1/"}, "shard is not a shard of this dataset version"),
     ],
 )
-def test_a_part_that_is_not_what_the_version_says_is_refused(
+def test_a_part_that_differs_from_the_version_document_is_refused(
     made: tuple[Store, versions.VersionDocument, list[Sample]], change: dict[str, object], words: str
 ) -> None:
     store, document, _ = made

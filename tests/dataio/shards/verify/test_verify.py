@@ -1,4 +1,4 @@
-"""`verify` finds every kind of damage, and puts right from a copy what the copy has right."""
+"""`verify` finds every kind of damage, and repairs it from a copy that is intact there."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def test_objects_that_no_version_names_are_listed(ds: Path) -> None:
     assert not report.damaged
 
 
-def test_what_only_another_version_names_is_no_orphan(ds: Path) -> None:
+def test_an_object_that_only_another_version_names_is_not_an_orphan(ds: Path) -> None:
     with Dataset(ds) as dataset:
         dataset.remove(["s1"])
     assert verify(ds, 1).orphans == verify(ds).orphans == ()
@@ -397,7 +397,9 @@ def test_a_video_that_breaks_off_inside_is_found_by_decoding_only(
     assert "--repair" not in said, "no copy has other bytes"
 
 
-def test_what_ends_the_run_waits_for_no_decoder(ds: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_error_ends_the_check_without_waiting_for_a_decoder(
+    ds: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     hangs = tmp_path / "hangs.py"
     hello = f"import struct; os.write(1, struct.pack('>I', {len(jobs.HELLO)}) + {jobs.HELLO!r})"
     hangs.write_text(f"import os, time; {hello}; time.sleep(600)")
@@ -466,7 +468,7 @@ def headrace(*args: str | Path) -> subprocess.CompletedProcess[bytes]:
     return done
 
 
-def test_the_command_says_what_is_wrong_and_returns_1_until_it_is_repaired(ds: Path, original: Path) -> None:
+def test_the_command_lists_the_damage_and_returns_1_until_it_is_repaired(ds: Path, original: Path) -> None:
     assert headrace("verify", ds).returncode == 0
     _payload(ds)
     done = headrace("verify", ds, "--decode", "2")
@@ -522,7 +524,7 @@ def test_shards_indexed_in_place_are_checked_where_they_are_and_never_written(or
     assert (tmp_path / "tars" / tar_file).read_bytes() == before
 
 
-def test_the_bitmaps_of_what_was_removed_are_checked_and_repaired(ds: Path, tmp_path: Path) -> None:
+def test_the_bitmaps_of_removed_samples_are_checked_and_repaired(ds: Path, tmp_path: Path) -> None:
     with Dataset(ds) as dataset:
         made = dataset.remove(["s1", "s6"])
         key = next(part.bitmap.key for part in made.document.index if part.bitmap)

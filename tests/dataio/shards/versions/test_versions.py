@@ -1,4 +1,4 @@
-"""How versions are made one after the other: one winner a number, losers build again, views are not the newest."""
+"""Making versions: one winner for each number, losers build again, and views are not the newest version."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_of_racing_writers_every_one_gets_a_version_with_all_before_it(posix: St
     assert {s.key for s in made[-1].shards} == {f"shards/w{i}.tar" for i in range(8)}
 
 
-def test_who_cannot_go_on_after_a_lost_race_is_told_who_won(posix: Store) -> None:
+def test_a_writer_that_cannot_continue_after_a_lost_race_gets_the_winner_in_its_error(posix: Store) -> None:
     calls = list[int]()
 
     def build(base: VersionDocument) -> VersionDocument:
@@ -96,7 +96,7 @@ def test_races_that_are_always_lost_come_to_an_end(posix: Store, monkeypatch: py
     assert len(calls) == 3
 
 
-def test_a_version_beside_the_trunk_is_not_what_opening_means(posix: Store) -> None:
+def test_a_version_off_the_trunk_is_not_opened_by_default(posix: Store) -> None:
     versions.commit(posix, adding("a"))
     view = versions.commit(posix, adding("view"), trunk=False)
     assert (view.version, view.trunk) == (3, 2)

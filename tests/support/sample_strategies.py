@@ -61,7 +61,7 @@ samples = st.builds(
 
 
 @st.composite
-def long(draw: st.DrawFn, given: Sample) -> Sample:
+def with_page_fields(draw: st.DrawFn, given: Sample) -> Sample:
     """The sample with pieces of some of its members, and places of key frames."""
     members = [replace(m, pieces=draw(st.none() | pieces(m.length))) for m in given.members]
     video = given.video
@@ -82,7 +82,7 @@ def pieces(draw: st.DrawFn, length: int) -> Pieces:
     return Pieces(size, digests, runs(head), tuple((at, 1152 * number) for number, at in enumerate(marks)))
 
 
-def apart(written: list[Sample]) -> list[Sample]:
+def without_overlaps(written: list[Sample]) -> list[Sample]:
     """The samples with their members one behind the other."""
     at, placed = 512, []
     for given_sample in written:
