@@ -39,10 +39,22 @@ def export(
     ext: str | None = None,
     force: bool = False,
 ) -> Iterator[tuple[str, Path]]:
-    """Write the members of these samples into `folder`, and yield (`key.ext`, path) for each.
+    """Write the files of samples into a folder.
 
-    With `ext`, only the members with that extension are written. A missing key or member raises `NotFoundError` before
-    any member of its sample is written.
+    Args:
+        dataset (Dataset): The dataset or view.
+        keys (Iterable[str]): The keys of the samples.
+        folder (str | os.PathLike[str]): The folder, which is made if it does not exist.
+        ext (str | None): Write only files with this extension. Default: None, which writes all files.
+        force (bool): Whether to replace existing files. Default: False.
+
+    Yields:
+        tuple[str, Path]: `key.ext` and the path, for each file that was written.
+
+    Raises:
+        NotFoundError: A sample or its file does not exist. No file of that sample was written.
+        ConflictError: A file exists already, and `force` is False.
+        CorruptionError: A file's checksum does not match.
     """
     target = Path(folder)
     try:

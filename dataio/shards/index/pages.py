@@ -326,7 +326,7 @@ class RowDecoder:
     `prefix` is put before each shard name, except names that begin with `unprefixed`.
     """
 
-    def __init__(self, name: str, shards: Mapping[str, int], prefix: str, unprefixed: str) -> None:
+    def __init__(self, name: str, shards: Mapping[str, int], *, prefix: str, unprefixed: str) -> None:
         self._name, self._shards, self._prefix, self._unprefixed = name, shards, prefix, unprefixed
 
     def sample(self, data: msgspec.Raw, at: int, number: int) -> Sample:

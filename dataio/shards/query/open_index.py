@@ -222,7 +222,7 @@ class OpenIndex:
     def _tables(self) -> Tables:
         from headrace.dataio.shards.query.tables import Tables  # imports Arrow, which sample lookup does not need
 
-        return Tables(self._store, self._document, self.remaining_rows, len(self))
+        return Tables(self._store, self._document, remaining_rows=self.remaining_rows, samples=len(self))
 
 
 # --- bitmaps of remaining rows

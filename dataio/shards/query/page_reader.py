@@ -3,8 +3,8 @@
 Purpose: the rows of a batch lie all over the index. Each row costs reading one page of a few dozen rows. The directory
 of a part is read once. If the pages are small in total (`READ_WHOLE_BYTES`), all of them are read with the directory.
 Invariants: every byte is checked against a digest before it is used. The version document holds the digest of the
-directory, and the directory holds the digests of the pages. `PageCache` is an LRU cache for the pages of all parts, and its
-size is bounded. Results do not depend on the cache.
+directory, and the directory holds the digests of the pages. `PageCache` is an LRU cache for the pages of all parts, and
+its size is bounded. Results do not depend on the cache.
 Failure behaviour: `CorruptionError` naming the part. A missing part is also corruption, because the version document
 names it. `PageReader` is safe to share between threads. Two threads may read the same page twice.
 """
@@ -54,10 +54,10 @@ def read_ranges(store: Store, part: IndexPart, ranges: Sequence[tuple[int, memor
 
 
 class PageCache:
-    """An LRU cache of pages of all parts. It holds up to `most` unpacked bytes, and always at least the newest page."""
+    """An LRU cache of pages of all parts. It holds up to `max_bytes` unpacked bytes, and always at least the newest page."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._held = most, 0
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._held = max_bytes, 0
         self._pages = OrderedDict[tuple[int, int], tuple[Page, int]]()
         self._lock = threading.Lock()
 
@@ -75,7 +75,7 @@ class PageCache:
                 return
             self._pages[part, page] = rows, size
             self._held += size
-            while self._held > self._most and len(self._pages) > 1:
+            while self._held > self._max_bytes and len(self._pages) > 1:
                 self._held -= self._pages.popitem(last=False)[1][1]
 
 
@@ -86,7 +86,7 @@ class PageReader:
         assert part.pages is not None
         self._store, self._part, self._number, self._cache = store, part, number, cache
         self._name = name_of(store, part)
-        self._rows = RowDecoder(self._name, shards, part.prefix, PREFIX)
+        self._rows = RowDecoder(self._name, shards, prefix=part.prefix, unprefixed=PREFIX)
         self._data, self._first = memoryview(b""), 0
         self._directory = self._open(part.pages)
 

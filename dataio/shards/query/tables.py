@@ -77,7 +77,12 @@ class Tables:
     """
 
     def __init__(
-        self, store: Store, document: VersionDocument, remaining_rows: Callable[[int], RowNumbers | None], samples: int
+        self,
+        store: Store,
+        document: VersionDocument,
+        *,
+        remaining_rows: Callable[[int], RowNumbers | None],
+        samples: int,
     ) -> None:
         self._store, self._document, self._remaining_rows, self._samples = store, document, remaining_rows, samples
         shards = document.shard_sizes()

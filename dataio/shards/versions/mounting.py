@@ -77,7 +77,7 @@ def with_mounts(
         return store, owned
     base = store.base if isinstance(store, Mounts) else store
     known = [(mount.url, mount.options) for mount in (*named, *named_by(store))]
-    policy = _MountPolicy(base.location, storage_options, trust, known)
+    policy = _MountPolicy(base.location, given=storage_options, trust=trust, known=known)
     allowed = [(mount, policy.options(mount, document.version)) for mount in wanted]
     opened = dict[str, Store]()
     try:
@@ -98,7 +98,7 @@ class _MountPolicy:
     """Checks mounts for one dataset: its location, the options given for it, and the mounts that the reader trusts."""
 
     def __init__(
-        self, base: Location, given: Mapping[str, Any], trust: bool, known: Sequence[tuple[str, Mapping[str, Any]]]
+        self, base: Location, *, given: Mapping[str, Any], trust: bool, known: Sequence[tuple[str, Mapping[str, Any]]]
     ) -> None:
         self._base, self._trust, self._known = base, trust, known
         self._given = {name: value for name, value in given.items() if name != OPTION}

@@ -95,7 +95,7 @@ def test_the_positions_of_files_are_read_without_their_properties(posix: Store) 
 
 
 def test_columns_in_which_no_sample_has_a_value_are_not_looked_up(posix: Store) -> None:
-    tables = Tables(posix, write(posix), lambda _: None, 4)
+    tables = Tables(posix, write(posix), remaining_rows=lambda _: None, samples=4)
     assert [*tables.samples(0, np.array([1]), [1]), *tables.samples(1, np.array([1]), [3])] == [SAMPLES[1], SAMPLES[3]]
     required = ["key", "shard", "bytes", "duration"]
     assert tables.group(0, 0).column_names == [*required, "text", "members"]

@@ -42,7 +42,7 @@ def opened(
 
 
 def rows(sizes: dict[str, int] | None = None, prefix: str = "") -> pages.RowDecoder:
-    return pages.RowDecoder(NAME, sizes or {SHARD: SIZE}, prefix, PREFIX)
+    return pages.RowDecoder(NAME, sizes or {SHARD: SIZE}, prefix=prefix, unprefixed=PREFIX)
 
 
 def all_of(written: list[Sample]) -> list[Sample]:
