@@ -305,10 +305,10 @@ def test_a_directory_that_is_not_the_versions_is_refused() -> None:
     section = pages.section_at(OFFSET, stored, directory)
     with pytest.raises(CorruptionError, match="BLAKE3 of the directory"):
         pages.Directory(section, bytes(len(directory)), 1, NAME)
-    with pytest.raises(CorruptionError, match="other rows or bytes"):
+    with pytest.raises(CorruptionError, match="does not match the rows and bytes"):
         pages.Directory(section, directory, 2, NAME)
-    with pytest.raises(CorruptionError, match="other rows or bytes"):
+    with pytest.raises(CorruptionError, match="does not match the rows and bytes"):
         pages.Directory(replace(section, pages=section.pages + 1), directory, 1, NAME)
     empty = np.array([(0, 0, 0, b""), (1, len(stored), 0, b"")], pages._DIRECTORY_ENTRY).tobytes()
-    with pytest.raises(CorruptionError, match="other rows or bytes"):
+    with pytest.raises(CorruptionError, match="does not match the rows and bytes"):
         pages.Directory(pages.section_at(OFFSET, stored, empty), empty, 1, NAME)
