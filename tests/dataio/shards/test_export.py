@@ -58,7 +58,7 @@ def test_a_damaged_member_leaves_no_file(dataset: Dataset, tmp_path: Path) -> No
 def test_a_missing_key_or_member_is_named(dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="'zz'"):
         list(export(dataset, ["zz"], tmp_path / "out"))
-    with pytest.raises(ConflictError, match="no folder"):
+    with pytest.raises(ConflictError, match="is not a folder"):
         list(export(dataset, ["b"], tmp_path / "ds" / "dataset.json"))
 
 
