@@ -1,7 +1,8 @@
 """Sequential reads of one object in large windows, with the next window read in the background.
 
-Invariants: at most four windows of `WINDOW` bytes are held, for any size of the object. Each window is requested once
-as long as reads go forward. A read may step back by less than one window.
+Invariants: at most four windows are in memory, for any size of the object. Each window is requested once as long as
+reads go forward. A read may step back by less than one window.
+
 Failure behaviour: `TransientError` if the object became shorter or was deleted, because a writer is changing it. Other
 errors of the store pass through.
 """
@@ -21,7 +22,14 @@ WINDOW = 16 * limits.MIB
 
 
 class ReadAhead:
-    """Reads the object `key` of `size` bytes. It is a context manager."""
+    """Reads one object in order. It is a context manager.
+
+    Args:
+        store: the store of the object.
+        key: the object's key.
+        size: the object's size in bytes.
+        window: the bytes of one request. The default is 16 MiB.
+    """
 
     def __init__(self, store: Store, key: str, size: int, window: int = WINDOW) -> None:
         self._store, self._key, self.size, self._window = store, key, size, window

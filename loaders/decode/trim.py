@@ -8,7 +8,7 @@ Invariants: the packets of a `Window` start with a key frame, are in decode orde
 to the last wanted one refers to. Pictures that are shown before that key frame but stored after it (open GOP) are left
 out, since the pictures they refer to are missing. Frames from the key frame on never refer to them. `times` are the
 presentation stamps of the window's frames, ascending; `picks` are the positions of the clip's frames in it.
-A key frame of the index at which decoding cannot begin is refused (`bitstream.starts_clean`; datasets from older
+A key frame of the index at which decoding cannot begin is refused (`bitstream.is_random_access`; datasets from older
 versions contain some). These streams are read whole, and their frames are counted from the first: streams whose packets
 are not frames (AVI, packed MPEG-4), frames before the first key frame, and streams without key frames.
 Failure behaviour: `CorruptionError` for data that cannot be demuxed, for a packet that is marked as damaged, and for a
@@ -412,7 +412,7 @@ def _check_start(packet: Packet[VideoStream]) -> None:
     context = packet.stream.codec_context
     codec = context.codec.canonical_name
     units = bitstream.length_size(codec, context.extradata)
-    if not bitstream.starts_clean(codec, memoryview(packet), units):
+    if not bitstream.is_random_access(codec, memoryview(packet), units):
         raise NoStartError(
             f"decoding cannot begin at the key frame of time stamp {packet.pts}, which the index lists",
             hint="index the dataset again",

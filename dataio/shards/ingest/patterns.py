@@ -86,8 +86,10 @@ def find(patterns: Iterable[str | os.PathLike[str]], opener: Callable[[str], Sto
     if not texts:
         raise UsageError("there is no pattern to index", hint="give the URLs of tar shards")
     store_roots = _store_roots({item.root for _, items in wanted for item in items})
-    searches = {root: _StoreSearch(opener, root) for root in sorted(set(store_roots.values()))}
+    searches = dict[str, _StoreSearch]()
     try:
+        for root in sorted(set(store_roots.values())):
+            searches[root] = _StoreSearch(opener, root)
         for text, items in wanted:
             _search_all(text, [_relative_to(item, store_roots[item.root]) for item in items], searches)
         return _result(searches)

@@ -1,10 +1,14 @@
-"""Worker processes read and convert media. A file on which libav hangs or crashes costs only that file.
+"""The pool of worker processes that read and convert media. If libav hangs or crashes on a file, only that file is lost.
 
-The pool first copies files in stores into the scratch folder of their group. It copies as many groups at
-once as are in flight.
+Purpose: the pool first copies files in stores into the scratch folder of their group. Then it sends the group to a
+worker.
 
-Invariants: at most `_SAMPLES_PER_WORKER` samples per worker are in flight. Results come in the order of the groups.
-`headrace.dataio.shards.workers.worker_pool` enforces the time limits and restarts workers.
+Invariants:
+
+* At most `_SAMPLES_PER_WORKER` samples per worker are in flight. As many groups are copied at once.
+* Results come in the order of the groups.
+* `headrace.dataio.shards.workers.worker_pool` enforces the time limits and restarts workers.
+
 Failure behaviour: a hang is a `Failure` with code "deadline". A crash is a `Failure` with code "corruption". If a
 worker cannot start at all, no file is at fault, and the pool raises `UnsupportedError`.
 """
@@ -55,7 +59,14 @@ def seconds_for(group: Group, recipe: Recipe = _UNCHANGED) -> float:
 
 
 class ProbePool:
-    """A pool of media workers, and a context manager. `command` starts one worker."""
+    """A pool of media workers. It is a context manager.
+
+    Args:
+        workers (int): the number of processes. None means one per core.
+        seconds: a function that gives the time limit of a group in seconds. The default is `seconds_for`.
+        command: the command that starts one worker.
+        stores: the stores of the files. Groups with remote files need them.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The stores of a pack's inputs: finding objects, and copying a few at a time to the worker's machine.
+"""The stores of a pack's inputs: finding objects, and copying them to the worker's machine.
 
 Purpose: `pack` accepts `s3://bucket/folder`, globs, manifests and tars in stores like local ones. It accepts every
 other URL that `open_store` opens, too.
@@ -6,7 +6,7 @@ other URL that `open_store` opens, too.
 Invariants:
 
 * `SourceStores` opens one store per bucket, at first use, with this process's own credentials or `options`.
-* It copies an object in pieces of `_COPY_BYTES` bytes, so memory is bounded regardless of the object's size.
+* It copies an object in parts of `_COPY_BYTES`, so memory is bounded regardless of the object's size.
 * `is_url` tells a URL from a path.
 
 Failure behaviour: errors of a store pass through, since no input is at fault if a store cannot be reached. An object

@@ -1,20 +1,19 @@
-"""Reads from a packet of compressed video whether it shows a picture, whether decoding can begin at it, and whether
-other pictures may refer to it.
+"""Reads facts about a picture from its packet of compressed video.
 
-Purpose: containers only mark key frames. The bitstream says more about the pictures.
+Purpose: containers only mark key frames. The bitstream says more: whether a packet shows a picture, whether decoding
+can begin at it (a random access point), and whether other pictures may refer to it.
 
-Invariants: the functions are pure and read only a few bytes of each unit. A packet is a clean start only if the
-bitstream says so. Every picture shown from a clean start on decodes to the same pixels as from the beginning of the
-file.
+Invariants: the functions are pure and read only a few bytes of each unit. A packet is a random access point only if the
+bitstream says so. Every picture shown after it decodes to the same pixels as from the beginning of the file.
 
-* H.264: a clean start is an IDR picture (instantaneous refresh). It is also a picture with only I slices, if its
-  recovery point says "exact, after 0 frames" (open groups of pictures). If a picture has two fields, the first counts.
-  A recovery point that needs more frames (intra refresh) is not a clean start, since the picture is grey at first.
-* HEVC: a clean start is an IDR, CRA or BLA picture.
+* H.264: a random access point is an IDR picture (instantaneous refresh). It is also a picture with only I slices, if
+  its recovery point says "exact, after 0 frames" (open groups of pictures). If a picture has two fields, the first
+  counts. A recovery point that needs more frames (intra refresh) does not count, since the picture is grey at first.
+* HEVC: a random access point is an IDR, CRA or BLA picture.
 * For other codecs, the container's mark counts. If it is wrong, their decoders report errors rather than show pictures.
 
-Failure behaviour: a packet that cannot be understood is not a clean start. It counts as shown, and other pictures may
-refer to it.
+Failure behaviour: a packet that cannot be parsed is not a random access point. It counts as shown, and other pictures
+may refer to it.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def length_size(codec: str, extradata: bytes | None) -> int:
     return (extradata[at] & 3) + 1
 
 
-def starts_clean(codec: str, data: memoryview, length_size: int) -> bool:
+def is_random_access(codec: str, data: memoryview, length_size: int) -> bool:
     """Return whether decoding can begin at this packet, which the container marks as a key frame."""
     if codec == "h264":
         return _h264_starts(data, length_size)

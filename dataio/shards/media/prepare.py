@@ -152,15 +152,15 @@ def convert(files: MemberFiles, task: PrepareTask) -> list[PreparedFiles]:
         names = ", ".join(ext for ext, _ in media)
         raise UnsupportedError(f"a sample with several media files ({names}) cannot be split")
     rest = [item for item in files if item not in videos]
-    samples = [
+    converted = [
         _convert_file(ext, path, recipe, os.path.join(task.scratch, str(n))) for n, (ext, path) in enumerate(videos)
     ]
     if recipe.split is None:
-        changed = [(ext, clip_files[0].path) for ext, clip_files in samples]
+        changed = [(ext, clip_files[0].path) for ext, clip_files in converted]
         if len({ext for ext, _ in changed + rest}) < len(files):
             raise UnsupportedError("two of its files would become the same member")
         return [PreparedFiles("", sorted(changed + rest))]
-    (ext, clip_files), subtitles = samples[0], dict(rest).get("vtt")
+    (ext, clip_files), subtitles = converted[0], dict(rest).get("vtt")
     cues = None if subtitles is None else text_members.read(subtitles)
     return [_clip_of(task, n, ext, clip_file, rest, cues) for n, clip_file in enumerate(clip_files)]
 

@@ -13,7 +13,7 @@ Invariants:
   MPEG-4, packets without pts, and a start inside a group of pictures. If even the first shown frame does not follow a
   key frame, the first key frame of the index comes after it, or the file has no such key frame. Loaders then begin at
   the file's first packet.
-* A key frame is a frame at which decoding can begin (`bitstream.starts_clean`), also against the container's
+* A key frame is a frame at which decoding can begin (`bitstream.is_random_access`), also against the container's
   marks. A point from which H.264 recovers gradually is not a key frame.
 * A key frame's index is therefore the number of frames that decoding from the start outputs before it. A key frame that
   an edit list cuts off is decoded but not shown. It has the index of the first shown frame that needs it.
@@ -55,7 +55,7 @@ from av.video.frame import VideoFrame
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
-from headrace.dataio.shards.media.bitstream import is_shown, length_size, starts_clean
+from headrace.dataio.shards.media.bitstream import is_random_access, is_shown, length_size
 from headrace.dataio.shards.media.container import (
     CONVERTED_DEMUXERS,
     DEMUXERS,
@@ -315,7 +315,7 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
                 data, marked = memoryview(packet), packet.is_keyframe
                 shown = not packet.is_discard and is_shown(codec, data)
                 picture = codec == "mjpeg" and _is_jpeg(data)
-                key = marked and starts_clean(codec, data, units)
+                key = marked and is_random_access(codec, data, units)
                 packets.append(
                     _Packet(
                         pts=packet.pts,

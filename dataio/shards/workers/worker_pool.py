@@ -1,9 +1,8 @@
-"""Worker processes for untrusted media. A worker handles one request at a time, with a time limit, and is killed and
-replaced if it is late.
+"""Worker processes for untrusted media, which are killed and replaced if they take too long.
 
 Invariants:
 
-* A pool has at most `workers` processes. It starts them when it needs them.
+* A pool has at most `workers` processes. It starts them when it needs them. A worker handles one request at a time.
 * Every request has a time limit, and its answer has a size limit.
 * Workers die with this process.
 * An answer is bytes that the caller's `decode` turns into checked types.
@@ -44,9 +43,13 @@ T = TypeVar("T")
 
 
 class WorkerPool:
-    """A pool of processes that run `command`, usually `run_module(…)`. Their first frame is `hello`.
+    """A pool of processes. It is a context manager, and threads can share it.
 
-    The pool is a context manager, and threads can share it.
+    Args:
+        command: the command that starts one process, usually `run_module(…)`.
+        hello: the first frame that each process sends.
+        workers (int): the most processes. None means one per core.
+        answer_bytes (int): the size limit of an answer in bytes. The default is 16 MiB.
     """
 
     def __init__(

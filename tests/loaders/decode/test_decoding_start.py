@@ -125,13 +125,13 @@ def test_what_a_packet_says_of_itself_does_not_depend_on_how_its_units_are_parte
         assert bitstream.length_size(name, stream.codec_context.extradata) == units
         packets = [packet for packet in container.demux(stream) if packet.size]
     keys = [packet.is_keyframe for packet in packets]
-    found = [bitstream.starts_clean(name, memoryview(packet), units) for packet in packets]
+    found = [bitstream.is_random_access(name, memoryview(packet), units) for packet in packets]
     assert found == (keys if clean else [True] + [False] * (len(keys) - 1))
     for packet, one in zip(packets, found, strict=True):
-        assert bitstream.starts_clean(name, memoryview(_by_start_codes(bytes(packet))), 0) == one
+        assert bitstream.is_random_access(name, memoryview(_by_start_codes(bytes(packet))), 0) == one
     for wrong in (b"", b"\0", b"\0\0\0\1", b"\xff" * 9, bytes(40)):
-        assert not bitstream.starts_clean(name, memoryview(wrong), units)
-        assert not bitstream.starts_clean(name, memoryview(wrong), 0)
+        assert not bitstream.is_random_access(name, memoryview(wrong), units)
+        assert not bitstream.is_random_access(name, memoryview(wrong), 0)
 
 
 def test_of_a_picture_in_two_fields_the_first_says_whether_decoding_may_begin() -> None:
@@ -140,12 +140,12 @@ def test_of_a_picture_in_two_fields_the_first_says_whether_decoding_may_begin() 
         packets = [packet for packet in container.demux(video=0) if packet.size]
     at = next(number for number, packet in enumerate(packets) if packet.is_keyframe and number)
     key, predicted = bytes(packets[at]), bytes(packets[at + 1])
-    assert bitstream.starts_clean("h264", memoryview(key), 4)
-    assert bitstream.starts_clean("h264", memoryview(key + predicted), 4)
-    assert bitstream.starts_clean("h264", memoryview(_by_start_codes(key + predicted)), 0)
-    assert not bitstream.starts_clean("h264", memoryview(predicted + key), 4)
+    assert bitstream.is_random_access("h264", memoryview(key), 4)
+    assert bitstream.is_random_access("h264", memoryview(key + predicted), 4)
+    assert bitstream.is_random_access("h264", memoryview(_by_start_codes(key + predicted)), 0)
+    assert not bitstream.is_random_access("h264", memoryview(predicted + key), 4)
     later_slice = bytes([0, 0, 0, 3, 0x41, 0b01000110, 0x80])  # of macroblock 1 on, predicted: of the same field
-    assert not bitstream.starts_clean("h264", memoryview(key + later_slice), 4)
+    assert not bitstream.is_random_access("h264", memoryview(key + later_slice), 4)
 
 
 def _by_start_codes(packet: bytes) -> bytes:

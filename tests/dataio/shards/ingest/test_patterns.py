@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import AccessDeniedError, CapacityError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.shards.ingest import patterns
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.mounts import MAX_MOUNTS
@@ -124,6 +124,23 @@ def test_many_folders_share_a_store(tmp_path: Path) -> None:
     assert [source.store.location.url for source in result.sources] == [f"file://{tmp_path}/a"]
     assert len(result.sources[0].shards) == MAX_MOUNTS + 10
     result.close()
+
+
+def test_a_store_that_cannot_be_opened_leaves_no_other_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, closed = list[Store](), list[Store]()
+
+    def opener(root: str) -> Store:
+        if root.endswith("/b"):
+            raise AccessDeniedError("no access")
+        store = open_store(root)
+        monkeypatch.setattr(store, "close", lambda: closed.append(store))
+        opened.append(store)
+        return store
+
+    with pytest.raises(AccessDeniedError):
+        patterns.find([f"{tmp_path}/a/x.tar", f"{tmp_path}/b/x.tar"], opener)
+    assert opened
+    assert closed == opened
 
 
 def test_more_buckets_than_can_be_mounted_are_refused() -> None:
