@@ -14,7 +14,7 @@ To add a framework, write or change four files:
 1. `frameworks/<name>.py`: the adapter. If the framework names checkpoints by files or folders, use `naming.Names`. It
    publishes a name after its step is committed. If the framework calls torch.distributed.checkpoint, use
    `RepositoryWriter` and `RepositoryReader`. Otherwise, call `Checkpointer.save_as` and `restore`.
-2. `tests/checkpoint/frameworks/train_<name>.py`: a small training job. The tests in this folder kill and resume it.
+2. `tests/support/train_<name>.py`: a small training job. The tests in `tests/checkpoint/frameworks` kill and resume it.
 3. `tests/checkpoint/frameworks/test_frameworks.py`: tests of the adapter's own behaviour, with the real package.
 4. `pyproject.toml`: the package in the extra `frameworks`, and in mypy's list of frameworks.
 

@@ -38,7 +38,7 @@ from headrace.dataio.core.errors import (
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrappers import Wrapper
-from tests.checkpoint.making import Wrapped, flip
+from tests.support.checkpoint_states import Wrapped, flip
 
 
 def open_at(where: Path | Store, run: str = "exp", **options: Any) -> Checkpointer:

@@ -16,8 +16,8 @@ from headrace.checkpoint.repository import check
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import begin, latest, load, make, save, tiny_state
 from tests.support import nursery
+from tests.support.checkpoint_states import begin, latest, load, make, save, tiny_state
 
 assert headrace.checkpoint.saving.commit_worker
 POINTS = sorted(name for name in declared() if name.startswith("ckpt.") and name != "ckpt.mid-stage")
@@ -29,7 +29,7 @@ def run_saver(url: str, step: int, seed: int, parent: Base | None, crash: str, m
     """A saver that is killed at `crash`; asserts that it was, there."""
     argument = msgspec.json.encode(parent).decode() if parent else ""
     environment = {"HEADRACE_CRASH": crash, "HEADRACE_CRASH_MARK": str(mark)}
-    process = nursery.start("tests.checkpoint.saver", url, str(step), str(seed), argument, **environment)
+    process = nursery.start("tests.support.checkpoint_saver", url, str(step), str(seed), argument, **environment)
     _, err = process.communicate(120)
     assert process.returncode == -signal.SIGKILL, err
     assert mark.read_text() == crash + "\n"

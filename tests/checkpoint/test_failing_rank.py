@@ -25,7 +25,7 @@ OWN = {
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_the_next_save_works(tmp_path: Path) -> None:
-    ranks = launch(3, "tests.checkpoint.failing_job", "raise", str(tmp_path))
+    ranks = launch(3, "tests.support.failing_rank", "raise", str(tmp_path))
     said = {how: [line[how] for lines in ranks for line in lines if how in line] for how in (*OWN, "away")}
     assert all("rank 0 could not open the run's timeline" in line for line in said["away"])
     for how, own in OWN.items():
@@ -46,7 +46,7 @@ def test_a_rank_that_is_killed_is_missed_on_its_node_and_on_the_one_before_and_t
     with meeting(3) as place:
         running = [
             nursery.start(
-                "tests.checkpoint.failing_job", how, str(tmp_path / "repo"), **place, RANK=str(rank),
+                "tests.support.failing_rank", how, str(tmp_path / "repo"), **place, RANK=str(rank),
                 **(crash if rank == 2 else {}),
             )
             for rank in range(3)
@@ -62,7 +62,7 @@ def test_a_rank_that_is_killed_is_missed_on_its_node_and_on_the_one_before_and_t
         assert "was aborted: the process of rank 2 has ended" in json.loads(out.splitlines()[-1])["nothing"]
     with open_store(tmp_path / "repo") as store:
         assert not list(repository.visible(store, "exp"))
-    assert launch(2, "tests.checkpoint.failing_job", how, str(tmp_path / "repo")) == [[{"nothing": "committed"}]] * 2
+    assert launch(2, "tests.support.failing_rank", how, str(tmp_path / "repo")) == [[{"nothing": "committed"}]] * 2
 
 
 def test_only_the_very_process_counts_and_of_other_nodes_nothing_is_said() -> None:

@@ -25,7 +25,7 @@ from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3_server import S3Server
 from headrace.dataio.testing.system import ManualClock, clock_jump, failing_fsync, stopped
-from tests.checkpoint.making import Made, begin, latest, load, make, save, tiny_state
+from tests.support.checkpoint_states import Made, begin, latest, load, make, save, tiny_state
 from tests.support.waiting import wait_for
 
 

@@ -28,7 +28,7 @@ from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Wrapped
+from tests.support.checkpoint_states import Wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 _QUICK = 30.0

@@ -20,8 +20,8 @@ from headrace.checkpoint.preemption import NOT_SAVED, REPORT_VARIABLE, SAVED
 from headrace.dataio.core.errors import CapacityError, UsageError
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Wrapped
 from tests.support import nursery
+from tests.support.checkpoint_states import Wrapped
 from tests.support.nursery import Child
 from tests.support.ranks import launch
 
@@ -30,7 +30,7 @@ def start(url: Path, report: Path, mode: str = "", rank: int = 0, world: int = 1
     env = {REPORT_VARIABLE: str(report)}
     if world > 1:
         env |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return nursery.start("tests.checkpoint.preempted", str(url), mode, **env)
+    return nursery.start("tests.support.preempted_trainer", str(url), mode, **env)
 
 
 def lines(process: Any) -> Iterator[dict[str, Any]]:
@@ -95,7 +95,7 @@ def test_all_ranks_stop_at_the_same_step_though_one_alone_was_told(tmp_path: Pat
 
 
 def test_a_save_that_fails_on_one_rank_while_all_are_told_to_stop_is_made_again_by_all(tmp_path: Path) -> None:
-    zero, one = (lines[0] for lines in launch(2, "tests.checkpoint.preempted_pair", str(tmp_path)))
+    zero, one = (lines[0] for lines in launch(2, "tests.support.preempted_ranks", str(tmp_path)))
     assert one["failed"]
     assert zero["under_way"]
     assert [zero["committed"], one["committed"]] == [True, True], (zero["why"], one["why"])

@@ -13,7 +13,7 @@ from headrace.checkpoint import Checkpointer
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Wrapped
+from tests.support.checkpoint_states import Wrapped
 
 pytestmark = pytest.mark.slow
 

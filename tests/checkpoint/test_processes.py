@@ -14,14 +14,14 @@ from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.repository import check
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.trainer import state_for, summary
 from tests.support import nursery
+from tests.support.checkpoint_trainer import state_for, summary
 from tests.support.nursery import Child
 from tests.support.ranks import meeting
 
 
 def start(*arguments: str, **environment: str) -> Child:
-    return nursery.start("tests.checkpoint.trainer", *arguments, **environment)
+    return nursery.start("tests.support.checkpoint_trainer", *arguments, **environment)
 
 
 def ranks(url: str, world_size: int) -> list[list[dict[str, Any]]]:

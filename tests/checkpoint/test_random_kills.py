@@ -21,9 +21,9 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint import kills
-from tests.checkpoint.kills import Journal, Task, read_journal, state_of
-from tests.checkpoint.making import RUN, begin, load, make, save
+from tests.support import checkpoint_kills
+from tests.support.checkpoint_kills import Journal, Task, read_journal, state_of
+from tests.support.checkpoint_states import RUN, begin, load, make, save
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ class Repository:
                 tasks.append(self._task(kind, number))
         self._two |= [task.kind for task in tasks].count("trainer") > 1
         began = time.monotonic()
-        running = [kills.start(task) for task in tasks]
+        running = [checkpoint_kills.start(task) for task in tasks]
         steps_to_delete = {0} | {i for i in range(1, len(running)) if self._chance.random() < 0.5}
         if not tasks[0].crash:
             time.sleep(self._chance.uniform(0, self._longest))
@@ -89,7 +89,7 @@ class Repository:
     def check(self, store: Store) -> None:
         """The oracle."""
         if repository.read_repo(store) is None:
-            assert not kills.committed(self._journal)
+            assert not checkpoint_kills.committed(self._journal)
             return
         if repository.pending_deletes(
             store
@@ -108,7 +108,7 @@ class Repository:
         self._save_next(store)
 
     def _check_promises(self, store: Store, there: dict[StepName, str]) -> None:
-        promised = kills.committed(self._journal)
+        promised = checkpoint_kills.committed(self._journal)
         branch = list(repository.visible(store, RUN))
         segments = timeline.branch(store, RUN)
         upto = {segment.timeline: segment.upto for segment in segments}

@@ -27,8 +27,8 @@ from headrace.dataio.sidecar.jobs.runner import TRIES
 from headrace.dataio.store.base import Location
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import stopped
-from tests.checkpoint.making import RUN, Wrapped, begin, make, tiny_state
 from tests.checkpoint.test_processes import start as start_trainer
+from tests.support.checkpoint_states import RUN, Wrapped, begin, make, tiny_state
 from tests.support.waiting import wait_for as wait_for
 
 

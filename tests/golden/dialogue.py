@@ -26,8 +26,8 @@ from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
 from headrace.dataio.sidecar.jobs.memfd import sealed
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import begin as begin
-from tests.checkpoint.making import make
+from tests.support.checkpoint_states import begin as begin
+from tests.support.checkpoint_states import make
 
 HERE = "<store>"
 STEPS = "<repository>"

@@ -21,9 +21,9 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN as STAGED
-from tests.checkpoint.making import load
 from tests.golden import dialogue, make
+from tests.support.checkpoint_states import RUN as STAGED
+from tests.support.checkpoint_states import load
 
 VERSIONS = sorted(path.parent for path in Path(__file__).parent.glob("*/expected.json"))
 

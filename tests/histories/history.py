@@ -34,13 +34,13 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3_server import S3Server, start_seaweedfs
-from tests.checkpoint.making import load
-from tests.checkpoint.tier.nodes import Node, free_port, tls_files
 from tests.dataio.sidecar.tier.conftest import make_certificates
 from tests.histories import worker
 from tests.histories.oracle import Found, Journal, Seen, judge, read_journal
 from tests.histories.worker import Task
+from tests.support.checkpoint_states import load
 from tests.support.nursery import Child
+from tests.support.tier_nodes import Node, free_port, tls_files
 
 HANG_SECONDS = 90.0
 ROUNDS = 12

@@ -44,7 +44,7 @@ from headrace.dataio.core.errors import (
 from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Wrapped, flip
+from tests.support.checkpoint_states import Wrapped, flip
 from tests.support.ranks import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -327,7 +327,7 @@ def test_a_checkpoint_id_without_a_step_is_refused() -> None:
 
 
 def test_two_ranks_keep_what_is_their_own_in_every_mode_and_fail_together(tmp_path: Path) -> None:
-    lines = launch(2, "tests.checkpoint.dcp.job", str(tmp_path / "ours"))
+    lines = launch(2, "tests.support.dcp_ranks", str(tmp_path / "ours"))
     found = [{line.pop("what"): line for line in rank} for rank in lines]
     for rank, said in enumerate(found):
         assert said["loaded"].pop("step") == 1

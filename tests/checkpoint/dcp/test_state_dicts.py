@@ -13,5 +13,5 @@ from tests.support.ranks import launch
 def test_model_and_optimizer_there_and_back(tmp_path: Path, kinds: tuple[str, ...], ranks: int) -> None:
     good: dict[str, str | bool] = {"loaded": True, "trained on": True, "changed": True}
     expected = [good | {"way": way, "flat": flat} for flat in (False, True) for way in ("dcp", "checkpointer")]
-    found = launch(ranks, "tests.checkpoint.dcp.state_dict_job", str(tmp_path), *kinds)
+    found = launch(ranks, "tests.support.dcp_state_dict_ranks", str(tmp_path), *kinds)
     assert found == [expected * len(kinds)] * ranks

@@ -136,7 +136,7 @@ def test_two_hundred_thousand_small_tensors_come_back(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_process_group_get_their_own_values_and_the_coordinators_step(tmp_path: Path) -> None:
-    lines = launch(3, "tests.checkpoint.dcp.group_job", str(tmp_path))
+    lines = launch(3, "tests.support.dcp_group_ranks", str(tmp_path))
     for rank, said in enumerate(lines):
         found = {line.pop("what"): line for line in said}
         assert found.pop("alone") == {"position": 30 + rank, "own": [rank] * 2}

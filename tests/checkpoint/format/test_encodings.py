@@ -28,7 +28,7 @@ from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Wrapped, flip
+from tests.support.checkpoint_states import Wrapped, flip
 
 
 @given(st.binary(min_size=1, max_size=5000), st.sampled_from([ZSTD, *PLANES]))

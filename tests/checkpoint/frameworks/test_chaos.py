@@ -24,7 +24,7 @@ def test_a_training_survives_the_kills_of_ckpt_chaos(way: str, tmp_path: Path) -
     for name in ("ckpt_chaos", NEEDS.get(way, way)):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install -c constraints.txt headrace[chaos,frameworks]")
-    program = [sys.executable, "-m", f"tests.checkpoint.frameworks.train_{way}", "{out}"]
+    program = [sys.executable, "-m", f"tests.support.train_{way}", "{out}"]
     options = ["--max-points", "12", "--result-file", "{out}/final.txt", "--step-regex", r'"resumed": (\d+)']
     work = ["--work", str(tmp_path / "work")]
     done = subprocess.run(

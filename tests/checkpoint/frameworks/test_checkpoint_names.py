@@ -42,7 +42,7 @@ def train(kind: str, folder: Path, *arguments: str, crash: str = "") -> dict[str
     mark = folder / "mark"
     folder.mkdir(exist_ok=True)
     given = {"HEADRACE_CRASH": crash, "HEADRACE_CRASH_MARK": str(mark)} if crash else {}
-    process = nursery.start(f"tests.checkpoint.frameworks.train_{kind}", str(folder), *arguments, **given)
+    process = nursery.start(f"tests.support.train_{kind}", str(folder), *arguments, **given)
     out, err = process.communicate(180)
     if crash:
         assert process.returncode == -signal.SIGKILL, out + err
@@ -326,7 +326,7 @@ def test_two_ranks_find_the_names_of_their_steps(kind: str, tmp_path: Path) -> N
     needs(kind)
 
     def job(folder: str, stop: int) -> list[dict[str, Any]]:
-        return [lines[-1] for lines in launch(2, "tests.checkpoint.frameworks.ranks_job", kind, folder, str(stop))]
+        return [lines[-1] for lines in launch(2, "tests.support.named_ranks", kind, folder, str(stop))]
 
     whole = job(str(tmp_path / "whole"), 8)
     assert whole[0] == whole[1]

@@ -11,7 +11,7 @@ import torch
 
 from headrace.checkpoint import Checkpointer, read
 from headrace.dataio.core.errors import NotFoundError, UsageError
-from tests.checkpoint.making import flip
+from tests.support.checkpoint_states import flip
 from tests.support.ranks import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own
@@ -26,7 +26,7 @@ def needs(package: str, pip: str) -> None:
 def test_torchtitan_resumes_from_the_repository_as_if_it_had_never_stopped(tmp_path: Path, mode: str) -> None:
     needs("torchtitan", "torchtitan==0.3.0")
     repo = str(tmp_path / "repo")
-    ranks = launch(2, "tests.checkpoint.frameworks.titan_job", str(tmp_path / "dump"), repo, mode)
+    ranks = launch(2, "tests.support.torchtitan_ranks", str(tmp_path / "dump"), repo, mode)
     for lines in ranks:
         said: dict[str, Any] = {key: value for line in lines for key, value in line.items()}
         assert said["loaded"] == said["first"]
@@ -40,19 +40,19 @@ def test_torchtitan_resumes_from_the_repository_as_if_it_had_never_stopped(tmp_p
 def test_megatron_core_saves_with_two_ranks_and_loads_with_two_and_with_one(tmp_path: Path) -> None:
     needs("megatron", "megatron-core==0.16.1")
     folder, repo = str(tmp_path / "iter_0000012"), str(tmp_path / "repo")
-    saved = launch(2, "tests.checkpoint.frameworks.megatron_job", folder, repo, "save")
+    saved = launch(2, "tests.support.megatron_ranks", folder, repo, "save")
     assert saved[0][0]["saved"] == ["common.pt", "metadata.json"]
     keys = ["bias", "rng/shard_0_2", "rng/shard_1_2", "weight"]
     good = {"weight": True, "bias": True, "iteration": 12, "keys": keys}
-    assert launch(1, "tests.checkpoint.frameworks.megatron_job", folder, repo, "load") == [[good]]
-    two = launch(2, "tests.checkpoint.frameworks.megatron_job", folder, repo, "load")
+    assert launch(1, "tests.support.megatron_ranks", folder, repo, "load") == [[good]]
+    two = launch(2, "tests.support.megatron_ranks", folder, repo, "load")
     assert two == [[good | {"rng": True}]] * 2
 
 
 def test_megatron_cores_queue_of_asynchronous_saves_holds_what_was_there_when_each_began(tmp_path: Path) -> None:
     needs("megatron", "megatron-core==0.16.1")
     folder, repo = str(tmp_path / "iter_0000012"), str(tmp_path / "repo")
-    for saved, found, failed in launch(2, "tests.checkpoint.frameworks.megatron_job", folder, repo, "queue"):
+    for saved, found, failed in launch(2, "tests.support.megatron_ranks", folder, repo, "queue"):
         assert saved == {"raised": None}
         assert [found[key] for key in ("weight", "bias", "rng", "iteration")] == [True, True, True, 12]
         assert "Not a directory" in failed["raised"]
@@ -62,7 +62,7 @@ def test_megatron_cores_queue_of_asynchronous_saves_holds_what_was_there_when_ea
 
 def test_torch_checkpointing_keeps_the_files_of_two_ranks_in_one_step(tmp_path: Path) -> None:
     needs("torch_checkpointing", "torch_checkpointing==0.1.1")
-    ranks = launch(2, "tests.checkpoint.frameworks.meta_job", str(tmp_path / "repo"))
+    ranks = launch(2, "tests.support.torch_checkpointing_ranks", str(tmp_path / "repo"))
     for rank, lines in enumerate(ranks):
         assert lines == [{"same": True, "loader": 100 + rank, "second": None}]
     with read(str(tmp_path / "repo"), run="exp") as saved:

@@ -30,8 +30,8 @@ from headrace.checkpoint.state.tensors import TensorSink
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.gds.host import Counts
-from tests.checkpoint.making import flip
+from tests.support.checkpoint_states import flip
+from tests.support.gds_host import Counts
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]  # DCP's own
 RING = 64 * MIB

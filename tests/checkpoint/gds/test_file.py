@@ -9,7 +9,7 @@ import torch
 
 from headrace.checkpoint import gds
 from headrace.dataio.core.errors import TransientError, UsageError
-from tests.checkpoint.gds.host import Counts
+from tests.support.gds_host import Counts
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

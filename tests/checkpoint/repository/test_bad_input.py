@@ -19,8 +19,8 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.s3_server import S3Server
 from headrace.dataio.testing.system import ManualClock
-from tests.checkpoint.making import RUN, begin, latest, load, make, save, tiny_state
 from tests.conftest import forget_s3fs_instances, use_s3_server
+from tests.support.checkpoint_states import RUN, begin, latest, load, make, save, tiny_state
 
 
 @pytest.fixture

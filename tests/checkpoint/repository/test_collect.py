@@ -25,7 +25,7 @@ from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN, begin, latest, load, make, save, tiny_state
+from tests.support.checkpoint_states import RUN, begin, latest, load, make, save, tiny_state
 
 POINTS = sorted(name for name in declared() if name.startswith("gc."))
 ROOT = Path(__file__).parents[3]
@@ -154,7 +154,7 @@ def test_what_a_dead_saver_left_is_fenced_and_deleted(tmp_path: Path) -> None:
 
 def killed(store_url: str, point: str, mark: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.repository.collector", store_url, "1", "2"],
+        [sys.executable, "-m", "tests.support.collector_process", store_url, "1", "2"],
         cwd=ROOT,
         env={**os.environ, "HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)},
         capture_output=True,

@@ -22,7 +22,7 @@ from headrace.checkpoint.repository.collect import collect, to_delete
 from headrace.checkpoint.repository.inventory import Inventory, SeenAttempt
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import TransientError
-from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
+from tests.support.checkpoint_states import RUN, begin, load, make, save, tiny_state
 from tests.support.stepping import Actor, MemoryStore, drive_to_end, stepping
 
 pytestmark = pytest.mark.slow

@@ -53,7 +53,7 @@ from headrace.dataio.core.errors import (
 from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.testing.system import ManualClock
-from tests.checkpoint.making import (
+from tests.support.checkpoint_states import (
     RUN,
     Made,
     Wrapped,

@@ -26,7 +26,7 @@ from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.testing.faulty_stores import Fault, Faulty, Rule
-from tests.checkpoint.making import RUN, begin, load, make, save
+from tests.support.checkpoint_states import RUN, begin, load, make, save
 from tests.support.stepping import MemoryStore
 
 STATES = {step: {"frozen": bytes(70_000), "weights": random.Random(step).randbytes(70_001)} for step in (1, 2, 3)}

@@ -20,7 +20,7 @@ from headrace.dataio.core.errors import NotFoundError, TransientError, UsageErro
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.faulty_stores import Late
-from tests.checkpoint.making import RUN, begin, latest, load, make, save, tiny_state
+from tests.support.checkpoint_states import RUN, begin, latest, load, make, save, tiny_state
 from tests.support.stepping import MemoryStore, StoreClock
 
 FIRST = StepOfRun(RUN, 1, 1)

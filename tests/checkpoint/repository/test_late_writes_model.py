@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.checkpoint.repository.late_model import COMMIT_A, FATE, MANIFEST, Rules, explore
+from tests.support.late_writes_model import COMMIT_A, FATE, MANIFEST, Rules, explore
 
 pytestmark = pytest.mark.slow
 

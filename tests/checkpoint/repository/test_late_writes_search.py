@@ -26,7 +26,7 @@ from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Buffer
 from headrace.dataio.testing.faulty_stores import Write
-from tests.checkpoint.making import RUN, Made, begin, load, make, save
+from tests.support.checkpoint_states import RUN, Made, begin, load, make, save
 from tests.support.stepping import Actor, MemoryStore, drive_to_end, stepping
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.checkpoint.repository.late_tags import REMOVED, Rules, explore
+from tests.support.late_tags_model import REMOVED, Rules, explore
 
 pytestmark = pytest.mark.slow
 

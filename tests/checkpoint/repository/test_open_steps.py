@@ -12,7 +12,7 @@ from headrace.dataio.core.errors import DeadlineError
 from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
 from headrace.dataio.store.base import Store
 from headrace.dataio.testing.system import ManualClock
-from tests.checkpoint.making import RUN, Wrapped, begin, make, save
+from tests.support.checkpoint_states import RUN, Wrapped, begin, make, save
 
 _RANKS = 4
 

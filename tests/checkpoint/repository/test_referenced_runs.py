@@ -24,7 +24,7 @@ from headrace.checkpoint.repository.inventory import Inventory
 from headrace.dataio.core.errors import NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
+from tests.support.checkpoint_states import RUN, begin, load, make, save, tiny_state
 from tests.support.stepping import Actor, MemoryStore, drive_to_end, stepping
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotF
 from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN, Wrapped, begin, flip, latest, load, make, manifest_of, save, tiny_state
+from tests.support.checkpoint_states import RUN, Wrapped, begin, flip, latest, load, make, manifest_of, save, tiny_state
 
 
 @pytest.fixture

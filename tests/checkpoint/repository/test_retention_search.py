@@ -31,7 +31,7 @@ from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.saving import dedup
 from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError
 from headrace.dataio.store.base import ObjectInfo, Store
-from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
+from tests.support.checkpoint_states import RUN, begin, load, make, save, tiny_state
 from tests.support.stepping import Actor, MemoryStore, StoreClock, drive_to_end, stepping
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from headrace.checkpoint.repository.collect import collect
 from headrace.dataio.core.errors import ConflictError, NotFoundError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN
+from tests.support.checkpoint_states import RUN
 
 torch = pytest.importorskip("torch")
 

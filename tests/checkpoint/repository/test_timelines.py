@@ -17,7 +17,7 @@ from headrace.checkpoint.repository.writers import SaveTarget, WriterState
 from headrace.dataio.core.errors import ConflictError, NotFoundError
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN, Wrapped, make, save, tiny_state
+from tests.support.checkpoint_states import RUN, Wrapped, make, save, tiny_state
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from headrace.dataio.core.errors import MismatchError
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Wrapped
+from tests.support.checkpoint_states import Wrapped
 
 
 def save(where: Path, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN, MemorySink, Wrapped, begin, load, make, manifest_of, save
+from tests.support.checkpoint_states import RUN, MemorySink, Wrapped, begin, load, make, manifest_of, save
 
 BIG = 3 * 1024 * KIB + 4096
 NOISE = np.random.default_rng(5).bytes(BIG)

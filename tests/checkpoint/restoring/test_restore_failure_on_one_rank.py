@@ -20,7 +20,7 @@ def test_what_one_rank_alone_cannot_read_is_an_error_on_all_that_names_it(tmp_pa
     for path in manifests:
         path.write_bytes(path.read_bytes()[:-9])
 
-    ranks = launch(3, "tests.checkpoint.restoring.agreeing_job", str(tmp_path / "whole"), str(tmp_path / "damaged"))
+    ranks = launch(3, "tests.support.agreeing_ranks", str(tmp_path / "whole"), str(tmp_path / "damaged"))
     said = [{line.pop("case"): line for line in lines} for lines in ranks]
     assert [one["restore"]["raised"] for one in said] == ["TransientError", "CorruptionError", "TransientError"]
     for one in (said[0], said[2]):

@@ -19,7 +19,7 @@ from headrace.checkpoint.state import tree
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Wrapped
+from tests.support.checkpoint_states import Wrapped
 from tests.support.waiting import wait_for
 
 

@@ -24,7 +24,7 @@ from headrace.checkpoint.saving.slices import SlicedState
 from headrace.checkpoint.saving.upload import Stored
 from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.core.limits import MIB
-from tests.checkpoint.gds.host import Counts
+from tests.support.gds_host import Counts
 from tests.support.waiting import wait_for
 
 

@@ -17,7 +17,7 @@ from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Made, Wrapped, begin, latest, load, make, save, tiny_state
+from tests.support.checkpoint_states import Made, Wrapped, begin, latest, load, make, save, tiny_state
 
 STATE = {f"t{n}": np.random.default_rng(n).integers(0, 8, MIB, np.uint8).tobytes() for n in range(6)}
 

@@ -18,7 +18,7 @@ from headrace.checkpoint.saving.plan import Failed, as_error, failed, to_json
 from headrace.dataio.core.errors import CapacityError, ConflictError, HeadraceError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN, Made, begin, latest, load, make, save, tiny_state
+from tests.support.checkpoint_states import RUN, Made, begin, latest, load, make, save, tiny_state
 
 
 def start(made: Made, encoded: bytes | None = None, **environment: str) -> subprocess.Popen[str]:

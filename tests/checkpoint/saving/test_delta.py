@@ -31,7 +31,7 @@ from headrace.checkpoint.saving.progress import add_stored
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import flip
+from tests.support.checkpoint_states import flip
 
 ATTEMPT = names.new_id()
 

@@ -17,7 +17,7 @@ from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.faulty_stores import Late
-from tests.checkpoint.making import Made, begin, latest, load, make
+from tests.support.checkpoint_states import Made, begin, latest, load, make
 
 STATE = {f"t{n}": os.urandom(200 * KIB) for n in range(4)}
 

@@ -26,7 +26,7 @@ from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Wrapped, begin, latest, load, make, manifest_of
+from tests.support.checkpoint_states import Wrapped, begin, latest, load, make, manifest_of
 
 STATE = {f"t{n}": os.urandom(200 * KIB) for n in range(8)}
 

@@ -17,7 +17,7 @@ from headrace.checkpoint.saver import Saver
 from headrace.checkpoint.saving import copying
 from headrace.dataio.core.errors import CapacityError, UsageError
 from headrace.dataio.core.limits import MIB
-from tests.checkpoint.saving.training import Training, equal
+from tests.support.staging_trainer import Training, equal
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow

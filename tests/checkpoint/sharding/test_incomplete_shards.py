@@ -22,7 +22,7 @@ from headrace.checkpoint.state.tensors import LocalTensor
 from headrace.dataio.core.errors import MismatchError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import begin, latest, load, make, manifest_of, save
+from tests.support.checkpoint_states import begin, latest, load, make, manifest_of, save
 
 pytestmark = pytest.mark.slow
 

@@ -125,7 +125,7 @@ def test_a_divergence_says_where() -> None:
 def test_ranks_that_differ_are_refused_or_warned_of_by_name_and_stages_with_names_of_their_own_are_kept(
     tmp_path: Path,
 ) -> None:
-    lines = [each[0] for each in launch(3, "tests.checkpoint.sharding.replicas_job", str(tmp_path))]
+    lines = [each[0] for each in launch(3, "tests.support.replica_ranks", str(tmp_path))]
     for rank, line in enumerate(lines):
         assert line["same"] == line["trusted"] == {"diverged": []}
         assert line["differ"] == {"diverged": ["model/0.weight"]}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ranks import launch
 
-JOB = "tests.checkpoint.sharding.job"
+JOB = "tests.support.resharding_ranks"
 Lines = list[list[dict[str, Any]]]
 
 SHORT = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.sharding import ROUND_BYTES, assign_readers, needs_bitmap, rounds
 from headrace.dataio.core.limits import MIB
-from tests.checkpoint.making import flip
+from tests.support.checkpoint_states import flip
 from tests.support.ranks import launch
 
 
@@ -41,7 +41,7 @@ def test_four_ranks_read_a_step_from_a_store_elsewhere_once_and_fail_together(tm
         checkpointer.save(1, {"model": torch.nn.Sequential(*layers)}).result(60)
     flip(next((damaged / "packs").rglob("*.pack")), 5 * MIB)
 
-    ranks = launch(4, "tests.checkpoint.sharding.sharing_job", str(tmp_path / "repo"), str(damaged))
+    ranks = launch(4, "tests.support.shared_read_ranks", str(tmp_path / "repo"), str(damaged))
     total = ranks[0][0]["bytes"]
     for case in (
         1,

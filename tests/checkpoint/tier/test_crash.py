@@ -17,7 +17,7 @@ from headrace.checkpoint.tier import restoring, saving
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.store.local_tier.stores import TierReader
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN, begin, latest, load, make, tiny_state
+from tests.support.checkpoint_states import RUN, begin, latest, load, make, tiny_state
 from tests.support.local_tier import local_tier
 
 assert headrace.checkpoint.saving.commit_worker
@@ -50,7 +50,7 @@ def test_what_a_killed_worker_left_is_finished_or_absent(tmp_path: Path, point: 
         commit_staged(made.arena, made.plan, lambda _: None, store=store, local_tier=tier)
         first = Base(1, 1, made.plan.attempt)
         done = subprocess.run(
-            [sys.executable, "-m", "tests.checkpoint.tier.saver", str(url), str(tier.root)],
+            [sys.executable, "-m", "tests.support.tier_saver", str(url), str(tier.root)],
             cwd=ROOT,
             env={**os.environ, "HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)},
             capture_output=True,

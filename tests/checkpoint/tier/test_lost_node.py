@@ -12,8 +12,8 @@ import pytest
 
 from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3_server import S3Server, start_seaweedfs
-from tests.checkpoint.tier.nodes import Node, free_port, tls_files
 from tests.dataio.sidecar.tier.conftest import make_certificates
+from tests.support.tier_nodes import Node, free_port, tls_files
 from tests.support.waiting import wait_for
 
 STEP_BYTES = 1_400_000 * 4

@@ -28,7 +28,7 @@ from headrace.dataio.store.local_tier.records import Record
 from headrace.dataio.store.local_tier.stores import TierReader
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN, Made, begin, latest, load, make, tiny_state
+from tests.support.checkpoint_states import RUN, Made, begin, latest, load, make, tiny_state
 from tests.support.local_tier import Counting, local_tier
 
 

@@ -69,7 +69,7 @@ class Node:
     def trainer(self, url: str, step: int, seed: int, size: int, parent: Base, **environment: str) -> Trainer:
         more = [url, self.socket, str(step), str(seed), str(size), msgspec.json.encode(parent).decode()]
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.transfer.client", *more],
+            [sys.executable, "-m", "tests.support.transfer_client", *more],
             stdout=subprocess.PIPE,
             text=True,
             env=self.environment(environment),

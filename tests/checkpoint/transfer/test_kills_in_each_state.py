@@ -18,9 +18,9 @@ from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import begin, latest, load, make, save
-from tests.checkpoint.transfer.client import state
 from tests.checkpoint.transfer.conftest import Node
+from tests.support.checkpoint_states import begin, latest, load, make, save
+from tests.support.transfer_client import state
 from tests.support.waiting import wait_for
 
 STATES = {

@@ -20,7 +20,7 @@ from headrace.dataio.core.errors import ConflictError, CorruptionError, Headrace
 from headrace.dataio.sidecar.jobs.memfd import sealed
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Made, begin, make, tiny_state
+from tests.support.checkpoint_states import Made, begin, make, tiny_state
 
 ROOT = Path(__file__).parents[3]
 

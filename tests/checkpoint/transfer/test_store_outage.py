@@ -16,10 +16,10 @@ from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing import s3_server
 from headrace.dataio.testing.s3_server import S3Server, start_seaweedfs
-from tests.checkpoint.making import begin, latest, load, make, save
-from tests.checkpoint.transfer.client import state
 from tests.checkpoint.transfer.conftest import Node
 from tests.conftest import use_s3_server
+from tests.support.checkpoint_states import begin, latest, load, make, save
+from tests.support.transfer_client import state
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.s3

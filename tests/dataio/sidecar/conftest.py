@@ -22,7 +22,7 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.support.waiting import wait_for as wait_for
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
 @dataclass
@@ -54,14 +54,14 @@ class RunningDaemon:
             "cache_dir": str(self.folder / "cache"),
             "cache_bytes": 64 * MIB,
             "http_port": 0,
-            "commands": {"test": [sys.executable, str(HERE / "jobs" / "job.py")]},
+            "commands": {"test": [sys.executable, str(SUPPORT / "sidecar_job.py")]},
             "drain_seconds": 30.0,
             "changes": str(self.configuration),
             **self.options,
         }
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "daemon_main.py"), json.dumps(config)], stderr=log, stdout=log
+                [sys.executable, str(SUPPORT / "sidecar_daemon.py"), json.dumps(config)], stderr=log, stdout=log
             )
         wait_for(self.answers)
 

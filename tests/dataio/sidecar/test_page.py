@@ -16,7 +16,7 @@ from headrace.dataio import pack
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
 from headrace.dataio.sidecar.client import SaveMeter
-from tests.dataio.sidecar.conftest import HERE, RunningDaemon, wait_for
+from tests.dataio.sidecar.conftest import SUPPORT, RunningDaemon, wait_for
 from tests.support.browser import Browser, needs_browser
 
 RUN = "flow-7b"
@@ -47,7 +47,7 @@ def job(daemon: RunningDaemon, media: Path, tmp_path: Path) -> Iterator[Job]:
     stop = tmp_path / "stop"
     command: list[str | Path] = [
         sys.executable,
-        HERE / "page_trainer.py",
+        SUPPORT / "status_page_trainer.py",
         tmp_path / "ds",
         tmp_path / "ck",
         daemon.socket,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headrace.checkpoint import RNG, Checkpointer, Keep
-from tests.checkpoint.frameworks.training import BATCH, EVERY, loss_of, net, run, settle
+from tests.support.framework_training import BATCH, EVERY, loss_of, net, run, settle
 
 
 def train(folder: Path, stop: int, resume: str) -> tuple[int, nn.Module]:

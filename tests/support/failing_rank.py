@@ -20,7 +20,7 @@ from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.faulty_stores import Fault, Faulty, Rule
-from tests.checkpoint.making import Wrapped
+from tests.support.checkpoint_states import Wrapped
 from tests.support.ranks import in_group
 
 WAIT_SECONDS = 900.0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tests.checkpoint.repository.late_model import Found, search
+from tests.support.late_writes_model import Found, search
 
 REMOVED = 0
 """In the place of a step: the tag is removed."""

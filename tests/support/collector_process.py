@@ -7,7 +7,7 @@ import sys
 from headrace.checkpoint.format.documents import StepOfRun
 from headrace.checkpoint.repository.collect import collect
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN
+from tests.support.checkpoint_states import RUN
 
 
 def main(url: str, *steps: str) -> None:

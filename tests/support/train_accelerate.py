@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.checkpoint.frameworks.training import BATCH, EVERY, loss_of, net, run, settle  # first: it sets variables
+from tests.support.framework_training import BATCH, EVERY, loss_of, net, run, settle  # first: it sets variables
 
 import accelerate  # isort: skip
 import torch  # isort: skip

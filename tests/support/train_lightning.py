@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.frameworks.training import (  # first: it sets variables
+from tests.support.framework_training import (  # first: it sets variables
     BATCH,
     EVERY,
     loss_of,

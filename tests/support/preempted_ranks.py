@@ -16,7 +16,7 @@ from headrace.checkpoint import Checkpointer
 from headrace.dataio.core.errors import CapacityError
 from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Wrapped
+from tests.support.checkpoint_states import Wrapped
 from tests.support.ranks import in_group
 
 SLOW_SECONDS = 1.0

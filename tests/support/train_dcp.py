@@ -12,7 +12,7 @@ from torch import nn
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
-from tests.checkpoint.frameworks.training import BATCH, EVERY, loss_of, net, run
+from tests.support.framework_training import BATCH, EVERY, loss_of, net, run
 
 
 def train(folder: Path, stop: int, resume: str) -> tuple[int, nn.Module]:

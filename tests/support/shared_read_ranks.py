@@ -19,7 +19,7 @@ from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.restoring import shared_reads
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import Wrapped
+from tests.support.checkpoint_states import Wrapped
 from tests.support.ranks import in_group
 
 

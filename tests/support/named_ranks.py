@@ -12,4 +12,4 @@ from tests.support.ranks import in_group
 def main(kind: str, folder: str, stop: str) -> None:
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-    importlib.import_module(f"tests.checkpoint.frameworks.train_{kind}").main(folder, stop)
+    importlib.import_module(f"tests.support.train_{kind}").main(folder, stop)

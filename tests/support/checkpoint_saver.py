@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.checkpoint.format.documents import Base
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import begin, make, save, tiny_state
+from tests.support.checkpoint_states import begin, make, save, tiny_state
 
 
 def main(url: str, step: str, seed: str, parent: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.frameworks.training import (  # first: variables
+from tests.support.framework_training import (  # first: variables
     BATCH,
     EVERY,
     STEPS,

@@ -27,8 +27,8 @@ from headrace.dataio.core.errors import HeadraceError, NotFoundError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN, load, make, save
 from tests.support import nursery
+from tests.support.checkpoint_states import RUN, load, make, save
 from tests.support.nursery import Child
 
 assert headrace.dataio.store.posix, headrace.dataio.store.s3
@@ -151,7 +151,7 @@ def main(about: str) -> int:
 
 def start(task: Task) -> Child:
     crash = {"HEADRACE_CRASH": f"{task.crash}#{task.nth}", "HEADRACE_CRASH_MARK": task.mark} if task.crash else {}
-    return nursery.start("tests.checkpoint.kills", json.dumps(asdict(task)), **crash)
+    return nursery.start("tests.support.checkpoint_kills", json.dumps(asdict(task)), **crash)
 
 
 def committed(journal: str) -> list[Base]:

@@ -15,7 +15,7 @@ from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.sidecar.client import SaveMeter
 from headrace.dataio.sidecar.jobs.memfd import sealed
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import RUN, make
+from tests.support.checkpoint_states import RUN, make
 
 
 def state(seed: int, size: int) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.local_tier.records import TierLimits
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_store
-from tests.checkpoint.making import latest, make, tiny_state
+from tests.support.checkpoint_states import latest, make, tiny_state
 
 
 def main(url: str, tier: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.dataio.sidecar.client import Sidecar
 from tests.support.waiting import wait_for
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def free_port(host: str) -> int:
@@ -80,7 +80,7 @@ class Node:
 
     def train(self, mode: str, url: str, steps: int = 0) -> tuple[subprocess.Popen[str], list[dict[str, Any]]]:
         """The trainer, and the lines that it has printed: one for each step, or the only one."""
-        process = self.run("tests.checkpoint.tier.trainer", mode, url, self.socket, str(steps))
+        process = self.run("tests.support.tier_trainer", mode, url, self.socket, str(steps))
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(max(steps, 1))]
         assert all(lines), (self.folder / "log").read_text()
