@@ -1,14 +1,14 @@
-"""Turns what botocore, aiohttp and obstore raise, and what S3 servers answer, into Headrace's errors.
+"""Turns the errors of botocore, aiohttp and obstore, and the refusals of servers, into Headrace's errors.
 
 Invariants: every error inside `translated_s3` or `translated_obstore` leaves it as one of
 `headrace.dataio.core.errors`. It names the object or bucket, the endpoint and the server's own code. Time-outs, resets,
 short bodies, 429 and 5xx are `TransientError`. A server that cannot be reached is `UnreachableError`, so a writer knows
-that its request was never sent. obstore reports only text: status, code and message are read from the server's XML in
-it. That text appears nowhere, since it repeats requests and answers. botocore, aiohttp and obstore are imported only
-once something was raised.
+that its request was never sent. obstore reports only text. Status, code and message are read from the server's XML in it.
+The text itself is never shown, since it repeats requests and answers. botocore and aiohttp are imported only after an
+error.
 
-Failure behaviour: an unknown answer becomes a plain `HeadraceError` with its code and words. An error of another
-library passes through as the bug that it is.
+Failure behaviour: an unknown answer becomes a plain `HeadraceError` with its code and message. An error of another library
+passes through, because it is a bug.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """O_DIRECT: large reads into the caller's buffer, and large writes of a new file, past the page cache.
 
-Purpose: a shard that is read once and cached elsewhere should not displace other data from the page cache; a direct
-read also costs about a quarter of the CPU. It does not help data that is read again soon, so a caller asks for it. A
-range that is already in the page cache is read from there, which is faster still. A new file is written at the disk's
-speed, twice that of the page cache with the fsync that follows anyway, and at a tenth of its CPU.
+Purpose: a shard that is read once and cached elsewhere should not displace other data from the page cache. A direct read
+also costs about a quarter of the CPU. It does not help data that is read again soon, so a caller asks for it. A range
+that is already in the page cache is read from there, which is faster still. A direct write of a new file has the disk's
+speed: twice that of a write through the page cache with an fsync, at a tenth of its CPU.
 
 Invariants:
 
@@ -11,14 +11,14 @@ Invariants:
   device refuses, uses ordinary reads and writes. The bytes are the same either way.
 * A buffer that is not aligned as the file is (a tensor's never is) is filled through an aligned buffer of
   `_BOUNCE_BYTES`, one per thread. Ranges that lie close together are filled by one read.
-* `FileWriter` writes two runs of `_BLOCK` bytes in threads while the next one is put together. A read-only part that is
-  aligned as the file needs it is written from its own memory, and must not change until the file is finished or closed.
-  Other parts are copied into a block, and may change once `write` returns. Memory is three blocks at most.
+* `FileWriter` writes two runs of `_BLOCK` bytes in threads while it collects the next one. A read-only part with the
+  file's alignment is written from its own memory, and must not change until the file is finished or closed. Other parts
+  are copied into a block, and may change once `write` returns. Memory is three blocks at most.
 * After `finish` the file holds all parts, but is not yet synced. `close` waits for the threads: nothing writes to `fd`
   afterwards.
 
-Failure behaviour: a refusal (EINVAL and its kind) is no error. An error of a background write is raised by a later
-`write` or by `finish`; any other error is the read's or write's own.
+Failure behaviour: if the file system refuses O_DIRECT (EINVAL and similar), that is no error. A later `write` or `finish`
+raises the error of a background write. All other errors are raised by the read or write that failed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CACHESTAT = 451
 """The system call's number, the same on every architecture; since Linux 6.5."""
 _BLOCK = 8 << 20
 _IN_FLIGHT = 2
-_STRAIGHT = 256 << 10
+_ALWAYS_COPIED = 256 << 10
 """Smaller parts are always copied."""
 _TMPFS = 0x01021994
 Part = tuple[int, memoryview]
@@ -83,8 +83,8 @@ def fill_directly(fd: int, offset: int, buffer: memoryview) -> tuple[int, int]:
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     start, stop = aligned_part(offset, address, len(buffer))
     if start == stop:
-        return 0, _directly(fd, lambda: _bounced(fd, offset, address, len(buffer)))
-    return start, start + _directly(fd, lambda: _straight(fd, offset + start, buffer[start:stop]))
+        return 0, _directly(fd, lambda: _fill_through_buffer(fd, offset, address, len(buffer)))
+    return start, start + _directly(fd, lambda: _fill_in_place(fd, offset + start, buffer[start:stop]))
 
 
 def fill_together(fd: int, ranges: Iterable[Part]) -> list[Part]:
@@ -124,12 +124,12 @@ def _fill_piece(fd: int, piece: list[Part]) -> list[Part]:
         return [(start + at, part) for at, part in ((0, first[:begin]), (end, first[end:])) if part]
     if stop - start < LEAST_BYTES or mostly_cached(fd, start, stop - start):
         return piece
-    through, base = _bounce, start - start % ALIGN
-    wanted = memoryview(through.bytes)[: -(-(stop - base) // ALIGN) * ALIGN]
+    bounce, base = _bounce, start - start % ALIGN
+    wanted = memoryview(bounce.bytes)[: -(-(stop - base) // ALIGN) * ALIGN]
     if _directly(fd, lambda: os.preadv(fd, [wanted], base)) < stop - base:
-        return piece  # refused, or the file became shorter: the ordinary read will tell
+        return piece  # refused, or the file became shorter: the ordinary read reports it
     for offset, part in piece:
-        ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(part)), through.address + offset - base, len(part))
+        ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(part)), bounce.address + offset - base, len(part))
     return []
 
 
@@ -161,12 +161,12 @@ def _directly(fd: int, read: Callable[[], int]) -> int:
         fcntl.fcntl(fd, fcntl.F_SETFL, before)
 
 
-def _straight(fd: int, offset: int, buffer: memoryview) -> int:
+def _fill_in_place(fd: int, offset: int, buffer: memoryview) -> int:
     done = 0
     while done < len(buffer):
         n = os.preadv(fd, [buffer[done:]], offset + done)
         done += n
-        if n % ALIGN or not n:  # the file became shorter: the ordinary read will tell
+        if n % ALIGN or not n:  # the file became shorter: the ordinary read reports it
             break
     return done
 
@@ -184,10 +184,10 @@ class _Bounce(threading.local):
 _bounce = _Bounce()
 
 
-def _bounced(fd: int, offset: int, address: int, length: int) -> int:
+def _fill_through_buffer(fd: int, offset: int, address: int, length: int) -> int:
     """Fill unaligned memory from any offset, through the bounce buffer."""
-    through, done = _bounce, 0
-    view = memoryview(through.bytes)
+    bounce, done = _bounce, 0
+    view = memoryview(bounce.bytes)
     while done < length:
         skip = (offset + done) % ALIGN
         wanted = min(length - done, _BOUNCE_BYTES - skip)
@@ -195,7 +195,7 @@ def _bounced(fd: int, offset: int, address: int, length: int) -> int:
         got = min(n - skip, wanted)
         if got <= 0:
             break
-        ctypes.memmove(address + done, through.address + skip, got)  # releases the GIL
+        ctypes.memmove(address + done, bounce.address + skip, got)  # releases the GIL
         done += got
         if got < wanted:
             break
@@ -301,7 +301,7 @@ class _BackgroundWriter:
         import numpy as np
 
         whole = len(view) - len(view) % ALIGN
-        if not view.readonly or whole < _STRAIGHT or self._length % ALIGN:
+        if not view.readonly or whole < _ALWAYS_COPIED or self._length % ALIGN:
             return 0
         if np.frombuffer(view, np.uint8).ctypes.data % ALIGN:
             return 0

@@ -65,7 +65,12 @@ def _cut(ranges: Sequence[Range]) -> Iterator[Range]:
 
 def read_ranges(client: BucketClient, key: str, name: str, ranges: Sequence[Range]) -> None:
     """Fill every buffer of `ranges` from the object `key`, which errors call `name`."""
-    reader = _Reader(client, key, name, [(offset, writable_bytes(buffer)) for offset, buffer in ranges])
+    reader = _Reader(
+        client=client,
+        key=key,
+        name=name,
+        ranges=[(offset, writable_bytes(buffer)) for offset, buffer in ranges],
+    )
     if any(not len(buffer) for _, buffer in reader.ranges):
         client.run(reader.check_inside())
     spans = plan(reader.ranges)
@@ -81,7 +86,7 @@ def read_pieces(
     """Read a range as long as `buffer`, at most `WHOLE_BYTES`, and pass it to `take` in pieces through the start of
     `buffer`.
     """
-    reader = _Reader(client, key, name, [(offset, buffer)])
+    reader = _Reader(client=client, key=key, name=name, ranges=[(offset, buffer)])
     data = memoryview(client.run(reader.read(plan(reader.ranges)[0])))
     for at in range(0, len(buffer), _PIECE_BYTES):
         piece = buffer[: min(_PIECE_BYTES, len(buffer) - at)]
@@ -92,7 +97,7 @@ def read_pieces(
 class _Reader:
     """Reads ranges of one object."""
 
-    def __init__(self, client: BucketClient, key: str, name: str, ranges: Sequence[Range]) -> None:
+    def __init__(self, *, client: BucketClient, key: str, name: str, ranges: Sequence[Range]) -> None:
         for offset, buffer in ranges:
             check_range(name, offset, len(buffer))
         self.ranges = ranges

@@ -1,21 +1,17 @@
-"""The storage contract on S3 and compatible servers, with multipart uploads and the choice of the client library.
+"""The storage contract on S3 and compatible servers: `bucket.BucketStore` with multipart uploads, listings and deletes.
 
 Invariants:
 
-* `put_if_absent` is one single PUT with `If-None-Match: *`, never a multipart upload. If the answer leaves the outcome
-  open (412, 409, a time-out, a lost answer, a 5xx), the object is read back.
-* Nothing is cached: no listing, no size. Only the parts of an upload are retried here; `retry.Retry` does the rest.
+* `put_if_absent` is one single PUT with `If-None-Match: *`.
+* Only the requests of an upload are retried here; `retry.Retry` does the rest.
 * Content below one part is a single PUT. Otherwise at most `IN_FLIGHT` parts are being sent while one more is being
-  filled, so memory stays below (IN_FLIGHT + 2) parts. Nothing is visible before the upload is completed.
-* `HEADRACE_S3` or the option `client` chooses the library: `s3fs` or `obstore`. Without them obstore serves if it is
-  installed and supports the options; otherwise s3fs does. Callers see no difference.
+  filled, so memory stays below (IN_FLIGHT + 2) parts.
+* Nothing of an upload is visible before it is completed.
 
-Failure behaviour: see `s3_errors`. A PUT takes at most 5 GiB, and a conditional one `base.CONDITIONAL_BYTES`. Any
-exception during an upload, also one of the stream or an interrupt, cancels its requests and aborts it. A lost answer to
-the completion is settled by the nonce in the object's metadata. More than `MAX_BYTES` is a `CapacityError`. A killed
-process leaves an unfinished upload, invisible but billable. The next process aborts it where there is an `UploadLog`;
-give the bucket a lifecycle rule that aborts the others. Insisting on a library that cannot serve is an
-`UnsupportedError` with the reason.
+Failure behaviour: see `bucket` and `bucket_errors`. Any exception during an upload, also one of the stream or an interrupt,
+cancels its requests and aborts it. If the answer to the completion is lost, the nonce in the object's metadata settles it.
+More than `MAX_BYTES` is a `CapacityError`. A killed process leaves an unfinished upload, which is invisible but billed. With
+an `UploadLog` the next process aborts it. Give the bucket a lifecycle rule that aborts the others.
 """
 
 from __future__ import annotations
@@ -110,7 +106,7 @@ class S3Store(BucketStore):
         if second is None:
             self._client.run(call_async(lambda: self._put(key, first.getbuffer()), self._policy))
             return first.getbuffer().nbytes
-        upload = Upload(self._client, full, name, self._policy, entry)
+        upload = Upload(client=self._client, key=full, name=name, policy=self._policy, entry=entry)
         return upload.send(itertools.chain([first, second], stream))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -213,9 +209,19 @@ class _LogEntry:
 
 
 class Upload:
-    """One multipart upload. Used from one thread."""
+    """One multipart upload. Used from one thread.
 
-    def __init__(self, client: S3Client, key: str, name: str, policy: Policy, entry: _LogEntry | None = None) -> None:
+    Args:
+        client: Sends the requests.
+        key: The object's key in the bucket.
+        name: The object's URL, for errors.
+        policy: How each request is retried.
+        entry: Where to record the upload. Default: nowhere.
+    """
+
+    def __init__(
+        self, *, client: S3Client, key: str, name: str, policy: Policy, entry: _LogEntry | None = None
+    ) -> None:
         self._client, self._key, self._name, self._policy = client, key, name, policy
         self._entry = entry
         self._nonce = secrets.token_hex(16)

@@ -91,7 +91,7 @@ class Faulty(Wrapper):
         clock: For the delays.
     """
 
-    def __init__(self, inner: Store, rules: Sequence[Rule], seed: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, inner: Store, rules: Sequence[Rule], *, seed: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(inner)
         self.rules, self.fired = list(rules), Counter[Fault]()
         self._draw, self._clock, self._lock = random.Random(seed), clock, threading.Lock()

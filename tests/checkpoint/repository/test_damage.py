@@ -80,7 +80,7 @@ def test_whatever_is_damaged_is_found_or_harmless_and_never_returned(kind: str) 
 def test_what_one_flipped_bit_on_the_way_damaged_is_read_again(kind: str) -> None:
     sound, bases = repository_with_everything()
     for seed in range(8):  # of a document the flipped byte may be that of its version
-        store = Faulty(sound, [Rule(Fault.FLIP_BIT, key=kind, times=1)], seed)
+        store = Faulty(sound, [Rule(Fault.FLIP_BIT, key=kind, times=1)], seed=seed)
         assert repository.find(store, RUN, "latest") == bases[-1]
         assert tags.find(store, "best").step == 2
         assert load(store, bases[1]) == STATES[2]

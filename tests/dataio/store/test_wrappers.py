@@ -448,7 +448,7 @@ def test_a_flipped_bit_is_one_bit_of_what_was_read(posix: PosixStore) -> None:
 
 def test_the_same_seed_gives_the_same_faults(posix: PosixStore) -> None:
     def outcomes(seed: int) -> list[bool]:
-        store, seen = Faulty(posix, [Rule(Fault.TRANSIENT, rate=0.3)], seed), list[bool]()
+        store, seen = Faulty(posix, [Rule(Fault.TRANSIENT, rate=0.3)], seed=seed), list[bool]()
         for _ in range(100):
             try:
                 seen.append(store.exists("k"))
