@@ -16,7 +16,7 @@ import pytest
 
 from headrace.dataio import Dataset, append, pack
 from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
-from headrace.dataio.shards.ingest import source_stores as remotes
+from headrace.dataio.shards.ingest import source_stores
 from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import Group, gather
@@ -54,7 +54,7 @@ def tar_of(folder: Path) -> bytes:
 def test_folders_globs_manifests_and_tars_in_a_bucket_become_the_shards_of_local_ones(
     clips: Path, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remotes, "_PIECE", 1000)  # so that every file is copied in several pieces
+    monkeypatch.setattr(source_stores, "_COPY_BYTES", 1000)  # so that every file is copied in several pieces
     (tmp_path / "t.tar").write_bytes(tar_of(clips))
     with open_store(s3_url) as store:
         upload(store, clips, "clips")
