@@ -148,14 +148,14 @@ class Paintable(Canvas, Protocol):
     def paint(self, number: int, pixels: U8) -> None: ...
 
 
-def sheet(request: Request, fit: Fit) -> U8:
+def clip_memory(request: Request, fit: Fit) -> U8:
     """Memory for the fitted clip: that of the request if it provides any."""
     shape = (len(request.wanted.values), 3, *fit.size)
     allocate = None if request.allocate is None else request.allocate(shape)
     return np.empty(shape, np.uint8) if allocate is None else allocate
 
 
-class Whole:
+class FullSizeCanvas:
     """Frames at full size. `clip`: uint8 (T, H, W, 3)."""
 
     def __init__(self, request: Request, converter: Converter) -> None:
@@ -173,25 +173,25 @@ class Whole:
         self.clip[number] = self.clip[number - 1]
 
 
-class Quick:
+class OnePassCanvas:
     """Frames that `fit` scales in the same pass that converts the colours. `clip`: uint8 (T, 3, h, w)."""
 
     def __init__(self, request: Request, fit: Fit, converter: Converter) -> None:
         self._fit, self._convert = fit, converter
         self._down, self._across = axes(request.info.height, request.info.width, fit)
-        self._ways: dict[str, tuple[Chain, int, int]] = {}
-        self.clip = sheet(request, fit)
+        self._chains: dict[str, tuple[Chain, int, int]] = {}
+        self.clip = clip_memory(request, fit)
 
     def draw(self, number: int, frame: VideoFrame) -> None:
-        if frame.format.name not in self._ways:
-            self._ways[frame.format.name] = self._way(frame)
-        chain, y, x = self._ways[frame.format.name]
+        if frame.format.name not in self._chains:
+            self._chains[frame.format.name] = self._chain(frame)
+        chain, y, x = self._chains[frame.format.name]
         green, blue, red = planes(self._convert(frame, chain))
         for channel, plane in enumerate((red, green, blue)):
             kept = plane[y : y + self._down.kept, x : x + self._across.kept]
             self.clip[number, channel] = kept[:, ::-1] if self._fit.mirror else kept
 
-    def _way(self, frame: VideoFrame) -> tuple[Chain, int, int]:
+    def _chain(self, frame: VideoFrame) -> tuple[Chain, int, int]:
         """The filter chain for frames like this one, and the row and column of its output at which the clip begins."""
         down, across = self._down, self._across
         if is_usual(frame):

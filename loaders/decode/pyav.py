@@ -35,7 +35,7 @@ from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import Color, Decoded, Request, cropped_clip_bytes, whole_clip_bytes
-from headrace.loaders.decode.convert import U8, Canvas, Converter, Paintable, Quick, Whole
+from headrace.loaders.decode.convert import U8, Canvas, Converter, FullSizeCanvas, OnePassCanvas, Paintable
 from headrace.loaders.decode.registry import register_decoder
 from headrace.loaders.decode.trim import NoStartError, Window, open_window, tells_all
 
@@ -45,7 +45,7 @@ _SKIPPING = frozenset(["h264", "hevc"])
 
 
 Surface = TypeVar("Surface", bound=Canvas)
-Clip = tuple[U8, tuple[int, ...]]
+ClipPixels = tuple[U8, tuple[int, ...]]
 """The clip and its T time stamps."""
 
 
@@ -84,7 +84,7 @@ class PyAVDecoder:
             canvas, pts = _drawn(request, lambda: _canvas(request, self._converter))
         except HeadraceError as error:
             return error
-        return _made(canvas, pts)
+        return _decoded(canvas, pts)
 
     @property
     def _converter(self) -> Converter:
@@ -96,56 +96,58 @@ class PyAVDecoder:
 
 
 def _decoded_together(requests: Sequence[Request], converter: Converter) -> Iterator[Decoded]:
-    whole = union(requests)
+    union_request = union(requests)
     canvases = list[Any]()
 
-    def begin() -> Several:
+    def make_canvas() -> UnionCanvas:
         canvases[:] = [_canvas(request, converter) for request in requests]
-        return Several(whole, requests, canvases)
+        return UnionCanvas(union_request, requests, canvases)
 
-    several, stamps = _drawn(whole, begin)
-    return (_made(canvas, pts) for canvas, pts in zip(canvases, several.pts(stamps), strict=True))
+    several, stamps = _drawn(union_request, make_canvas)
+    return (_decoded(canvas, pts) for canvas, pts in zip(canvases, several.pts(stamps), strict=True))
 
 
 def _canvas(request: Request, converter: Converter) -> Any:
     """The canvas for a clip. Imports torch only where a canvas needs it."""
     fit = request.fit
     if fit is None:
-        return Whole(request, converter)
-    if is_quick(request):
-        return Quick(request, fit, converter)
-    from headrace.loaders.decode.resize import Fitted
+        return FullSizeCanvas(request, converter)
+    if is_one_pass(request):
+        return OnePassCanvas(request, fit, converter)
+    from headrace.loaders.decode.resize import FittedCanvas
 
-    return Fitted(request, fit, converter)
+    return FittedCanvas(request, fit, converter)
 
 
-def _made(canvas: Any, pts: tuple[int, ...]) -> Decoded:
+def _decoded(canvas: Any, pts: tuple[int, ...]) -> Decoded:
     import torch
 
     return Decoded(torch.as_tensor(canvas.clip), pts)
 
 
-def is_quick(request: Request) -> bool:
+def is_one_pass(request: Request) -> bool:
     """Whether scaling and colour conversion happen in one pass."""
     fit = request.fit
     return fit is not None and fit.antialias and request.color == "fast" and not is_jpeg(request.info)
 
 
-def clip_of(request: Request, converter: Converter | None = None) -> Clip:
-    """The result of `PyAVDecoder` as an array. Needs no torch. It applies `fit` only if `is_quick`; other requests must
+def clip_of(request: Request, converter: Converter | None = None) -> ClipPixels:
+    """The result of `PyAVDecoder` as an array. Needs no torch. It applies `fit` only if `is_one_pass`; other requests must
     not have one."""
     used = converter or Converter()
     fit = request.fit
     if fit is not None:
-        quick, pts = _drawn(request, lambda: Quick(request, fit, used))
-        return quick.clip, pts
-    whole, pts = _drawn(request, lambda: Whole(request, used))
-    return whole.clip, pts
+        one_pass, pts = _drawn(request, lambda: OnePassCanvas(request, fit, used))
+        return one_pass.clip, pts
+    canvas, pts = _drawn(request, lambda: FullSizeCanvas(request, used))
+    return canvas.clip, pts
 
 
-def _drawn(request: Request, begin: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
+def _drawn(request: Request, make_canvas: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
     """A canvas with the clip on it, and the clip's time stamps."""
-    return _picture(request, begin()) if request.info.ext in IMAGE_EXTENSIONS else _from_keys(request, begin)
+    return (
+        _picture(request, make_canvas()) if request.info.ext in IMAGE_EXTENSIONS else _from_keys(request, make_canvas)
+    )
 
 
 def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...]]:
@@ -164,7 +166,7 @@ def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...
     return canvas, (0,) * times
 
 
-def _from_keys(request: Request, begin: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
+def _from_keys(request: Request, make_canvas: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
     """Decode from the key frame before the clip. If that fails, decode from earlier key frames: a key frame may only be
     a point from which the picture recovers gradually."""
     first: CorruptionError | None = None
@@ -174,7 +176,7 @@ def _from_keys(request: Request, begin: Callable[[], Surface]) -> tuple[Surface,
         try:
             with open_window(earlier, trusting=trusting) as window:
                 pts = window.pts
-                return _clip(replace(window, bare=bare), earlier, begin()), pts
+                return _clip(replace(window, bare=bare), earlier, make_canvas()), pts
         except CorruptionError as error:
             first = first or error
         except HeadraceError as error:
@@ -336,11 +338,11 @@ class _Drawing(msgspec.Struct):
             self.filled, self.seen = self.filled + 1, frame
 
 
-class Several:
+class UnionCanvas:
     """A `Canvas` for the union of several requests, which draws on their canvases."""
 
-    def __init__(self, whole: Request, requests: Sequence[Request], canvases: Sequence[Canvas]) -> None:
-        values = whole.wanted.values
+    def __init__(self, union_request: Request, requests: Sequence[Request], canvases: Sequence[Canvas]) -> None:
+        values = union_request.wanted.values
         self._drawings = [
             _Drawing(canvas, [bisect_left(values, value) for value in request.wanted.values])
             for request, canvas in zip(requests, canvases, strict=True)

@@ -1,10 +1,10 @@
 """Scale and crop clips to the requested size: one implementation for the frames of all decoders.
 
-Purpose: equal frames give equal results. `Fitted` does the same frame by frame, and skips pixels that the crop discards
+Purpose: equal frames give equal results. `FittedCanvas` does the same frame by frame, and skips pixels that the crop discards
 where torch's filter allows it.
 Invariants: a clip is scaled bilinearly, by default with antialiasing, so that it just covers the requested size at its
 own aspect ratio. Then it is cropped, by default at the centre. On the CPU the arithmetic stays in uint8. A GPU computes
-in float and rounds, which may differ by 1. `Fitted` is bit-identical to `fit` of the whole converted clip. It leaves
+in float and rounds, which may differ by 1. `FittedCanvas` is bit-identical to `fit` of the whole converted clip. It leaves
 out columns right of the crop and rows below it, with a scale factor whose inverse is the same number. Pixels left of
 the crop and above it are scaled from undefined content, which no kept pixel reads.
 Failure behaviour: that of the converter; the loader has checked all sizes.
@@ -21,7 +21,7 @@ from av.video.frame import VideoFrame
 
 from headrace.loaders.decode import convert
 from headrace.loaders.decode.base import Fit, Request
-from headrace.loaders.decode.convert import U8, Axis, Chain, Converter, Part, axes, covering, offset, sheet
+from headrace.loaders.decode.convert import U8, Axis, Chain, Converter, Part, axes, clip_memory, covering, offset
 
 
 def fit(
@@ -68,7 +68,7 @@ _WORTH = 0.95  # share of the pixels; skipping fewer pixels gains nothing
 Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Fitted:
+class FittedCanvas:
     """A canvas that scales and crops each frame. `clip`: uint8 (T, 3, h, w)."""
 
     def __init__(self, request: Request, fit: Fit, converter: Converter) -> None:
@@ -76,19 +76,19 @@ class Fitted:
         self._down, self._across = axes(request.info.height, request.info.width, fit)
         self._rows, self._columns = self._down.needed(fit.antialias), self._across.needed(fit.antialias)
         height, width, self._scale = _scaling(self._down, self._across, self._rows[1], self._columns[1], fit.antialias)
-        self._ways: dict[str, tuple[Part, Chain]] = {}
+        self._chains: dict[str, tuple[Part, Chain]] = {}
         self._page: U8 | None = None
         self._sides = height, width
-        self.clip = sheet(request, fit)
+        self.clip = clip_memory(request, fit)
 
     def draw(self, number: int, frame: VideoFrame) -> None:
         if self._page is None:
             self._page = np.empty((*self._sides, 3), np.uint8)
         page = self._page
-        if frame.format.name not in self._ways:
+        if frame.format.name not in self._chains:
             part = convert.with_margin(self._rows, self._columns, frame)
-            self._ways[frame.format.name] = part, convert.rgb(frame, self._color, part)
-        part, chain = self._ways[frame.format.name]
+            self._chains[frame.format.name] = part, convert.rgb(frame, self._color, part)
+        part, chain = self._chains[frame.format.name]
         picture = convert.planes(self._convert(frame, chain), samples=3)[0]
         bottom, right = min(part.bottom, len(page)), min(part.right, page.shape[1])
         kept = picture[: bottom - part.top, : 3 * (right - part.left)]

@@ -24,8 +24,8 @@ from headrace.loaders.audio.decode import F32
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.decode import resize, subprocess_worker
 from headrace.loaders.decode.base import MAX_CLIP_BYTES, Color, Decoded, Request, whole_clip_bytes
-from headrace.loaders.decode.pyav import is_quick
-from headrace.loaders.fetch.partial_file import Given, Media, PartialFile
+from headrace.loaders.decode.pyav import is_one_pass
+from headrace.loaders.fetch.partial_file import Media, PartialFile, SentPieces
 
 SECONDS = 60.0
 """Time limit of a process for one clip or window."""
@@ -80,7 +80,7 @@ class SubprocessDecoder:
         self._pool.close()
 
     def _decode(self, request: Request) -> Decoded | HeadraceError:
-        fit = request.fit if is_quick(request) else None
+        fit = request.fit if is_one_pass(request) else None
         try:
             done = self._ask(
                 request.data,
@@ -97,13 +97,13 @@ class SubprocessDecoder:
         frames = torch.frombuffer(bytearray(done.data), dtype=torch.uint8).view(expected)
         return Decoded(frames if fit else resize.apply(frames, request.fit), done.numbers)
 
-    def _ask(self, data: Media, task: Callable[[bytes | Given], subprocess_worker.Task]) -> subprocess_worker.Done:
+    def _ask(self, data: Media, task: Callable[[bytes | SentPieces], subprocess_worker.Task]) -> subprocess_worker.Done:
         """Send the task to a process. For a file that is in memory in part, the process names each piece that it lacks,
         and gets it with the next attempt."""
         if not isinstance(data, PartialFile):
             return self._done(task(bytes(data[:])))
         for _ in range(_ASKED):
-            answer = self._answer(task(data.given()))
+            answer = self._answer(task(data.sent_pieces()))
             if isinstance(answer, subprocess_worker.Done):
                 return answer
             data.load(answer.piece)

@@ -27,7 +27,7 @@ from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import Color, Fit, Request
 from headrace.loaders.decode.pyav import clip_of
-from headrace.loaders.fetch.partial_file import Given, GivenFile, Media, MissingError
+from headrace.loaders.fetch.partial_file import Media, MissingPieceError, SentFile, SentPieces
 
 HELLO = b"headrace decode 1"
 ERRORS = {kind.code: kind for kind in (CorruptionError, UnsupportedError, CapacityError)}
@@ -36,7 +36,7 @@ ERRORS = {kind.code: kind for kind in (CorruptionError, UnsupportedError, Capaci
 class ClipTask(msgspec.Struct, tag="see"):
     """Decode a clip."""
 
-    data: bytes | Given
+    data: bytes | SentPieces
     info: VideoInfo
     wanted: Wanted
     color: Color
@@ -46,7 +46,7 @@ class ClipTask(msgspec.Struct, tag="see"):
 class AudioTask(msgspec.Struct, tag="listen"):
     """Decode a window of audio."""
 
-    data: bytes | Given
+    data: bytes | SentPieces
     info: AudioInfo
     start: Fraction
     spec: AudioSpec
@@ -90,7 +90,7 @@ def answer(task: Task) -> Answer:
         return _decode_clip(task) if isinstance(task, ClipTask) else _decode_audio(task)
     except HeadraceError as error:
         return Failed(error.code, error.message, error.hint)
-    except MissingError as error:
+    except MissingPieceError as error:
         return Missing(error.number)
 
 
@@ -105,8 +105,8 @@ def _decode_audio(task: AudioTask) -> Answer:
     return _done(audio, (audio_samples,))
 
 
-def _media(data: bytes | Given) -> Media:
-    return GivenFile(data) if isinstance(data, Given) else memoryview(data)
+def _media(data: bytes | SentPieces) -> Media:
+    return SentFile(data) if isinstance(data, SentPieces) else memoryview(data)
 
 
 def _done(array: np.ndarray[Any, Any], numbers: tuple[int, ...]) -> Done:

@@ -105,7 +105,7 @@ class PartialFile:
         with contextlib.suppress(NotFoundError, RangeError):
             self._fetch(self._heads.others(self._name, self._member, runs))
 
-    def given(self) -> Given:
+    def sent_pieces(self) -> SentPieces:
         """The verified pieces in memory, for another process."""
         for first, count in self._pieces.head:
             for number in range(first, first + count):
@@ -115,7 +115,7 @@ class PartialFile:
         for number, view in list(self._unchecked.items()):
             if matches(self._pieces, number, view):
                 self._checked[number] = self._unchecked.pop(number)
-        return Given(
+        return SentPieces(
             len(self),
             self._pieces.size,
             pieces={number: bytes(view) for number, view in self._checked.items()},
@@ -190,7 +190,7 @@ class PartialFile:
 # --- the file in another process, which cannot fetch
 
 
-class Given(msgspec.Struct, frozen=True):
+class SentPieces(msgspec.Struct, frozen=True):
     """Some pieces of a file of `length` bytes; each has `size` bytes."""
 
     length: int
@@ -199,7 +199,7 @@ class Given(msgspec.Struct, frozen=True):
     marks: tuple[tuple[int, int], ...] = ()
 
 
-class MissingError(Exception):
+class MissingPieceError(Exception):
     """The decoder accessed a piece that was not sent."""
 
     def __init__(self, number: int) -> None:
@@ -207,27 +207,27 @@ class MissingError(Exception):
         self.number = number
 
 
-class GivenFile:
-    """A file made of the pieces that were sent. Access to other pieces raises `MissingError`."""
+class SentFile:
+    """A file made of the pieces that were sent. Access to other pieces raises `MissingPieceError`."""
 
-    def __init__(self, given: Given) -> None:
-        self._given = given
+    def __init__(self, sent_pieces: SentPieces) -> None:
+        self._sent = sent_pieces
 
     def __len__(self) -> int:
-        return self._given.length
+        return self._sent.length
 
     @property
     def marks(self) -> Sequence[tuple[int, int]]:
         """The index's marks (`Pieces.marks`)."""
-        return self._given.marks
+        return self._sent.marks
 
     def __getitem__(self, where: slice) -> memoryview:
         start, end, _ = where.indices(len(self))
-        size, found = self._given.size, list[bytes | memoryview]()
+        size, found = self._sent.size, list[bytes | memoryview]()
         for number in range(start // size, -(-end // size) if start < end else 0):
-            piece = self._given.pieces.get(number)
+            piece = self._sent.pieces.get(number)
             if piece is None:
-                raise MissingError(number)
+                raise MissingPieceError(number)
             found.append(memoryview(piece)[max(0, start - number * size) : end - number * size])
         return memoryview(b"".join(found))
 

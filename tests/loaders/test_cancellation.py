@@ -17,7 +17,7 @@ from headrace.loaders.batch.sample_builder import PlannedBatch, PlannedRead
 from headrace.loaders.cancellation import Cancelled, cancelled_by, check_cancelled
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import Request
-from headrace.loaders.decode.convert import Whole
+from headrace.loaders.decode.convert import FullSizeCanvas
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.interfaces import ProcessedSample, SampleLayout, SampleRef
 
@@ -36,14 +36,14 @@ def test_a_decoder_stops_between_two_pictures(
 ) -> None:
     data = (media / "nasa_h264_aac.mp4").read_bytes()
     info, closing, drawn = info_of(data, "mp4"), threading.Event(), []
-    draw = Whole.draw
+    draw = FullSizeCanvas.draw
 
-    def last(canvas: Whole, number: int, frame: Any) -> None:
+    def last(canvas: FullSizeCanvas, number: int, frame: Any) -> None:
         draw(canvas, number, frame)
         drawn.append(number)
         closing.set()
 
-    monkeypatch.setattr(Whole, "draw", last)
+    monkeypatch.setattr(FullSizeCanvas, "draw", last)
     request = Request(memoryview(data), info, Wanted("index", tuple(range(40)), info.key_frames[0]))
     with pytest.raises(Cancelled), cancelled_by(closing):
         PyAVDecoder().decode([request])

@@ -24,7 +24,7 @@ from headrace.dataio.shards.pieces import Hasher
 from headrace.dataio.shards.sample import AudioInfo, Member, Pieces
 from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.spec import AudioSpec
-from headrace.loaders.fetch.partial_file import GivenFile, HeadCache, PartialFile
+from headrace.loaders.fetch.partial_file import HeadCache, PartialFile, SentFile
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +125,7 @@ def test_of_what_is_given_to_another_process_the_same_is_made(recording: LongMp3
     file = recording.part()
     for number in range(-(-len(recording.data) // SIZE)):
         file.load(number)
-    whole, given_ = windows(recording, [memoryview(recording.data), GivenFile(file.given())], Fraction(31), 2.0)
+    whole, given_ = windows(recording, [memoryview(recording.data), SentFile(file.sent_pieces())], Fraction(31), 2.0)
     assert same(whole, given_)
 
 

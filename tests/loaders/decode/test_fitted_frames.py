@@ -21,9 +21,9 @@ from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode import convert, pyav, resize
 from headrace.loaders.decode.base import Color, Decoded, Fit, Request
-from headrace.loaders.decode.convert import Axis, Converter, Part, Quick, Whole, axes
+from headrace.loaders.decode.convert import Axis, Converter, FullSizeCanvas, OnePassCanvas, Part, axes
 from headrace.loaders.decode.pyav import PyAVDecoder
-from headrace.loaders.decode.resize import Fitted
+from headrace.loaders.decode.resize import FittedCanvas
 from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder
 from headrace.loaders.decode.trim import Window, open_window
 from tests.support import reference_decoder
@@ -68,7 +68,7 @@ def request_for(frame: av.VideoFrame, color: Color = "bt601", clip: int = 1) -> 
 
 
 def whole(frame: av.VideoFrame, color: Color = "bt601") -> torch.Tensor:
-    canvas = Whole(request_for(frame, color), Converter())
+    canvas = FullSizeCanvas(request_for(frame, color), Converter())
     canvas.draw(0, frame)
     return torch.from_numpy(canvas.clip)
 
@@ -120,7 +120,7 @@ def test_fitting_frame_by_frame_is_fitting_the_clip(
     if (height, width) > (32, 32):
         height, width = height // 2 * 2, width // 2 * 2
     frame, fit = noise(pixel_format, width, height), Fit((high, wide), smooth, (down, across), mirror)
-    canvas = Fitted(request_for(frame, clip=2), fit, Converter())
+    canvas = FittedCanvas(request_for(frame, clip=2), fit, Converter())
     canvas.draw(0, frame)
     canvas.again(1)
     expected = resize.apply(whole(frame), fit)
@@ -152,7 +152,7 @@ def test_the_quick_way_shows_the_same_picture(size: tuple[int, int], mirror: boo
     with av.open(str(media / "nasa_h264_aac.mp4")) as container:
         frame = next(container.decode(video=0))
     fit = Fit(size, True, (0.3, 0.4), mirror)
-    quick = Quick(request_for(frame, "fast"), fit, Converter())
+    quick = OnePassCanvas(request_for(frame, "fast"), fit, Converter())
     quick.draw(0, frame)
     expected = resize.apply(whole(frame, "tagged"), fit).numpy().astype(int)
     difference = np.abs(quick.clip - expected)

@@ -13,7 +13,7 @@ from headrace.dataio.core.errors import CorruptionError, RangeError, TransientEr
 from headrace.dataio.shards.sample import Member, Pieces
 from headrace.loaders.fetch import partial_file as partial
 from headrace.loaders.fetch.byte_ranges import Runs, merged
-from headrace.loaders.fetch.partial_file import GivenFile, HeadCache, MissingError, PartialFile
+from headrace.loaders.fetch.partial_file import HeadCache, MissingPieceError, PartialFile, SentFile
 
 OFFSET = 1000
 SIZE = 64
@@ -109,8 +109,8 @@ def test_of_a_file_that_is_read_through_only_the_last_of_it_is_kept(monkeypatch:
     file.prefetch(((50, 1),))
     for piece in range(100):
         assert bytes(file[piece * SIZE : (piece + 1) * SIZE]) == some(100 * SIZE)[piece * SIZE : (piece + 1) * SIZE]
-        assert len(file.given().pieces) <= 11
-    assert 50 in file.given().pieces  # what was foreseen stays
+        assert len(file.sent_pieces().pieces) <= 11
+    assert 50 in file.sent_pieces().pieces  # what was foreseen stays
     shard.reads.clear()
     file[99 * SIZE :], file[50 * SIZE : 51 * SIZE]
     assert not shard.reads
@@ -166,15 +166,15 @@ def test_another_process_gets_what_is_there_and_right_and_says_what_it_lacks() -
     wrong[70] ^= 1
     file = opened(some(640), Shard(bytes(wrong)))
     file.prefetch(((0, 4),))
-    sent = GivenFile(file.given())
+    sent = SentFile(file.sent_pieces())
     assert len(sent) == 640
     assert bytes(sent[128:256]) == some(640)[128:256]
     assert bytes(sent[5:3]) == b""
-    with pytest.raises(MissingError) as missing:
+    with pytest.raises(MissingPieceError) as missing:
         sent[60:70]
     assert missing.value.number == 1
     file.load(1)
-    assert bytes(GivenFile(file.given())[:256]) == some(640)[:256]
+    assert bytes(SentFile(file.sent_pieces())[:256]) == some(640)[:256]
 
 
 def test_the_head_of_a_file_is_read_once_for_all_its_clips() -> None:
@@ -188,7 +188,7 @@ def test_the_head_of_a_file_is_read_once_for_all_its_clips() -> None:
     other.prefetch(((0, 2), (6, 1), (9, 1)))
     assert bytes(other[0:128]) == some(640)[0:128]
     assert shard.reads == [(384, 64), (576, 64)]  # the last piece of the head was fetched and never looked at
-    assert sorted(other.given().pieces) == [0, 1, 6, 9]
+    assert sorted(other.sent_pieces().pieces) == [0, 1, 6, 9]
 
 
 def test_a_wrong_head_is_not_kept() -> None:
