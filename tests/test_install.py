@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -9,9 +10,10 @@ import venv
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-CONSTRAINTS = ROOT / "constraints.txt"
 TRAINER = """
 from pathlib import Path
 import bench, checkpoint, dataio, loaders  # the trainer's own
@@ -55,6 +57,10 @@ def clean() -> dict[str, str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(folder), str(ROOT)]
+    if Version(importlib.metadata.version("setuptools")) >= Version(
+        "77"
+    ):  # else pip downloads what pyproject.toml requires
+        command.append("--no-build-isolation")
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob("*.whl")
@@ -84,10 +90,34 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Bare:
 
 
 @pytest.fixture(scope="module")
-def core(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Bare:
+def core(bare: Bare, tmp_path_factory: pytest.TempPathFactory) -> Bare:
+    """The wheel and what it requires without extras, as links to this environment's packages."""
     core = Bare(tmp_path_factory.mktemp("core"))
-    pip(core.python, "install", "--constraint", str(CONSTRAINTS), str(wheel))
+    for entry in bare.site_packages.iterdir():
+        (core.site_packages / entry.name).symlink_to(entry)
+    script = bare.python.with_name("headrace").read_text()
+    core.python.with_name("headrace").write_text(script.replace(str(bare.python), str(core.python)))
+    core.python.with_name("headrace").chmod(0o755)
+    (headrace,) = importlib.metadata.distributions(name="headrace", path=[str(bare.site_packages)])
+    for distribution in required(headrace, {}).values():
+        for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            (core.site_packages / name).symlink_to(distribution.locate_file(name))
     return core
+
+
+def required(
+    distribution: importlib.metadata.Distribution, found: dict[str, importlib.metadata.Distribution]
+) -> dict[str, importlib.metadata.Distribution]:
+    """All distributions that `distribution` needs without extras, by name. Asserts that this environment's versions meet what
+    it requires."""
+    for line in distribution.requires or ():
+        requirement = Requirement(line)
+        if (requirement.marker is None or requirement.marker.evaluate({"extra": ""})) and requirement.name not in found:
+            needed = importlib.metadata.distribution(requirement.name)
+            assert requirement.specifier.contains(needed.version), f"{distribution.name}: {requirement}"
+            found[requirement.name] = needed
+            required(needed, found)
+    return found
 
 
 def test_a_wheel_puts_one_name_at_the_top_of_site_packages(bare: Bare) -> None:
