@@ -36,7 +36,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _SERVERS = {"s3_server", "s3_url", "rclone_server"}
 _DAEMONS = {"daemon", "sidecar", "node", "nodes"}
-_STARTERS = {"subprocess", "multiprocessing", "tests.support.nursery"}
+_STARTERS = {"subprocess", "multiprocessing", "tests.support.nursery", "tests.support.headrace_command"}
 _PLACE = pytest.StashKey[Place]()
 _SAID = 6000  # characters of a failure that are printed at once; the end of the run has all of it
 _MEDIA = Path(os.environ.get("HEADRACE_TESTS_MEDIA") or Path(__file__).resolve().parents[2] / "shared" / "media")

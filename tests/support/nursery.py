@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -25,8 +26,9 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO, TypeVar
 
+_T = TypeVar("_T")
 ROOT = Path(__file__).parents[2]
 _FRAME = 1 << 20
 _NO_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -39,8 +41,8 @@ class Child:
 
     def __init__(self, nursery: Nursery, pid: int, stdout: int, stderr: int) -> None:
         self._nursery, self.pid = nursery, pid
-        self.stdout: IO[str] = open(stdout, encoding="utf-8")  # noqa: SIM115 - closed by `communicate`, or as Popen's are
-        self.stderr: IO[str] = open(stderr, encoding="utf-8")  # noqa: SIM115
+        self.stdout: TextIO = open(stdout, encoding="utf-8")  # noqa: SIM115 - closed by `communicate`, or as Popen's are
+        self.stderr: TextIO = open(stderr, encoding="utf-8")  # noqa: SIM115
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -64,15 +66,24 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float = 180) -> tuple[str, str]:
-        """What it still says on both pipes, and then its end."""
-        said = ["", ""]
+        """The rest of both pipes. Waits for the process to end."""
+        found = self._drain(lambda pipe: pipe.read(), timeout)
+        return found[0] or "", found[1] or ""
 
-        def read(n: int, pipe: IO[str]) -> None:
+    def communicate_bytes(self, timeout: float = 180) -> tuple[bytes, bytes]:
+        """Both pipes as bytes. Nothing may have been read from them before."""
+        found = self._drain(lambda pipe: pipe.buffer.read(), timeout)
+        return found[0] or b"", found[1] or b""
+
+    def _drain(self, read: Callable[[TextIO], _T], timeout: float) -> list[_T | None]:
+        found: list[_T | None] = [None, None]
+
+        def drain(n: int, pipe: TextIO) -> None:
             with contextlib.suppress(ValueError), pipe:
-                said[n] = pipe.read()
+                found[n] = read(pipe)
 
         readers = [
-            threading.Thread(target=read, args=pair, daemon=True) for pair in enumerate((self.stdout, self.stderr))
+            threading.Thread(target=drain, args=pair, daemon=True) for pair in enumerate((self.stdout, self.stderr))
         ]
         for reader in readers:
             reader.start()
@@ -82,7 +93,7 @@ class Child:
             if reader.is_alive():
                 raise subprocess.TimeoutExpired("a child of the nursery", timeout)
         self.wait(max(until - time.monotonic(), 0.0))
-        return said[0], said[1]
+        return found
 
 
 class Nursery:
@@ -111,7 +122,9 @@ class Nursery:
         ours_out, theirs_out = os.pipe()
         ours_err, theirs_err = os.pipe()
         try:
-            pid = self.ask(theirs_out, theirs_err, module=module, arguments=arguments, env=dict(env))
+            pid = self.ask(
+                theirs_out, theirs_err, module=module, arguments=arguments, env=dict(env), folder=os.getcwd()
+            )
             assert isinstance(pid, int), pid
         finally:
             os.close(theirs_out)
@@ -134,6 +147,16 @@ def nursery() -> Nursery:
 def start(module: str, *arguments: str, **environment: str) -> Child:
     """Run `module.main(*arguments)` in a process of its own, with these variables and those of this process."""
     return nursery().start(module, *arguments, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+
+def run(module: str, *arguments: str, seconds: float = 120, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run `module.main(*arguments)` in a process of its own to its end, as `subprocess.run` with `capture_output` does."""
+    child = start(module, *arguments, **environment)
+    try:
+        stdout, stderr = child.communicate_bytes(seconds)
+    finally:
+        child.kill()
+    return subprocess.CompletedProcess([module, *arguments], child.wait(), stdout, stderr)
 
 
 def _path() -> str:
@@ -159,6 +182,8 @@ def serve(sock: socket.socket) -> Callable[[], Any]:
             importlib.import_module(asked["module"])
             if "torch" in sys.modules:
                 importlib.import_module("torch._dynamo")  # every optimizer does when it is made, slowly
+        gc.collect()
+        gc.freeze()  # with torch, a child would take a second to look at all imports when it ends
         if len(os.listdir("/proc/self/task")) > 1:  # they would not be in the child, and what they hold locked would be
             answer: object = f"importing {asked['module']} starts threads"
         elif (pid := os.fork()) == 0:
@@ -177,8 +202,13 @@ def _become(asked: dict[str, Any], descriptors: list[int], nursery: int) -> Call
     for number, fd in enumerate(descriptors, 1):
         os.dup2(fd, number)
         os.close(fd)
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process
+    sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+        2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
     os.environ.clear()
     os.environ.update(asked["env"])
+    os.chdir(asked["folder"])
     from headrace.dataio.core import crashpoints
 
     for point in crashpoints._declared.values():  # they read their variables when they were declared, in the nursery

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio import Dataset, pack
-from tests.support.written_media import MakeClip, MakeWav
+from tests.support import headrace_command
+from tests.support.written_media import write_clip, write_wav
 
 pytestmark = pytest.mark.usefixtures("quiet_environment")
 
@@ -24,27 +26,33 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def headrace(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "headrace.dataio.cli", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, env=os.environ | environment, timeout=120, check=False)
-    assert b"Traceback" not in done.stderr
-    return done
+headrace = headrace_command.run
 
 
-@pytest.fixture
-def clips(tmp_path: Path, make_clip: MakeClip, make_wav: MakeWav) -> Path:
-    root = tmp_path / "clips"
-    make_clip(root / "a.mp4", frames=5)
+def write_clips(root: Path) -> Path:
+    write_clip(root / "a.mp4", frames=5)
     (root / "a.txt").write_text("caption")
-    make_clip(root / "b.webm", "libvpx", frames=5)
-    make_wav(root / "c.wav", seconds=1)
+    write_clip(root / "b.webm", "libvpx", frames=5)
+    write_wav(root / "c.wav", seconds=1)
     return root
 
 
 @pytest.fixture
-def dataset(clips: Path, tmp_path: Path) -> Path:
-    pack(clips, tmp_path / "ds").close()
-    return tmp_path / "ds"
+def clips(tmp_path: Path) -> Path:
+    return write_clips(tmp_path / "clips")
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset that no test changes."""
+    folder = tmp_path_factory.mktemp("packed")
+    pack(write_clips(folder / "clips"), folder / "ds").close()
+    return folder / "ds"
+
+
+@pytest.fixture
+def dataset(packed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(packed, tmp_path / "ds"))
 
 
 def test_pack_prints_a_plain_summary_and_returns_0(clips: Path, store_url: str) -> None:
@@ -107,7 +115,7 @@ def test_pack_into_a_dataset_returns_5(clips: Path, dataset: Path) -> None:
 )
 def test_wrong_use_returns_2(args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = headrace(*args, PYTHONPATH=str(Path(__file__).parents[3]))
+    done = headrace(*args)
     assert done.returncode == 2
     assert done.stderr
     assert not list(tmp_path.iterdir())

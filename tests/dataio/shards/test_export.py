@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from headrace.dataio import Dataset, pack
 from headrace.dataio.core.errors import AccessDeniedError, ConflictError, CorruptionError, NotFoundError
 from headrace.dataio.shards.export import export, safe_name
+from tests.support import headrace_command
 from tests.support.written_media import MakeWav
 
 
@@ -95,10 +94,10 @@ def test_keys_are_never_paths(key: str, tmp_path: Path) -> None:
 
 
 def test_the_command_prints_what_it_wrote(dataset: Dataset, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "headrace.dataio.cli", "export", str(tmp_path / "ds"), "b", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert (done.returncode, done.stdout) == (0, f"b.wav -> {tmp_path / 'out' / 'b.wav'}\n")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    arguments = ("export", tmp_path / "ds", "b", tmp_path / "out")
+    done = headrace_command.run(*arguments)
+    assert (done.returncode, done.stdout.decode()) == (0, f"b.wav -> {tmp_path / 'out' / 'b.wav'}\n")
+    done = headrace_command.run(*arguments)
     assert done.returncode == 5
-    assert "exists already" in done.stderr
-    assert subprocess.run([*command, "--force"], capture_output=True, timeout=150).returncode == 0
+    assert b"exists already" in done.stderr
+    assert headrace_command.run(*arguments, "--force").returncode == 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,7 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.preview import MAX_BINS, Histogram, histogram, histogram_svg, preview
 from headrace.dataio.shards.workers.decode import run
 from headrace.dataio.shards.workers.jobs import Pictures, PicturesJob
+from tests.support import headrace_command
 from tests.support.browser import Browser, needs_browser
 
 
@@ -133,12 +132,10 @@ def test_the_page_says_why_a_sample_cannot_be_decoded(media: Path, tmp_path: Pat
 
 
 def test_the_command_writes_the_page(dataset: Dataset, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "headrace.dataio.cli", "preview", dataset.url, "-o", str(tmp_path / "page.html")]
-    done = subprocess.run(
-        [*command, "--where", "has_video", "--limit", "2"], capture_output=True, text=True, timeout=120
-    )
+    page = tmp_path / "page.html"
+    done = headrace_command.run("preview", dataset.url, "-o", page, "--where", "has_video", "--limit", "2")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{tmp_path / 'page.html'}: ")
+    assert done.stdout.decode().startswith(f"{tmp_path / 'page.html'}: ")
     assert (tmp_path / "page.html").read_text().count('class="sample"') == 2
 
 

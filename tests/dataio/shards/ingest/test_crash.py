@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import headrace.dataio.shards.ingest.pack  # noqa: F401 - declares the crash poi
 from headrace.dataio import Dataset, pack
 from headrace.dataio.core import crashpoints
 from headrace.dataio.core.errors import ConflictError, NotFoundError
+from tests.support import headrace_command
 from tests.support.written_media import MakeClip
 
 POINTS = [name for name in crashpoints.declared() if name.startswith("pack.")]
@@ -27,9 +25,8 @@ def clips(tmp_path: Path, make_clip: MakeClip) -> Path:
 
 
 def pack_until(point: str, clips: Path, url: str, mark: Path) -> None:
-    environment = os.environ | {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)}
-    command = [sys.executable, "-m", "headrace.dataio.cli", "pack", "--shard-size", "4KiB", str(clips), url]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
+    crash = {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)}
+    done = headrace_command.run("pack", "--shard-size", "4KiB", clips, url, **crash)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert mark.read_text() == point.partition("#")[0] + "\n"
 

@@ -33,6 +33,7 @@ from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.tar import dali_index
 from headrace.dataio.store.open import open_location, open_store
+from tests.support import headrace_command
 from tests.support.pictures import picture
 
 Members = list[tuple[str, bytes]]
@@ -411,9 +412,8 @@ def test_the_loader_reads_clips_that_were_indexed_in_place(
 # --- the command
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headrace.dataio.cli", "index", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def run(*arguments: object) -> subprocess.CompletedProcess[bytes]:
+    return headrace_command.run("index", *arguments)
 
 
 def test_the_command_reports_and_its_exit_code_says_that_something_was_skipped(
@@ -423,11 +423,11 @@ def test_the_command_reports_and_its_exit_code_says_that_something_was_skipped(
     put("a.parquet", b"")
     done = run(tmp_path / "from", tmp_path / "set", "--json")
     report = json.loads(done.stdout)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (1, b"")
     assert (report["samples"], len(report["skipped"]), len(report["ignored"])) == (1, 1, 1)
     assert list(report["mounts"].values()) == [f"file://{tmp_path}/from"]
     again = run(tmp_path / "from", tmp_path / "set")
-    assert (again.returncode, again.stdout) == (5, "")
+    assert (again.returncode, again.stdout) == (5, b"")
     text = run(str(tmp_path / "from" / "{a,b}.tar"), tmp_path / "two", "--keys", "shard")
     assert text.returncode == 1
     for words in (

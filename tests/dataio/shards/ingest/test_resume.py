@@ -23,6 +23,7 @@ from headrace.dataio.shards.ingest.plan import Journal, PackedUnit
 from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.sample import Member
 from headrace.dataio.store.open import open_store
+from tests.support import headrace_command
 from tests.support.written_media import MakeWav
 
 _SHARD = 96 << 10
@@ -103,14 +104,8 @@ def test_two_thousand_clips_killed_ten_times_end_equal(make_wav: MakeWav, tmp_pa
 
 
 def crash(point: str, arguments: list[str], mark: Path) -> None:
-    environment = os.environ | {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)}
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace.dataio.cli", "pack", *arguments],
-        env=environment,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    environment = {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)}
+    done = headrace_command.run("pack", *arguments, **environment)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert mark.exists()
 

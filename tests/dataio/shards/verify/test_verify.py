@@ -31,6 +31,7 @@ from headrace.dataio.shards.workers import jobs
 from headrace.dataio.shards.workers.jobs import decode_sample
 from headrace.dataio.shards.workers.worker_pool import WorkerPool
 from headrace.dataio.store.base import Store
+from tests.support import headrace_command
 
 
 @pytest.fixture(scope="module")
@@ -461,11 +462,7 @@ def test_damage_in_a_bucket_is_found_and_repaired(original: Path, s3_url: str) -
 # --- the command
 
 
-def headrace(*args: str | Path) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "headrace.dataio.cli", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
-    assert b"Traceback" not in done.stderr
-    return done
+headrace = headrace_command.run
 
 
 def test_the_command_lists_the_damage_and_returns_1_until_it_is_repaired(ds: Path, original: Path) -> None:
