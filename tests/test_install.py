@@ -101,7 +101,7 @@ def core(bare: Bare, tmp_path_factory: pytest.TempPathFactory) -> Bare:
     (headrace,) = importlib.metadata.distributions(name="headrace", path=[str(bare.site_packages)])
     for distribution in required(headrace, {}).values():
         for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-            (core.site_packages / name).symlink_to(distribution.locate_file(name))
+            (core.site_packages / name).symlink_to(str(distribution.locate_file(name)))
     return core
 
 

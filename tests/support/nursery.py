@@ -149,11 +149,11 @@ def start(module: str, *arguments: str, **environment: str) -> Child:
     return nursery().start(module, *arguments, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
 
 
-def run(module: str, *arguments: str, seconds: float = 120, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     """Run `module.main(*arguments)` in a process of its own to its end, as `subprocess.run` with `capture_output` does."""
     child = start(module, *arguments, **environment)
     try:
-        stdout, stderr = child.communicate_bytes(seconds)
+        stdout, stderr = child.communicate_bytes(120)
     finally:
         child.kill()
     return subprocess.CompletedProcess([module, *arguments], child.wait(), stdout, stderr)
@@ -202,8 +202,8 @@ def _become(asked: dict[str, Any], descriptors: list[int], nursery: int) -> Call
     for number, fd in enumerate(descriptors, 1):
         os.dup2(fd, number)
         os.close(fd)
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process
-    sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process
+    sys.stderr = open(  # noqa: SIM115
         2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
     )
     os.environ.clear()

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.dataio import Dataset, pack
 from tests.support import headrace_command
-from tests.support.written_media import write_clip, write_wav
+from tests.support.written_media import MakeWav, write_clip, write_wav
 
 pytestmark = pytest.mark.usefixtures("quiet_environment")
 

@@ -436,7 +436,7 @@ def test_the_command_reports_and_its_exit_code_says_that_something_was_skipped(
         "there is no such object",
         f"shards stay in file://{tmp_path}/from",
     ):
-        assert words in text.stdout
+        assert words in text.stdout.decode()
     failed = run("pipe:cat x.tar", tmp_path / "three")
     assert failed.returncode == 2
-    assert "is a command, not" in failed.stderr
+    assert b"is a command, not" in failed.stderr
