@@ -9,7 +9,6 @@ from headrace.dataio.shards import cli as _shards  # noqa: F401 - imported befor
 from headrace.dataio.shards import cli_pack as _pack  # noqa: F401
 from headrace.dataio.shards import cli_versions as _versions  # noqa: F401
 from headrace.dataio.shards import preview as _preview  # noqa: F401
-from headrace.dataio.shards import summary as _summary  # noqa: F401
 from headrace.dataio.shards.verify import cli as _verify  # noqa: F401
 from tests.support import nursery
 
