@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from headrace.bench.core.data import make_clip
 from headrace.dataio import pack
+from headrace.loaders import Clip, VideoLoader
 from tests.support.ranks import launch
 
 STEPS, SAVE_EVERY, KILL_AT = 6, 2, 2
@@ -76,7 +78,10 @@ def global_batches(events: list[list[dict[str, Any]]]) -> list[list[int]]:
 def test_two_ranks_train_on_the_same_global_batches_as_one_and_share_one_checkpoint(
     dataset: str, tmp_path: Path
 ) -> None:
-    alone = global_batches(train(dataset, tmp_path / "one", "a", ranks=1, steps=4))
+    clip = Clip(frames=8, stride=2, per_video=4)
+    with VideoLoader(dataset, batch_size=8, clip=clip, size=(64, 64), seed=0, sidecar=None) as loader:
+        epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+        alone = [[int(sample) for sample in batch["id"]] for batch in itertools.islice(epochs, 4)]
     first = global_batches(train(dataset, tmp_path / "two", "a", ranks=2, steps=2))
     assert first == alone[:2]
     on_one = train(dataset, tmp_path / "two", "a", ranks=1, steps=4)
