@@ -61,7 +61,7 @@ class FileProcessor:
 
     def _one(self, fetched: FetchedSample) -> ProcessedSample:
         if fetched.files is not None:
-            sizes = [member.length for member in fetched.files.each]
+            sizes = [member.length for member in fetched.files.members]
             return ProcessedSample(fetched.ref.sample, _IN_PLACE, {SIZES: sizes}, in_place=True)
         views = [np.frombuffer(fetched.media[ext][:], np.uint8) for ext in self._files]
         tensor = torch.from_numpy(np.concatenate(views))

@@ -143,7 +143,7 @@ def _plain(
     shards = {sample.shard for batch in epochs[0] for sample in batch}
     opened = {key: stack.enter_context(_path(folder, key).open("rb", buffering=0)).fileno() for key in shards}
     known = [
-        [[(opened[s.shard], m.offset, m.length, m.xxh3) for s in batch for m in s.each] for batch in batches]
+        [[(opened[s.shard], m.offset, m.length, m.xxh3) for s in batch for m in s.members] for batch in batches]
         for batches in epochs
     ]
 
@@ -189,7 +189,7 @@ def _headrace(
         coming, order = deque[tuple[list[Files], list[sample_reader.Range]]](), _order(dataset, epoch)
         while True:
             for batch in itertools.islice(order, 1 + AHEAD - len(coming)):
-                coming.append((batch, [(one.shard, m.offset, m.length) for one in batch for m in one.each]))
+                coming.append((batch, [(one.shard, m.offset, m.length) for one in batch for m in one.members]))
             if not coming:
                 return
             now, _ = coming.popleft()

@@ -351,7 +351,11 @@ class Change:
 
 
 class Diff:
-    """The differences, which stay in memory until `close`. `unchanged` is the number of samples that do not differ."""
+    """The differences between two versions or views. They stay in memory until `close`.
+
+    `added`, `removed`, `changed` and `unchanged` are numbers of samples. Iterating yields a `Change` for each sample
+    that differs, ordered by kind and key.
+    """
 
     def __init__(self, connection: Any, samples: tuple[int, int]) -> None:
         self._connection = connection

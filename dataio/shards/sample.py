@@ -78,7 +78,11 @@ class Color(msgspec.Struct, frozen=True, gc=False):
 class VideoInfo(msgspec.Struct, frozen=True, gc=False):
     """One video stream as probed.
 
-    `width` and `height` are in pixels before rotation. `rotation` is 0, 90, 180 or 270 degrees clockwise.
+    * `ext`: the extension of the sample's file that holds the stream. `stream` is its index in that file.
+    * `width`, `height`: in pixels, before rotation.
+    * `fps`: the average frame rate, in frames per second. `frames` is the number of frames.
+    * `start_pts`, `duration_pts`: in units of `time_base`, which is in seconds.
+    * `rotation`: 0, 90, 180 or 270 degrees clockwise.
     """
 
     ext: str
@@ -129,8 +133,17 @@ class AudioInfo(msgspec.Struct, frozen=True, gc=False):
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):
-    """One sample. `shard` is the object key of its tar in the dataset's store. `duration` is in seconds, 0.0 without
-    media."""
+    """One sample of a dataset.
+
+    * `id`: its number in the version or view, from 0.
+    * `key`: its name, which is unique in the version.
+    * `shard`: the object key of its tar in the dataset's store.
+    * `members`: its files, ordered by their offsets in the shard.
+    * `duration`: in seconds, 0.0 without media.
+    * `video`, `audio`: the streams that loaders decode. None: it has no such stream.
+    * `text`: its caption.
+    * `fields`: the promoted fields of its JSON, by name.
+    """
 
     id: int
     key: str
@@ -154,9 +167,9 @@ class Files(msgspec.Struct, frozen=True, gc=False):
     """The positions of one sample's files, for readers that need only bytes and read thousands of samples a second."""
 
     shard: str
-    each: Sequence[Member]
+    members: Sequence[Member]
 
     @property
     def size(self) -> int:
         """The total bytes of the files."""
-        return sum([member.length for member in self.each])
+        return sum([member.length for member in self.members])

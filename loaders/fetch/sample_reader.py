@@ -51,7 +51,7 @@ def files_of(sample: Sample, exts: Sequence[str]) -> Files:
 def spans(files: Files) -> list[Range]:
     """The ranges that `SampleReader.fetch_into` reads. Adjacent files form one range, which includes the tar headers
     between them."""
-    shard, each = files.shard, files.each
+    shard, each = files.shard, files.members
     first, end, gaps = each[0].offset, 0, GAP_BYTES * (len(each) - 1)
     for member in each:  # a plain loop takes half the time, and thousands of samples a second pass here
         offset, length = member.offset, member.length
@@ -150,7 +150,7 @@ class SampleReader:
         pieces = _pieces(files, memory)
         try:
             self._reader.read_into(files.shard, pieces)
-            for (_, view), member in zip(pieces, files.each, strict=True):
+            for (_, view), member in zip(pieces, files.members, strict=True):
                 if not _is_right(view, member.xxh3):
                     view[:] = self._read_again(files.shard, member)
         except (NotFoundError, RangeError) as error:
@@ -169,7 +169,7 @@ class SampleReader:
                 some = wanted[first : first + AT_ONCE]
                 reads = [(files.shard, _pieces(files, memory)) for files, memory in some]
                 for (_, pieces), (files, _), _ in zip(reads, some, self._reader.read_each(reads), strict=True):
-                    for (_, view), member in zip(pieces, files.each, strict=True):
+                    for (_, view), member in zip(pieces, files.members, strict=True):
                         if not _is_right(view, member.xxh3):
                             return done
                     done += 1
@@ -226,7 +226,7 @@ def _pieces(files: Files, memory: memoryview) -> list[tuple[int, memoryview]]:
     """The offset of each file, and its part of `memory`, one after the other."""
     pieces: list[tuple[int, memoryview]] = []  # a plain loop, as in `spans`
     at = 0
-    for member in files.each:
+    for member in files.members:
         end = at + member.length
         pieces.append((member.offset, memory[at:end]))
         at = end

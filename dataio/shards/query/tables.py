@@ -96,16 +96,16 @@ class Tables:
         """Read the samples of these rows of a part, and give them these numbers."""
         found = dict[int, Sample]()
         for table, places, inside in self._found(part, rows):
-            there = pc.rows(table, pa.array(inside, pa.int64()))
-            found.update(zip(places, index.samples_of(there, [numbers[place] for place in places]), strict=True))
+            found_rows = pc.rows(table, pa.array(inside, pa.int64()))
+            found.update(zip(places, index.samples_of(found_rows, [numbers[place] for place in places]), strict=True))
         return [found[place] for place in range(len(numbers))]
 
     def files(self, part: int, rows: I64) -> list[Files]:
         """The positions of the files of these rows of a part."""
         found = dict[int, Files]()
         for table, places, inside in self._found(part, rows):
-            there = pc.rows(table.select(["shard", "members"]), pa.array(inside, pa.int64()))
-            found.update(zip(places, index.files_of(there), strict=True))
+            found_rows = pc.rows(table.select(["shard", "members"]), pa.array(inside, pa.int64()))
+            found.update(zip(places, index.files_of(found_rows), strict=True))
         return [found[place] for place in range(len(rows))]
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:

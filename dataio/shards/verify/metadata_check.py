@@ -46,14 +46,14 @@ def with_repair(made: ObjectReport, repaired: bool, unrepaired: str) -> ObjectRe
 
 def check_documents(store: Store, copy: Store | None) -> list[ObjectReport]:
     """Check `dataset.json` and the documents of all versions and tags, each against its own digest."""
-    there = {info.key for prefix in ("versions/", "tags/") for info in store.list(prefix)}
+    keys = {info.key for prefix in ("versions/", "tags/") for info in store.list(prefix)}
     if copy is not None:
-        there |= {info.key for prefix in ("versions/", "tags/") for info in copy.list(prefix)}
-    numbers = [int(match[1]) for match in map(_VERSION_KEY.fullmatch, there) if match]
+        keys |= {info.key for prefix in ("versions/", "tags/") for info in copy.list(prefix)}
+    numbers = [int(match[1]) for match in map(_VERSION_KEY.fullmatch, keys) if match]
     if not numbers:
         raise NotFoundError(f"there is no dataset at {store.location.url}", hint="check the address")
     wanted = [versions.DATASET_KEY, *(versions.version_key(n) for n in range(1, max(numbers) + 1))]
-    wanted += sorted(key for key in there if key.startswith("tags/"))
+    wanted += sorted(key for key in keys if key.startswith("tags/"))
     return [_check_document(store, copy, key) for key in wanted]
 
 

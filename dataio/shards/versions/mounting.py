@@ -71,8 +71,8 @@ def with_mounts(
     Returns `store` itself and `owned` if there is no mount to add. `named` are mounts that the caller named. Closing
     the returned store also closes `store` if it was `owned`.
     """
-    there = store.mounted if isinstance(store, Mounts) else {}
-    wanted = [mount for mount in document.mounts if mount.name not in there]
+    mounted = store.mounted if isinstance(store, Mounts) else {}
+    wanted = [mount for mount in document.mounts if mount.name not in mounted]
     if not wanted:
         return store, owned
     base = store.base if isinstance(store, Mounts) else store
@@ -83,7 +83,7 @@ def with_mounts(
     try:
         for mount, options in allowed:
             opened[mount.name] = open_store(mount.url, storage_options=options)
-        return Mounts(base, {**there, **opened}, owns_base=owned, borrowed=() if owned else there), True
+        return Mounts(base, {**mounted, **opened}, owns_base=owned, borrowed=() if owned else mounted), True
     except BaseException as error:
         for made in opened.values():
             made.close()

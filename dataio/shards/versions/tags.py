@@ -52,9 +52,9 @@ def create(store: Store, name: str, version: int, digest: str) -> None:
     )
     if store.put_if_absent(f"tags/{name}.json", versions.encode(tag)):
         return
-    there = read(store, name)
-    if (there.version, there.document) != (version, digest):
-        raise _taken(store, there)
+    existing = read(store, name)
+    if (existing.version, existing.document) != (version, digest):
+        raise _taken(store, existing)
 
 
 def check_free(store: Store, name: str) -> None:
@@ -70,9 +70,9 @@ def check_name(name: str) -> None:
         raise UsageError(f"{name!r} is not a valid tag", hint="letters, digits, '.', '_' and '-', not a digit first")
 
 
-def _taken(store: Store, there: Tag) -> ConflictError:
+def _taken(store: Store, existing: Tag) -> ConflictError:
     return ConflictError(
-        f"{store.location.url}: the tag {there.name!r} names version {there.version} since {there.created}",
+        f"{store.location.url}: the tag {existing.name!r} names version {existing.version} since {existing.created}",
         hint="tags do not move; choose another name",
     )
 

@@ -129,7 +129,7 @@ def test_a_missing_or_short_shard_is_damage(source: SampleReader, shard: str, of
 
 def test_a_shard_that_may_not_be_read_is_trouble_and_not_damage(store: Store, tmp_path: Path) -> None:
     """Otherwise, credentials that expire would quarantine samples permanently."""
-    sample = Sample(0, "a", "shard", (Member("bin", 512, len(FIRST), files_of().each[0].xxh3),), 0.0)
+    sample = Sample(0, "a", "shard", (Member("bin", 512, len(FIRST), files_of().members[0].xxh3),), 0.0)
     source = SampleReader(StoreReader(store), store)
     with denied(tmp_path / "shard"):
         with pytest.raises(AccessDeniedError, match="shard: Permission denied"):

@@ -167,7 +167,7 @@ OLD = bytes.fromhex(
 def test_rows_without_pieces_are_as_they_were_before_there_were_any() -> None:
     assert pages.encode_row(GOOD) == OLD
     assert rows().sample(msgspec.Raw(OLD), 0, GOOD.id) == GOOD
-    assert rows().files(msgspec.Raw(OLD), 0).each == list(GOOD.members)
+    assert rows().files(msgspec.Raw(OLD), 0).members == list(GOOD.members)
 
 
 class OldRow(pages._Files, array_like=True):

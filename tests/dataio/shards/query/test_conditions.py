@@ -244,7 +244,7 @@ def test_row_groups_that_are_wanted_at_once_are_read_at_once(tmp_path: Path, mon
     assert dataset.samples([41, 12, 199, 48, 0]) == [rows[n] for n in (41, 12, 199, 48, 0)]
     assert asked == [(0, 1, 4), (4,)]
     assert dataset.samples([140, 11, 77]) == [rows[n] for n in (140, 11, 77)]
-    assert [files.each[0].offset for files in dataset.files([11, 141])] == [
+    assert [files.members[0].offset for files in dataset.files([11, 141])] == [
         rows[n].members[0].offset for n in (11, 141)
     ]
     assert asked[2:] == [(7, 14)]

@@ -70,7 +70,7 @@ def test_a_small_part_is_read_once_and_a_large_one_page_by_page(
     ((first, last),) = asking.asked
     assert first[0] == part.pages.offset
     assert last[0] + last[1] == part.pages.offset + part.pages.pages
-    assert large.files(np.array([6]))[0].each == list(rows[6].members)
+    assert large.files(np.array([6]))[0].members == list(rows[6].members)
     assert len(asking.asked) == 1  # its page was kept
     large.check()
 
@@ -95,7 +95,7 @@ def test_parts_in_a_store_that_has_to_be_waited_for_are_asked_side_by_side(tmp_p
     rows = make(store, range(60), per_part=30)
     opened = OpenIndex(Far(store), versions.load(store)[0])
     assert opened.samples([3, 40, 59]) == [rows[3], rows[40], rows[59]]
-    assert [found.each for found in opened.files([41, 4])] == [list(rows[41].members), list(rows[4].members)]
+    assert [found.members for found in opened.files([41, 4])] == [list(rows[41].members), list(rows[4].members)]
     store.delete_many([versions.load(store)[0].index[1].key])
     with pytest.raises(CorruptionError, match="is missing"):
         OpenIndex(Far(store), versions.load(store)[0]).samples([3, 40])
@@ -149,7 +149,7 @@ def test_views_and_parts_without_pages_answer_alike(tmp_path: Path) -> None:
     for parts_of in (document.index, mixed):
         opened = OpenIndex(store, replace(document, index=parts_of))
         assert opened.samples(wanted) == [rows[n] for n in wanted]
-        assert [found.each for found in opened.files(wanted)] == [list(rows[n].members) for n in wanted]
+        assert [found.members for found in opened.files(wanted)] == [list(rows[n].members) for n in wanted]
         assert opened.first_row(1).key == rows[100].key
         opened.check()
         assert not opened.compare()
