@@ -240,13 +240,13 @@ def test_missing_unexpected_and_mistyped_entries_are_named(tmp_path: Path) -> No
             checkpointer.restore(
                 {"model": nn.Linear(2, 2, bias=False), "a": torch.zeros(1, dtype=torch.int64), "new": 2}
             )
-        for said in (
+        for output in (
             "model/bias: in the checkpoint, but not here",
             "a: type float32 in the checkpoint, int64 here",
             "new: missing in the checkpoint",
             "old: in the checkpoint, but not here",
         ):
-            assert said in str(caught.value)
+            assert output in str(caught.value)
         with pytest.raises(MismatchError, match="a: a Linear in the state, a tensor in the checkpoint"):
             checkpointer.restore({"model": nn.Linear(2, 2), "a": nn.Linear(1, 1), "old": 1})
 
@@ -444,16 +444,18 @@ class Told(Wrapper):
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_whoever_warms_up_spares_the_first_save_the_look_at_the_store(tmp_path: Path, warm: bool) -> None:
-    with open_store(str(tmp_path)) as store, open_at(told := Told(store)) as checkpointer:
+    with open_store(str(tmp_path)) as store, open_at(messages := Told(store)) as checkpointer:
         if warm:
             checkpointer.warm_up(Trainer().state())
             thread = checkpointer._saver._preparing
             assert thread is not None
             thread.join(150)
-            assert told.asked == []
+            assert messages.asked == []
         checkpointer.save(1, Trainer().state()).result(60)
-        assert [key for operation, key in told.asked if operation == "put_if_absent"][-1].startswith("runs/exp/")
-        assert any(operation == "delete_many" for operation, _ in told.asked) == (not warm), "what the look left behind"
+        assert [key for operation, key in messages.asked if operation == "put_if_absent"][-1].startswith("runs/exp/")
+        assert any(operation == "delete_many" for operation, _ in messages.asked) == (not warm), (
+            "what the look left behind"
+        )
 
 
 def test_a_store_that_is_not_there_when_it_is_warmed_up_is_the_first_saves_error(

@@ -26,12 +26,12 @@ OWN = {
 
 def test_what_fails_on_one_rank_fails_on_all_and_the_next_save_works(tmp_path: Path) -> None:
     ranks = launch(3, "tests.support.failing_rank", "raise", str(tmp_path))
-    said = {how: [line[how] for lines in ranks for line in lines if how in line] for how in (*OWN, "away")}
-    assert all("rank 0 could not open the run's timeline" in line for line in said["away"])
+    output = {how: [line[how] for lines in ranks for line in lines if how in line] for how in (*OWN, "away")}
+    assert all("rank 0 could not open the run's timeline" in line for line in output["away"])
     for how, own in OWN.items():
-        assert said[how][1] == own
-        assert f"was aborted: rank 1 failed: {own}" in said[how][0]
-        assert f"was aborted: rank 1 failed: {own}" in said[how][2]
+        assert output[how][1] == own
+        assert f"was aborted: rank 1 failed: {own}" in output[how][0]
+        assert f"was aborted: rank 1 failed: {own}" in output[how][2]
     assert [lines[-1] for lines in ranks] == [{"nothing": "committed"}] * 3
     with open_store(tmp_path) as store:
         assert [base.step for base in repository.visible(store, "exp")] == [5]
@@ -52,13 +52,13 @@ def test_a_rank_that_is_killed_is_missed_on_its_node_and_on_the_one_before_and_t
             for rank in range(3)
         ]  # fmt: skip
         try:
-            said = [process.communicate(timeout=170) for process in running]
+            output = [process.communicate(timeout=170) for process in running]
         finally:
             for process in running:
                 process.kill()
     assert mark.read_text().strip() == "ckpt.packs-written"
-    assert [process.returncode for process in running] == [0, 0, -signal.SIGKILL], said
-    for out, _ in said[:2]:
+    assert [process.returncode for process in running] == [0, 0, -signal.SIGKILL], output
+    for out, _ in output[:2]:
         assert "was aborted: the process of rank 2 has ended" in json.loads(out.splitlines()[-1])["nothing"]
     with open_store(tmp_path / "repo") as store:
         assert not list(repository.visible(store, "exp"))

@@ -97,13 +97,13 @@ def test_a_trainers_clock_that_jumps_changes_nothing(tmp_path: Path, days: int) 
 
     with Checkpointer(tmp_path, run="exp", sidecar=None, keep=Keep(last=2)) as checkpointer:
         saved(checkpointer, 1)
-        with clock_jump(days * 86400) as told:
+        with clock_jump(days * 86400) as messages:
             for step in (2, 3):
                 saved(checkpointer, step)
             with Checkpointer(tmp_path, run="another", sidecar=None, keep=Keep(last=1)) as other:
                 for step in (1, 2):
                     saved(other, step)
-        assert told
+        assert messages
         saved(checkpointer, 4)
     with open_store(tmp_path) as store:
         collect(store, ())

@@ -62,10 +62,10 @@ def saving(where: Path) -> Iterator[tuple[Checkpointer, Handle]]:
 def child(work: Callable[[], Any]) -> Any:
     """What `work` returns in a forked child that ends as Python's own do."""
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
+    ours, peer = context.Pipe()
 
     def run() -> None:
-        theirs.send(work())
+        peer.send(work())
 
     process = context.Process(target=run)
     began = time.monotonic()
@@ -91,7 +91,7 @@ def test_a_child_is_told_that_checkpointer_and_handle_are_its_parents_and_closes
     with saving(tmp_path) as (checkpointer, handle):
 
         def work() -> list[str]:
-            said = []
+            output = []
             for call in (
                 lambda: checkpointer.save(2, _STATE),
                 lambda: checkpointer.restore(_STATE),
@@ -103,15 +103,15 @@ def test_a_child_is_told_that_checkpointer_and_handle_are_its_parents_and_closes
                 try:
                     call()
                 except UsageError as error:
-                    said.append(str(error))
+                    output.append(str(error))
             with checkpointer:
                 pass
-            return said
+            return output
 
-        said = child(work)
-        assert [str(os.getpid()) in each for each in said] == [True] * 6
-        assert "create another Checkpointer in this process" in said[0]
-        assert "wait for the save in the process that began it" in said[2]
+        output = child(work)
+        assert [str(os.getpid()) in each for each in output] == [True] * 6
+        assert "create another Checkpointer in this process" in output[0]
+        assert "wait for the save in the process that began it" in output[2]
     with Checkpointer(str(tmp_path), run="a", sidecar=None) as after:
         assert after.steps() == [1]
 

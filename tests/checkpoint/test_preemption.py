@@ -155,15 +155,15 @@ def test_a_step_that_outlasts_the_deadline_is_reported_while_it_runs(tmp_path: P
 
 
 def test_signals_go_back_to_whoever_had_them_who_is_also_told(tmp_path: Path) -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
     try:
         with Checkpointer(str(tmp_path), run="exp", sidecar=None) as checkpointer:
-            mine = signal.getsignal(signal.SIGUSR1)
+            own = signal.getsignal(signal.SIGUSR1)
             with checkpointer.on_preemption(dict, deadline=60):
                 os.kill(os.getpid(), signal.SIGUSR1)
-                assert heard == [signal.SIGUSR1]
-            assert signal.getsignal(signal.SIGUSR1) is mine
+                assert received == [signal.SIGUSR1]
+            assert signal.getsignal(signal.SIGUSR1) is own
     finally:
         signal.signal(signal.SIGUSR1, before)
 

@@ -172,8 +172,8 @@ def test_without_a_daemon_the_save_happens_here_and_it_is_said_once(
     with Checkpointer(str(tmp_path), run="exp", sidecar=str(tmp_path / "none.sock")) as checkpointer:
         for step in (1, 2):
             assert checkpointer.save(step, {"w": torch.zeros(5)}).result(60).committed_by == "process"
-    said = [r for r in caplog.records if "no sidecar answers" in r.getMessage()]
-    assert len(said) == 1
+    output = [r for r in caplog.records if "no sidecar answers" in r.getMessage()]
+    assert len(output) == 1
 
 
 def test_two_workers_of_one_save_do_each_other_no_harm(

@@ -329,18 +329,20 @@ def test_a_checkpoint_id_without_a_step_is_refused() -> None:
 def test_two_ranks_keep_what_is_their_own_in_every_mode_and_fail_together(tmp_path: Path) -> None:
     lines = launch(2, "tests.support.dcp_ranks", str(tmp_path / "ours"))
     found = [{line.pop("what"): line for line in rank} for rank in lines]
-    for rank, said in enumerate(found):
-        assert said["loaded"].pop("step") == 1
-        assert said["loaded"] == said["saved"] == said["processed"]
-        assert said["saved"]["loader"] == [100 + rank, [100 + rank] * 5]
-        assert said["refused"]["why"] == found[0]["refused"]["why"]  # all ranks know all failures
-        assert "1: UsageError: values/bad: a value of type builtins.object" in said["refused"]["why"]
-        assert "was aborted: rank 1 failed: values/bad" in said["refused"]["why"]
-        assert said["refused"]["seconds"] < 30  # the other rank did not wait for one that had failed
-        assert "run nothing has no step 9" in said["missing"]["why"]
-        assert "ConflictError" in said["again"]["why"]
+    for rank, output in enumerate(found):
+        assert output["loaded"].pop("step") == 1
+        assert output["loaded"] == output["saved"] == output["processed"]
+        assert output["saved"]["loader"] == [100 + rank, [100 + rank] * 5]
+        assert output["refused"]["why"] == found[0]["refused"]["why"]  # all ranks know all failures
+        assert "1: UsageError: values/bad: a value of type builtins.object" in output["refused"]["why"]
+        assert "was aborted: rank 1 failed: values/bad" in output["refused"]["why"]
+        assert output["refused"]["seconds"] < 30  # the other rank did not wait for one that had failed
+        assert "run nothing has no step 9" in output["missing"]["why"]
+        assert "ConflictError" in output["again"]["why"]
     assert found[0]["theirs"]["weights"] == found[0]["saved"]["weights"]
-    assert [said["theirs"]["loader"] for said in found] != [said["saved"]["loader"] for said in found]  # DCP lost one
+    assert [output["theirs"]["loader"] for output in found] != [
+        output["saved"]["loader"] for output in found
+    ]  # DCP lost one
     with Checkpointer(str(tmp_path / "ours"), run="a", sidecar=None) as checkpointer:
         assert checkpointer.steps() == [1, 2, 3, 5]
     with open_store(tmp_path / "ours") as store:

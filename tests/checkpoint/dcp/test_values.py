@@ -137,8 +137,8 @@ def test_two_hundred_thousand_small_tensors_come_back(tmp_path: Path) -> None:
 
 def test_ranks_of_a_process_group_get_their_own_values_and_the_coordinators_step(tmp_path: Path) -> None:
     lines = launch(3, "tests.support.dcp_group_ranks", str(tmp_path))
-    for rank, said in enumerate(lines):
-        found = {line.pop("what"): line for line in said}
+    for rank, output in enumerate(lines):
+        found = {line.pop("what"): line for line in output}
         assert found.pop("alone") == {"position": 30 + rank, "own": [rank] * 2}
         if rank:
             second = {"position": 20 + rank, "own": [2.0] * rank}

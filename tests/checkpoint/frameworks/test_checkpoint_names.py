@@ -49,8 +49,8 @@ def train(kind: str, folder: Path, *arguments: str, crash: str = "") -> dict[str
         assert mark.read_text() == crash.partition("#")[0] + "\n"
         return None
     assert process.returncode == 0, err
-    said: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return said
+    output: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return output
 
 
 @pytest.fixture(scope="session")
@@ -60,9 +60,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def weights(kind: str) -> str:
         if kind not in known:
-            said = train(kind, tmp_path_factory.mktemp(kind))
-            assert said is not None
-            known[kind] = said["weights"]
+            output = train(kind, tmp_path_factory.mktemp(kind))
+            assert output is not None
+            known[kind] = output["weights"]
         return known[kind]
 
     return weights
@@ -84,13 +84,13 @@ def test_a_training_killed_at_any_point_of_a_save_resumes_from_the_newest_step(
     # what step 4 comes to; under Lightning step 2 is saved as `step=2.ckpt` and as `last.ckpt`
     nth = 1 if point == "name.removed" else 3 if kind == "lightning" else 2
     train(kind, tmp_path / "run", crash=f"{point}#{nth}")
-    said = train(kind, tmp_path / "run")
-    assert said is not None
-    assert said["weights"] == straight(kind)
+    output = train(kind, tmp_path / "run")
+    assert output is not None
+    assert output["weights"] == straight(kind)
     if kind == "lightning" and point in COMPLETE:
-        assert said["resumed"] in (2, 4)  # whether `last.ckpt` was written, hidden, before the thread died
+        assert output["resumed"] in (2, 4)  # whether `last.ckpt` was written, hidden, before the thread died
     else:
-        assert said["resumed"] == (4 if point in COMPLETE else 2)
+        assert output["resumed"] == (4 if point in COMPLETE else 2)
 
 
 @pytest.mark.soak
@@ -105,8 +105,8 @@ def test_a_folder_that_is_replaced_is_the_old_or_the_new_one_after_a_kill(tmp_pa
     assert read_name(run / "names" / "checkpoint-4").attempt.timeline == 2  # type: ignore[union-attr]
     train("transformers", run, "8", "checkpoint-2", crash="name.replaced#1")
     assert not (run / "names" / "checkpoint-4").exists()
-    said = train("transformers", run)
-    assert said == {"resumed": 4, "weights": straight("transformers")}
+    output = train("transformers", run)
+    assert output == {"resumed": 4, "weights": straight("transformers")}
     assert read_name(run / "names" / "checkpoint-8").attempt.timeline == 4  # type: ignore[union-attr]
 
 
@@ -267,8 +267,8 @@ def test_what_fails_once_a_save_has_its_name_is_logged_and_the_rest_is_done(
     (tmp_path / "file").unlink()
     assert seen(tmp_path) == {"2": 2, "also": 2}
     assert called == [1]
-    said = " ".join(record.getMessage() for record in caplog.records)
-    assert all(what in said for what in ("file/first", "file/second", "the framework's own", "lost"))
+    output = " ".join(record.getMessage() for record in caplog.records)
+    assert all(what in output for what in ("file/first", "file/second", "the framework's own", "lost"))
     names.save(3, {}, tmp_path / "3", write_file)  # nothing of it is left in flight
     names.remove(tmp_path / "2")
     later.names[3].publish()

@@ -28,9 +28,9 @@ def test_torchtitan_resumes_from_the_repository_as_if_it_had_never_stopped(tmp_p
     repo = str(tmp_path / "repo")
     ranks = launch(2, "tests.support.torchtitan_ranks", str(tmp_path / "dump"), repo, mode)
     for lines in ranks:
-        said: dict[str, Any] = {key: value for line in lines for key, value in line.items()}
-        assert said["loaded"] == said["first"]
-        assert said["resumed"] == said["straight"]
+        output: dict[str, Any] = {key: value for line in lines for key, value in line.items()}
+        assert output["loaded"] == output["first"]
+        assert output["resumed"] == output["straight"]
     assert not list((tmp_path / "dump").rglob("*.distcp"))
     with Checkpointer(repo, run="exp", sidecar=None) as checkpointer:
         kept = checkpointer.steps()

@@ -126,9 +126,9 @@ def test_a_transfer_that_fails_at_restoring_is_made_through_host_memory(
     with caplog.at_level(logging.WARNING):
         assert_equal(dcp_loaded(tmp_path, counts, given), given)
     assert counts.failing == 0  # the fault fired
-    said = [line for line in caplog.messages if "reading through host memory" in line]
+    output = [line for line in caplog.messages if "reading through host memory" in line]
     why = "cuFileRead failed: GPUDirect Storage not supported"
-    assert said == [f"cuFile could not read from {tmp_path}, reading through host memory: {why}"]
+    assert output == [f"cuFile could not read from {tmp_path}, reading through host memory: {why}"]
     assert counts.read  # and the others went straight
 
 

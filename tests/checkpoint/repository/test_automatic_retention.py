@@ -31,17 +31,17 @@ def save_two(folder: Path) -> None:
 def test_what_the_policy_lets_go_is_gone_when_the_checkpointer_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
+    messages = []
 
     def late(self: Retention) -> None:
         time.sleep(0.6)
-        told.append(self)
+        messages.append(self)
         committed(self)
 
     committed = Retention.committed
     monkeypatch.setattr(Retention, "committed", late)
     save_two(tmp_path)
-    assert len(told) == 2
+    assert len(messages) == 2
     assert steps_at(tmp_path) == [2]
 
 

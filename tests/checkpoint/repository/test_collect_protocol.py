@@ -115,8 +115,8 @@ def schedules(seed: int, count: int) -> list[list[int]]:
     for _ in range(count):
         moves: list[int] = []
         while len(moves) < 130:
-            who = chance.choices(range(8), [6, 1, 5, 5, 4, 1.5, 0.05, 0.1])[0]
-            moves += [who] * (chance.randint(1, 25) if who < TIME else 1)
+            actor = chance.choices(range(8), [6, 1, 5, 5, 4, 1.5, 0.05, 0.1])[0]
+            moves += [actor] * (chance.randint(1, 25) if actor < TIME else 1)
         found.append(moves)
     return found
 

@@ -373,12 +373,12 @@ def dies_before_the_fate(store: Store, made: Made) -> None:
 def test_a_rank_that_waited_leaves_the_manifests_to_the_one_that_came_last(store: Store, rank: int) -> None:
     """Of 1,024 ranks each would read 1,024 manifests."""
     made = two_ranks(store, begin(store), 4, lease_seconds=3600.0)
-    mine, other = made[rank], made[1 - rank]
+    own, other = made[rank], made[1 - rank]
     counting = GoneOnceCommitted(store)
     clock = Meanwhile(lambda: dies_before_the_fate(store, other), lambda: None, lambda: save(store, other))
-    result = commit_staged(mine.arena, mine.plan, lambda _: None, store=counting, clock=clock)
+    result = commit_staged(own.arena, own.plan, lambda _: None, store=counting, clock=clock)
     assert not clock.others
-    assert result["attempt"] == mine.plan.attempt
+    assert result["attempt"] == own.plan.attempt
     assert (counting.read, counting.fired) == (0, False)
 
 
@@ -388,9 +388,9 @@ def test_ranks_that_waited_take_over_one_after_another_if_the_last_one_dies(
     store: Store, rank: int, timeout: float
 ) -> None:
     made = two_ranks(store, begin(store), 4, lease_seconds=3600.0, commit_timeout=timeout)
-    mine, other = made[rank], made[1 - rank]
+    own, other = made[rank], made[1 - rank]
     clock = Meanwhile(lambda: dies_before_the_fate(store, other))
-    assert save(store, mine, clock=clock) == latest(store)
+    assert save(store, own, clock=clock) == latest(store)
     assert clock.now - 1000.0 == pytest.approx(min(timeout, 2.0 * (1 + rank) + clock.pauses[0]), abs=0.01)
 
 

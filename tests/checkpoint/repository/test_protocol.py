@@ -121,12 +121,12 @@ def test_however_they_interleave_a_step_is_one_complete_attempt(order: list[int]
     assert len(seen) <= 1  # COMMIT never changes
     outcome = {attempt.id: set(last[2 * i : 2 * i + 2]) for i, attempt in enumerate(attempts)}
     for attempt in attempts:
-        heard = outcome[attempt.id]
-        assert heard <= {"committed", "stopped"}  # nobody hangs
+        received = outcome[attempt.id]
+        assert received <= {"committed", "stopped"}  # nobody hangs
         if attempt.id not in seen:
-            assert heard == {"stopped"}  # nothing is reported as committed that is not
+            assert received == {"stopped"}  # nothing is reported as committed that is not
         elif "takeover" not in others:  # else a rank may stop for the new timeline just before another seals the fate
-            assert heard == {"committed"}
+            assert received == {"committed"}
         if attempt.id in seen:
             assert decode(store.objects[attempt.decision_key], Decision, "fate").outcome == "commit"
     if not others - {"helper"}:

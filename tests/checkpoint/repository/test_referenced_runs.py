@@ -101,8 +101,8 @@ def bursts(seed: int, count: int) -> Iterable[list[int]]:
     for _ in range(count):
         moves: list[int] = []
         while len(moves) < 110:
-            who = chance.choices(range(5), [6, 5, 5, 1, 0.1])[0]
-            moves += [who] * (chance.randint(1, 25) if who < TIME else 1)
+            actor = chance.choices(range(5), [6, 5, 5, 1, 0.1])[0]
+            moves += [actor] * (chance.randint(1, 25) if actor < TIME else 1)
         yield moves
 
 

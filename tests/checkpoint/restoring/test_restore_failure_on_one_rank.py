@@ -21,12 +21,12 @@ def test_what_one_rank_alone_cannot_read_is_an_error_on_all_that_names_it(tmp_pa
         path.write_bytes(path.read_bytes()[:-9])
 
     ranks = launch(3, "tests.support.agreeing_ranks", str(tmp_path / "whole"), str(tmp_path / "damaged"))
-    said = [{line.pop("case"): line for line in lines} for lines in ranks]
-    assert [one["restore"]["raised"] for one in said] == ["TransientError", "CorruptionError", "TransientError"]
-    for one in (said[0], said[2]):
+    output = [{line.pop("case"): line for line in lines} for lines in ranks]
+    assert [one["restore"]["raised"] for one in output] == ["TransientError", "CorruptionError", "TransientError"]
+    for one in (output[0], output[2]):
         assert one["restore"]["message"].startswith("rank 1 could not take part: CorruptionError: ")
         assert "rank-00000.manifest is damaged" in one["restore"]["message"]
-    for one in said:
+    for one in output:
         for case in ("dcp, latest", "dcp, by number"):
             assert list(one[case]["failures"]) == ["1"]
             assert "rank-00000.manifest is damaged" in one[case]["failures"]["1"]

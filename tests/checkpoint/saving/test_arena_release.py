@@ -197,9 +197,9 @@ def test_a_copy_is_whole_only_when_the_trainer_that_helps_has_copied_its_piece(
     inner, at_work, go_on = copying._copy, list[str](), {"pool": threading.Event(), "trainer": threading.Event()}
 
     def held(*given: Any) -> None:
-        who = "trainer" if threading.current_thread().name == "trainer" else "pool"
-        at_work.append(who)
-        assert go_on[who].wait(150)
+        actor = "trainer" if threading.current_thread().name == "trainer" else "pool"
+        at_work.append(actor)
+        assert go_on[actor].wait(150)
         inner(*given)
 
     monkeypatch.setattr(copying, "_copy", held)

@@ -23,9 +23,9 @@ def test_a_rank_copies_by_its_share_of_the_cores_up_to_eight(cores: int, ranks: 
 
 @pytest.mark.parametrize(("told", "ranks"), [("", 1), ("many", 1), ("1", 1), (str(len(os.sched_getaffinity(0))), 0)])
 def test_the_share_is_by_what_the_launcher_says_of_this_node(
-    told: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+    messages: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", messages)
     cores = len(os.sched_getaffinity(0))
     assert copy_threads.num_copy_threads() == threads(cores, ranks or cores)
 
@@ -44,9 +44,9 @@ def test_the_setting_leaves_what_is_set_already(given: str | None, expected: str
 
 
 def test_the_setting_is_advised_where_it_saves_a_sixth_of_the_time_or_more() -> None:
-    said = advice(0.080, 0.052, {})
-    assert f"{VARIABLE}={SETTING}" in said
-    assert "0.65 of the time" in said
+    output = advice(0.080, 0.052, {})
+    assert f"{VARIABLE}={SETTING}" in output
+    assert "0.65 of the time" in output
     assert advice(0.080, 0.070, {}) == ""
 
 

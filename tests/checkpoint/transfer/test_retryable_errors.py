@@ -36,9 +36,9 @@ class Worker:
         """What it says."""
         descriptors = [self.arena if arena else -1, self.plan, self.progress]
         names = ("--arena-fd", "--plan-fd", "--progress-fd")
-        told = [text for name, fd in zip(names, descriptors, strict=True) for text in (name, str(fd))]
+        messages = [text for name, fd in zip(names, descriptors, strict=True) for text in (name, str(fd))]
         ended = subprocess.run(
-            [sys.executable, "-m", "headrace.checkpoint.saving.commit_worker", *told],
+            [sys.executable, "-m", "headrace.checkpoint.saving.commit_worker", *messages],
             stdout=subprocess.PIPE,
             pass_fds=[fd for fd in descriptors if fd >= 0],
             cwd=ROOT,
@@ -80,15 +80,15 @@ def test_an_attempt_that_was_aborted_is_not_to_be_tried_again(store: Store, tmp_
     attempt = Attempt(p.run, p.timeline, p.step, p.attempt, p.world_size)
     store.put(attempt.decision_key, encode(Decision(attempt=p.attempt, outcome="abort", reason="the test says so")))
     worker = Worker(made, tmp_path)
-    said = worker.run()[-1]
+    output = worker.run()[-1]
     worker.close()
-    assert (said["event"], said["code"], said["again"]) == ("failed", "transient", False)
-    assert "was aborted" in said["message"]
+    assert (output["event"], output["code"], output["again"]) == ("failed", "transient", False)
+    assert "was aborted" in output["message"]
 
 
 def test_bytes_that_are_gone_are_not_to_be_tried_again(store: Store, tmp_path: Path) -> None:
     worker = Worker(make(store, tiny_state(1), step=1, number=begin(store)), tmp_path)
-    said = worker.run(arena=False)[-1]
+    output = worker.run(arena=False)[-1]
     worker.close()
-    assert (said["event"], said["again"]) == ("failed", False)
-    assert "is lost" in said["message"]
+    assert (output["event"], output["again"]) == ("failed", False)
+    assert "is lost" in output["message"]

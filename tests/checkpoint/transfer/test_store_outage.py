@@ -85,7 +85,7 @@ def test_a_save_whose_trainer_is_dead_commits_when_the_store_is_back(
         trainer.kill()
         server.kill()
         node.go()
-        found = wait_for(lambda: (said := job(node))["state"] == "retrying" and said, 90)
+        found = wait_for(lambda: (output := job(node))["state"] == "retrying" and output, 90)
         assert found["failures"] >= 1
         assert found["released"] == kept
         assert ("kept in this node's tier" in found["error"]) == kept

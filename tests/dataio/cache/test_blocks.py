@@ -37,9 +37,9 @@ def test_no_two_users_share_a_buffer() -> None:
 
     def use(number: int) -> None:
         for _ in range(500):
-            with buffers.borrow() as mine:
-                mine[:] = bytes([number]) * 64
-                if bytes(mine) != bytes([number]) * 64:
+            with buffers.borrow() as own:
+                own[:] = bytes([number]) * 64
+                if bytes(own) != bytes([number]) * 64:
                     clashes.append(number)
 
     threads = [threading.Thread(target=use, args=(n,)) for n in range(4)]

@@ -48,7 +48,7 @@ class Node:
 
     def __init__(self, folder: Path, store: Store, size: int) -> None:
         self.store, self.file = store, BlockDirectory(folder).create(size)
-        self.told: list[list[FetchResult]] = []
+        self.messages: list[list[FetchResult]] = []
         self._over, self._left = threading.Event(), 0
         self._fetcher = Fetcher(threads=1, buffers=2, block_bytes=BLOCK, clock=SYSTEM_CLOCK, on_fetched=self._landed)
 
@@ -69,10 +69,10 @@ class Node:
         assert gate.wait(150)
 
     def blocks(self) -> list[list[int]]:
-        return [[fetch.block for fetch, _, _ in landed] for landed in self.told]
+        return [[fetch.block for fetch, _, _ in landed] for landed in self.messages]
 
     def errors(self) -> list[BaseException]:
-        return [error for landed in self.told for _, error, _ in landed if error is not None]
+        return [error for landed in self.messages for _, error, _ in landed if error is not None]
 
     def bytes(self, block: int) -> bytes:
         length = min(BLOCK, self.file.size - block * BLOCK)
@@ -86,7 +86,7 @@ class Node:
         self._fetcher.close()
 
     def _landed(self, landed: Sequence[FetchResult]) -> None:
-        self.told.append(list(landed))
+        self.messages.append(list(landed))
         self._left -= len(landed)
         if not self._left:
             self._over.set()
@@ -96,14 +96,14 @@ class Node:
 def node(tmp_path: Path, store: Store, data: bytes) -> Iterator[Node]:
     made = Node(tmp_path, store, len(data))
     made.fetch([0])  # and so it is known that the store's objects are files
-    made.told.clear()
+    made.messages.clear()
     yield made
     made.close()
 
 
 def test_several_blocks_are_told_of_at_once_and_are_the_objects_bytes(node: Node, data: bytes) -> None:
     node.fetch(range(1, BLOCKS))
-    assert all(len(landed) <= BATCH_BLOCKS for landed in node.told)
+    assert all(len(landed) <= BATCH_BLOCKS for landed in node.messages)
     assert node.blocks()[:2] == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert all(node.bytes(block) == data[block * BLOCK :][:BLOCK] for block in range(BLOCKS))
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_read_is_left_to_the_store_whose_error_it_is(
     assert len(node.errors()) == (2 if damage == "shorter" else 4)
     assert not any(isinstance(error, DiskError) for error in node.errors())
     (tmp_path / "store" / "a").write_bytes(data)
-    node.told.clear()
+    node.messages.clear()
     node.fetch([5, 6])
     assert (node.blocks(), node.errors()) == ([[5, 6]], []), "and for other blocks nothing has changed"
 

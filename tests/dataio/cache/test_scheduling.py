@@ -118,9 +118,9 @@ def test_everything_is_given_once_in_its_jobs_order_within_the_limits(
             flying.append(item)
             order.append(item)
             for name in "abc":
-                mine = [cost for owner, cost, _ in flying if owner == name]
-                assert not connections or len(mine) <= connections
-                assert not size or sum(mine) <= size or len(mine) == 1
+                own = [cost for owner, cost, _ in flying if owner == name]
+                assert not connections or len(own) <= connections
+                assert not size or sum(own) <= size or len(own) == 1
         elif flying:
             name, cost, _ = flying.pop(0)
             turns.done(name, cost, now)

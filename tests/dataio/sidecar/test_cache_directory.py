@@ -30,9 +30,9 @@ def test_a_disk_that_is_read_only_is_named_with_the_reason_and_what_to_give_inst
     (tmp_path / "s").mkdir(mode=0o700)
     socket = ["--socket", str(tmp_path / "s" / "sock"), "--http-port", "off"]
     assert main(["sidecar", "run", *socket, "--cache-dir", str(there)]) == UsageError.exit_code
-    said = capsys.readouterr().err
-    assert f"{there}: Read-only file system" in said
-    assert "give --cache-dir a directory on a disk that can be written" in said
+    output = capsys.readouterr().err
+    assert f"{there}: Read-only file system" in output
+    assert "give --cache-dir a directory on a disk that can be written" in output
 
 
 def test_where_no_tier_is_left_all_of_them_are_named(tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def test_goodput_is_what_is_left_of_wall_time_after_waits_and_stalls() -> None:
 def test_a_lost_or_repeated_or_overtaken_report_changes_nothing() -> None:
     reports = [loader(wall=float(t), wait=t / 10, steps=t, samples=8 * t) for t in range(1, 6)]
     found = []
-    for heard in (reports, reports[-1:], [*reports, reports[-1], reports[0]]):
+    for received in (reports, reports[-1:], [*reports, reports[-1], reports[0]]):
         made, time = board()
-        for report in heard:
+        for report in received:
             made.report(1, 50, report)
         time.now += 1
         found.append(made.totals()["group"])
@@ -142,10 +142,10 @@ def test_names_sources_and_history_are_bounded() -> None:
     )
 )
 def test_whatever_is_reported_shares_lie_between_0_and_1_and_it_is_fit_for_json(
-    said: list[tuple[int, int, float, float, int, str, str]],
+    output: list[tuple[int, int, float, float, int, str, str]],
 ) -> None:
     made, time = board()
-    for process, source, wall, other, count, run, what in said:
+    for process, source, wall, other, count, run, what in output:
         time.now += 1
         if what == "report":
             report = m.Report(source, "g", run, wall, other, other, count, count, count, other, count, count, other)
@@ -168,12 +168,12 @@ def test_whatever_is_reported_shares_lie_between_0_and_1_and_it_is_fit_for_json(
 def test_a_save_is_followed_to_its_end_and_its_step_is_remembered() -> None:
     steps: list[tuple[str, int, float]] = []
     saves = SaveStats(lambda *found: steps.append(found), lambda: 100.0)
-    heard = saves.listener("t", "exp, step 3")
-    heard(m.Progress("t", 5, 10))
+    received = saves.listener("t", "exp, step 3")
+    received(m.Progress("t", 5, 10))
     assert (saves.listed()[0]["state"], saves.listed()[0]["done"]) == ("sending", 5)
-    heard(m.Released("t"))
+    received(m.Released("t"))
     assert saves.listed()[0]["state"] == "committing"
-    heard(m.Done("t", '{"run": "exp", "step": 3, "committed": 99.5}'))
+    received(m.Done("t", '{"run": "exp", "step": 3, "committed": 99.5}'))
     assert saves.listed()[0]["state"] == "committed"
     assert steps == [("exp", 3, 99.5)]
     saves.listener("u", "")(m.Done("u", '{"run": 5, "step": -1, "committed": "no"}'))

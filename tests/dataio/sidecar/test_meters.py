@@ -106,7 +106,7 @@ def test_a_loaders_reads_and_waits_and_a_savers_stalls_reach_status_and_metrics(
 def test_reports_go_only_to_a_daemon_that_understands_them(tmp_path: Any) -> None:
     path = tmp_path / "s" / "sidecar.sock"
     path.parent.mkdir(mode=0o700)
-    heard: list[m.FromClient] = []
+    received: list[m.FromClient] = []
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(os.fspath(path))
     listening.listen(1)
@@ -116,8 +116,8 @@ def test_reports_go_only_to_a_daemon_that_understands_them(tmp_path: Any) -> Non
         framer = wire.Framer()
         while data := sock.recv(65536):
             for frame in framer.feed(data):
-                heard.append(m.decode_from_client(frame.payload))
-                if isinstance(heard[-1], m.Hello):
+                received.append(m.decode_from_client(frame.payload))
+                if isinstance(received[-1], m.Hello):
                     sock.sendall(wire.frame(b"\x83\xa1t\xa7welcome\xa7version\x01\xa3pid\x01"))
         sock.close()
 
@@ -128,12 +128,12 @@ def test_reports_go_only_to_a_daemon_that_understands_them(tmp_path: Any) -> Non
     asked = threading.Event()
     found.reporting = lambda: asked.set() or SaveMeter("x").report()
     found.closed_files.append(3)
-    wait_for(lambda: any(isinstance(message, m.Closed) for message in heard))  # a tick has passed
+    wait_for(lambda: any(isinstance(message, m.Closed) for message in received))  # a tick has passed
     found.close()
     thread.join(150)
     listening.close()
     assert not asked.is_set()
-    assert not any(isinstance(message, m.Report) for message in heard)
+    assert not any(isinstance(message, m.Report) for message in received)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_errors_are_kept_in_plain_words_counted_and_bounded() -> None:
     assert len(str(newest["text"])) == MESSAGE_CHARS
     for n in range(100):
         log.error("trouble %d", n)
-    assert [said["text"] for said in recent.latest(4e9)][:2] == ["trouble 99", "trouble 98"]
+    assert [output["text"] for output in recent.latest(4e9)][:2] == ["trouble 99", "trouble 98"]
     assert len(recent.latest(4e9)) == KEPT_MESSAGES
 
 

@@ -188,8 +188,8 @@ def test_without_a_daemon_the_process_reads_by_itself_and_says_so_once(
         (view,) = reader.read("shards/0.tar", [(1, 10)])
         assert bytes(view) == shards["shards/0.tar"][1:11]
         reader.close()
-    said = f"no sidecar answers on {tmp_path / 'nobody.sock'}: this process reads shards directly"
-    assert sum(said in record.message for record in caplog.records) == 1
+    output = f"no sidecar answers on {tmp_path / 'nobody.sock'}: this process reads shards directly"
+    assert sum(output in record.message for record in caplog.records) == 1
 
 
 def test_without_a_name_no_daemon_is_asked(store: Store) -> None:
@@ -218,16 +218,16 @@ def test_what_is_announced_is_fetched_before_it_is_read(daemon: RunningDaemon, s
 def test_what_is_known_to_be_present_is_announced_no_more(
     daemon: RunningDaemon, store: Store, shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = list[object]()
+    messages = list[object]()
     send = Sidecar.send
-    monkeypatch.setattr(Sidecar, "send", lambda self, message: (told.append(message), send(self, message)))
+    monkeypatch.setattr(Sidecar, "send", lambda self, message: (messages.append(message), send(self, message)))
     reader = open_reader(store, daemon.socket)
     assert isinstance(reader, SidecarReader)
 
     def announced(upcoming: list[tuple[str, int, int]]) -> bool:
-        told.clear()
+        messages.clear()
         reader.announce(upcoming)
-        return any(isinstance(message, m.Announce) for message in told)
+        return any(isinstance(message, m.Announce) for message in messages)
 
     reader.read("shards/0.tar", [(0, len(shards["shards/0.tar"]))])
     assert announced([("shards/0.tar", 0, 10)]), "the daemon hears once that this is a loader"
@@ -258,12 +258,12 @@ def test_an_answer_tells_what_came_of_other_files_too(
 def test_of_an_announcement_that_goes_on_what_is_new_is_told_when_it_is_a_quarter(
     daemon: RunningDaemon, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, followed = list[m.Announce](), list[list[tuple[str, int, int]]]()
+    messages, followed = list[m.Announce](), list[list[tuple[str, int, int]]]()
     session, send = Session(1), Sidecar.send
 
     def telling(self: Sidecar, message: m.FromClient) -> None:
         if isinstance(message, m.Announce):
-            told.append(message)
+            messages.append(message)
             (prefetch,) = session.received(message, ())
             assert isinstance(prefetch, Prefetch)
             followed.append(prefetch.request.upcoming)
@@ -274,14 +274,14 @@ def test_of_an_announcement_that_goes_on_what_is_new_is_told_when_it_is_a_quarte
     coming = [("shards/1.tar", 100 * n, 100) for n in range(64)]
 
     def gone() -> int | None:
-        return told[-1].dropped
+        return messages[-1].dropped
 
     reader = open_reader(store, daemon.socket)
     reader.announce(coming[:16])
     reader.announce(coming[3:19])
-    assert len(told) == 1, "three of sixteen are new"
+    assert len(messages) == 1, "three of sixteen are new"
     reader.announce(coming[4:20])
-    assert told[-1].upcoming == coming[16:20]
+    assert messages[-1].upcoming == coming[16:20]
     assert gone() == 4
     reader.announce(coming[40:56])
     assert gone() is None, "nothing of it was known"

@@ -83,15 +83,15 @@ def test_deep_nesting_is_refused() -> None:
 
 
 def test_descriptors_arrive_with_their_frame() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, open("/dev/null", "rb") as null:
+    ours, peer = socket.socketpair()
+    with ours, peer, open("/dev/null", "rb") as null:
         before = open_descriptors()
         wire.send(ours, wire.frame(b"plain"))
         wire.send(ours, wire.frame(b"two", 2), (null.fileno(), null.fileno()))
         wire.send(ours, wire.frame(b"plain"))
         framer, frames = wire.Framer(), list[wire.Frame]()
         while len(frames) < 3:
-            frames += framer.feed(*wire.receive(theirs))
+            frames += framer.feed(*wire.receive(peer))
         assert [(f.payload, len(f.descriptors)) for f in frames] == [(b"plain", 0), (b"two", 2), (b"plain", 0)]
         assert open_descriptors() == before + 2
         wire.close_all(frames[1].descriptors)
@@ -100,24 +100,24 @@ def test_descriptors_arrive_with_their_frame() -> None:
 
 @pytest.mark.parametrize(("declared", "sent"), [(0, 1), (1, 0), (1, 2), (2, 1), (3, 0), (200, 2), (0, 100)])
 def test_descriptors_that_do_not_fit_their_frame_are_closed(declared: int, sent: int) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, open("/dev/null", "rb") as null:
+    ours, peer = socket.socketpair()
+    with ours, peer, open("/dev/null", "rb") as null:
         before = open_descriptors()
         data = struct.pack("<IB", 4, declared) + b"body"
         wire.send(ours, data, [null.fileno()] * sent)
         framer = wire.Framer()
         with pytest.raises(UsageError):
-            framer.feed(*wire.receive(theirs))
+            framer.feed(*wire.receive(peer))
         assert open_descriptors() == before
 
 
 def test_descriptors_of_a_frame_that_never_ends_are_closed() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, open("/dev/null", "rb") as null:
+    ours, peer = socket.socketpair()
+    with ours, peer, open("/dev/null", "rb") as null:
         before = open_descriptors()
         wire.send(ours, wire.frame(b"body", 1)[:-1], [null.fileno()])
         framer = wire.Framer()
-        assert framer.feed(*wire.receive(theirs)) == []
+        assert framer.feed(*wire.receive(peer)) == []
         assert open_descriptors() == before + 1
         framer.close()
         assert open_descriptors() == before

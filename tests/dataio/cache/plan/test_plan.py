@@ -213,15 +213,15 @@ def test_prefetches_that_go_together_start_together_and_what_is_asked_for_does_n
 def test_of_files_that_somebody_knows_those_that_grew_are_named() -> None:
     cache = plan(4000)
     files = [load(cache, ticket, obj(key, 200), [0, 7]) for ticket, key in enumerate("abc")]
-    told = {file: cache.runs(file, 9) for file in files}
-    assert cache.grown(told, 9, 9) == []
+    messages = {file: cache.runs(file, 9) for file in files}
+    assert cache.grown(messages, 9, 9) == []
     for ticket, key in enumerate("ab", 10):
         assert load(cache, ticket, obj(key, 200), [1, 4]) in files
     grown = [(0, 2 * BLOCK), (4 * BLOCK, 5 * BLOCK), (7 * BLOCK, 8 * BLOCK)]
-    assert cache.grown(told, 9, 9) == [(files[0], grown), (files[1], grown)]
-    assert cache.grown(told, 1, 9) == [(files[0], grown)]
-    assert cache.grown(told, 9, 2) == [], "in too many runs"
-    assert cache.grown({**told, 99: []}, 9, 9) == [(files[0], grown), (files[1], grown)], "one that is forgotten"
+    assert cache.grown(messages, 9, 9) == [(files[0], grown), (files[1], grown)]
+    assert cache.grown(messages, 1, 9) == [(files[0], grown)]
+    assert cache.grown(messages, 9, 2) == [], "in too many runs"
+    assert cache.grown({**messages, 99: []}, 9, 9) == [(files[0], grown), (files[1], grown)], "one that is forgotten"
 
 
 def full_of_pinned(budget: int = 640) -> CachePlan:

@@ -64,16 +64,16 @@ def test_the_bytes_are_those_of_the_object(reader: CachedReader, store: MemorySt
 
 
 def test_the_metrics_have_every_byte_that_was_read_once_somebody_looks(reader: CachedReader, engine: Engine) -> None:
-    def told() -> float:
+    def messages() -> float:
         engine.stats()
         return sum(
             REGISTRY.get_sample_value("headrace_cache_bytes_total", {"source": s}) or 0 for s in ("cache", "store")
         )
 
-    before = told()
+    before = messages()
     for _ in range(3):
         reader.read("a", [(5, 100), (300, 10)])
-    assert told() - before >= 330  # of an engine that another test left there may be more
+    assert messages() - before >= 330  # of an engine that another test left there may be more
 
 
 def test_views_are_read_only(reader: CachedReader) -> None:

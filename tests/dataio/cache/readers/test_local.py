@@ -231,33 +231,33 @@ def test_an_evicted_file_stays_open_for_who_is_reading_it(
 def test_announced_ranges_are_named_to_the_kernel_once_and_only_where_it_has_them_not(
     reader: DirectReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, cached = list[tuple[int, int]](), False
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: said.append((offset, length)))
+    output, cached = list[tuple[int, int]](), False
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: output.append((offset, length)))
     monkeypatch.setattr(local, "mostly_cached", lambda fd, offset, length: cached)
     upcoming = [("a", 1000 * n, 500) for n in range(6)]
     reader.announce(upcoming[:4])
     reader.announce([*upcoming[2:], ("gone", 0, 10)])
-    assert said == [(1000 * n, 500) for n in range(6)]
-    cached, before = True, len(said)
+    assert output == [(1000 * n, 500) for n in range(6)]
+    cached, before = True, len(output)
     reader.announce([("b", 1000 * n, 500) for n in range(100)])
-    assert len(said) == before
+    assert len(output) == before
 
 
 def test_no_more_is_named_than_the_page_cache_should_be_asked_for(
     reader: DirectReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = list[int]()
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: said.append(length))
+    output = list[int]()
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: output.append(length))
     monkeypatch.setattr(local, "mostly_cached", lambda *_: False)
     reader.announce([("a", n, local.ADVISED_BYTES // 4) for n in range(10)])
-    assert len(said) == 4
+    assert len(output) == 4
 
 
 def test_where_all_is_there_few_ranges_are_looked_at_and_what_is_not_there_is_found_again(
     reader: DirectReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked, said, cached = list[int](), list[int](), True
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: said.append(offset))
+    looked, output, cached = list[int](), list[int](), True
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: output.append(offset))
     monkeypatch.setattr(local, "mostly_cached", lambda fd, offset, length: looked.append(offset) or cached)
     upcoming = [("a", n, 1) for n in range(40 * MIN_SAMPLES)]
     for first in range(0, 20 * MIN_SAMPLES, 10):
@@ -267,20 +267,20 @@ def test_where_all_is_there_few_ranges_are_looked_at_and_what_is_not_there_is_fo
     assert looked[-1] > 19 * MIN_SAMPLES
     cached, before = False, looked[-1]
     reader.announce(upcoming[20 * MIN_SAMPLES :])
-    assert said[0] - before <= MIN_SAMPLES
-    assert said == list(range(said[0], 40 * MIN_SAMPLES))
+    assert output[0] - before <= MIN_SAMPLES
+    assert output == list(range(output[0], 40 * MIN_SAMPLES))
 
 
 def test_what_lies_beyond_the_limit_is_named_when_its_turn_comes(
     reader: DirectReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = list[int]()
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: said.append(offset))
+    output = list[int]()
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: output.append(offset))
     monkeypatch.setattr(local, "mostly_cached", lambda *_: False)
     upcoming = [("a", n, local.ADVISED_BYTES // 4) for n in range(10)]
     for first in range(10):
         reader.announce(upcoming[first:])
-        assert said == list(range(min(10, first + 4)))
+        assert output == list(range(min(10, first + 4)))
 
 
 def test_files_of_a_network_go_through_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,10 +308,10 @@ def test_of_what_is_announced_only_that_lies_elsewhere_is_left_to_the_other_read
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Other(StoreReader):
-        said: ClassVar[list[Any]] = []
+        output: ClassVar[list[Any]] = []
 
         def announce(self, upcoming: Any) -> None:
-            self.said.append(list(upcoming))
+            self.output.append(list(upcoming))
 
     with open_store(tmp_path, storage_options={"mounts": {"far": {"url": f"file://{folder}"}}}) as store:
         (tmp_path / "near").write_bytes(payload("near"))
@@ -322,7 +322,7 @@ def test_of_what_is_announced_only_that_lies_elsewhere_is_left_to_the_other_read
         reader = DirectReader(store, lambda: Other(store))
         assert bytes(reader.read("mounts/far/a", [(3, 5)])[0]) == payload("a")[3:8]
         reader.announce([("near", 0, 5), ("mounts/far/a", 7, 5), ("gone", 0, 5), ("mounts/far/b", 0, 9)])
-        assert Other.said == [[("mounts/far/a", 7, 5), ("mounts/far/b", 0, 9)]]
+        assert Other.output == [[("mounts/far/a", 7, 5), ("mounts/far/b", 0, 9)]]
         reader.close()
 
 

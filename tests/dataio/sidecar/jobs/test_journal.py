@@ -177,11 +177,11 @@ def test_a_plan_that_changed_is_not_carried_out(journal: Journal, change: bytes)
 
 
 def test_a_worker_lives_as_long_as_its_file_is_locked_whatever_its_number(journal: Journal) -> None:
-    ours, theirs = journal.open("0" * 32, "events"), journal.open("0" * 32, "events")
+    ours, peer = journal.open("0" * 32, "events"), journal.open("0" * 32, "events")
     assert not j.is_locked(ours)
-    fcntl.flock(theirs, fcntl.LOCK_EX)
+    fcntl.flock(peer, fcntl.LOCK_EX)
     assert j.is_locked(ours)
-    os.close(theirs)
+    os.close(peer)
     assert not j.is_locked(ours)
     os.close(ours)
 

@@ -74,7 +74,7 @@ def whole(held: TierObject | None) -> bytes | None:
 def test_what_is_offered_lies_on_the_buddy_and_is_fetched_back(
     guest: TierConfig, mine: LocalTier, listening: Listening
 ) -> None:
-    theirs = listening[0].local_tier
+    peer = listening[0].local_tier
     with connect(guest) as buddy:
         assert buddy.offer(mine, "s", "packs/1")
         assert not buddy.offer(mine, "s", "packs/2")
@@ -87,8 +87,8 @@ def test_what_is_offered_lies_on_the_buddy_and_is_fetched_back(
         mine.drop("s", "packs/1")
         assert buddy.fetch(mine, "s", "packs/1")
         assert not buddy.fetch(mine, "s", "packs/2")
-    assert whole(theirs.open("s", "packs/1")) == whole(mine.open("s", "packs/1")) == DATA
-    assert [r.guest for r in theirs.records()] == [True]
+    assert whole(peer.open("s", "packs/1")) == whole(mine.open("s", "packs/1")) == DATA
+    assert [r.guest for r in peer.records()] == [True]
     assert refused(listening[0]) == {}
 
 
@@ -97,7 +97,7 @@ def test_an_earlier_record_and_manifest_that_come_last_leave_the_committed_step(
 ) -> None:
     """An older connection is served after a newer one. The manifest of another worker lies there then, under the same key: its
     digest is not the fate's, so a reader takes the next copy. The next offer brings the right one back."""
-    earlier, theirs = mine.records()[0], listening[0].local_tier
+    earlier, peer = mine.records()[0], listening[0].local_tier
     committed = replace_record(earlier, own=("packs/2", "manifest"), committed=5.0)
     mine.keep("s", "manifest", b"of the first worker")
     with connect(guest) as older, connect(guest) as newer:
@@ -107,10 +107,10 @@ def test_an_earlier_record_and_manifest_that_come_last_leave_the_committed_step(
         mine.keep("s", "manifest", b"of the first worker")
         assert older.offer(mine, "s", "manifest")
         older.keep(earlier)
-        assert theirs.records() == [replace_record(committed, guest=True)]
+        assert peer.records() == [replace_record(committed, guest=True)]
         mine.keep("s", "manifest", b"of the second worker")
         assert newer.offer(mine, "s", "manifest")
-    assert whole(theirs.open("s", "manifest")) == b"of the second worker"
+    assert whole(peer.open("s", "manifest")) == b"of the second worker"
 
 
 class Cut(Exception):
@@ -340,9 +340,9 @@ def test_a_newer_version_is_refused_by_name(guest: TierConfig, listening: Listen
 @settings(max_examples=300)
 @given(st.binary(max_size=300))
 def test_no_bytes_decode_to_anything_but_a_message(data: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(struct.pack("<I", len(data)) + data)
+    ours, peer = socket.socketpair()
+    with ours, peer:
+        peer.sendall(struct.pack("<I", len(data)) + data)
         with contextlib.suppress(p.ProtocolError):
             assert isinstance(p.Channel(ours).request(), p.Message)
 
@@ -351,17 +351,17 @@ def test_no_bytes_decode_to_anything_but_a_message(data: bytes) -> None:
 def test_a_peer_that_drips_is_given_up_as_one_that_is_silent(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p, "IO_SECONDS", 0.5)
     monkeypatch.setattr(p, "LEAST_RATE", 1 << 30)
-    ours, theirs = socket.socketpair()
+    ours, peer = socket.socketpair()
     over, dripped = threading.Event(), []
 
     def drip() -> None:
         while not over.wait(0.05):
-            dripped.append(theirs.recv(1) if what == "reader" else theirs.send(b"\0"))
+            dripped.append(peer.recv(1) if what == "reader" else peer.send(b"\0"))
 
-    with ours, theirs:
+    with ours, peer:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         channel, thread = p.Channel(ours), threading.Thread(target=drip)
-        theirs.sendall(struct.pack("<I", 1000) if what == "message" else b"")
+        peer.sendall(struct.pack("<I", 1000) if what == "message" else b"")
         thread.start()
         began = time.monotonic()
         with pytest.raises(TimeoutError):
@@ -539,12 +539,12 @@ def test_what_is_kept_is_sent_by_itself_and_recalled(
     open_tier: Callable[[TierConfig], TierService],
     tmp_path: Path,
 ) -> None:
-    theirs = listening[0].local_tier
+    peer = listening[0].local_tier
     near = open_tier(guest)
-    wait_for(lambda: [r.step for r in theirs.records()] == [1])
-    assert whole(theirs.open("s", "packs/1")) == DATA
+    wait_for(lambda: [r.step for r in peer.records()] == [1])
+    assert whole(peer.open("s", "packs/1")) == DATA
     mine.put_record(record("s", 1, ["packs/1"], committed=9.0))
-    wait_for(lambda: theirs.records()[0].committed == 9.0)
+    wait_for(lambda: peer.records()[0].committed == 9.0)
     wait_for(lambda: near.status()["buddy"]["waiting"] == 0)  # type: ignore[index]
     shown: Any = near.status()["buddy"]
     assert (shown["trouble"], shown["waiting"], shown["sent_bytes"]) == ("", 0, len(DATA))
