@@ -74,11 +74,11 @@ class CacheDirectories:
                 trouble.append(f"{tier.path}: {error.strerror}")
         if not found:
             raise UsageError(
-                f"no directory for the cache can be made: {', '.join(trouble)}",
+                f"no directory for the cache can be created: {', '.join(trouble)}",
                 hint="give --cache-dir a directory on a disk that can be written, such as local NVMe or a tmpfs",
             )
         for reason in trouble:
-            _log.warning("the cache does without %s", reason)
+            _log.warning("the cache does not use %s", reason)
         return cls(found)
 
     def places(self, cache_bytes: int) -> list[TierDirectory]:
@@ -97,12 +97,12 @@ def _lock(path: Path) -> int | None:
     try:
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        _log.warning("nothing in %s will outlive this daemon: %s", path, error.strerror)
+        _log.warning("no file in %s is kept for the next daemon: %s", path, error.strerror)
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        _log.warning("another daemon keeps its files in %s: nothing of this one will outlive it", path)
+        _log.warning("another daemon keeps its files in %s: no file of this daemon is kept for the next one", path)
         return None
     return lock

@@ -60,13 +60,13 @@ def path_of(sock: socket.socket) -> Path:
 def _checked(fd: int) -> socket.socket:
     os.set_inheritable(fd, False)
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-        raise _unusable(fd, "is no socket")
+        raise _unusable(fd, "is not a socket")
     sock = socket.socket(fileno=fd)
     try:
         if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
-            raise _unusable(fd, "is no Unix stream socket: ListenStream= names a path")
+            raise _unusable(fd, "is not a Unix stream socket: ListenStream= must be a path")
         if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            raise _unusable(fd, "does not listen: Accept=no is meant")
+            raise _unusable(fd, "does not listen: set Accept=no")
         if not os.fsencode(sock.getsockname()).startswith(b"/"):
             raise _unusable(fd, "is not bound to an absolute path")
     except BaseException:

@@ -61,7 +61,7 @@ class Framer:
             while (frame := self._next()) is not None:
                 frames.append(frame)
             if self._descriptors and (not self._data or len(self._descriptors) > DESCRIPTORS):
-                raise UsageError(f"{len(self._descriptors)} file descriptors that no message asked for")
+                raise UsageError(f"{len(self._descriptors)} unexpected file descriptors")
         except UsageError:
             close_all(fd for frame in frames for fd in frame.descriptors)
             self.close()
@@ -117,7 +117,7 @@ def receive(sock: socket.socket, *, wait: bool = True) -> tuple[bytes, list[int]
             descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
     if flags & _TRUNCATED:
         close_all(descriptors)
-        raise UsageError("a message with a flood of file descriptors")
+        raise UsageError("a message with too many file descriptors")
     return data, list(descriptors)
 
 

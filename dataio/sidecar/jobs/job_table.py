@@ -47,7 +47,8 @@ class JobTable:
         job = self.jobs.get(token) or self.finished.get(token)
         if job is None or job.lost:
             raise NotFoundError(
-                f"the sidecar knows no staged job {token}", hint="it ended long ago, or must be staged again"
+                f"the sidecar knows no staged job {token}",
+                hint="it ended long ago, or its arena was lost: stage it again",
             )
         return job
 

@@ -108,7 +108,9 @@ class Journal:
         try:
             data = _pread(fd, entry.plan_bytes + 1)
             if len(data) != entry.plan_bytes or digest(data) != entry.plan_digest:
-                raise CorruptionError(f"the plan of job {entry.token} is not what was recorded", hint="save again")
+                raise CorruptionError(
+                    f"the plan of job {entry.token} differs from the one that was recorded", hint="save again"
+                )
         except BaseException:
             os.close(fd)
             raise
@@ -127,7 +129,7 @@ class Journal:
         try:
             return _checked(self.folder / name, name)
         except (OSError, HeadraceError) as error:
-            _log.error("the journal's entry %s is refused and set aside: %s", name, error)
+            _log.error("the journal's entry %s is invalid and was moved to refused/: %s", name, error)
             self._move_to_refused(name)
             return None
 
@@ -205,7 +207,7 @@ def _checked(path: Path, name: str) -> Entry:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptionError(f"it cannot be read: {error}") from None
     if name != f"{entry.token}.job" or not _NAME.fullmatch(name):
-        raise CorruptionError("it is of another job")
+        raise CorruptionError("it belongs to another job")
     return entry
 
 

@@ -71,7 +71,7 @@ class BuddyClient:
             self._channel.send(p.Offer(source, key, held.size, held.label.digest))
             want = _expect(self._channel.answer(), p.Want)
             if want.offset > held.size:
-                raise p.ProtocolError("it wants more than there is")
+                raise p.ProtocolError("it requested bytes after the end of the object")
             self.sent += self._channel.send_bytes(held.pieces(want.offset))
             _expect(self._channel.answer(), p.Stored)
         return True
@@ -104,7 +104,7 @@ class BuddyClient:
                 for piece in self._channel.body(found.size):
                     writer.write(piece)
                 if writer.digest != found.digest:
-                    raise CorruptionError(f"{key} came from the buddy with another digest")
+                    raise CorruptionError(f"the buddy sent {key} with another digest")
                 writer.commit()
         return True
 
@@ -125,7 +125,7 @@ def _expect(answer: p.Answer, kind: type[A]) -> A:
         raise CapacityError(f"the buddy has no room: {answer.message}")
     if isinstance(answer, p.Refused):
         raise BuddyError(f"the buddy refused: {answer.message}")
-    raise p.ProtocolError(f"it answered {type(answer).__name__} where {kind.__name__} was meant")
+    raise p.ProtocolError(f"it answered {type(answer).__name__} instead of {kind.__name__}")
 
 
 @contextlib.contextmanager

@@ -70,7 +70,9 @@ class TierConfig:
                     f"a buddy needs tls_{name}: {path or 'it is not set'}", hint="name a PEM file; see docs/sidecar.md"
                 )
         if self.listen is not None and not self.welcome:
-            raise UsageError("buddy_listen needs buddy_names or buddy", hint="say whose certificates are let in")
+            raise UsageError(
+                "buddy_listen needs buddy_names or buddy", hint="list the accepted certificate names in buddy_names"
+            )
         return self
 
 
@@ -88,7 +90,7 @@ def address(text: str) -> Address | None:
     host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     plain = host and (":" not in host or text.startswith("[")) and all(c.isalnum() or c in ".-:_" for c in host)
     if not separator or not plain or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{text!r} is no host:port")
+        raise UsageError(f"{text!r} is not of the form host:port")
     return Address(host, int(port))
 
 

@@ -154,7 +154,7 @@ class Channel:
     def answer(self) -> Answer:
         found = self._receive(_answers)
         if found is None:
-            raise ConnectionError("the buddy hung up")
+            raise ConnectionError("the buddy closed the connection")
         return found
 
     def send_bytes(self, pieces: Iterable[memoryview | bytes]) -> int:
@@ -198,7 +198,7 @@ class Channel:
         try:
             return decoder.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"what came is not a message: {error}") from None
+            raise ProtocolError(f"the received bytes are not a message: {error}") from None
 
     def _send_all(self, view: memoryview, until: float) -> None:
         while view:
@@ -209,7 +209,7 @@ class Channel:
         """Make the next read or write time out at `until`, or after `IO_SECONDS` if that is earlier."""
         left = until - time.monotonic()
         if left <= 0:
-            raise TimeoutError("it took too long as a whole")
+            raise TimeoutError("the whole transfer took too long")
         self._sock.settimeout(min(left, IO_SECONDS))
 
     def _fill(self, view: memoryview, until: float, *, may_end: bool = False) -> bool:

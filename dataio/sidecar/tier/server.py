@@ -287,7 +287,7 @@ class BuddyServer:
                 return found
             if found is not None or len(self._partials) >= PARTIALS:
                 raise CapacityError(
-                    "it is being sent already" if found else f"{PARTIALS} objects are being sent already"
+                    "the object is already being sent" if found else f"{PARTIALS} objects are already being sent"
                 )
             self._local_tier.make_room(offer.size)
             ends = ExitStack()
@@ -308,7 +308,7 @@ class BuddyServer:
                 partial.writer.commit()
         finally:
             partial.discard()
-        return p.Stored() if right else p.Refused("corruption", f"{offer.key} came with another digest")
+        return p.Stored() if right else p.Refused("corruption", f"the bytes of {offer.key} have another digest")
 
     def _keep(self, channel: p.Channel, data: bytes) -> None:
         try:

@@ -100,7 +100,7 @@ def test_what_is_shown_of_a_step_tells_its_own_packs_from_those_of_earlier_steps
         checkpointer.restore(state(0))
         checkpointer.save(3, state(5)).result(60)
         checkpointer.save(4, state(5)).result(60)
-    for step, packs, earlier in ((3, "1 pack\n", 0), (4, "1 pack, 1 of earlier steps\n", 1)):
+    for step, packs, earlier in ((3, "1 pack\n", 0), (4, "1 pack, 1 of them from earlier steps\n", 1)):
         assert ckpt(["show", url, "--run", RUN, "--step", str(step)]) == 0
         text = capsys.readouterr().out
         assert packs in text

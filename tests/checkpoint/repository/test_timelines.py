@@ -278,6 +278,6 @@ def test_a_step_that_is_removed_before_it_is_held_is_not_what_a_timeline_begins_
         raise NotFoundError("it is being removed")
 
     held.clear()
-    with pytest.raises(ConflictError, match="was removed by retention meanwhile"):
+    with pytest.raises(ConflictError, match="because retention removed its parent step"):
         writers.place(store, RUN, 3, WriterState(another_process(store).name), never)
     assert len(held) == 20

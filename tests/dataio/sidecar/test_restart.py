@@ -112,7 +112,7 @@ def test_a_daemon_with_tiers_fills_the_fast_one_first_and_does_without_one_that_
         assert (second["directory"], second["budget_bytes"]) == (str(slow), 64 * MIB)
         assert first["used_bytes"] == 9 * MIB
         assert second["used_bytes"] == sum(map(len, shards.values())) - 9 * MIB
-        assert f"does without {tmp_path}/file/x" in other.log.read_text()
+        assert f"does not use {tmp_path}/file/x" in other.log.read_text()
         page = f"http://127.0.0.1:{other.status()['http_port']}/metrics"
         wait_for(
             lambda: b'headrace_cache_tier_used_bytes{tier="0"} 9.437184e+06' in urllib.request.urlopen(page).read()

@@ -122,7 +122,7 @@ def test_an_entry_that_is_not_sound_is_named_and_set_aside(
     name = spoil(journal, how)
     with caplog.at_level(logging.ERROR, logger="headrace"):
         assert journal.load() == [sound]
-    assert "is refused and set aside" in caplog.text
+    assert "is invalid and was moved to refused" in caplog.text
     assert name in caplog.text
     assert len(list((journal.folder / "refused").iterdir())) == 1
     caplog.clear()
@@ -172,7 +172,7 @@ def test_a_plan_that_changed_is_not_carried_out(journal: Journal, change: bytes)
     one = entry()
     journal.record(one, b"plan")
     (journal.folder / f"{one.token}.plan").write_bytes(change)
-    with pytest.raises(CorruptionError, match="not what was recorded"):
+    with pytest.raises(CorruptionError, match="differs from the one that was recorded"):
         journal.plan(one)
 
 

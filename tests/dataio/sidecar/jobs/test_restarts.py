@@ -174,6 +174,6 @@ def test_an_entry_that_is_not_sound_does_not_keep_the_daemon_from_its_work(
     (folder(daemon) / f"{'0' * 32}.job").write_bytes(b"MLRJOB torn")
     (tmp_path / "gate").touch()
     daemon.start()
-    assert f"{'0' * 32}.job is refused and set aside" in daemon.log.read_text()
+    assert f"{'0' * 32}.job is invalid and was moved to refused" in daemon.log.read_text()
     with daemon.connect() as sidecar:
         assert sidecar.follow(token).result(150)["digest"] == DIGEST

@@ -495,7 +495,7 @@ def test_settings_of_buddies_are_checked() -> None:
     assert str(address("node-1.example:9470")) == "node-1.example:9470"
     assert str(address("[::1]:9470")) == "[::1]:9470"
     for wrong in ("node", "node:", ":1", "node:x", "node:70000", "a b:1", "::1:80", "node/evil:1"):
-        with pytest.raises(UsageError, match="is no host:port"):
+        with pytest.raises(UsageError, match="is not of the form host:port"):
             address(wrong)
     assert names("a, b") == ("a", "b")
     with pytest.raises(UsageError):
