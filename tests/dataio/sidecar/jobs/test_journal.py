@@ -91,7 +91,7 @@ def spoil(journal: Journal, how: str) -> str:
         path.write_bytes(data + bytes(j.ENTRY_BYTES))
     elif how == "of another job":
         path.rename(journal.folder / f"{uuid.uuid4().hex}.job")
-        return "of another job"
+        return "belongs to another job"
     elif how == "a link":
         path.rename(journal.folder / "elsewhere")
         path.symlink_to(journal.folder / "elsewhere")
