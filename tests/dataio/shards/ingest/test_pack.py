@@ -27,6 +27,8 @@ from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from tests.support.written_media import MakeClip, MakeWav, ReadTar
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 
@@ -175,8 +177,6 @@ def test_a_file_that_hangs_its_prober_is_skipped(clips: Path, tmp_path: Path, mo
 import time
 from headrace.dataio.shards.media import describe
 from headrace.dataio.shards.workers import worker
-
-pytestmark = pytest.mark.slow
 real = describe.describe
 def faulty_describe(files):
     if any("2.mp4" in path for _, path in files):
