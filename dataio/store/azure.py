@@ -179,7 +179,7 @@ class AzureStore(BucketStore):
             body += part
             if len(body) > WRITE_BYTES:
                 raise CapacityError(
-                    f"{self._name(key)}: an object is written at once here, and may have at most "
+                    f"{self._name(key)}: this store writes an object in one request, of at most "
                     f"{limits.format_bytes(WRITE_BYTES)}",
                     hint="write several, or use S3 or a directory",
                 )

@@ -1,10 +1,10 @@
-"""`headrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints? `--memory`
-instead measures how fast this machine copies a state (`headrace.checkpoint.staging.copies`, a separate program).
+"""`headrace doctor URL` checks whether a store is reachable and supports datasets and shared checkpoints. `--memory` instead
+measures how fast this machine copies a state (`headrace.checkpoint.saving.copy_threads`, a separate program).
 
-Invariants: it writes only under a random scratch prefix, and deletes what it wrote, also after a failed check. A folder
-that did not exist before does not exist afterwards. With --json exactly one JSON object goes to standard output.
+Invariants: the command writes only under a random prefix, and deletes its objects, also after a failed check. It removes
+folders that it created. With --json exactly one JSON object goes to standard output.
 
-Failure behaviour: a store that cannot be used raises its error (exit codes of `headrace.dataio.cli`). One that works,
+Failure behaviour: a store that cannot be used raises its error (exit codes of `headrace.dataio.cli`). A store that works,
 but not for several writers, gets its report and the exit code of `UnsupportedError`.
 """
 
@@ -89,9 +89,7 @@ def _examine(store: Store, rounds: int, writers: int) -> list[Check]:
 
 @contextlib.contextmanager
 def _no_new_folders(url: str) -> Iterator[None]:
-    """Folders that a directory's store makes with its first object go with it, unless something lies in them by
-    then.
-    """
+    """Remove the folders that a directory's store creates with its first object, unless they have content at the end."""
     new = list[Path]()
     if url.startswith("file://"):
         folder = Path(urllib.parse.unquote(url.removeprefix("file://"), errors="surrogateescape"))

@@ -1,10 +1,9 @@
-"""Credentials of the AWS chain (environment, profiles and files, containers, IMDS) that may change while a store is
-open.
+"""Credentials of the AWS chain (environment, profiles, files, containers, IMDS), which may change while a store is open.
 
-Purpose: botocore resolves the chain once in a client's life. `CredentialChain` resolves it again when the server
-refuses a request, so a rewritten credentials file or a changed environment works without a restart. botocore itself
-refreshes credentials that expire (IMDS, containers, roles). Keys in the AWS variables, the chain's first link, are read
-here, because botocore takes half a second to import; it is imported only for the other links.
+Purpose: a client of botocore resolves the chain only once. `CredentialChain` resolves it again when the server refuses a
+request, so a rewritten credentials file or a changed environment takes effect without a restart. botocore itself refreshes
+credentials that expire (IMDS, containers, roles). Keys in the AWS variables, the chain's first link, are read here. botocore
+is imported only for the other links, because that takes a quarter of a second.
 
 Invariants: a chain is used in one event loop. After a refusal it is resolved once, however many requests were refused.
 No repr shows a secret. Keys given as options are never looked up and never change.
@@ -67,9 +66,7 @@ class CredentialChain:
         return await _keys_of(self._resolved)
 
     async def renew(self, refused: int) -> bool:
-        """Resolve the chain again, unless that happened since generation `refused`; True if there are new keys to
-        try.
-        """
+        """Resolve the chain again, unless that happened since generation `refused`. Returns whether there are new keys."""
         async with self._lock:
             if self.generation != refused:
                 return True

@@ -2,7 +2,7 @@
 
 Purpose: to read a dataset from HTTP, HDFS, SFTP or a hub, and to write where a write is one atomic request.
 
-Invariants: only the file systems of `_ATOMIC` are written to; their `pipe_file` is one request that shows all or
+Invariants: only the file systems of `_ATOMIC` are written to. Their `pipe_file` is one request that shows all or
 nothing. A body is collected up to `WRITE_BYTES` and sent at once. fsspec's `open(..., "wb")` is never used, because it
 publishes a truncated file after an exception. Nothing is cached. `put_if_absent` works only in `memory://`, within its
 process. Host and port come from the URL unless `options` name them. With the option `public_only`, HTTP connects to
@@ -67,7 +67,7 @@ _REQUEST_SECONDS = 65.0 + _READ_BYTES / limits.LEAST_RATE
 _LISTING_SECONDS = 3600.0
 """The time limit of a listing, which may be many requests."""
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
-_one_at_a_time = threading.Lock()  # makes a create in memory:// atomic; it exists in this process only
+_create_lock = threading.Lock()  # makes a create in memory:// atomic; it exists in this process only
 
 
 class FsspecStore(Store):
@@ -109,7 +109,7 @@ class FsspecStore(Store):
                 f"{self._url} has no conditional write that is known to have one winner",
                 hint="keep datasets and checkpoints with several writers on S3 or in a directory",
             )
-        with self._translated(key), _one_at_a_time:
+        with self._translated(key), _create_lock:
             if self._fs.isfile(path):
                 return bool(self._call("cat_file", path) == bytes(data))
             self._fs.pipe_file(path, bytes(data))
@@ -121,7 +121,7 @@ class FsspecStore(Store):
             body += part
             if len(body) > WRITE_BYTES:
                 raise CapacityError(
-                    f"{self._name(key)}: an object is written at once here, and may have at most "
+                    f"{self._name(key)}: this store writes an object in one request, of at most "
                     f"{limits.format_bytes(WRITE_BYTES)}",
                     hint="write several, or use S3 or a directory",
                 )
@@ -231,7 +231,7 @@ class FsspecStore(Store):
         path = self._path(key)
         if self._protocol not in _ATOMIC:
             raise UnsupportedError(
-                f"{self._url} is read-only here: fsspec does not say whether a write to {self._protocol}:// is atomic",
+                f"{self._url} is read-only: fsspec does not say whether a write to {self._protocol}:// is atomic",
                 hint="write to S3 or a directory; a local path is opened as such, without fsspec",
             )
         return path
@@ -265,9 +265,9 @@ def open_url(url: str, options: Mapping[str, object]) -> FsspecStore:
 
 def _check_url(url: str, path: str) -> None:
     if "::" in url:
-        raise UnsupportedError(f"{url!r}: chained URLs are not taken", hint="open the inner URL")
+        raise UnsupportedError(f"{url!r}: chained URLs are not supported", hint="open the inner URL")
     if "@" in path.partition("/")[0]:
-        raise UsageError("the URL holds credentials", hint="give them as storage options")
+        raise UsageError("the URL contains credentials", hint="give them as storage options")
     if "?" in url or "#" in url:
         place = re.split("[?#]", url)[0]  # the rest may be a signature
         raise UsageError(

@@ -1,8 +1,8 @@
-"""Which bucket, where, and how to reach it: a frozen description made from a URL, options and the AWS variables.
+"""The configuration of an S3 store: a frozen description made from a URL, options and the AWS variables.
 
 Invariants: options win over variables, and variables over profiles. `S3Config.public` holds only options that are known
-not to be secret (`_PUBLIC`); another process with its own credentials can open the same store from it. All other
-options are in `credentials`, which no repr shows.
+not to be secret (`_PUBLIC`). Another process with its own credentials can open the same store from it. All other options
+are in `credentials`, which no repr shows.
 
 Failure behaviour: `UsageError` for an unknown option, a URL without a bucket, or secrets inside a URL.
 """
@@ -22,7 +22,7 @@ CONNECT_SECONDS, READ_SECONDS = 5.0, 60.0
 CONNECTIONS = 32
 _CREDENTIALS = ("key", "secret", "token")
 _BOTO_CREDENTIALS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-_PLAIN = ("anon", "profile", "use_ssl", "requester_pays", "client_kwargs", "config_kwargs")
+_S3FS_OPTIONS = ("anon", "profile", "use_ssl", "requester_pays", "client_kwargs", "config_kwargs")
 _PUBLIC: Mapping[str, frozenset[str] | None] = {
     **dict.fromkeys(("anon", "profile", "use_ssl", "requester_pays")),
     "client_kwargs": frozenset(("verify", "use_ssl", "api_version")),
@@ -35,15 +35,26 @@ _PUBLIC: Mapping[str, frozenset[str] | None] = {
         )
     ),
 }
-"""Options that may be shown, recorded and sent to the daemon; for a mapping, which of its entries."""
-_OURS = ("endpoint_url", "region", "path_style", "client")
+"""Options that may be shown, recorded and sent to the daemon. For a mapping: the entries that may be."""
+_HEADRACE_OPTIONS = ("endpoint_url", "region", "path_style", "client")
 CLIENTS = ("s3fs", "obstore")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class S3Config:
-    """`prefix` is a key prefix without slashes at its ends, `""` for the bucket's root. `endpoint_url` None means
-    AWS.
+    """A bucket and how to reach it.
+
+    Args:
+        bucket: The bucket.
+        prefix: A key prefix without slashes at its ends; `""` for the bucket's root.
+        endpoint_url: The server's URL; None for AWS.
+        region: The region; None if it is not known.
+        path_style: Whether the bucket's name goes into the path of a URL, not into the host name.
+        options: Further options of s3fs, without secrets.
+        shareable: Whether another process can open the store from `public`.
+        credentials: Further options of s3fs that are secret, or may be.
+        ca_bundle: A file of certificates to trust. Default: those of the system.
+        client: One of `CLIENTS`, to insist on it. Default: the best available. It concerns this process only.
     """
 
     bucket: str
@@ -52,15 +63,10 @@ class S3Config:
     region: str | None
     path_style: bool
     options: Mapping[str, object]
-    """Further options of s3fs, without secrets."""
     shareable: bool
     credentials: Mapping[str, object] = field(repr=False)
-    """Further options of s3fs that are secret, or may be."""
     ca_bundle: str | None = field(default=None, compare=False)
     client: str | None = field(default=None, compare=False)
-    """One of `CLIENTS` to insist on it; None for the best available. Not part of the location, since it concerns
-    this process only.
-    """
 
     @property
     def url(self) -> str:
@@ -73,8 +79,9 @@ class S3Config:
 
     @property
     def bucket_url(self) -> str:
-        """The bucket's address, without a final slash. A name with dots fits no wildcard certificate, so it goes
-        into the path.
+        """The bucket's address, without a final slash.
+
+        A name with dots matches no wildcard certificate, so it goes into the path.
         """
         address = (
             self.endpoint_url or f"https://s3.{self.region}.amazonaws.com{'.cn' if _in_china(self.region) else ''}"
@@ -86,8 +93,8 @@ class S3Config:
     @property
     def public(self) -> dict[str, object]:
         """The options with which another process can open this store."""
-        ours = {"endpoint_url": self.endpoint_url, "region": self.region, "path_style": self.path_style}
-        return {name: value for name, value in ours.items() if value is not None} | dict(self.options)
+        known = {"endpoint_url": self.endpoint_url, "region": self.region, "path_style": self.path_style}
+        return {name: value for name, value in known.items() if value is not None} | dict(self.options)
 
     @property
     def keys(self) -> tuple[str, str, str | None] | None:
@@ -176,8 +183,8 @@ class S3Config:
 
 def parse(url: str, options: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> S3Config:
     """Make the configuration for `s3://bucket/prefix` and the caller's storage options."""
-    if unknown := sorted(set(options) - {*_CREDENTIALS, *_PLAIN, *_OURS}):
-        known = ", ".join((*_OURS, *_CREDENTIALS, *_PLAIN))
+    if unknown := sorted(set(options) - {*_CREDENTIALS, *_S3FS_OPTIONS, *_HEADRACE_OPTIONS}):
+        known = ", ".join((*_HEADRACE_OPTIONS, *_CREDENTIALS, *_S3FS_OPTIONS))
         raise UsageError(f"unknown S3 storage option {', '.join(unknown)}", hint=f"known are {known}")
     bucket, prefix = _bucket_and_prefix(url)
     client = _mapping(options, "client_kwargs")
@@ -188,7 +195,7 @@ def parse(url: str, options: Mapping[str, object], environ: Mapping[str, str] = 
     if endpoint is not None:
         _check_endpoint(endpoint)
     path_style = options.get("path_style", _style_of(options, endpoint))
-    rest = {name: value for name, value in options.items() if name not in _OURS} | {"client_kwargs": client}
+    rest = {name: value for name, value in options.items() if name not in _HEADRACE_OPTIONS} | {"client_kwargs": client}
     rest = {name: value for name, value in rest.items() if value not in (None, {})}
     public = _public(rest)
     hidden = _hidden(rest, public)

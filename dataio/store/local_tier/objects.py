@@ -4,7 +4,7 @@ Invariants: an object gets its name only when it is complete and carries its lab
 that were given, not those on the disk. A reservation is a file that its writer holds locked, so it ends with the
 process.
 
-Failure behaviour: `CapacityError` if there is no room, `OSError` from the disk. A file without a valid label is no
+Failure behaviour: `CapacityError` if there is no space, `OSError` from the disk. A file without a valid label is no
 object.
 """
 
@@ -211,7 +211,7 @@ def _trailer(label: Label) -> bytes:
 
 
 def open_at(path: Path, source: str, key: str) -> TierObject | None:
-    """Open the object in this file; None if it is not there complete."""
+    """Open the object in this file; None if it is absent or incomplete."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

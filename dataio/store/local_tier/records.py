@@ -2,7 +2,7 @@
 
 Invariants: a record names every object that its rank's manifest needs. Decoding builds only these types, within bounds.
 To make room a step is removed whole, with the records of all ranks. A step that is not known to be committed is removed
-only if it never can be, or if a newer step of the same run is committed for every rank that it has here. So no progress
+only if it never can be, or if a newer step of the same run is committed for every rank that has a record of it. So no progress
 is lost with it.
 
 Failure behaviour: `CorruptionError` for bytes that are no record, `UnsupportedError` for those of a newer version.

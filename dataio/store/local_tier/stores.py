@@ -1,20 +1,20 @@
 """The tier's two wrappers: `WriteThroughTier` for writers, `TierReader` for readers.
 
-Purpose: a save's bytes are safe on the node at the speed of memory, however slow the store is; a restore reads them
-from there.
+Purpose: a save's bytes are safe on the node at the speed of memory, however slow the store is. A restore reads them from
+the node.
 
 Invariants:
 
-* `WriteThroughTier` writes an object to the tier first and sends it to the store from there. `put_if_absent` returns
-  only after every object before it is in the store, byte for byte. So no object can refer to one that is not there yet.
+* `WriteThroughTier` writes an object to the tier first, and sends it to the store from the tier. `put_if_absent` returns
+  only after every object before it is in the store, byte for byte. So no object can refer to one that is not yet stored.
   Until then a kept object is not visible in the store. Other operations, such as those of leases, go to the store
   directly.
-* `TierReader` reads only objects from the tier for which `keeps(key)` holds; these never change. It does not check what
-  it reads: a reader that finds wrong bytes calls `invalidate` and reads again.
+* `TierReader` reads only objects from the tier for which `keeps(key)` holds. They never change. It does not check their
+  bytes: a reader that finds wrong bytes calls `invalidate` and reads again.
 
-Failure behaviour: if the tier is full, read-only or gone, the save goes on without it, after one warning. The bytes
-that the tier took of the current object are sent to the store with the rest. An error of sending is raised by the next
-`put_if_absent`. A copy that is missing, short, unreadable or invalidated is dropped; the next copy is the buddy's, then
+Failure behaviour: if the tier is full, read-only or missing, the save continues without it, after one warning. The bytes of
+the current object that are already in the tier are sent to the store with the rest. The next `put_if_absent` raises an error
+of sending. A copy that is missing, short, unreadable or invalidated is dropped; the next copy is the buddy's, then
 the store's, whose errors are raised.
 """
 

@@ -6,11 +6,11 @@
     files
     lock                   held while a process makes room or writes records
 
-Invariants: a hash is BLAKE3 of store and key, so no name from outside is ever a path. Objects and reservations together
-never exceed `TierLimits.bytes`. The kernel releases a dead writer's lock; its files are then removed. Nothing is
-fsynced: after a power failure a file without its label is no object, and readers check digests anyway.
+Invariants: a hash is BLAKE3 of store and key, so no external name is ever a path. Objects and reservations together never
+exceed `TierLimits.bytes`. The kernel releases a dead writer's lock, and its files are then removed. Nothing is fsynced.
+After a power failure a file without its label is no object, and readers check digests anyway.
 
-Failure behaviour: `OSError` (no space, directory gone) is raised to the wrappers, which then go on without the tier. An
+Failure behaviour: `OSError` (no space, directory gone) is raised to the wrappers, which then continue without the tier. An
 object or record that cannot be read counts as absent, and is removed.
 """
 
@@ -65,7 +65,7 @@ class LocalTier:
         return self.root / "objects" / _hash(source, key)
 
     def open(self, source: str, key: str) -> TierObject | None:
-        """Open the object; None if it is not here complete."""
+        """Open the object; None if it is absent or incomplete."""
         return open_at(self.path_of(source, key), source, key)
 
     def has(self, source: str, key: str) -> bool:
