@@ -31,7 +31,7 @@ from headrace.dataio.core.errors import (
 from headrace.dataio.store.base import Buffer, ObjectInfo, Store, check_conditional_size, check_key, writable_bytes
 from headrace.dataio.store.bucket_client import BucketClient, Head
 from headrace.dataio.store.bucket_errors import PreconditionError, UnreachableError
-from headrace.dataio.store.ranges import WHOLE_BYTES, read_pieces, read_ranges
+from headrace.dataio.store.ranges import SPAN_BYTES, read_pieces, read_ranges
 
 PUT_BYTES = 5 * limits.GIB
 """The largest body of one PUT."""
@@ -69,7 +69,7 @@ class BucketStore(Store):
         read_ranges(self._client, self._config.full_key(key), self._name(key), ranges)
 
     def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
-        if 0 < buffer.nbytes <= WHOLE_BYTES:
+        if 0 < buffer.nbytes <= SPAN_BYTES:
             full, name = self._config.full_key(key), self._name(key)
             read_pieces(self._client, full, name, offset, writable_bytes(buffer), take)
         else:

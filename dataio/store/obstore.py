@@ -38,7 +38,7 @@ from headrace.dataio.store.s3_config import S3Config
 T = TypeVar("T")
 _LARGEST_PUT = 64 * limits.MIB
 """obstore counts its read time-out from the first byte sent, so larger bodies go through s3fs."""
-_CHUNK = 1 * limits.MIB
+_CHUNK = 2 * limits.MIB
 _PAGE_KEYS = 1000
 WHOLE_REQUEST = timedelta(hours=1)
 """obstore's own limit for a request, 30 s by default. The limit of each request ends it earlier."""

@@ -64,7 +64,7 @@ def test_what_is_written_at_once_has_a_bound(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fsspec_store, "WRITE_BYTES", 10)
     store = open_store(f"memory://{uuid.uuid4().hex}")
     assert store.put_multipart("k", [b"12345", b"67890"]) == 10
-    with pytest.raises(CapacityError, match="written at once"):
+    with pytest.raises(CapacityError, match="in one request"):
         store.put_multipart("k", [b"12345", b"67890", b"1"])
     assert store.get("k") == b"1234567890"
 
