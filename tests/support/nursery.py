@@ -36,13 +36,11 @@ _NO_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_threa
 _PR_SET_PDEATHSIG = 1
 
 
-class Child:
-    """As much of `subprocess.Popen` as the tests use; both pipes are text."""
+class Process:
+    """A program of the nursery: as much of `subprocess.Popen` as the tests use, without pipes."""
 
-    def __init__(self, nursery: Nursery, pid: int, stdout: int, stderr: int) -> None:
+    def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery, self.pid = nursery, pid
-        self.stdout: TextIO = open(stdout, encoding="utf-8")  # noqa: SIM115 - closed by `communicate`, or as Popen's are
-        self.stderr: TextIO = open(stderr, encoding="utf-8")  # noqa: SIM115
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -64,6 +62,15 @@ class Child:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class Child(Process):
+    """A program with a text pipe for each of its outputs."""
+
+    def __init__(self, nursery: Nursery, pid: int, stdout: int, stderr: int) -> None:
+        super().__init__(nursery, pid)
+        self.stdout: TextIO = open(stdout, encoding="utf-8")  # noqa: SIM115 - closed by `communicate`, or as Popen's are
+        self.stderr: TextIO = open(stderr, encoding="utf-8")  # noqa: SIM115
 
     def communicate(self, timeout: float = 180) -> tuple[str, str]:
         """The rest of both pipes. Waits for the process to end."""
@@ -118,6 +125,12 @@ class Nursery:
         assert answer, "the nursery has ended"
         return json.loads(answer)
 
+    def fork(self, stdout: int, stderr: int, module: str, *arguments: str, env: Mapping[str, str]) -> int:
+        """The number of the process that runs `module.main(*arguments)` with these outputs."""
+        pid = self.ask(stdout, stderr, module=module, arguments=arguments, env=dict(env), folder=os.getcwd())
+        assert isinstance(pid, int), pid
+        return pid
+
     def start(self, module: str, *arguments: str, env: Mapping[str, str]) -> Child:
         ours_out, theirs_out = os.pipe()
         ours_err, theirs_err = os.pipe()
@@ -147,6 +160,13 @@ def nursery() -> Nursery:
 def start(module: str, *arguments: str, **environment: str) -> Child:
     """Run `module.main(*arguments)` in a process of its own, with these variables and those of this process."""
     return nursery().start(module, *arguments, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+
+def start_with_log(log: Path, module: str, *arguments: str, **environment: str) -> Process:
+    """Like `start`, with both outputs appended to the file `log`."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    with log.open("ab") as file:
+        return Process(nursery(), nursery().fork(file.fileno(), file.fileno(), module, *arguments, env=env))
 
 
 def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:

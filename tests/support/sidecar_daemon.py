@@ -1,10 +1,9 @@
-"""A daemon for the tests: `daemon_main.py CONFIG.json`, whose jobs are run by a script of the test's own."""
+"""A daemon for the tests, a program of `tests.support.nursery`: a script of the tests runs its jobs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from headrace.dataio.sidecar.settings import Config, cache_tiers
 from headrace.dataio.store.open import open_location
 
 
-def main() -> int:
-    options = json.loads(sys.argv[1])
+def main(configuration: str) -> int:
+    """Serve with the options of this JSON object until a signal ends it."""
+    options = json.loads(configuration)
     changes = Path(options.pop("changes"))
     log.setup("DEBUG")
     config = Config(
@@ -34,7 +34,3 @@ def main() -> int:
             raise UsageError(str(error)) from None
 
     return 0 if asyncio.run(Daemon(config, open_location, changed).serve()) else 3
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ import contextlib
 import json
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
+from tests.support import nursery
 from tests.support.waiting import wait_for as wait_for
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -32,7 +32,7 @@ class RunningDaemon:
     folder: Path
     log: Path
     options: dict[str, object] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
+    process: nursery.Process | None = None
 
     @property
     def socket(self) -> Path:
@@ -59,10 +59,7 @@ class RunningDaemon:
             "changes": str(self.configuration),
             **self.options,
         }
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SUPPORT / "sidecar_daemon.py"), json.dumps(config)], stderr=log, stdout=log
-            )
+        self.process = nursery.start_with_log(self.log, "tests.support.sidecar_daemon", json.dumps(config))
         wait_for(self.answers)
 
     def answers(self) -> bool:
