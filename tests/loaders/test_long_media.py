@@ -217,7 +217,7 @@ def test_a_clip_reads_part_of_a_long_recording_stored_next_to_its_video(
         (tmp_path / "in" / "a.mp4").write_bytes(
             video_corpus.make(video_corpus.Made("a.mp4", "libx264", "mp4", frames=60))
         )
-    shutil.copy(sounds / "clips" / "pcm_s16le-long_media.wav", tmp_path / "in" / "a.wav")
+    shutil.copy(sounds / "clips" / "pcm_s16le-long.wav", tmp_path / "in" / "a.wav")
     with pack([tmp_path / "in"], tmp_path / "ds", workers=1) as dataset:
         (sample,) = dataset
         assert sample.audio is not None
