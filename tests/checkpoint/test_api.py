@@ -241,10 +241,10 @@ def test_missing_unexpected_and_mistyped_entries_are_named(tmp_path: Path) -> No
                 {"model": nn.Linear(2, 2, bias=False), "a": torch.zeros(1, dtype=torch.int64), "new": 2}
             )
         for output in (
-            "model/bias: in the checkpoint, but not here",
-            "a: type float32 in the checkpoint, int64 here",
+            "model/bias: in the checkpoint, but not in the state",
+            "a: type float32 in the checkpoint, int64 in the state",
             "new: missing in the checkpoint",
-            "old: in the checkpoint, but not here",
+            "old: in the checkpoint, but not in the state",
         ):
             assert output in str(caught.value)
         with pytest.raises(MismatchError, match="a: a Linear in the state, a tensor in the checkpoint"):
@@ -266,7 +266,7 @@ def test_an_objects_own_refusal_comes_before_the_model_is_touched(tmp_path: Path
             return {"batch_size": 8}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise MismatchError("batch_size: 8 in the checkpoint, 4 here")
+            raise MismatchError("batch_size: 8 in the checkpoint, 4 in the state")
 
     model = nn.Linear(2, 2)
     with open_at(tmp_path) as checkpointer:

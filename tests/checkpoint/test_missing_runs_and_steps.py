@@ -51,7 +51,7 @@ def test_a_mistyped_run_is_an_error_where_a_step_is_required_and_else_a_warning(
         with caplog.at_level(logging.WARNING):
             assert checkpointer.restore(_STATE) is None
         assert "run exp24 starts without a step: there is no such run at" in caplog.text
-        assert "but exp42, " in caplog.text
+        assert "there are: exp42, " in caplog.text
         with pytest.raises(NotFoundError, match="run exp43 has no step: there is no such run"):
             checkpointer.restore(_STATE, run="exp43", required=True)
     with pytest.raises(NotFoundError, match=r"run exp24 has no step: there is no such run at .*; there are: exp42, "):
@@ -87,7 +87,7 @@ def test_a_folder_of_dcps_own_files_is_refused_in_any_case(tmp_path: Path) -> No
     for step in ("latest", 1):
         with (
             at(tmp_path) as checkpointer,
-            pytest.raises(UnsupportedError, match=r"torch\.distributed\.checkpoint's own files"),
+            pytest.raises(UnsupportedError, match=r"torch\.distributed\.checkpoint's own format"),
         ):
             checkpointer.restore(_STATE, step)
     with pytest.raises(UnsupportedError, match="checkpoint_id"):
