@@ -1,0 +1,105 @@
+"""Stands in for the ranks' process group: every rank waits for the others, in virtual time.
+
+Purpose: the `Ranks` of a simulated job, for code that agrees, gathers tables or exchanges parts between ranks.
+
+Invariants: every rank of a group takes part in every exchange, in the same order. An exchange takes `latency` seconds
+for each doubling of the number of ranks, and the time that its largest message needs at `bandwidth`.
+
+Failure behaviour: when a rank does not come within `timeout` seconds, the others raise `TransientError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.testing.simulation.scheduler import Signal, Simulation
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(eq=False)
+class _Round:
+    """One exchange: what each rank gave, and what each gets."""
+
+    ready: Signal
+    given: dict[int, object] = field(default_factory=dict)
+    results: object = None
+
+
+class Group:
+    """A process group of `world_size` ranks. `bytes`: the most bytes that one rank has received so far."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        world_size: int,
+        *,
+        latency: float = 20e-6,
+        bandwidth: float = 10e9,
+        timeout: float = 600.0,
+    ) -> None:
+        self.world_size, self.bytes = world_size, 0
+        self._simulation, self._latency, self._bandwidth, self._timeout = simulation, latency, bandwidth, timeout
+        self._rounds: dict[int, _Round] = {}
+        self._done = [0] * world_size
+
+    def exchange(self, rank: int, given: T, combine: Callable[[Sequence[T]], R], received: Callable[[R], int]) -> R:
+        """Give `given`; every rank gets `combine` of what all gave. `received`: bytes that one rank receives."""
+        number = self._done[rank]
+        self._done[rank] += 1
+        here = self._rounds.setdefault(number, _Round(Signal(self._simulation)))
+        here.given[rank] = given
+        if len(here.given) == self.world_size:
+            del self._rounds[number]
+            parts: Any = [here.given[each] for each in range(self.world_size)]
+            found = combine(parts)
+            here.results, size = found, received(found)
+            self.bytes = max(self.bytes, size)
+            seconds = self._latency * math.ceil(math.log2(max(self.world_size, 2))) + size / self._bandwidth
+            self._simulation.later(seconds, here.ready.set)
+        if not here.ready.wait(self._timeout):
+            missing = [each for each in range(self.world_size) if each not in here.given]
+            raise TransientError(f"rank {missing[0] if missing else '?'} did not take part")
+        return here.results  # type: ignore[return-value]
+
+
+class SimulatedRanks:
+    """What `headrace.checkpoint.ranks.Ranks` offers, for one rank of a `Group`."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self._group, self.rank, self.world_size = group, rank, group.world_size
+
+    def gather(self, table: bytes) -> list[bytes]:
+        """Every rank's table, by rank."""
+        return self._group.exchange(self.rank, table, list, lambda all_: sum(map(len, all_)))
+
+    all = gather
+
+    def maximum(self, sent: bytes) -> bytes:
+        """The maximum over all ranks, byte by byte."""
+        return self._group.exchange(self.rank, sent, _maximum, len)
+
+    def broadcast(self, sent: bytes) -> bytes:
+        """Rank 0's bytes."""
+        return self._group.exchange(self.rank, sent, lambda given: given[0], len)
+
+    def all_to_all(self, sent: Sequence[bytes]) -> list[bytes]:
+        """Send `sent[r]` to rank r; returns what each rank sent to this one."""
+        given = self._group.exchange(
+            self.rank, sent, list, lambda all_: max(sum(len(part) for part in parts) for parts in all_)
+        )
+        return [parts[self.rank] for parts in given]
+
+
+def _maximum(given: Sequence[bytes]) -> bytes:
+    found = np.frombuffer(given[0], np.uint8).copy()
+    for each in given[1:]:
+        np.maximum(found, np.frombuffer(each, np.uint8), out=found)
+    return found.tobytes()

@@ -1,0 +1,243 @@
+"""An object store in virtual time: latency, a limit of requests a second, and answers that are lost, late or doubled.
+
+Purpose: many processes of a simulation share one `Bucket`. It keeps the contract of `headrace.dataio.store.base`, and
+does what a real store may do to a client that gave up: apply its request minutes later, or twice.
+
+Invariants:
+
+* Each request is applied at one moment, half its latency after it was sent. Reads see everything that was applied.
+* A write whose answer is lost is read back, as real back ends do, so `put_if_absent` has one winner.
+* The seed of the simulation draws every fault. `fired` counts them.
+
+Failure behaviour: `TransientError` for a lost or refused request, after `Faults.patience` seconds. A killed process gets
+no answer, but what it has sent may still be applied.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import AmbiguousWriteError, NotFoundError, TransientError
+from headrace.dataio.store.base import (
+    Buffer,
+    Location,
+    ObjectInfo,
+    Store,
+    check_conditional_size,
+    check_key,
+    check_range,
+    too_large,
+    writable_bytes,
+)
+from headrace.dataio.testing.simulation.scheduler import Simulation
+
+PAGE = 1000
+"""Keys of one answer to a listing."""
+_TRIES = 3
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Shares of requests, each from 0 to 1, that meet a fault.
+
+    `refused`: not applied, an error at once. `lost`: applied, the answer is lost. `late`: the client gives up, and the
+    request is applied up to `late_seconds` later. `twice`: applied at once, and again up to `late_seconds` later.
+    `patience`: seconds until a client gives up.
+    """
+
+    refused: float = 0.0
+    lost: float = 0.0
+    late: float = 0.0
+    twice: float = 0.0
+    late_seconds: float = 900.0
+    patience: float = 10.0
+
+
+class Bucket:
+    """The objects, and how the store answers.
+
+    Args:
+        simulation: Its time and its seed.
+        latency: Seconds from a request to its answer.
+        rate: The most requests a second; 0 for no limit.
+        faults: The faults of every request. May be replaced at any moment.
+    """
+
+    def __init__(
+        self, simulation: Simulation, *, latency: float = 0.02, rate: float = 0.0, faults: Faults | None = None
+    ) -> None:
+        self.simulation, self.latency, self.rate = simulation, latency, rate
+        self.faults = faults or Faults()
+        self.objects: dict[str, tuple[bytes, float]] = {}
+        self._keys: list[str] = []
+        self._free = 0.0
+        self.requests: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.fired: Counter[str] = Counter()
+        self.watch: Callable[[str, str, float], object] | None = None
+        """Called with the operation, the key and the time of every request that is sent."""
+
+    def apply_put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
+        """Apply a write now; False if the key exists and the write is conditional."""
+        if if_absent and key in self.objects:
+            return False
+        if key not in self.objects:
+            bisect.insort(self._keys, key)
+        self.objects[key] = (data, self.simulation.clock.time())
+        return True
+
+    def apply_delete(self, key: str) -> None:
+        if self.objects.pop(key, None) is not None:
+            self._keys.pop(bisect.bisect_left(self._keys, key))
+
+    def keys(self, prefix: str, after: str = "") -> list[str]:
+        """At most `PAGE` keys with this prefix, those after `after`."""
+        at = bisect.bisect_right(self._keys, after) if after else bisect.bisect_left(self._keys, prefix)
+        page = self._keys[at : at + PAGE]
+        return [key for key in page if key.startswith(prefix)]
+
+    def send(self, operation: str, key: str, apply: Callable[[], T], *, writes: bool = False) -> T:
+        """Send one request: wait, apply it, wait for the answer."""
+        simulation, faults = self.simulation, self.faults
+        self.requests[operation] += 1
+        simulation.process.requests += 1
+        if self.watch is not None:
+            self.watch(operation, key, simulation.now)
+        fault = self._draw(writes)
+        simulation.sleep(self.latency / 2 + self._queue())
+        if fault == "refused":
+            raise TransientError(f"{key}: the store refused the request")
+        if fault == "late":
+            simulation.later(simulation.random.uniform(0, faults.late_seconds), apply)
+            simulation.sleep(faults.patience)
+            raise TransientError(f"{key}: no answer within {faults.patience:g} s")
+        result = apply()
+        if fault == "twice":
+            simulation.later(simulation.random.uniform(0, faults.late_seconds), apply)
+        if fault == "lost":
+            simulation.sleep(faults.patience)
+            raise TransientError(f"{key}: the answer was lost")
+        simulation.sleep(self.latency / 2)
+        return result
+
+    def _draw(self, writes: bool) -> str:
+        faults, drawn = self.faults, self.simulation.random.random()
+        for name in ("refused", "lost", "late", "twice"):
+            share = getattr(faults, name)
+            if drawn < share:
+                if name in ("late", "twice") and not writes:
+                    return ""
+                self.fired[name] += 1
+                return name
+            drawn -= share
+        return ""
+
+    def _queue(self) -> float:
+        """Seconds that this request waits for others, where the rate is limited."""
+        if not self.rate:
+            return 0.0
+        self._free = max(self._free, self.simulation.now) + 1 / self.rate
+        return self._free - self.simulation.now
+
+
+class SimulatedStore(Store):
+    """A client of a `Bucket`. Processes may share one."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+
+    @property
+    def location(self) -> Location:
+        return Location("memory://simulated", {}, shareable=True)
+
+    def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
+        data = self._read("GET", check_key(key))
+        if len(data) > max_bytes:
+            raise too_large(key, len(data), max_bytes)
+        return data
+
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        view = writable_bytes(buffer)
+        data = self._read("GET", check_key(key))
+        check_range(key, offset, len(view), len(data))
+        view[:] = data[offset : offset + len(view)]
+
+    def put(self, key: str, data: Buffer) -> None:
+        body = bytes(data)
+        self.bucket.bytes["PUT"] += len(body)
+        self.bucket.send("PUT", check_key(key), lambda: self.bucket.apply_put(key, body), writes=True)
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        body = bytes(data)
+        check_conditional_size(check_key(key), body)
+        self.bucket.bytes["PUT"] += len(body)
+        for _ in range(_TRIES):
+            try:
+                won = self.bucket.send(
+                    "PUT", key, lambda: self.bucket.apply_put(key, body, if_absent=True), writes=True
+                )
+                return won or self.bucket.objects[key][0] == body
+            except TransientError:
+                standing = self._standing(key)
+            if standing is not None:
+                return standing == body
+        raise AmbiguousWriteError(f"{key}: the store did not answer")
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        body = b"".join(bytes(part) for part in parts)
+        self.put(key, body)
+        return len(body)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        after = ""
+        while True:
+            last = after
+            page = self.bucket.send("LIST", prefix, lambda: self._page(prefix, last))  # noqa: B023 - called at once
+            yield from page
+            if len(page) < PAGE:
+                return
+            after = page[-1].key
+
+    def stat(self, key: str) -> ObjectInfo:
+        found = self.bucket.send("HEAD", check_key(key), lambda: self.bucket.objects.get(key))
+        if found is None:
+            raise NotFoundError(f"{key} does not exist")
+        return ObjectInfo(key, len(found[0]), float(math.floor(found[1])))
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        wanted = [check_key(key) for key in keys]
+        for at in range(0, len(wanted), PAGE):
+            batch = wanted[at : at + PAGE]
+
+            def apply(batch: list[str] = batch) -> None:
+                for key in batch:
+                    self.bucket.apply_delete(key)
+
+            self.bucket.send("DELETE", batch[0], apply, writes=True)
+
+    def _read(self, operation: str, key: str) -> bytes:
+        found = self.bucket.send(operation, key, lambda: self.bucket.objects.get(key))
+        if found is None:
+            raise NotFoundError(f"{key} does not exist")
+        self.bucket.bytes[operation] += len(found[0])
+        return found[0]
+
+    def _standing(self, key: str) -> bytes | None:
+        try:
+            return self._read("GET", key)
+        except (NotFoundError, TransientError):
+            return None
+
+    def _page(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
+        found = []
+        for key in self.bucket.keys(prefix, after):
+            data, modified = self.bucket.objects[key]
+            found.append(ObjectInfo(key, len(data), float(math.floor(modified))))
+        return found
