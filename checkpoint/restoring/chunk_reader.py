@@ -31,6 +31,7 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step, open_step
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.dataio.core.cleanup import Finalizer
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.store.base import Store
@@ -139,8 +140,8 @@ def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
 class LeasedStep(contextlib.AbstractContextManager[Step]):
     """A context manager that opens a step and holds a lease on it. Garbage collection of this object also releases it."""
 
-    def __init__(self, store: Store, run: str, base: Base) -> None:
-        self._store, self._run, self._base = store, run, base
+    def __init__(self, store: Store, run: str, base: Base, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._store, self._run, self._base, self._clock = store, run, base, clock
         self._stack = contextlib.ExitStack()
         self._close = Finalizer(self, self._stack.close)
 
@@ -166,11 +167,12 @@ class LeasedStep(contextlib.AbstractContextManager[Step]):
     def _lease(self) -> None:
         lease = LeaseKeeper(
             self._store,
-            names.new_id(),
+            names.new_id(self._clock),
             run=self._run,
             timeline=self._base.timeline,
             step=self._base.step,
             bases=[self._base],
+            clock=self._clock,
         )
         try:
             self._stack.enter_context(lease)

@@ -123,9 +123,9 @@ class MemorySink:
         self.closed = True
 
 
-def load(store: Store, base: Base, rank: int = 0, run: str = RUN) -> dict[str, bytes]:
+def load(store: Store, base: Base, rank: int = 0, run: str = RUN, clock: Clock = SYSTEM_CLOCK) -> dict[str, bytes]:
     """The step's tensors as `rank` sees them."""
-    with chunk_reader.LeasedStep(store, run, base) as step:
+    with chunk_reader.LeasedStep(store, run, base, clock) as step:
         found = chunk_reader.tensors_of(step, rank)
         sinks = {name: MemorySink(chunking.nbytes(saved.dtype, saved.shape)) for name, saved in found.items()}
         chunk_reader.read(

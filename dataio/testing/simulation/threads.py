@@ -84,7 +84,7 @@ class Thread:
         self._task = self._simulation.start(self._target, *self._args, name=self.name)
 
     def join(self, timeout: float | None = None) -> None:
-        if self._task is not None and self._task.ended is not None and self._simulation.task is not None:
+        if self._task is not None and self._simulation.task is not None:
             self._task.ended.wait(timeout)
 
     def is_alive(self) -> bool:
@@ -165,7 +165,6 @@ class Pool:
         if cancel_futures:
             self._waiting.clear()
         for task in self._running if wait else ():
-            assert task.ended is not None
             task.ended.wait()
 
     def __enter__(self) -> Pool:
