@@ -13,6 +13,8 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import Base, Commit, Repo, StepName, decode, encode
@@ -20,6 +22,7 @@ from headrace.checkpoint.lineage import ParentLease
 from headrace.checkpoint.repository import collect, fetch, inventory, lease, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.retention import Keep
+from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError
 from headrace.dataio.core.limits import KIB
@@ -32,6 +35,8 @@ from tests.checkpoint.making import RUN, load, make
 LEASE_SECONDS = 60.0
 FROZEN, FRESH = 64 * KIB, 16
 """Bytes of a rank's tensor that never changes, and of its tensor that changes with every step."""
+TARGETS = ("", "/fate", "/COMMIT", ".manifest", ".pack", "leases/", "gc/")
+"""Part of the key of the write at which a process is struck; none if empty."""
 LIMIT = 6 * 3600.0
 """Every process of a history must have ended after this many virtual seconds."""
 
@@ -68,15 +73,16 @@ class History:
         self.seed = seed
         self.simulation = Simulation(seed, limit=LIMIT)
         self.draw = self.simulation.random
-        share = self.draw.choice((0.0, 0.0, 0.01, 0.03))
-        faults = Faults(refused=share, lost=share, late=share, twice=share, late_seconds=400.0, patience=5.0)
+        share, late = self.draw.choice((0.0, 0.0, 0.01, 0.03)), self.draw.choice((0.0, 0.02, 0.1))
+        faults = Faults(refused=share, lost=share, late=late, twice=late, late_seconds=400.0, patience=5.0)
         self.bucket = Bucket(self.simulation, latency=0.02, faults=faults)
         self.store = SimulatedStore(self.bucket)
         self.clock = self.simulation.clock
         self.journal = Journal()
         self.keep = Keep(last=self.draw.choice((1, 2)))
         self.over = False
-        self._step = 0
+        self._target = self.draw.choice(TARGETS)
+        self.bucket.watch = self._strike
 
     def run(self) -> Journal:
         """Let everything happen, then judge what is left."""
@@ -138,6 +144,22 @@ class History:
             self.journal.paused += 1
         self.simulation.sleep(self.draw.uniform(0, 1.5 * LEASE_SECONDS))
 
+    def _strike(self, operation: str, key: str, _: float) -> None:
+        """Kill or stop the process that sends a certain write, before the write is applied."""
+        if not self._target or self._target not in key or operation != "PUT" or self.draw.random() > 0.3:
+            return
+        process = self.simulation.process
+        if process.name in ("driver", "judge", "reader"):
+            return
+        if self.draw.random() < 0.3:
+            self.simulation.kill(process)
+            self.journal.killed += 1
+        else:
+            self.simulation.pause(process, self.draw.uniform(1, 4 * LEASE_SECONDS))
+            self.journal.paused += 1
+        if self.draw.random() < 0.7:
+            self._target = ""
+
     def _collector(self) -> None:
         reader = inventory.Reader(self.store)
         while not self.over:
@@ -194,8 +216,6 @@ class History:
         for _ in range(2):
             for base in self._committed():
                 self._check_readable(base)
-                if load(self.store, base, run=RUN, clock=self.clock) != self.journal.contents[base.attempt]:
-                    raise BrokenPromiseError(f"{base} is damaged")
             self._check_acked()
             self._check_not_older(repository.find(self.store, RUN, "latest"), self.simulation.now)
             self.simulation.sleep(3 * LEASE_SECONDS + 300)
@@ -293,11 +313,23 @@ class Trainer:
             lease_seconds=LEASE_SECONDS,
             commit_timeout=2 * LEASE_SECONDS,
         )
+        began, simulation = self.history.simulation.now, self.history.simulation
+        newest = max(number for number, _ in self.journal.opened)
+        if self.history.draw.random() < 0.2:  # the daemon's worker was replaced, and is only slow
+            twin = structs.replace(made.plan, compression="zstd")
+            simulation.start(self._commit, made.arena, plan.encode(twin), at=self.history.draw.uniform(0, 5))
+        if not self._commit(made.arena, made.encoded):
+            return False
+        if newest > number:
+            raise BrokenPromiseError(f"a save that began at {began} in timeline {number} replaced timeline {newest}")
+        self.journal.acked.append(Acked(Base(number, step, attempt), simulation.now))
+        return True
+
+    def _commit(self, arena: memoryview, encoded: bytes) -> bool:
         try:
-            commit_staged(made.arena, made.encoded, lambda _: None, store=self.store, clock=self.clock)
+            commit_staged(arena, encoded, lambda _: None, store=self.store, clock=self.clock)
         except HeadraceError:
             return False
-        self.journal.acked.append(Acked(Base(number, step, attempt), self.history.simulation.now))
         return True
 
 

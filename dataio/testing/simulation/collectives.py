@@ -66,7 +66,8 @@ class Group:
             self._simulation.later(seconds, here.ready.set)
         if not here.ready.wait(self._timeout):
             missing = [each for each in range(self.world_size) if each not in here.given]
-            raise TransientError(f"rank {missing[0] if missing else '?'} did not take part")
+            gone = missing[0] if missing else "?"
+            raise TransientError(f"rank {gone} did not take part", hint="see that rank's log")
         return here.results  # type: ignore[return-value]
 
 

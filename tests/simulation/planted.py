@@ -1,0 +1,132 @@
+"""Faults that are planted in the real protocol, one at a time: random histories must find each of them.
+
+Each entry of `PLANTED` says in words what is wrong and is a context manager that makes it so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from msgspec import structs
+
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunking import digest
+from headrace.checkpoint.format.documents import Document, encode
+from headrace.checkpoint.repository import collect, commit, inventory, retention, timeline
+from headrace.checkpoint.repository import lease as leases
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.testing.simulation.store import SimulatedStore
+
+Plant = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def overwritten(kind: str) -> Plant:
+    """Objects of this kind are written although they exist."""
+    real = SimulatedStore.put_if_absent
+
+    def put_if_absent(store: SimulatedStore, key: str, data: bytes) -> bool:
+        parsed = names.parse_step_key(key)
+        if parsed is None or parsed.kind != kind:
+            return real(store, key, data)
+        store.put(key, data)
+        return True
+
+    return lambda: mock.patch.object(SimulatedStore, "put_if_absent", put_if_absent)
+
+
+@contextlib.contextmanager
+def stale_lease() -> Iterator[None]:
+    with mock.patch.object(LeaseKeeper, "alive", return_value=True):
+        yield
+
+
+@contextlib.contextmanager
+def lease_without_bases() -> Iterator[None]:
+    def encoded(document: Document) -> bytes:
+        return encode(structs.replace(document, bases=()))
+
+    with mock.patch.object(leases, "encode", encoded):
+        yield
+
+
+@contextlib.contextmanager
+def judged_by_commit() -> Iterator[None]:
+    def is_dead(seen: inventory.Inventory, attempt: inventory.SeenAttempt) -> bool:
+        found = seen.commits.get(attempt.step)
+        return found is None or found.tombstone or found.attempt != attempt.attempt
+
+    with mock.patch.object(retention, "is_dead", is_dead):
+        yield
+
+
+@contextlib.contextmanager
+def commit_deleted() -> Iterator[None]:
+    def bury(store: Any, steps: Any, clock: Any, until: float) -> Iterator[Any]:
+        for step in sorted(steps, key=retention.order):
+            store.delete_many([names.commit(step.run, step.timeline, step.step)])
+            yield step
+
+    with mock.patch.object(collect, "_bury", bury):
+        yield
+
+
+@contextlib.contextmanager
+def some_manifests() -> Iterator[None]:
+    def sound(store: Any, attempt: commit.Attempt) -> list[bytes]:
+        found = []
+        for rank in range(attempt.world_size):
+            with contextlib.suppress(HeadraceError):
+                found.append(digest(store.get(attempt.manifest_key(rank), max_bytes=manifests.MAX_BYTES)))
+        return found
+
+    real = commit.decide
+
+    def decide(attempt: commit.Attempt, view: commit.View) -> commit.Action:
+        found = real(attempt, view)
+        return commit.WriteDecision() if isinstance(found, commit.Wait) and view.manifests else found
+
+    with mock.patch.object(commit, "_sound_manifests", sound), mock.patch.object(commit, "decide", decide):
+        yield
+
+
+@contextlib.contextmanager
+def commit_first() -> Iterator[None]:
+    real = commit.write_decision
+
+    def write(store: Any, attempt: commit.Attempt, lease: LeaseKeeper) -> None:
+        commit.write_commit(store, attempt)
+        real(store, attempt, lease)
+
+    with mock.patch.object(commit, "write_decision", write):
+        yield
+
+
+def replaced(where: object, name: str, by: Callable[..., object]) -> Plant:
+    return lambda: mock.patch.object(where, name, by)
+
+
+PLANTED: dict[str, Plant] = {
+    "collectors do not abort attempts whose lease is over": replaced(retention, "to_fence", lambda *_: []),
+    "a replaced worker uses its predecessor's pack names": replaced(
+        names, "pack_name", lambda rank, worker, number: f"{rank}-00000000-{number}"
+    ),
+    "a manifest is overwritten": overwritten("manifest"),
+    "a decision is overwritten": overwritten("fate"),
+    "a COMMIT is overwritten": overwritten("commit"),
+    "savers trust a lease that is over": stale_lease,
+    "collectors ignore leases": replaced(retention, "spared", lambda *_: set()),
+    "readers and savers ignore pending deletes": replaced(repository, "pending_deletes", lambda *_: set()),
+    "readers do not look again after their lease": replaced(repository, "require_there", lambda *_: None),
+    "collectors judge an attempt by COMMIT": judged_by_commit,
+    "collectors delete COMMIT instead of replacing it": commit_deleted,
+    "savers ignore a newer timeline": replaced(timeline, "newest_after", lambda *_: None),
+    "the decision does not wait for all manifests": some_manifests,
+    "COMMIT is written before the decision": commit_first,
+    "leases name no bases": lease_without_bases,
+}

@@ -1,0 +1,79 @@
+"""The commit protocol, restores and collections hold in random histories, and those histories find planted faults.
+
+CI runs `FEW` histories, shared among `PARTS` tests; `make soak` runs `MANY`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.history import BrokenPromiseError, History
+from tests.simulation.planted import PLANTED
+
+FEW, MANY, PARTS = 2_000, 100_000, 20
+TRIES = 400
+"""The most histories until a planted fault is found."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Thousands of leases cannot be deleted, on purpose."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def tried(seeds: range) -> Counter[str]:
+    """Run these histories; what happened in all of them together."""
+    count = Counter[str]()
+    for seed in seeds:
+        history = History(seed)
+        journal = history.run()
+        count += history.bucket.fired
+        count += Counter(
+            commits=len(journal.acked),
+            reads=journal.reads,
+            killed=journal.killed,
+            paused=journal.paused,
+            removed=journal.removed,
+            timelines=len(journal.opened),
+        )
+    return count
+
+
+def require_eventful(count: Counter[str]) -> None:
+    """Whatever a history can meet has happened."""
+    wanted = ("refused", "lost", "late", "twice", "commits", "reads", "killed", "paused", "removed", "timelines")
+    assert not [name for name in wanted if not count[name]]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_history_breaks_a_promise(part: int) -> None:
+    each = FEW // PARTS
+    require_eventful(tried(range(part * each, (part + 1) * each)))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(100))
+def test_none_of_a_hundred_thousand_histories_breaks_a_promise(part: int) -> None:
+    each = (MANY - FEW) // 100
+    require_eventful(tried(range(FEW + part * each, FEW + (part + 1) * each)))
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    with pytest.raises(BrokenPromiseError), PLANTED[fault]():
+        tried(range(TRIES))
+
+
+def test_one_seed_is_one_history() -> None:
+    first, second = History(11), History(11)
+    first.run()
+    second.run()
+    assert first.bucket.requests == second.bucket.requests
+    assert first.simulation.now == second.simulation.now
