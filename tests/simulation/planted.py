@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from msgspec import structs
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import digest
-from headrace.checkpoint.format.documents import Document, encode
+from headrace.checkpoint.format.documents import Decision, Document, encode
 from headrace.checkpoint.repository import collect, commit, inventory, retention, timeline
 from headrace.checkpoint.repository import lease as leases
 from headrace.checkpoint.repository import steps as repository
@@ -66,6 +67,26 @@ def judged_by_commit() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def removed_without_abort() -> Iterator[None]:
+    real = retention.garbage
+
+    def garbage(seen: inventory.Inventory, packs_of: Any, now: float) -> Any:
+        for attempt in retention.to_fence(seen, now):
+            seen.attempts[attempt.attempt] = replace(
+                attempt, decision=Decision(attempt=attempt.attempt, outcome="abort")
+            )
+        return real(seen, packs_of, now)
+
+    with mock.patch.object(retention, "garbage", garbage), mock.patch.object(collect, "_fence", fence):
+        yield
+
+
+def fence(_: Any, seen: inventory.Inventory, wanted: Any, now: float) -> Any:
+    """As collectors do it, but nothing is aborted."""
+    return (), retention.spared(seen, wanted, now)
+
+
+@contextlib.contextmanager
 def commit_deleted() -> Iterator[None]:
     def bury(store: Any, steps: Any, clock: Any, until: float) -> Iterator[Any]:
         for step in sorted(steps, key=retention.order):
@@ -112,7 +133,7 @@ def replaced(where: object, name: str, by: Callable[..., object]) -> Plant:
 
 
 PLANTED: dict[str, Plant] = {
-    "collectors do not abort attempts whose lease is over": replaced(retention, "to_fence", lambda *_: []),
+    "collectors remove attempts whose lease is over without aborting them": removed_without_abort,
     "a replaced worker uses its predecessor's pack names": replaced(
         names, "pack_name", lambda rank, worker, number: f"{rank}-00000000-{number}"
     ),
