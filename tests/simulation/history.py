@@ -22,15 +22,16 @@ from headrace.checkpoint.lineage import ParentLease
 from headrace.checkpoint.repository import collect, fetch, inventory, lease, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.retention import Keep
-from headrace.checkpoint.saving import plan
+from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.saving.commit_worker import commit_staged
+from headrace.checkpoint.saving.plan import PutPlan
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.testing.simulation.collectives import Group, SimulatedRanks
 from headrace.dataio.testing.simulation.scheduler import Process, Simulation
 from headrace.dataio.testing.simulation.store import Bucket, Faults, SimulatedStore
 from headrace.dataio.testing.simulation.threads import patched
-from tests.checkpoint.making import RUN, load, make
+from tests.checkpoint.making import RUN, make, whole_tensors
 
 LEASE_SECONDS = 60.0
 FROZEN, FRESH = 64 * KIB, 16
@@ -195,13 +196,22 @@ class History:
             raise BrokenPromiseError(f"step {best} of timeline {newest} was committed, and the latest is {found}")
 
     def _check_readable(self, base: Base) -> None:
-        """What a reader of the step gets is what the attempt saved, unless retention removes the step meanwhile."""
+        """What a reader of the step gets is what the attempt saved. While it reads, its lease keeps the step.
+
+        Retention may remove the step only until the reader has its lease.
+        """
         wanted = self.journal.contents[base.attempt]
         for _ in range(5):
+            leased = False
             try:
-                got = load(self.store, base, run=RUN, clock=self.clock)
-            except NotFoundError:
-                return  # being removed
+                with chunk_reader.LeasedStep(self.store, RUN, base, self.clock) as step:
+                    leased = True
+                    self.simulation.sleep(self.draw.choice((0.0, 0.0, LEASE_SECONDS / 2)))
+                    got = whole_tensors(self.store, step)
+            except NotFoundError as error:
+                if leased:
+                    raise BrokenPromiseError(f"{base} was removed while it was read: {error}") from error
+                return
             except CorruptionError as error:
                 raise BrokenPromiseError(f"{base}: {error}") from error
             except HeadraceError:
@@ -317,17 +327,17 @@ class Trainer:
         newest = max(number for number, _ in self.journal.opened)
         if self.history.draw.random() < 0.2:  # the daemon's worker was replaced, and is only slow
             twin = structs.replace(made.plan, compression="zstd")
-            simulation.start(self._commit, made.arena, plan.encode(twin), at=self.history.draw.uniform(0, 5))
-        if not self._commit(made.arena, made.encoded):
+            simulation.start(self._commit, made.arena, twin, at=self.history.draw.uniform(0, 5))
+        if not self._commit(made.arena, made.plan):
             return False
         if newest > number:
             raise BrokenPromiseError(f"a save that began at {began} in timeline {number} replaced timeline {newest}")
         self.journal.acked.append(Acked(Base(number, step, attempt), simulation.now))
         return True
 
-    def _commit(self, arena: memoryview, encoded: bytes) -> bool:
+    def _commit(self, arena: memoryview, put: PutPlan) -> bool:
         try:
-            commit_staged(arena, encoded, lambda _: None, store=self.store, clock=self.clock)
+            commit_staged(arena, put, lambda _: None, store=self.store, clock=self.clock)
         except HeadraceError:
             return False
         return True

@@ -93,7 +93,7 @@ def commit_deleted() -> Iterator[None]:
             store.delete_many([names.commit(step.run, step.timeline, step.step)])
             yield step
 
-    with mock.patch.object(collect, "_bury", bury):
+    with mock.patch.object(collect, "_write_tombstones", bury):
         yield
 
 
@@ -143,7 +143,7 @@ PLANTED: dict[str, Plant] = {
     "savers trust a lease that is over": stale_lease,
     "collectors ignore leases": replaced(retention, "spared", lambda *_: set()),
     "readers and savers ignore pending deletes": replaced(repository, "pending_deletes", lambda *_: set()),
-    "readers do not look again after their lease": replaced(repository, "require_there", lambda *_: None),
+    "readers do not look again after their lease": replaced(repository, "require_exists", lambda *_: None),
     "collectors judge an attempt by COMMIT": judged_by_commit,
     "collectors delete COMMIT instead of replacing it": commit_deleted,
     "savers ignore a newer timeline": replaced(timeline, "newest_after", lambda *_: None),

@@ -13,7 +13,7 @@ from headrace.checkpoint.format.chunking import Box, TensorSpec, whole
 from headrace.checkpoint.format.documents import Base, StepName
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline
-from headrace.checkpoint.repository.fetch import open_step
+from headrace.checkpoint.repository.fetch import Step, open_step
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.commit_worker import commit_staged
@@ -123,14 +123,19 @@ class MemorySink:
         self.closed = True
 
 
-def load(store: Store, base: Base, rank: int = 0, run: str = RUN, clock: Clock = SYSTEM_CLOCK) -> dict[str, bytes]:
+def load(store: Store, base: Base, rank: int = 0, run: str = RUN) -> dict[str, bytes]:
     """The step's tensors as `rank` sees them."""
-    with chunk_reader.LeasedStep(store, run, base, clock) as step:
-        found = chunk_reader.tensors_of(step, rank)
-        sinks = {name: MemorySink(chunking.nbytes(saved.dtype, saved.shape)) for name, saved in found.items()}
-        chunk_reader.read(
-            store, step, [chunk_reader.Want(saved, whole(saved.shape), sinks[name]) for name, saved in found.items()]
-        )
+    with chunk_reader.LeasedStep(store, run, base) as step:
+        return whole_tensors(store, step, rank)
+
+
+def whole_tensors(store: Store, step: Step, rank: int = 0) -> dict[str, bytes]:
+    """All tensors of an open step as `rank` sees them."""
+    found = chunk_reader.tensors_of(step, rank)
+    sinks = {name: MemorySink(chunking.nbytes(saved.dtype, saved.shape)) for name, saved in found.items()}
+    chunk_reader.read(
+        store, step, [chunk_reader.Want(saved, whole(saved.shape), sinks[name]) for name, saved in found.items()]
+    )
     assert all(sink.closed or not sink.data for sink in sinks.values())
     return {name: bytes(sink.data) for name, sink in sinks.items()}
 
