@@ -21,7 +21,7 @@ from headrace.checkpoint.format.documents import Base, Commit, Repo, StepName, d
 from headrace.checkpoint.lineage import ParentLease
 from headrace.checkpoint.repository import collect, fetch, inventory, lease, timeline
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.retention import Keep
+from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.checkpoint.saving.plan import PutPlan
@@ -36,8 +36,11 @@ from tests.checkpoint.making import RUN, make, whole_tensors
 LEASE_SECONDS = 60.0
 FROZEN, FRESH = 64 * KIB, 16
 """Bytes of a rank's tensor that never changes, and of its tensor that changes with every step."""
-TARGETS = ("", "/fate", "/COMMIT", ".manifest", ".pack", "leases/", "gc/")
-"""Part of the key of the write at which a process is struck; none if empty."""
+TARGETS = (
+    *("", "PUT /fate", "PUT /COMMIT", "PUT .manifest", "PUT .pack", "PUT leases/", "PUT gc/"),
+    *("LIST runs/", "LIST packs/", "LIST leases/", "LIST gc/", "GET leases/", "DELETE leases/", "DELETE packs/"),
+)
+"""The operation and a part of the key at which a process is struck; none if empty."""
 LIMIT = 6 * 3600.0
 """Every process of a history must have ended after this many virtual seconds."""
 
@@ -106,7 +109,7 @@ class History:
     # what happens
 
     def _story(self) -> None:
-        for number in range(self.draw.choice((1, 1, 2))):
+        for number in range(self.draw.choice((1, 2))):
             self._begin(self._collector, f"collector {number}")
         self._begin(self._reader, "reader")
         for number in range(self.draw.choice((1, 2, 2, 3))):
@@ -123,7 +126,7 @@ class History:
     def _start_trainer(self, number: int) -> list[Process]:
         world = self.draw.choice((1, 2, 2, 3))
         group = Group(self.simulation, world, timeout=3 * LEASE_SECONDS)
-        saves = self.draw.randint(1, 3)
+        saves = self.draw.randint(1, 4)
         found = []
         for rank in range(world):
             process = Process(f"trainer {number}, rank {rank}")
@@ -145,9 +148,10 @@ class History:
             self.journal.paused += 1
         self.simulation.sleep(self.draw.uniform(0, 1.5 * LEASE_SECONDS))
 
-    def _strike(self, operation: str, key: str, _: float) -> None:
-        """Kill or stop the process that sends a certain write, before the write is applied."""
-        if not self._target or self._target not in key or operation != "PUT" or self.draw.random() > 0.3:
+    def _strike(self, operation: str, key: str, now: float) -> None:
+        """Kill or stop the process that sends a certain request, before it is applied."""
+        wanted, part = self._target.split(" ") if self._target else ("", "")
+        if not part or operation != wanted or part not in key or self.draw.random() > 0.3:
             return
         process = self.simulation.process
         if process.name in ("driver", "judge", "reader"):
@@ -164,16 +168,19 @@ class History:
     def _collector(self) -> None:
         reader = inventory.Reader(self.store)
         while not self.over:
-            self.simulation.sleep(self.draw.uniform(1, LEASE_SECONDS))
+            self.simulation.sleep(self.draw.uniform(0, LEASE_SECONDS / 3))
             try:
-                done = collect.retain(self.store, RUN, self.keep, self.clock, reader)
+                if self.draw.random() < 0.4:
+                    done: Plan | None = collect.collect(self.store, [], self.clock, reader)
+                else:
+                    done = collect.retain(self.store, RUN, self.keep, self.clock, reader)
             except HeadraceError:
                 continue
             self.journal.removed += len(done.tombstones) if done else 0
 
     def _reader(self) -> None:
         while not self.over:
-            self.simulation.sleep(self.draw.uniform(1, LEASE_SECONDS / 2))
+            self.simulation.sleep(self.draw.uniform(0, LEASE_SECONDS / 6))
             began = self.simulation.now
             try:
                 found = repository.find(self.store, RUN, "latest")
@@ -182,8 +189,12 @@ class History:
             except HeadraceError:
                 continue
             self._check_not_older(found, began)
-            if found is not None:
-                self._check_readable(found)
+            try:
+                there = list(repository.visible(self.store, RUN))
+            except HeadraceError:
+                continue
+            if there:
+                self._check_readable(self.draw.choice(there))
 
     # what must hold
 
@@ -275,7 +286,7 @@ class Trainer:
             return
         number, step, base = _place_of(begun)
         for _ in range(self.saves):
-            self.history.simulation.sleep(self.history.draw.uniform(0, 10))
+            self.history.simulation.sleep(self.history.draw.uniform(0, 6))
             attempt = self.ranks.broadcast(names.new_id(self.clock).encode() if self.ranks.rank == 0 else b"").decode()
             saved = self._save(number, step, attempt, base)
             kept = self.ranks.broadcast(b"1" if saved else b"")

@@ -42,12 +42,6 @@ def overwritten(kind: str) -> Plant:
 
 
 @contextlib.contextmanager
-def stale_lease() -> Iterator[None]:
-    with mock.patch.object(LeaseKeeper, "alive", return_value=True):
-        yield
-
-
-@contextlib.contextmanager
 def lease_without_bases() -> Iterator[None]:
     def encoded(document: Document) -> bytes:
         return encode(structs.replace(document, bases=()))
@@ -140,7 +134,6 @@ PLANTED: dict[str, Plant] = {
     "a manifest is overwritten": overwritten("manifest"),
     "a decision is overwritten": overwritten("fate"),
     "a COMMIT is overwritten": overwritten("commit"),
-    "savers trust a lease that is over": stale_lease,
     "collectors ignore leases": replaced(retention, "spared", lambda *_: set()),
     "readers and savers ignore pending deletes": replaced(repository, "pending_deletes", lambda *_: set()),
     "readers do not look again after their lease": replaced(repository, "require_exists", lambda *_: None),
