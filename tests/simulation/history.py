@@ -36,11 +36,15 @@ from tests.checkpoint.making import RUN, make, whole_tensors
 LEASE_SECONDS = 60.0
 FROZEN, FRESH = 64 * KIB, 16
 """Bytes of a rank's tensor that never changes, and of its tensor that changes with every step."""
+ANY, TRAINER, COLLECTOR = "", "trainer", "collector"
 TARGETS = (
-    *("", "PUT /fate", "PUT /COMMIT", "PUT .manifest", "PUT .pack", "PUT leases/", "PUT gc/"),
-    *("LIST runs/", "LIST packs/", "LIST leases/", "LIST gc/", "GET leases/", "DELETE leases/", "DELETE packs/"),
+    *((ANY, "PUT", part) for part in ("/fate", "/COMMIT", ".manifest", ".pack", "leases/", "gc/")),
+    *((ANY, "LIST", part) for part in ("runs/", "packs/", "leases/", "gc/")),
+    *((ANY, "DELETE", part) for part in ("leases/", "packs/")),
+    *((COLLECTOR, "PUT", "/COMMIT"), (COLLECTOR, "PUT", "/COMMIT"), (COLLECTOR, "GET", "leases/")),
+    *((TRAINER, "PUT", "/COMMIT"), (TRAINER, "PUT", "/fate"), None, None),
 )
-"""The operation and a part of the key at which a process is struck; none if empty."""
+"""At which request a process is struck: whose, its operation, a part of its key; None: at no request."""
 LIMIT = 6 * 3600.0
 """Every process of a history must have ended after this many virtual seconds."""
 
@@ -150,11 +154,11 @@ class History:
 
     def _strike(self, operation: str, key: str, now: float) -> None:
         """Kill or stop the process that sends a certain request, before it is applied."""
-        wanted, part = self._target.split(" ") if self._target else ("", "")
-        if not part or operation != wanted or part not in key or self.draw.random() > 0.3:
-            return
         process = self.simulation.process
-        if process.name in ("driver", "judge", "reader"):
+        if self._target is None or process.name in ("driver", "judge", "reader"):
+            return
+        whose, wanted, part = self._target
+        if operation != wanted or part not in key or not process.name.startswith(whose) or self.draw.random() > 0.3:
             return
         if self.draw.random() < 0.3:
             self.simulation.kill(process)
@@ -163,7 +167,7 @@ class History:
             self.simulation.pause(process, self.draw.uniform(1, 4 * LEASE_SECONDS))
             self.journal.paused += 1
         if self.draw.random() < 0.7:
-            self._target = ""
+            self._target = None
 
     def _collector(self) -> None:
         reader = inventory.Reader(self.store)
