@@ -31,7 +31,7 @@ from headrace.dataio.testing.simulation.collectives import Group, SimulatedRanks
 from headrace.dataio.testing.simulation.scheduler import Process, Simulation
 from headrace.dataio.testing.simulation.store import Bucket, Faults, SimulatedStore
 from headrace.dataio.testing.simulation.threads import patched
-from tests.checkpoint.making import RUN, make, whole_tensors
+from tests.support.checkpoint_states import RUN, make, whole_tensors
 
 LEASE_SECONDS = 60.0
 FROZEN, FRESH = 64 * KIB, 16
@@ -41,7 +41,8 @@ TARGETS = (
     *((ANY, "PUT", part) for part in ("/fate", "/COMMIT", ".manifest", ".pack", "leases/", "gc/")),
     *((ANY, "LIST", part) for part in ("runs/", "packs/", "leases/", "gc/")),
     *((ANY, "DELETE", part) for part in ("leases/", "packs/")),
-    *((COLLECTOR, "PUT", "/COMMIT"), (COLLECTOR, "PUT", "/COMMIT"), (COLLECTOR, "GET", "leases/")),
+    *((COLLECTOR, "PUT", "/COMMIT") for _ in range(4)),
+    (COLLECTOR, "GET", "leases/"),
     *((TRAINER, "PUT", "/COMMIT"), (TRAINER, "PUT", "/fate"), None, None),
 )
 """At which request a process is struck: whose, its operation, a part of its key; None: at no request."""
@@ -158,7 +159,9 @@ class History:
         if self._target is None or process.name in ("driver", "judge", "reader"):
             return
         whose, wanted, part = self._target
-        if operation != wanted or part not in key or not process.name.startswith(whose) or self.draw.random() > 0.3:
+        if operation != wanted or part not in key or not process.name.startswith(whose):
+            return
+        if whose != COLLECTOR and self.draw.random() > 0.3:
             return
         if self.draw.random() < 0.3:
             self.simulation.kill(process)

@@ -136,7 +136,6 @@ PLANTED: dict[str, Plant] = {
     "a COMMIT is overwritten": overwritten("commit"),
     "collectors ignore leases": replaced(retention, "spared", lambda *_: set()),
     "readers and savers ignore pending deletes": replaced(repository, "pending_deletes", lambda *_: set()),
-    "readers do not look again after their lease": replaced(repository, "require_exists", lambda *_: None),
     "collectors judge an attempt by COMMIT": judged_by_commit,
     "collectors delete COMMIT instead of replacing it": commit_deleted,
     "savers ignore a newer timeline": replaced(timeline, "newest_after", lambda *_: None),

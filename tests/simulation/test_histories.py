@@ -14,7 +14,7 @@ import pytest
 from tests.simulation.history import BrokenPromiseError, History
 from tests.simulation.planted import PLANTED
 
-FEW, MANY, PARTS = 2_000, 100_000, 20
+FEW, MANY, PARTS = 600, 100_000, 6
 TRIES = 400
 """The most histories until a planted fault is found."""
 
