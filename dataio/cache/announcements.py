@@ -4,7 +4,7 @@ Purpose: with every batch a loader announces its next few hundred ranges, and it
 times before. A list that continues the last one keeps its `Want` objects, so the plan examines only the new ones. The
 number of ranges that were dropped since the last announcement shows how fast the loader reads.
 Invariants: the wants are those of the whole list, regardless of how much was known. Neighbouring ranges of one sample
-are one want. All wants are recreated when their forecast is off by more than `SHIFT` of the time that the list covers.
+are one want. All wants are recreated when the forecast has moved by more than `SHIFT` of the time that the list covers.
 Memory is bounded by one announcement per stream and `KEPT` forecast errors.
 Failure behaviour: a range outside its object, or of an object that cannot be found, is left out; the read itself
 reports the error. A list that does not continue the last one (the loader's position was changed) starts a new forecast.
@@ -31,8 +31,11 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Neighbouring ranges. `at` is the index of the first among all ranges that the loader has announced. A group without
-    `object` is left out."""
+    """Neighbouring ranges of one object.
+
+    `at` is the index of the first one among all ranges that the loader has announced. A group without `object` is left
+    out.
+    """
 
     at: int
     key: str
@@ -50,8 +53,10 @@ class AnnouncementList:
         self._groups: deque[_Group] = deque()
 
     def renew(self, upcoming: Upcoming, at_most: int, find: Callable[[str], ObjectId]) -> list[tuple[str, int]]:
-        """Replace the list by `upcoming`, grouping neighbours of up to `at_most` bytes; returns (key, offset) of its
-        reads."""
+        """Replace the list by `upcoming`, and group neighbours of up to `at_most` bytes together.
+
+        `find` returns the object of a key. Returns the (key, offset) of each group's first range.
+        """
         new = list(upcoming)
         last = self._keep(new)
         start = last.at if last else self._first
@@ -65,7 +70,7 @@ class AnnouncementList:
         return [(group.key, group.ranges[0][0]) for group in self._groups if group.object is not None]
 
     def wants(self, due: Sequence[float], now: float) -> list[Want]:
-        """The reads, with the times at which they are due."""
+        """The reads as wants. `due` are the times at which they are due, one for each read that `renew` returned."""
         groups = [group for group in self._groups if group.object is not None]
         if _shifted(groups, due, now):
             for group in groups:
@@ -79,7 +84,10 @@ class AnnouncementList:
         return out
 
     def _keep(self, new: Sequence[tuple[str, int, int]]) -> _Group | None:
-        """Keep the groups that `new` continues. The last one is removed and returned, since it may have more neighbours now."""
+        """Keep the groups that `new` continues, and drop the others.
+
+        Removes and returns the last group, because it may have more neighbours now. Returns None if no group is kept.
+        """
         dropped = dropped_count(self._list, new)
         if dropped is not None:
             self._first += dropped
@@ -93,8 +101,10 @@ class AnnouncementList:
 
 
 def dropped_count(old: Sequence[T], new: Sequence[T]) -> int | None:
-    """How many items at the start of `old` are missing in `new`, if `new` continues the rest of it; None if it does
-    not. An item may occur several times: the header of a long video is announced with each of its clips."""
+    """The number of items at the start of `old` that `new` lacks, if `new` continues the rest of `old`; else None.
+
+    An item may occur several times: the header of a long video is announced with each of its clips.
+    """
     dropped = -1
     while new:
         try:
@@ -112,7 +122,7 @@ def _shifted(groups: Sequence[_Group], due: Sequence[float], now: float) -> bool
 
 
 def _grouped(upcoming: Upcoming, at_most: int) -> Iterator[tuple[int, str, Ranges]]:
-    """(index of the first, key, ranges) of neighbours in `upcoming`, which usually belong to one sample."""
+    """Yield groups of neighbours in `upcoming`, which usually belong to one sample, as (first index, key, ranges)."""
     first, key, ranges, size = 0, "", list[tuple[int, int]](), 0
     for number, (name, offset, length) in enumerate(upcoming):
         if ranges and (name != key or size + length > at_most or offset < ranges[-1][0]):
@@ -169,7 +179,7 @@ class Forecast:
         self._errors: deque[float] = deque(maxlen=KEPT)
 
     def announced(self, stream: int, reads: Sequence[Read], now: float) -> list[float]:
-        """When each of `reads` ((key, offset), soonest first) is due."""
+        """The time at which each of `reads` is due. `reads` are (key, offset), soonest first."""
         old = self._streams.get(stream)
         new = _Stream(now, list(reads), [])
         dropped = dropped_count(old.reads, new.reads) if old is not None else None
@@ -180,7 +190,7 @@ class Forecast:
                 measured = (now - old.at) / dropped
                 new.pace, new.judged = measured if not old.judged else old.pace + WEIGHT * (measured - old.pace), True
             else:
-                new.at = old.at  # the list did not move: keep measuring from the same time
+                new.at = old.at  # no range was dropped: keep measuring from the same time
         new.due = [now + (n + 1) * new.pace for n in range(len(reads))]
         self._streams[stream] = new
         return new.due
@@ -193,7 +203,7 @@ class Forecast:
             self._errors.extend(now - due for due in old.due[:dropped])
 
     def report(self) -> dict[str, float | int]:
-        """Actual minus predicted need in seconds: median, and the 95th percentile of its size."""
+        """The forecast's error in seconds, actual minus predicted time: median, and 95th percentile of its size."""
         errors = sorted(self._errors)
         sizes = sorted(abs(error) for error in errors)
         return {

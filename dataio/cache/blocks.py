@@ -2,9 +2,10 @@
 
 Purpose: cache files can be mapped, passed to another process, and dropped at any moment.
 Invariants: an unnamed cache file is unlinked as soon as it is open. So its bytes exist exactly as long as a descriptor
-or a mapping of it. (`disks` describes files with a name.) Dropping a file never changes the bytes that a holder sees, and a
-killed process leaves no files. Descriptors that other processes get are read-only. No file is ever truncated or punched.
-`FdCache` keeps at most `FILES` descriptors, and `Buffers` at most `count` buffers.
+or a mapping of it exists, and a killed process leaves no such files. (`disks` describes files with a name.) Dropping a
+file never changes the bytes that a holder sees. Descriptors that other processes get are read-only. No file is ever
+truncated, and no holes are punched into it. `FdCache` keeps at most `FILES` descriptors, and `Buffers` at most `count`
+buffers.
 Failure behaviour: `OSError` (no space, no directory) goes to the caller, which continues without the cache. A store's
 errors pass through. When the process has too many open files, `FdCache` closes its own first.
 """
@@ -52,7 +53,7 @@ def fill(file: Descriptor, offset: int, into: memoryview) -> None:
 
 
 class BlockFile:
-    """A sparse file of `size` bytes. `reader` is open read-only."""
+    """A sparse file of `size` bytes. `reader` is a read-only descriptor."""
 
     __slots__ = ("_writer", "reader", "size")
 
@@ -60,8 +61,10 @@ class BlockFile:
         self._writer, self.reader, self.size = writer, reader, size
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data` at `offset`. Uses `pwrite`, because with a mapping a full disk would cause SIGBUS instead of
-        an error."""
+        """Write all of `data` at `offset`.
+
+        It uses `pwrite`, because with a mapping a full disk would cause SIGBUS instead of an error.
+        """
         done = 0
         while done < len(data):
             done += os.pwrite(self._writer.fileno(), data[done:], offset + done)
@@ -71,15 +74,17 @@ class BlockFile:
         fill(self.reader, offset, into)
 
     def wrote(self, block: int, digest: int) -> None:
-        """Record that the whole block is in the file, with its digest. A file without a name keeps no list."""
+        """Record that the whole block, with this digest, is in the file. A file without a name records nothing."""
 
     def unlink(self) -> None:
-        """Forget the file's name, if it has one."""
+        """Remove the file's name, if it has one."""
 
 
 class BlockDirectory:
-    """A directory for unnamed cache files. It may be shared, such as /tmp: a file has a name for microseconds, with
-    mode 0400."""
+    """A directory for unnamed cache files.
+
+    Other users may share it, as they share /tmp: a file has a name for microseconds only, with mode 0400.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,8 +152,10 @@ class Buffers:
 
 
 class Lease:
-    """A file that holds the requested ranges. While the lease exists, the file counts as held. `once`: it is a ring
-    file, whose mapping need not be kept."""
+    """A hold on a file that holds the requested ranges: while the lease exists, the file counts as held.
+
+    `present` are the runs (first, end) of present bytes. `once`: it is a ring file, whose mapping need not be kept.
+    """
 
     __slots__ = ("_ended", "descriptor", "file", "once", "present", "size")
 
@@ -168,7 +175,7 @@ TRUSTED_SECONDS = 30.0
 
 
 class _File:
-    """An open object; no descriptor if it is not a local file."""
+    """An entry of `FdCache`. `descriptor` is None if the object is not a local file."""
 
     __slots__ = ("descriptor", "since")
 
@@ -177,7 +184,7 @@ class _File:
 
 
 class FdCache:
-    """The most recently used descriptors of local files, of any store. An entry is trusted for `TRUSTED_SECONDS`."""
+    """The most recently used descriptors of local files, of any store. An entry is used for `TRUSTED_SECONDS`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -208,7 +215,7 @@ class FdCache:
     def _open(self, store: Store, key: str, now: float) -> Descriptor | None:
         try:
             fd = store.open_file(key)
-        except CapacityError:  # too many open files; some may be ours
+        except CapacityError:  # too many open files; some of them may be this cache's
             self.clear()
             fd = store.open_file(key)
         file = _File(None if fd is None else Descriptor(fd), now)

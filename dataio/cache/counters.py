@@ -1,4 +1,4 @@
-"""Counts what the readers of one cache engine requested, and which part of it was present.
+"""Counts the bytes that readers of one cache engine requested, and how many of them were present.
 
 Invariant: the counts of an engine are exact; the process's metrics follow after at most `REPORT_EVERY_READS` reads,
 because updating a metric costs more than counting. The caller holds the engine's lock.
@@ -16,8 +16,8 @@ _CACHE_BYTES = {source: metrics.cache_bytes.labels(source) for source in ("bypas
 class ReadCounters:
     """The counters of an engine with `tiers` tiers.
 
-    - `totals`: bytes fetched, requested and found, and announced reads that were ready or late.
-    - `tier_hits`: bytes found in each tier.
+    - `totals`: bytes fetched, requested and found; announced reads that were ready or late
+    - `tier_hits`: bytes found in each tier
     """
 
     def __init__(self, tiers: int) -> None:
@@ -38,7 +38,7 @@ class ReadCounters:
             self.totals["reads_ready" if present else "reads_late"] += 1
 
     def hit(self, tier: int | None, size: int) -> None:
-        """Count bytes that a tier had; `tier` is None if the file was dropped meanwhile."""
+        """Count bytes that were found in a tier; `tier` is None if the file was dropped meanwhile."""
         if tier is not None:
             self.tier_hits[tier] += size
 

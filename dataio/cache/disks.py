@@ -5,13 +5,13 @@ a map `<name>.map` that lists its blocks, so a restarted daemon begins with the 
 (docs/design/0002).
 Invariants: the engine calls `Disks` under its lock. A block is listed only after it was written, and its digest is
 checked after a restart before any reader gets the bytes. A file that does not match its map (size, owner, kind) is
-removed unread. One daemon at a time owns a directory. When a block has two attempts, only one of them writes piece by
-piece. The attempt that completes the block first wins, and the other one writes nothing afterwards. So a block's bytes
-and its digest come from one attempt.
-Failure behaviour: when a disk cannot be written, one warning is logged, and the disk is tried again after
+removed unread. One daemon at a time owns a directory of persistent files. When a block has two attempts, only one of
+them writes piece by piece. The block belongs to the attempt that completes it first; the other one writes nothing
+afterwards. So a block's bytes and its digest come from one attempt.
+Failure behaviour: when a disk cannot be written, the engine logs one warning, and tries the disk again after
 `RECOVER_SECONDS`. Blocks that it holds are still served. A write error is a `DiskError`. A failed fetch may leave bytes
-in the file; they are not listed, and the next fetch overwrites them. If a map cannot be written, its blocks are lost at
-the next start. Damaged maps are removed.
+in the file; they are not listed, and the next fetch overwrites them. If a block cannot be added to the map, it is lost
+at the next start. Damaged maps are removed together with their files.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ _log = get_logger(__name__)
 
 
 class TierDirectory(msgspec.Struct, frozen=True):
-    """A directory for cache files and its maximum size in bytes. With `keep`, files outlive the engine and the next
-    engine adopts them; then the directory must belong to one engine."""
+    """A directory for cache files, with its maximum size in bytes.
+
+    With `keep`, files outlive the engine, and the next engine adopts them. Then only one engine at a time may use the
+    directory.
+    """
 
     path: Path
     budget: int
@@ -72,8 +75,7 @@ class Disks:
         return dropped is not None
 
     def remaining(self) -> Iterator[tuple[int, AdoptedFile]]:
-        """The files that an earlier engine left, with their tiers. Their blocks are verified when they are first
-        requested."""
+        """The files that an earlier engine left, as (tier, file). Blocks are verified when they are first requested."""
         for number, tier in enumerate(self.tiers):
             if tier.keep:
                 for found in adopt(tier.path, self._block_bytes):
@@ -94,7 +96,7 @@ class Disks:
         warn_once(_log, f"the cache in {self.tiers[tier].path} cannot be written ({error.strerror}): {instead}")
 
     def recovered(self) -> list[int]:
-        """The tiers whose pause is over; they are tried again."""
+        """End the pauses that are over; returns their tiers."""
         found = [tier for tier, until in self._paused.items() if self._clock.monotonic() >= until]
         for tier in found:
             del self._paused[tier]
@@ -118,8 +120,10 @@ def digest(data: memoryview | bytes) -> int:
 
 
 class PersistentFile(BlockFile):
-    """A cache file with a name. `listing` is its map, open for appending. `digests` are the digests of the blocks that an
-    earlier daemon listed."""
+    """A cache file with a name.
+
+    `listing` is its map, open for appending. `digests` are the digests of the blocks that an earlier daemon listed.
+    """
 
     __slots__ = ("_listing", "_path", "digests")
 
@@ -133,7 +137,8 @@ class PersistentFile(BlockFile):
             os.write(self._listing.fileno(), _RECORD.pack(block, digest))
 
     def unlink(self) -> None:
-        for path in (_map_of(self._path), self._path):  # a file without a map is useless, so the map goes first
+        # the map goes first: a file without a map is removed at the next start
+        for path in (_map_of(self._path), self._path):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -163,7 +168,7 @@ def create_persistent(directory: Path, obj: ObjectId, block_bytes: int) -> Persi
 
 
 def adopt(directory: Path, block_bytes: int) -> Iterator[AdoptedFile]:
-    """The usable files in `directory`, most recently written last. Unusable ones are removed."""
+    """Yield the usable files in `directory`, most recently written last, and remove the others."""
     maps = [(path.stat().st_mtime_ns, path) for path in directory.glob("*.map")]
     mapped = {path.with_suffix(".blocks") for _, path in maps}
     for orphan in set(directory.glob("*.blocks")) - mapped:
@@ -277,8 +282,11 @@ class PendingBlock:
 
 
 class BlockWriter:
-    """One attempt that writes piece by piece. Call `write` for every piece in order, then `finish`. If the store restarts
-    the read, begin again with the first piece."""
+    """Writes a block piece by piece, for one attempt.
+
+    Call `write` for every piece in order, then `finish`. If the store restarts the read, call `write` again from the first
+    piece.
+    """
 
     __slots__ = ("_first", "_hash", "_part")
 

@@ -1,6 +1,6 @@
 """Runs the cache plan: threads that fetch blocks from stores into files, and futures for the requests that wait.
 
-Purpose: one cache engine, used inside a trainer and inside the daemon.
+Purpose: the same engine serves a single trainer process and the daemon.
 Invariants: the plan is used only under the lock; stores and futures are used only outside it. A block that several
 requests need at the same time is fetched once, and all of them get the bytes or the store's error. Errors are not
 cached.
@@ -50,8 +50,10 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A loader that announces. `newest` is the announcement that was not processed yet. `busy`: a thread processes it, or
-    will."""
+    """A loader that announces its reads.
+
+    `newest` is the announcement that was not processed yet. `busy`: a thread processes announcements, or will soon.
+    """
 
     announced: AnnouncementList = field(default_factory=AnnouncementList)
     newest: tuple[Store, Upcoming] | None = None
@@ -59,7 +61,7 @@ class _Stream:
 
 
 class Engine:
-    """A cache of `budget` bytes in `directory`, and in further tiers if `slower` has some."""
+    """A cache of `budget` bytes in `directory`, and in the further tiers `slower`. Thread-safe."""
 
     def __init__(
         self,
@@ -132,11 +134,11 @@ class Engine:
         return future
 
     def open_present(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
-        """The lease that `open` would give, if all ranges are present now; None otherwise, and for errors."""
+        """The lease that `open` would give, if all ranges are present now; None otherwise, also for an invalid range."""
         return self.present(self._objects.source(store), key, ranges, stream)
 
     def present(self, source: str, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
-        """The same for a store given by name (`objects.source_of`), which need not be open."""
+        """As `open_present`, for a store given by name (`objects.source_of`), which need not be open."""
         known = self._objects.known_as(source, key)
         if known is None:
             return None
@@ -158,7 +160,8 @@ class Engine:
     def grown(self, known_runs: Mapping[int, Sequence[tuple[int, int]]]) -> list[tuple[int, list[tuple[int, int]]]]:
         """Some of the files in `known_runs` that have more present bytes now, with their runs.
 
-        `known_runs` maps a file to the run list that was sent last: the same object that `Lease.present` or `grown` gave.
+        `known_runs` maps a file to the run list that the client got last. It must be the same list object that
+        `Lease.present` or `grown` returned.
         """
         if len(known_runs) > GROWN_KNOWN:
             return []
@@ -166,7 +169,7 @@ class Engine:
             return self._plan.grown(known_runs, GROWN_FILES, GROWN_RUNS)
 
     def announce(self, stream: int, store: Store, upcoming: Upcoming) -> None:
-        """Prefetch (key, offset, length), soonest first; replaces what `stream` announced before."""
+        """Prefetch these (key, offset, length), soonest first. Replaces the last announcement of `stream`."""
         with self._lock:
             found = self._announcing.setdefault(stream, _Stream())
             found.newest, scheduled, found.busy = (store, upcoming[:ANNOUNCED]), found.busy, True
@@ -176,7 +179,7 @@ class Engine:
             return
         unknown = self._objects.unknown(store, dict.fromkeys([key for key, _, _ in upcoming]))
         if not unknown:
-            self._announce(stream)  # no request to a store is needed, and waking a thread would take as long
+            self._announce(stream)  # needs no request to a store, and waking a thread would take as long
             return
         self._fetcher.submit(lambda: self._announce(stream))
         others = deque(unknown[1:])  # in parallel: each is a round trip
@@ -184,7 +187,7 @@ class Engine:
             self._fetcher.submit(partial(self._look_up, store, others))
 
     def withdraw(self, stream: int) -> None:
-        """Forget what `stream` announced."""
+        """End the stream: forget its announcement, job and trace context."""
         with self._lock:
             self._announcing.pop(stream, None)
             self._jobs.pop(stream, None)
@@ -194,14 +197,15 @@ class Engine:
         _run_all(later)
 
     def assign(self, stream: int, job: str) -> None:
-        """Count the stream's fetches for this job's queue and limits, until `withdraw`. By default a stream is its own
-        job."""
+        """Count the stream's fetches for this job's queue and limits, until `withdraw`.
+
+        By default each stream is a job of its own.
+        """
         with self._lock:
             self._jobs[stream] = job
 
     def set_trace_parent(self, stream: int, trace: str) -> None:
-        """Set the trace context (`headrace.dataio.core.tracing.context`) under which the stream's fetches are
-        recorded."""
+        """Record the stream's fetches under this trace context (`headrace.dataio.core.tracing.context`)."""
         with self._lock:
             self._trace_parents[stream] = trace
 
@@ -230,7 +234,7 @@ class Engine:
                 self._plan.touch(file)
 
     def forget(self, source: str) -> None:
-        """Fetch nothing from the store until it is passed again. Call this before the store is closed."""
+        """Fetch nothing from the store until a request passes it again. Call this before the store is closed."""
         with self._lock:
             self._sources.pop(source, None)
 
@@ -241,7 +245,7 @@ class Engine:
         _run_all(later)
 
     def replace(self, source: str, store: Store) -> None:
-        """Fetch from `store` instead of the store that is known for `source`, if there is one."""
+        """Fetch from `store` instead of the store that the engine uses for `source`, if there is one."""
         with self._lock:
             if source in self._sources:
                 self._sources[source] = store
@@ -254,7 +258,7 @@ class Engine:
             return {**self._plan.counts(), **self._counters.totals, "paused": self._disks.paused}
 
     def tier_stats(self) -> list[dict[str, object]]:
-        """Directory, budget, usage and hits in bytes of each tier, and whether its disk is paused after an error."""
+        """Each tier's directory, its budget, usage and hits in bytes, and whether it is paused after a disk error."""
         with self._lock:
             return [
                 {
@@ -270,7 +274,7 @@ class Engine:
             ]
 
     def prefetch_stats(self) -> dict[str, float | int]:
-        """Prefetching: the window, reads that were ready in time, and the error of the forecast."""
+        """Statistics of prefetching: the window, reads that were ready in time, and the forecast's error."""
         with self._lock:
             ready, late = self._counters.totals["reads_ready"], self._counters.totals["reads_late"]
             return {
@@ -281,7 +285,10 @@ class Engine:
             }
 
     def close(self) -> None:
-        """Stop the threads after their current work; requests that still wait fail with `TransientError`."""
+        """Close the engine; requests that still wait fail with `TransientError`.
+
+        The threads end when their queued work is done. This does not wait for them.
+        """
         with self._lock:
             self._closed = True
             self._counters.report()
@@ -322,7 +329,10 @@ class Engine:
         _run_all(later)
 
     def _announce(self, stream: int) -> None:
-        """Process a stream's announcements until there is no newer one. One task per stream keeps them in order."""
+        """Process a stream's announcements until there is no newer one.
+
+        At most one thread does so per stream, which keeps the announcements in order.
+        """
         while True:
             with self._lock:
                 found = self._announcing.get(stream)
@@ -368,8 +378,10 @@ class Engine:
         _run_all(later)
 
     def _execute(self, instructions: list[Instruction], error: BaseException | None = None) -> list[Callable[[], None]]:
-        """Execute `instructions`, and the further ones that they cause, under the lock. Returns the actions to run outside
-        it."""
+        """Execute `instructions`, and the further ones that they cause, under the lock.
+
+        Returns the actions to run outside the lock.
+        """
         todo, later = deque(instructions), list[Callable[[], None]]()
         while todo or self._ended:
             if not todo:
@@ -415,7 +427,7 @@ class Engine:
         if opened is None or obj is None or None in copies:
             todo.extend(self._plan.lost(fetch.file))
             return
-        if store is None:  # its store was closed; this can only be a prefetch
+        if store is None:  # the store was closed; this can only be a prefetch
             todo.extend(self._plan.failed(fetch.file, fetch.block))
             return
         is_awaited = partial(self._plan.is_awaited, fetch.file, fetch.block)
@@ -426,7 +438,7 @@ class Engine:
 
     def _lease(self, file: int, once: bool) -> Lease | None:
         opened = self._disks.files.get(file)
-        if opened is None:  # an empty object whose file could not be made
+        if opened is None:  # an empty object whose file could not be created
             self._ended.append(file)
             return None
         return Lease(file, opened, present=self._plan.runs(file, RUNS), ended=self._ended, once=once)
@@ -442,8 +454,7 @@ class Engine:
     # threads
 
     def _on_fetched(self, results: Sequence[FetchResult]) -> None:
-        """Report the fetches that one thread has finished. The plan handles all of them at once, and then the waiting
-        requests are resolved."""
+        """Pass the fetches that one thread has finished to the plan, all at once; then resolve the waiting requests."""
         later = list[Callable[[], None]]()
         with self._lock:
             for fetch, error, from_store in results:

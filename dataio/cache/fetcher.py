@@ -4,9 +4,10 @@ Blocks of local files are fetched in batches of up to `BATCH_BLOCKS` through one
 decisions and wake-ups cost a large part of the time that reading a block from the page cache takes. A batch needs them
 once.
 
-Invariants: each fetch reports its outcome once, from the attempt that ends first. A second attempt is started only while
-a request waits for the bytes, for at most one in a hundred fetches, and never for batched blocks. Jobs share the threads
-fairly (`scheduling`). A fetch or a batch uses one buffer of one block, and no other memory that grows with its size.
+Invariants: each fetch reports its outcome once: from the first attempt that succeeds, or from the last one if all fail.
+A second attempt (a hedge) is started only while a request waits for the bytes, for at most one in a hundred fetches, and
+never for batched blocks. Jobs share the threads fairly (`scheduling`). A fetch or a batch uses one buffer of one block,
+and no other memory that grows with its size.
 Failure behaviour: a store's error is reported when no other attempt is running; an error of the cache's own disk is a
 `DiskError`. When a local file cannot be read completely (truncated, deleted, bad disk), the store reads it instead, and
 its errors pass through.
@@ -33,14 +34,19 @@ from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
 CHECK_SECONDS = 0.25
+"""Longest interval between two checks for late fetches."""
 QUIET_CHECKS = 4
+"""After this many checks without a running fetch, the hedging thread sleeps until it is woken."""
 
 _log = get_logger(__name__)
 Job = Callable[[], None]
 
 
 class Fetcher:
-    """`threads` threads and `buffers` buffers of `block_bytes`. The threads call `on_fetched` with finished fetches."""
+    """Runs fetches in `threads` threads with `buffers` buffers of `block_bytes` each.
+
+    The threads call `on_fetched` with the finished fetches.
+    """
 
     def __init__(
         self,
@@ -70,14 +76,17 @@ class Fetcher:
             thread.start()
 
     def submit(self, job: Job) -> None:
-        """Run `job` in one of the threads."""
+        """Run `job` in one of the threads, before all queued fetches."""
         with self._queue_changed:
             self._queue.add_first(job)
             self._wake()
 
     def start(self, task: FetchTask) -> None:
-        """Queue a fetch. When the calling thread is one of this fetcher's that polls the queue next, no other thread is
-        woken: a wake-up that finds nothing costs as much as a small read."""
+        """Queue a fetch.
+
+        If the calling thread is one of the fetcher's own and polls the queue next, no other thread is woken. A wake-up that
+        finds nothing costs as much as a small read.
+        """
         with self._queue_changed:
             self._queue.add(task, task.job, task.cost)
             if not getattr(self._local, "polls_again", False):
@@ -107,7 +116,7 @@ class Fetcher:
             return self.window.report()
 
     def close(self) -> None:
-        """Stop the threads after the queued work."""
+        """Make the threads end after the queued work. Removes the limits of the jobs, so nothing delays that work."""
         with self._lock:
             self._closed = True
             self._lock.notify()
@@ -145,8 +154,10 @@ class Fetcher:
         return self._queue.next(now)
 
     def _wake(self) -> None:
-        """Wake one thread, unless a woken one did not poll yet. A woken thread wakes the next one if the queue has more.
-        Called under the lock."""
+        """Wake one thread, unless a woken one has not polled yet. Called under the lock.
+
+        A woken thread wakes the next one if the queue has more work.
+        """
         if not self._woken:
             self._woken = True
             self._queue_changed.notify()
@@ -171,8 +182,11 @@ class Fetcher:
                     self._queue.done(task.job, task.cost, now)
 
     def _fetch_batch(self, tasks: list[FetchTask]) -> list[FetchTask]:
-        """Fetch a batch through one buffer, and report it together. Blocks that a request waits for go first, and each is
-        reported immediately. Returns the fetches that the store must serve."""
+        """Fetch a batch through one buffer, and report the results together.
+
+        Blocks that a request waits for go first, and each is reported immediately. Returns the fetches that the store must
+        serve.
+        """
         order = sorted([(not task.is_awaited(), number) for number, task in enumerate(tasks)])
         done, remaining = list[FetchResult](), dict.fromkeys(tasks)
         try:
@@ -225,7 +239,7 @@ class Fetcher:
         self._end(task, failed, fetched)
 
     def _is_right(self, task: FetchTask, view: memoryview) -> bool:
-        """Whether an earlier daemon left this block, and its digest is right."""
+        """Whether an earlier daemon left this block, and its bytes match its digest."""
         if not task.fetch.adopted or not isinstance(task.file, disks.PersistentFile):
             return False
         try:
@@ -251,8 +265,7 @@ class Fetcher:
         return fetched
 
     def _gather(self, task: FetchTask, view: memoryview) -> int:
-        """Fill `view` from other cache files, and from the store for the rest; returns the bytes read from the
-        store."""
+        """Fill `view` from other cache files, and the rest from the store; returns the bytes read from the store."""
         start, fetched, at = task.fetch.offset, 0, task.fetch.offset
         for (_, offset, length), file in zip(task.fetch.copies, task.copy_sources, strict=True):
             fetched += self._get(task, at, view[at - start : offset - start])
@@ -266,7 +279,7 @@ class Fetcher:
         return self._timed(task, len(view), lambda: task.store.get_into(task.key, offset, view))
 
     def _timed(self, task: FetchTask, size: int, read: Callable[[], None]) -> int:
-        """Run a read of `size` bytes from the store, measured and watched for hedging; returns `size`."""
+        """Run `read`, which reads `size` bytes from the store; returns `size`. Measures it, and registers it for hedging."""
         began = self._clock.monotonic()
         with self._lock:
             delivered = self.window.delivered
@@ -311,8 +324,10 @@ class Fetcher:
     # hedging
 
     def _hedge(self) -> None:
-        """Start a second attempt of late fetches that a request waits for. The thread polls on its own, and must be
-        woken only after it has been idle for a while."""
+        """Start second attempts of late fetches that a request waits for.
+
+        The thread checks periodically. `_timed` needs to wake it only after `QUIET_CHECKS` checks without a running fetch.
+        """
         quiet = 0
         with self._lock:
             while not self._closed:
@@ -348,8 +363,11 @@ FetchResult = tuple[Fetch, BaseException | None, int]
 
 @dataclass(slots=True, eq=False)
 class FetchTask:
-    """A running fetch of a job, traced below the span `trace_parent`. `copy_sources` are the files that it copies from.
-    `is_awaited()` returns whether a request waits for it. The first attempt that writes the whole block wins."""
+    """A fetch of a job, traced below the span `trace_parent`.
+
+    `copy_sources` are the cache files that it copies from. `is_awaited()` returns whether a request waits for it. The
+    first attempt that writes the whole block determines its bytes.
+    """
 
     fetch: Fetch
     file: BlockFile
@@ -369,7 +387,7 @@ class FetchTask:
 
     @property
     def plain(self) -> bool:
-        """Whether all of it comes from the store, and this is the first attempt."""
+        """Whether all bytes come from the store, and this is the first attempt."""
         return self.attempts == 1 and not self.fetch.copies and not self.fetch.adopted
 
     @property
@@ -379,12 +397,16 @@ class FetchTask:
 
 
 BATCH_BLOCKS = 4
+"""Maximum number of blocks in a batch."""
 
 _READ = metrics.store_bytes.labels("posix", "read")
 
 
 class BatchedFetch:
-    """Fetches blocks of local files. Safe to share between threads. `recently_used`: the last fetch was one of these."""
+    """Fetches blocks of local files. Safe to share between threads.
+
+    `recently_used`: the fetcher's last fetch used this class.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._opened, self._clock, self._used = FdCache(clock), clock, 0.0
@@ -396,7 +418,7 @@ class BatchedFetch:
         return isinstance(item, FetchTask) and item.plain and self._local_stores.get(item.store, False)
 
     def accepts(self, task: FetchTask) -> bool:
-        """Whether this class fetches it: the object is a local file, and the fetch is plain."""
+        """Whether this class can do the fetch: the object is a local file, and the fetch is plain."""
         if task.plain and task.store not in self._local_stores:
             self._file(task)
         return self.fits(task)

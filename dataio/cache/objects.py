@@ -37,7 +37,7 @@ class Objects:
         self._lookups: dict[tuple[str, str], Future[ObjectId]] = {}
 
     def source(self, store: Store) -> str:
-        """`source_of` the store's location, computed once."""
+        """The name of the store (`source_of`), computed once."""
         name = self._names.get(store)
         if name is None:
             with self._lock:
@@ -49,14 +49,14 @@ class Objects:
         return self.known_as(self.source(store), key)
 
     def known_as(self, source: str, key: str) -> ObjectId | None:
-        """The same for a store given by name."""
+        """As `known`, for a store given by name."""
         found = self._known.get((source, key))  # no lock: this is on the path of every read
         if found is None or self._clock.monotonic() - found[1] > STAT_SECONDS:
             return None
         return found[0]
 
     def unknown(self, store: Store, keys: Iterable[str]) -> list[str]:
-        """The keys that must be looked up, in order."""
+        """Those of `keys` that must be looked up, in order."""
         source, since, known = self.source(store), self._clock.monotonic() - STAT_SECONDS, self._known
         return [key for key in keys if (found := known.get((source, key))) is None or found[1] < since]
 
@@ -71,7 +71,7 @@ class Objects:
         return find
 
     def find(self, store: Store, key: str) -> ObjectId:
-        """The object, if known, else as the store reports it."""
+        """The object: as known, else as the store reports it."""
         return self.known(store, key) or self._stat(store, key)
 
     def _stat(self, store: Store, key: str) -> ObjectId:
@@ -104,18 +104,21 @@ class Objects:
 
 
 def source_of(location: Location) -> str:
-    """The name of a location's store: its URL and its options, since an endpoint may be one of them."""
+    """The name of a location's store: its URL and its options, because the options may name an endpoint."""
     return source_name(location.url, location.options)
 
 
 def source_name(url: str, options: Mapping[str, object]) -> str:
-    """The same for a URL and options."""
+    """As `source_of`, for a URL and options."""
     return f"{url} {json.dumps(options, sort_keys=True, default=str) if options else ''}"
 
 
 class KnownSizes(Wrapper):
-    """`inner` with known object sizes, which `load` returns on first use. Only for readers of one dataset version that
-    cache nothing persistently, because `stat` checks neither that the object exists nor when it was modified."""
+    """`inner` with known object sizes, which `load` returns on first use.
+
+    It is only for readers of one dataset version that cache nothing persistently, because for known objects `stat` checks
+    neither the existence nor the modification time.
+    """
 
     def __init__(self, inner: Store, load: Callable[[], Mapping[str, int]]) -> None:
         super().__init__(inner)

@@ -1,15 +1,15 @@
-"""Which fetch starts next, how many bytes may be in flight, and when a fetch counts as late.
+"""Which fetch starts next, how many bytes may be in flight, and when a fetch counts as late. Sans-I/O.
 
 `FairQueue` is start-time fair queueing: the job that has received the fewest bytes is next, so a job that requests a
 thousand blocks at once does not delay another job's single block. `FetchWindow` measures bandwidth and latency. The
-bytes in flight are bandwidth × latency × `SAFETY`, from the best bandwidth and the shortest latency of the last `KEPT`
-fetches. So the window grows while more requests increase the bandwidth, and stops when they only wait for each other. A
-fetch is late when it takes longer than 95 % of the last fetches.
+limit of bytes in flight is bandwidth × latency × `SAFETY`, from the best bandwidth and the shortest latency of the last
+`KEPT` fetches. So the window grows while more requests increase the bandwidth, and stops when they only wait for each
+other. A fetch is late when it takes longer than 95 % of the last fetches.
 
-Invariants: a job has no more fetches and bytes in flight than its limits allow, but at least one fetch; over time it
-receives no more bytes a second than its bandwidth. A job that was idle does not catch up. Work that belongs to no job
-(an object's size, an announcement) goes first. Bounded and sans-I/O; the caller holds its lock.
-Failure behaviour: none; the callers bound the queues.
+Invariants: a job has no more fetches and bytes in flight than its limits allow, but one fetch is always allowed. Over
+time it receives no more bytes a second than its bandwidth. A job that was idle does not catch up. Work that belongs to
+no job (an object's size, an announcement) goes first. The caller holds a lock.
+Failure behaviour: it raises no errors. The callers bound the queues.
 
 Start-time fair queueing: Goyal, Vin, Cheng, SIGCOMM 1996.
 """
@@ -97,7 +97,7 @@ class FairQueue(Generic[T]):
             del self._jobs[name]
 
     def wake_in(self, now: float) -> float | None:
-        """Seconds until a job that only its bandwidth holds back may continue; None if there is none."""
+        """Seconds until a job that only its bandwidth limit delays may continue; None if there is no such job."""
         held = [job.free_at - now for job in self._jobs.values() if job.waiting and self._has_room(job)]
         return max(0.0, min(held)) if held else None
 
@@ -127,6 +127,7 @@ KEPT = 64
 MIN_SAMPLES = 20
 """Number of fetches that must be measured before one can be late."""
 SAFETY = 2.0
+"""Factor by which the window exceeds the product of bandwidth and latency."""
 MIN_LATE_SECONDS = 0.02
 HEDGED_SHARE = 0.01
 """Maximum share of fetches that are hedged, which bounds the extra bytes."""
@@ -162,7 +163,7 @@ class FetchWindow:
         return int(min(self._most, max(self._least, max(self._rates) * min(self._store_times) * SAFETY)))
 
     def late_after(self) -> float | None:
-        """Seconds after which a fetch is hedged, or None while none may be."""
+        """Seconds after which a fetch counts as late and is hedged; None while no fetch may be hedged."""
         if len(self._times) < MIN_SAMPLES or self.hedges + 1 > self.fetches * HEDGED_SHARE:
             return None
         return max(MIN_LATE_SECONDS, sorted(self._times)[len(self._times) * 95 // 100])

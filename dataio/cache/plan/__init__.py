@@ -1,7 +1,7 @@
 """Decides what the node cache fetches, keeps and drops. Sans-I/O: events go in by method calls, instructions come out.
 
 - `core`: `CachePlan`, which combines the others
-- `pinned`: places and evicts block files
+- `pinned`: chooses a tier for block files, and evicts them
 - `ring`: files of single reads, and `ScatteredReads`
 - `in_flight`: running fetches, and the requests and streams that they are for
 - `files`: files, tiers and their byte counts

@@ -1,22 +1,24 @@
-"""The plan: bytes of immutable objects under the budgets of one or more tiers.
+"""Decides which bytes of immutable objects the cache holds, within the budgets of one or more tiers.
 
-Purpose: reads of announced stores are kept in whole blocks if there is room (`pinned`). Otherwise, or if whole blocks
-are not worthwhile, they pass through files of single reads (`ring`). Blocks of stores that no stream announced are
-evicted least recently used first.
+Purpose: the plan keeps whole blocks of announced stores while there is room (`pinned`). A read for which there is no
+room, or whose whole blocks are not worthwhile, passes through a file of its own (`ring`). The plan evicts blocks of
+stores that no stream announced, least recently used first.
 
-A file is only *dropped* (forgotten and unlinked), never punched, so holders of a descriptor or mapping keep every byte.
-A dropped file stays accounted for until its last holder closes it. Everything in the cache has a copy in a store;
-staged checkpoints are not in it.
+The plan only *drops* files (forgets and unlinks them) and never punches holes into them, so holders of a descriptor or
+mapping keep every byte. A dropped file stays accounted for until its last holder closes it. Everything in the cache has
+a copy in a store; staged checkpoints are not in it.
 
 Invariants:
 
-- The bytes accounted for (present, in flight, adopted, and dropped but still held) never exceed the budget.
-- One instruction fetches a block of a live file, however many tickets need it.
-- Every ticket gets exactly one of `Ready`, `Bypass` and `Failed`, at once or when its last part's fetch ends.
+- The bytes accounted for (present, in flight, adopted, and dropped but still held) never exceed the budget, except
+  after `resize` to a smaller one.
+- One instruction fetches a block of a live file, however many requests (tickets) need it.
+- Every ticket gets exactly one of `Ready`, `Bypass` and `Failed`, at once or when the fetches end that it waits for.
 - A file with a fetch in flight is not evicted.
 
-Failure behaviour: a request without room gets `Bypass` (read the store directly), so requests never wait for room; only
-prefetching waits (back-pressure). A failed fetch fails the tickets that wait for it and leaves the block absent.
+Failure behaviour: a request for which there is no room gets `Bypass` (read the store directly), so requests never wait
+for room. Only prefetching waits (back-pressure). A failed fetch fails the tickets that wait for it, and its block is
+absent again.
 """
 
 from __future__ import annotations
@@ -45,8 +47,10 @@ class CachePlan:
     ) -> None:
         """`budgets`: bytes of each tier, fastest first."""
         self.block_bytes, self.prefetch_parts = block_bytes, prefetch_parts
-        """Maximum number of prefetches in flight. It is less than the number of threads, so a fetch that a request waits for
-        gets a thread."""
+        """Maximum number of prefetches in flight.
+
+        It is less than the number of threads, so a fetch that a request waits for gets a thread.
+        """
         self.prefetch_batch = 1
         """Prefetches start in batches of this size, when there is room for the whole batch."""
         self.prefetch_bytes = prefetch_parts * block_bytes
@@ -61,8 +65,10 @@ class CachePlan:
     # events
 
     def request(self, ticket: int, obj: ObjectId, ranges: Ranges, stream: int = 0) -> list[Instruction]:
-        """A request, with the new number `ticket`, needs these ranges of `obj` in one file. `stream`: the announcing
-        stream, if any."""
+        """Handle a request for ranges of `obj`, which must be in one file.
+
+        `ticket` is a new number for the request. `stream` is the stream that announces the reads, 0 for none.
+        """
         out: list[Instruction] = []
         self._streams.read(stream, obj, ranges)
         self._scattered_reads.read(obj, ranges)
@@ -70,8 +76,10 @@ class CachePlan:
         return out
 
     def take(self, obj: ObjectId, ranges: Ranges) -> int | None:
-        """A block file of `obj` with all of `ranges` present, or None. It is held once more, as by `Ready`. The fast path of
-        most reads."""
+        """The number of a block file with all of `ranges` present, or None: the fast path of most reads.
+
+        The file counts as held once more, as after `Ready`.
+        """
         for tier in self._tiers.all:
             file = tier.linked.get(obj)
             if file is not None and file.has(ranges):
@@ -81,7 +89,7 @@ class CachePlan:
         return None
 
     def fetched(self, *parts: tuple[int, int]) -> list[Instruction]:
-        """These `Fetch`es, (file, block), are done: their bytes are in the files."""
+        """The fetches of these parts, (file, block), succeeded: their bytes are in the files."""
         out: list[Instruction] = []
         for file_id, block in parts:
             file = self._tiers.files.get(file_id)
@@ -100,7 +108,7 @@ class CachePlan:
             self._ring.sweep(file.object, out)
 
     def failed(self, file_id: int, block: int) -> list[Instruction]:
-        """A `Fetch` failed at the store."""
+        """The store could not supply this part."""
         file = self._tiers.files.get(file_id)
         if file is None or block not in file.in_flight:
             return []
@@ -120,7 +128,7 @@ class CachePlan:
         return [*out, *(Bypass(ticket) for ticket in waiting), *self._prefetch()]
 
     def released(self, *file_ids: int) -> list[Instruction]:
-        """One hold on each file, given out by a `Ready`, ended."""
+        """One hold on each file has ended, which a `Ready` or `take` began."""
         for file_id in file_ids:
             self._tiers.release(self._tiers.files[file_id])
         return self._prefetch()
@@ -132,8 +140,10 @@ class CachePlan:
             self._tiers.used_lately(file)
 
     def announce(self, stream: int, source: str, wants: Sequence[Want]) -> list[Instruction]:
-        """`stream` will read these ranges of `source` next, soonest first. Replaces its last announcement. A read may occur
-        several times."""
+        """Replace the stream's announcement: the ranges of `source` that it will read next, soonest first.
+
+        A read may occur several times.
+        """
         out: list[Instruction] = []
         self._streams.announce(stream, source, wants)
         self._pinned.announced(source)
@@ -141,8 +151,7 @@ class CachePlan:
         return [*out, *self._prefetch()]
 
     def reads_in_order(self, stream: int, source: str) -> list[Instruction]:
-        """`stream` is about to announce reads of `source`. Registered at once, since its first read may arrive
-        earlier."""
+        """Register that `stream` is about to announce reads of `source`: its first read may arrive earlier."""
         return [] if self._streams.reads(stream, source) else self.announce(stream, source, [])
 
     def withdraw(self, stream: int) -> list[Instruction]:
@@ -154,8 +163,11 @@ class CachePlan:
         return [*out, *self._prefetch()]
 
     def adopt(self, obj: ObjectId, blocks: Iterable[int], tier: int = 0) -> int | None:
-        """Adopt blocks of `obj` that an earlier daemon left in the tier; returns the file's number, or None without
-        room."""
+        """Adopt blocks of `obj` that an earlier daemon left in the tier.
+
+        Returns the file's number. Returns None if there is no room, the tier has a file of the object, or another version
+        of the object is known.
+        """
         place, blocks = self._tiers.all[tier], set(blocks)
         cost = sum(min(self.block_bytes, obj.size - block * self.block_bytes) for block in blocks)
         known = self._tiers.versions.get((obj.source, obj.key), obj) != obj or obj in place.linked
@@ -168,8 +180,11 @@ class CachePlan:
         return file.id
 
     def resize(self, budgets: int | Sequence[int]) -> list[Instruction]:
-        """Set new budgets. Files above a smaller one are dropped as soon as they can be; until then nothing is
-        admitted."""
+        """Set new budgets.
+
+        If a budget is smaller, files above it are dropped, except those with a fetch in flight. Until the tier fits its
+        budget, it admits no blocks.
+        """
         out: list[Instruction] = []
         for tier, budget in zip(self._tiers.all, [budgets] if isinstance(budgets, int) else budgets, strict=True):
             tier.budget = budget
@@ -188,7 +203,7 @@ class CachePlan:
         """Set the maximum number of prefetches in flight, their bytes, and the batch size."""
         self.prefetch_parts, self.prefetch_bytes, self.prefetch_batch = parts, size, together
 
-    # questions
+    # queries
 
     @property
     def used(self) -> int:
@@ -201,7 +216,7 @@ class CachePlan:
 
     @property
     def tiers(self) -> list[tuple[int, int, bool]]:
-        """The budget and usage of each tier in bytes, and whether its disk can be written."""
+        """(budget, used bytes, whether the disk can be written) of each tier."""
         return [(tier.budget, tier.used, tier.open) for tier in self._tiers.all]
 
     @property
@@ -271,14 +286,14 @@ class CachePlan:
             "announced": self._streams.waiting(),
         }
 
-    # placing and prefetching
+    # choosing files and prefetching
 
     def _request(self, number: int, obj: ObjectId, ranges: Ranges, stream: int, out: list[Instruction]) -> None:
         first_new = self._tiers.next_file
         file = self._find(obj, ranges)
         parts = self._scattered(obj, ranges, out, stream) if file is None else {}
         missing = {(other.id, part): other for part, other in parts.items() if part not in other.present}
-        if missing:  # the request is placed again when they have arrived
+        if missing:  # `_arrived` repeats the request when it has all of them
             self._in_flight.wait(number, Ticket(None, missing, obj, ranges, stream))
             return
         if parts:
@@ -300,9 +315,12 @@ class CachePlan:
         self._ring.sweep(obj, out)
 
     def _scattered(self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int) -> dict[int, CacheFile]:
-        """The files of several tiers that hold, or now fetch, the blocks of `ranges`; empty if the object is in no tier or
-        there is only one tier, or if no tier has room. So a block is in one tier, and a read that spans tiers is assembled
-        from copies instead of stored twice."""
+        """The files of several tiers that hold, or now fetch, the blocks of `ranges`, by block.
+
+        Each block is in one tier. A read that spans tiers is assembled from copies in a ring file, so its blocks are not
+        stored twice. The result is empty if the object is in no tier, if there is only one tier, or if no tier has room for
+        the missing blocks.
+        """
         parts = self._pinned.spread(obj, ranges) if self._streams.uses(obj.source) else {}
         lacking = blocks_of(ranges, self.block_bytes) - parts.keys()
         if not parts or (lacking and self._scattered_reads.takes(obj, ranges)):
@@ -342,7 +360,7 @@ class CachePlan:
         return file
 
     def _keep(self, obj: ObjectId, block: int, out: list[Instruction], stream: int) -> None:
-        """Fetch a whole block for later reads, if there is room."""
+        """Prefetch a whole block for later reads, if there is room."""
         ranges = ((block * self.block_bytes, 1),)
         file = None if self._pinned.find(obj, ranges) else self._pinned.admit(obj, ranges, out)
         if file is not None and block not in file.in_flight:
@@ -375,7 +393,7 @@ class CachePlan:
         return out
 
     def _prefetch_for(self, stream: int, want: Want, out: list[Instruction]) -> bool:
-        """Start the fetches that `want` needs; False if it must wait for room."""
+        """Start the fetches that `want` needs; returns False if it must wait for room."""
         first_new = self._tiers.next_file
         file = self._find(want.object, want.ranges)
         if file is not None and not file.ring and not file.adopted:
@@ -396,7 +414,7 @@ class CachePlan:
             self._ring.fetching(file, stream, want.ranges, want.due)
             started = set(file.in_flight)
         else:
-            if stream not in file.awaited:  # another stream's
+            if stream not in file.awaited:  # the file was created for another stream
                 self._ring.fetching(file, stream, want.ranges, want.due)
             started = set()
         for number in started:

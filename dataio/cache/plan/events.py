@@ -14,8 +14,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class ObjectId(NamedTuple):
-    """One version of one object. `source` names its store, `size` is in bytes, and `modified` distinguishes versions.
+    """One version of one object.
 
+    `source` names its store, `size` is in bytes, and `modified`, the modification time, distinguishes versions.
     It is a tuple because it is a frequent dictionary key, and hashing a dataclass takes five times as long.
     """
 
@@ -26,7 +27,7 @@ class ObjectId(NamedTuple):
 
 
 class Want(msgspec.Struct, frozen=True):
-    """One read that a stream announced. `due` is when it is expected, in seconds of the engine's clock."""
+    """One read that a stream announced. `due` is the time at which it is expected, in seconds of the engine's clock."""
 
     object: ObjectId
     ranges: Ranges
@@ -34,8 +35,10 @@ class Want(msgspec.Struct, frozen=True):
 
 
 class Create(msgspec.Struct, frozen=True):
-    """Create an empty sparse file in this tier. Comes before all other instructions for the file. `keep`: the file may
-    outlive the daemon."""
+    """Create an empty sparse file in this tier.
+
+    It precedes all other instructions for the file. `keep`: the file may outlive the daemon.
+    """
 
     file: int
     object: ObjectId
@@ -49,7 +52,7 @@ class Fetch:
 
     `block` numbers the part of the file. `copies` are (file, offset, length) that other cache files already hold.
     `adopted`: an earlier daemon left the block. It counts as fetched if its digest matches; otherwise it is fetched.
-    `stream`: the stream that it is for, 0 for none.
+    `stream`: the stream for which it is fetched, 0 for none.
     """
 
     file: int
@@ -62,15 +65,17 @@ class Fetch:
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """Unlink the file and forget it; holders keep it. `once`: no client keeps its mapping."""
+    """Unlink the file and forget it; holders keep its bytes. `once`: no client keeps its mapping."""
 
     file: int
     once: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """All parts of the ticket are in the file, which counts as held once more. Answer with `released` when the hold ends.
-    `once`: it is a ring file, whose mapping clients do not keep."""
+    """All parts of the ticket are in the file, which counts as held once more.
+
+    Answer with `released` when the hold ends. `once`: it is a ring file, whose mapping clients do not keep.
+    """
 
     ticket: int
     file: int

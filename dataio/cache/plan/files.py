@@ -35,8 +35,11 @@ class ByteCounts:
 
 @dataclass(slots=True)
 class Awaited:
-    """How often a stream will still read a range of a ring file. `announced` counts its newest announcement.
-    `in_progress` counts earlier ones, because a loader stops announcing a read when it begins the batch."""
+    """How often a stream will still read a range of a ring file.
+
+    `announced` counts reads of its newest announcement. `in_progress` counts those of earlier ones, because a loader stops
+    announcing a read when it begins the batch.
+    """
 
     in_progress: int = 0
     announced: int = 0
@@ -54,8 +57,10 @@ class Awaited:
 
 @dataclass(slots=True, eq=False)
 class Readers:
-    """The ranges of a ring file that one stream will still read. `number` is the stream's announcement that last named the
-    file, and `due` the time of the next read."""
+    """The ranges of a ring file that one stream will still read.
+
+    `number` is the number of the stream's announcement that last named the file. `due` is the time of the next read.
+    """
 
     number: int = 0
     due: float = 0.0
@@ -63,14 +68,18 @@ class Readers:
 
     @property
     def next_use(self) -> float:
-        """When it is needed next; now, for a batch in progress."""
+        """The time of the next read; 0 for a batch in progress."""
         return 0.0 if any(wanted.in_progress for wanted in self.ranges.values()) else self.due
 
 
 @dataclass(slots=True, eq=False)
 class CacheFile:
-    """One file. `in_flight` maps a part to the tickets that wait for it. `prefetched_for` maps a part to the stream for
-    which it is prefetched."""
+    """One file.
+
+    `in_flight` maps a part to the tickets that wait for it. `prefetched_for` maps a part to the stream for which it is
+    prefetched. `checking` are adopted parts that are being verified. `holds` counts the file's holders. A `stale` file
+    belongs to an older version of its object.
+    """
 
     id: int
     object: ObjectId
@@ -86,7 +95,7 @@ class CacheFile:
     awaited: dict[int, Readers] = field(default_factory=dict)
     """The streams that will still read a ring file."""
     reused: bool = False
-    """A ring file that is announced more than once, and kept between its reads."""
+    """Whether a ring file is announced more than once, and kept between its reads."""
     holds: int = 0
     bytes: int = 0
     stale: bool = False
@@ -105,7 +114,7 @@ class CacheFile:
         return first, min(self.block_bytes, self.object.size - first)
 
     def cost(self, numbers: Iterable[int]) -> int:
-        """Bytes of parts."""
+        """Total bytes of these parts."""
         return sum(self.part(number)[1] for number in numbers)
 
     def needs(self, ranges: Ranges) -> set[int] | None:
@@ -126,7 +135,7 @@ class CacheFile:
 
     @property
     def next_use(self) -> float:
-        """When a ring file is read next; infinity for never."""
+        """The time at which a ring file is read next; infinity if no stream waits for it."""
         return min((readers.next_use for readers in self.awaited.values()), default=float("inf"))
 
     @property
@@ -146,7 +155,7 @@ class CacheFile:
         return out
 
     def arrived(self, number: int) -> None:
-        """The part is present now. Lists of runs that were returned before are not changed."""
+        """Mark the part as present. Lists of runs that `runs` returned before do not change."""
         if number in self.present:
             return
         self.present.add(number)
@@ -158,7 +167,7 @@ class CacheFile:
         self.listed = [*self.listed[: at - before], joined, *self.listed[at + after :]]
 
     def has(self, ranges: Ranges) -> bool:
-        """Whether these ranges are all present. On the path of every open."""
+        """Whether these ranges are all present. Every open calls this, so it must be fast."""
         listed = self.listed
         for offset, length in ranges:
             at = bisect.bisect_right(listed, (offset, _FAR)) - 1
@@ -184,8 +193,10 @@ def blocks_of(ranges: Iterable[tuple[int, int]], block_bytes: int) -> set[int]:
 
 
 def extents_of(ranges: Ranges, at_most: int, gap: int = GAP_BYTES) -> Ranges:
-    """Sorted, disjoint extents of at most `at_most` bytes each that cover `ranges`, neighbours closer than `gap` in
-    one."""
+    """Sorted, disjoint extents that cover `ranges`, each of at most `at_most` bytes.
+
+    Ranges with at most `gap` bytes between them share an extent.
+    """
     merged: list[tuple[int, int]] = []
     for offset, length in sorted(ranges):
         if not length:
@@ -226,7 +237,7 @@ class Tiers:
     def __init__(self, budgets: Sequence[int], block_bytes: int, max_files: int) -> None:
         self.all = [Tier(number, budget) for number, budget in enumerate(budgets)]
         self.block_bytes, self.max_files = block_bytes, max_files
-        self.files: dict[int, CacheFile] = {}  # all, and those dropped but still held
+        self.files: dict[int, CacheFile] = {}  # including those that are dropped but still held
         self.rings: dict[ObjectId, list[CacheFile]] = {}
         self.ring_files: dict[int, CacheFile] = {}  # live ones, oldest first
         self.versions: dict[tuple[str, str], ObjectId] = {}
@@ -266,7 +277,7 @@ class Tiers:
     def used_lately(self, file: CacheFile) -> None:
         self.all[file.tier].linked.move_to_end(file.object)
 
-    # in and out
+    # creating and dropping
 
     def create(self, tier: Tier, obj: ObjectId, parts: Ranges | None, out: list[Instruction]) -> CacheFile:
         if parts is None:

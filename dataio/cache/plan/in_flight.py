@@ -1,7 +1,7 @@
 """Fetches in flight, and the tickets and streams that they are for.
 
-Invariants: one instruction fetches a part of a file, however many tickets need it. Bytes that other cache files hold
-are copied from there. Prefetched bytes count for their stream until they arrive.
+Invariants: one instruction fetches a part of a file, however many tickets (requests) need it. Bytes that other cache
+files hold are copied from there. Prefetched bytes count for their stream until they arrive.
 Failure behaviour: a part whose fetch failed is absent again. If an earlier daemon left it, it is unverified again.
 """
 
@@ -17,8 +17,11 @@ from headrace.dataio.cache.plan.streams import Streams
 
 @dataclass(slots=True)
 class Ticket:
-    """A request that waits for parts of files. `file` will hold all of them. If it is None, the parts are in several
-    tiers, and the request is placed again when all have arrived."""
+    """A request that waits for the `missing` parts of files.
+
+    `file` will hold all of them. If it is None, the parts are in several tiers, and the plan handles the request again
+    when all have arrived.
+    """
 
     file: CacheFile | None
     missing: dict[tuple[int, int], CacheFile]
@@ -28,7 +31,7 @@ class Ticket:
 
 
 class InFlight:
-    """Fetches under way."""
+    """Fetches in flight. `prefetch_parts` and `prefetch_bytes` count the prefetches among them."""
 
     def __init__(self, tiers: Tiers, streams: Streams) -> None:
         self._tiers, self._streams = tiers, streams

@@ -4,9 +4,9 @@ Purpose: blocks of a store that a loader announced go into the fastest tier with
 loader reads the store. If every sample is read once an epoch, no policy has a higher hit rate: the hit rate is the
 share of the data that is kept. Blocks of other stores are evicted least recently used first, by whole file, from the
 slowest tier first.
-Invariants: a file with a fetch in flight is not evicted. A dropped file that is still held counts as used. The choice
-of victims counts it as free; otherwise one holder that keeps files open could empty the cache.
-Failure behaviour: None without room; nothing waits.
+Invariants: a file with a fetch in flight is not evicted. A dropped file that is still held counts as used. But the
+choice of files to evict counts it as free; otherwise one holder that keeps files open could empty the cache.
+Failure behaviour: if no tier has room, `admit` returns None. It never waits.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Pinned:
         if len(self._tiers.all) < 2 or not files:
             return {}
         wanted, out = blocks_of(ranges, self._tiers.block_bytes), dict[int, CacheFile]()
-        for file in reversed(files):  # the fastest counts
+        for file in reversed(files):  # a faster tier replaces a slower one
             well = self._tiers.all[file.tier].open
             known = file.present | file.in_flight.keys() | (file.adopted if well else set())
             out.update(dict.fromkeys(wanted & known, file))
         return out
 
     def admit(self, obj: ObjectId, ranges: Ranges, out: list[Instruction]) -> CacheFile | None:
-        """A file of the object with room for all of `ranges`, made or found."""
+        """An existing or new file of the object with room for all of `ranges`; None without room."""
         tiers = self._tiers.open
         if self._streams.uses(obj.source):
             return self._first(tiers, obj, ranges, out, evict=True)
@@ -85,7 +85,7 @@ class Pinned:
     def _into(
         self, tier: Tier, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, evict: bool
     ) -> CacheFile | None:
-        """Evicts other files first, then the object's own old file if no stream announced the store."""
+        """A file in this tier, or None. Evicts other files first, then the object's own file if it is not protected."""
         file = tier.linked.get(obj)
         blank = file or CacheFile(0, obj, tier.number, tier.pinned, self._tiers.block_bytes)
         wanted = blank.needs(ranges) or set()
@@ -128,12 +128,15 @@ class Pinned:
         return not file.in_flight and (file.stale or not self._protected(file.object.source, new))
 
     def _protected(self, source: str, new: str) -> bool:
-        """Whether blocks of `source` are protected from reads of the store `new`: while a loader announces `source`,
-        and afterwards from reads of the same store, since the trainer usually restarts."""
+        """Whether reads of the store `new` must not evict blocks of `source`.
+
+        They must not while a loader announces `source`. Afterwards, reads of the same store must not either, because the
+        trainer usually restarts.
+        """
         return self._streams.uses(source) or (source == new and source in self._ordered)
 
     def _evictable(self, tier: Tier, new: str) -> bool:
-        """Whether anything may be evicted; saves each read of a full cache a search through all files."""
+        """Whether anything may be evicted. With this check, a read of a full cache need not search all files."""
         return bool(tier.stale_bytes) or any(
             total for source, total in tier.bytes_of.items() if not self._protected(source, new)
         )

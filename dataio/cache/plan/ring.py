@@ -1,22 +1,21 @@
-"""The ring: files of single reads that are not kept as blocks, held until every stream that announced them has read
-them.
+"""The ring: files of single reads, each kept until every stream that announced the read has read it. Sans-I/O.
 
-When an announced read has no room among the blocks, it passes through a small file with exactly its bytes, in the
-fastest tier. So a byte that is not kept is fetched once for each time that it is read, and never as part of a block
-that is discarded. A read that is announced *again* before its first use (its source has a higher weight) is
-kept between the uses. The next use of such reads is known. When room is short, the read whose next use is latest is
+When there is no room for the blocks of an announced read, the read passes through a small file with exactly its bytes,
+in the fastest tier. So a byte that is not kept is fetched once for each time that it is read, and never as part of a
+block that is discarded. If a read is announced *again* before its first use (its source has a higher weight), its file
+is kept between the uses. The next use of such reads is known. When room is short, the read whose next use is latest is
 evicted first, which is Belady's rule.
 
 `ScatteredReads` decides which reads use the ring although their blocks would fit. For example, a clip of a long video
 reads the header and some hundred kilobytes at a large offset. The rest of those blocks may not be read for many epochs.
-A read that skips blocks between its ranges identifies such a store. A block is worth keeping once its bytes
-that were read this way add up to the block's size. So a store sends at most about twice the bytes that it would send if
-all reads were known in advance.
+A read that skips blocks between its ranges identifies such a store. A block is worth keeping once its bytes that were
+read this way add up to the block's size. So a store sends at most about twice the bytes that it would send if all reads
+were known in advance.
 
-Invariants: reads that are announced once have `base` bytes. Reads that are announced again also use the ring's
-`reserve`, which grows in steps of a sixteenth of the budget, and takes room from blocks. The ring has at most half of
-its tier. `ScatteredReads` counts at most `KNOWN` blocks and `STORES` stores, and forgets the oldest first. Sans-I/O.
-Failure behaviour: None when there is no room. When room is short, an unread file is dropped if the last
+Invariants: reads that are announced once use at most `base` bytes. Reads that are announced again also use the ring's
+`reserve`, which grows in steps of a sixteenth of the tier's budget, and takes room from blocks. The ring uses at most
+half of its tier. `ScatteredReads` counts at most `KNOWN` blocks and `STORES` stores, and forgets the oldest first.
+Failure behaviour: if there is no room, `open` returns None. When room is short, an unread file is dropped if the last
 `MISSED_ANNOUNCEMENTS` announcements of its stream did not name it.
 
 Belady: "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5 (2), 1966.
@@ -32,8 +31,10 @@ from headrace.dataio.cache.plan.files import Awaited, CacheFile, Readers, Tier, 
 from headrace.dataio.cache.plan.streams import Streams
 
 SHARE = 64
-"""While a stream announces, the ring has 1/`SHARE` of the budget or `BLOCKS` blocks, whichever is more, but at most half
-of its tier."""
+"""The ring's share while a stream announces.
+
+It is 1/`SHARE` of the budget of all tiers, or `BLOCKS` blocks if that is more, but at most half of the ring's tier.
+"""
 BLOCKS = 4
 STEPS = 16
 """The reserve grows in steps of 1/`STEPS` of its tier's budget."""
@@ -72,7 +73,7 @@ class Ring:
         self._reused = {id: file for id, file in self._reused.items() if self._tiers.live(file)}
         return sum(file.bytes for file in self._reused.values())
 
-    # in and out
+    # finding and creating files
 
     def find(self, obj: ObjectId, ranges: Ranges) -> CacheFile | None:
         rings = self._tiers.rings.get(obj, ())
@@ -81,8 +82,10 @@ class Ring:
     def open(
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, due: float, asked: bool
     ) -> CacheFile | None:
-        """A new file for this read, due at `due`; None without room. Prefetches leave a quarter of the ring to requests
-        (`asked`)."""
+        """A new file for this read, which is due at `due`; None without room.
+
+        `asked`: a request needs it now. Prefetches leave a quarter of the ring to requests.
+        """
         tier = self.tier
         parts = extents_of(ranges, self._tiers.block_bytes)
         cost = sum(length for _, length in parts)
@@ -134,7 +137,7 @@ class Ring:
     # which streams wait for which files
 
     def announced(self, stream: int, out: list[Instruction]) -> None:
-        """The stream has a new announcement: count how often it names each file."""
+        """Count how often the stream's new announcement names each file."""
         number = self._streams.announced(stream)
         if not self._tiers.ring_files:
             return
@@ -156,8 +159,11 @@ class Ring:
             self._keep(file)
 
     def asked(self, file: CacheFile, stream: int, ranges: Ranges) -> None:
-        """The file was created for a read that the stream requests now. If the announcement names the read once, that may
-        be this one. If it names it more often, the file is kept for the next one."""
+        """The file was created for a read that the stream requests now.
+
+        If the announcement names the read once, that may be this request. If it names it more often, the file is kept for
+        the next read.
+        """
         if self._streams.times(stream, file.object, ranges) > 1:
             self.fetching(file, stream, ranges, self._streams.due(stream, file.object, ranges))
 
@@ -183,7 +189,7 @@ class Ring:
             self.reserve = 0
 
     def sweep(self, obj: ObjectId, out: list[Instruction]) -> None:
-        """Drop this object's files that no stream waits for, and its incomplete files."""
+        """Drop the object's files that no stream waits for, and its incomplete files."""
         for file in list(self._tiers.rings.get(obj, ())):
             if not file.in_flight and (not file.awaited or not file.whole):
                 self._tiers.drop(file, out)
@@ -221,6 +227,7 @@ def _renew(readers: Readers, due: float) -> None:
 
 
 HOLE = 2
+"""Number of blocks that a read must skip between its ranges to identify its store."""
 KNOWN, STORES = 1 << 14, 1 << 10
 
 
@@ -233,7 +240,7 @@ class ScatteredReads:
         self._counted: OrderedDict[tuple[ObjectId, int], int] = OrderedDict()
 
     def read(self, obj: ObjectId, ranges: Ranges) -> None:
-        """Observe a read; its ranges belong to one sample."""
+        """Record a read, whose ranges belong to one sample."""
         if obj.source not in self._with_holes and self._has_hole(ranges):
             self._with_holes[obj.source] = None
             if len(self._with_holes) > STORES:

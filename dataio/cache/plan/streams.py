@@ -1,10 +1,10 @@
-"""Announcements of the node's loaders: which read is prefetched next, and which stores are in use.
+"""Announcements of the node's loaders: which read is prefetched next, and which stores are in use. Sans-I/O.
 
-Invariants: the read that is due first is next. A stream with more than its fair share of the bytes in flight waits
-while another one has something to fetch, so no job starves another. Reads of one stream keep their order. An
-announcement continues the last one if it has the same `Want` objects, without some at the start and with more at the
-end. Such an announcement costs only its new part, and has the same result as a complete one. Sans-I/O, bounded: a
-stream has at most the wants of one announcement.
+Invariants: the read that is due first is next. A stream with its fair share of the bytes in flight or more waits while
+another one has something to fetch, so no job starves another. Reads of one stream keep their order. An announcement
+continues the last one if it has the same `Want` objects, without some at the start and with more at the end. Such an
+announcement costs only its new part, and has the same result as a complete one. A stream has at most the wants of one
+announcement, which bounds the memory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ Read = tuple[ObjectId, Ranges]
 
 @dataclass(eq=False)
 class Stream:
-    """One loader. `in_flight_bytes` counts the bytes that are being prefetched for it, and `number` its announcements.
-    `named` is the newest announcement. `placed` are its reads that were handled already, because an announcement repeats
-    most of the last one."""
+    """The announcements of one loader.
+
+    `wants` are the reads that are not prefetched yet. `in_flight_bytes` counts the bytes that are being prefetched.
+    `number` counts the announcements, and `named` is the newest one. `placed` are its reads that were handled already,
+    because an announcement repeats most of the last one.
+    """
 
     source: str
     wants: deque[Want] = field(default_factory=deque)
@@ -39,7 +42,7 @@ class Stream:
 
     @cached_property
     def due(self) -> dict[Read, float]:
-        """When the newest announcement names a read first."""
+        """The time at which each read of the newest announcement is due first."""
         return {(want.object, want.ranges): want.due for want in reversed(self.named)}
 
     def announce(self, wants: Sequence[Want]) -> None:
@@ -77,9 +80,8 @@ class Stream:
                 del self.times[read]
                 self.placed.discard(read)
         self.wants.extend([want for want, read in zip(more, reads, strict=True) if read not in self.placed])
-        if twice or len(self.times) < len(
-            wants
-        ):  # some reads are announced twice, and the first of the two may be placed already
+        # some reads are announced twice, and the first of the two may be placed already
+        if twice or len(self.times) < len(wants):
             self.wants = deque(want for want in self.wants if (want.object, want.ranges) not in self.placed)
 
 
@@ -121,7 +123,7 @@ class Streams:
         return stream.number
 
     def named(self, number: int) -> Sequence[Want]:
-        """What the stream's newest announcement names."""
+        """The stream's newest announcement."""
         return self._streams[number].named
 
     def read(self, number: int, obj: ObjectId, ranges: Ranges) -> None:
@@ -136,7 +138,7 @@ class Streams:
         return stream.times[obj, ranges] if stream is not None else 0
 
     def due(self, number: int, obj: ObjectId, ranges: Ranges) -> float:
-        """When the stream's newest announcement names this read first; infinity when it does not."""
+        """The time at which this read is due first, by the stream's newest announcement; infinity if it is not named."""
         stream = self._streams.get(number)
         return stream.due.get((obj, ranges), float("inf")) if stream is not None else float("inf")
 
@@ -150,7 +152,7 @@ class Streams:
             del self._sources[stream.source]
 
     def next(self, in_flight_bytes: int) -> int | None:
-        """The stream to prefetch for when `in_flight_bytes` may be in flight for all together."""
+        """The stream to prefetch for, if at most `in_flight_bytes` may be in flight for all streams together."""
         waiting = [(number, stream) for number, stream in self._streams.items() if stream.wants]
         if not waiting:
             return None
@@ -178,8 +180,7 @@ class Streams:
 
 
 def continued(old: Sequence[Want], new: Sequence[Want]) -> int | None:
-    """How many items at the start of `old` are missing in `new`, if `new` continues with the same objects; else
-    None."""
+    """The number of items at the start of `old` that `new` lacks, if `new` continues with the same objects; else None."""
     if not old or not new:
         return None
     dropped = next((place for place, want in enumerate(old) if want is new[0]), None)

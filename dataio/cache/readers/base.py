@@ -42,8 +42,10 @@ class ShardReader(Protocol):
         ...
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Fill the pieces of every (key, pieces), as `read_into` does, and yield after each. Meant for some tens of reads,
-        because a reader may prepare all of them before the first."""
+        """Fill the pieces of every (key, pieces), as `read_into` does, and yield after each.
+
+        Pass some tens of reads at most, because a reader may prepare all of them before the first.
+        """
         ...
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
@@ -76,7 +78,7 @@ _GRAIN = 1 << 16
 
 
 class ThreadBuffer(threading.local):
-    """A thread's memory for reads. It is reused, because new memory costs a page fault for every 4 KiB.
+    """A thread's memory for reads, reused because new memory costs a page fault for every 4 KiB.
 
     While anything refers to the last allocation, the next read gets new memory instead.
     """
@@ -96,7 +98,7 @@ class ThreadBuffer(threading.local):
         return allocation.data
 
     def allocate_pieces(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, memoryview]]:
-        """Memory for every (offset, length), as (offset, memory), one after the other."""
+        """Contiguous memory for every (offset, length), as (offset, memory)."""
         memory, at, pieces = self.allocate(sum([length for _, length in ranges])), 0, list[tuple[int, memoryview]]()
         for offset, length in ranges:
             pieces.append((offset, memory[at : at + length]))
@@ -105,8 +107,10 @@ class ThreadBuffer(threading.local):
 
 
 def open_local_reader(store: Store) -> ShardReader:
-    """A reader of `store` without the sidecar: local files are read directly; other objects through a cache in this
-    process."""
+    """A reader of `store` without the sidecar.
+
+    It reads local files directly, and other objects through a cache in this process.
+    """
     if not _has_files(store):
         from headrace.dataio.cache.readers.bypass import BypassReader
 

@@ -2,10 +2,10 @@
 
 Purpose: a cache fetches whole blocks, which pays off over an epoch. But the first batch of small samples would wait for
 blocks that hold mostly other samples.
-Invariants: the bytes are the same. Only ranges of the first announcement are fetched directly, and only if they are
-at most `MAX_BYTES` and half of their blocks. `PARALLEL` requests run at the same time. From the second
-announcement on, all reads use the fallback reader, which is created then or at the first other read. Directly fetched
-ranges of at least `MIN_PART_BYTES` are not fetched again with their blocks: `PartlyFetchedStore` supplies them.
+Invariants: the bytes are the same. Only ranges of the first announcement are fetched directly, and only if they are few,
+and at most `MAX_BYTES` and half of their blocks. At most `PARALLEL` requests run at the same time. From the second
+announcement on, all reads use the fallback reader, which is created then or at the first read of another range. Directly
+fetched ranges of at least `MIN_PART_BYTES` are not fetched again with their blocks: `PartlyFetchedStore` supplies them.
 Failure behaviour: a range that could not be fetched is read through the fallback reader, whose errors pass through.
 """
 
@@ -28,7 +28,7 @@ PARALLEL = 8
 MAX_BYTES = 4 * limits.CACHE_BLOCK_BYTES
 """Maximum bytes of direct fetches. They stay in memory until their blocks are read or the reader is closed."""
 MIN_PART_BYTES = 128 << 10
-"""Skipping a smaller part of a block costs one more request, which is more than it saves."""
+"""Minimum size of a part that is not fetched again. A smaller one saves less than the additional request costs."""
 WAIT_SECONDS = 300.0
 
 Range = tuple[str, int, int]
@@ -36,7 +36,7 @@ _Pending = dict[str, list[tuple[int, int, "Future[memoryview]"]]]
 
 
 def is_worthwhile(upcoming: Sequence[Range], block: int = limits.CACHE_BLOCK_BYTES) -> bool:
-    """Whether these ranges arrive sooner than their blocks: they are few, and a small part of the blocks. Pure."""
+    """Whether these ranges arrive sooner than their blocks: they are few, and a small part of the blocks."""
     if not upcoming or any(length <= 0 for _, _, length in upcoming):
         return False
     blocks = {
@@ -49,8 +49,10 @@ def is_worthwhile(upcoming: Sequence[Range], block: int = limits.CACHE_BLOCK_BYT
 
 
 class PartlyFetchedStore(Wrapper):
-    """`inner`, with some bytes already in memory. `get_pieces` requests only the other bytes, and then removes those in
-    memory."""
+    """`inner`, with some bytes already in memory.
+
+    `get_pieces` requests only the other bytes, and removes from memory those that it delivers.
+    """
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -84,8 +86,10 @@ class PartlyFetchedStore(Wrapper):
         self.inner.get_pieces(key, offset, buffer, take)
 
     def _take(self, key: str, first: int, end: int) -> list[tuple[int, memoryview]]:
-        """Remove and return the parts of [first, end), sorted and disjoint. The rest of a part that crosses an edge
-        stays."""
+        """Remove and return the parts of [first, end), sorted and disjoint.
+
+        If a part crosses an edge, its rest stays.
+        """
         if key not in self._parts:
             return []
         found, left, at = list[tuple[int, memoryview]](), list[tuple[int, memoryview]](), first
@@ -109,8 +113,10 @@ class _RestartedError(Exception):
 
 
 class BypassReader:
-    """A `ShardReader` of `store` that reads the first batch directly, and the rest through the reader that `make`
-    returns. Closing it closes that reader."""
+    """A `ShardReader` of `store` that reads the first batch directly.
+
+    It reads the rest through the reader that `make` returns. Closing it closes that reader.
+    """
 
     def __init__(self, store: Store, make: Callable[[Store], ShardReader]) -> None:
         self._store, self._make = PartlyFetchedStore(store), make
@@ -167,7 +173,7 @@ class BypassReader:
         return buffer.toreadonly()
 
     def _fetched(self, key: str, offset: int, length: int) -> memoryview | None:
-        """A range that was fetched directly, once it has arrived; None if it was not."""
+        """Wait for a range that is fetched directly; None if it is not one, or could not be fetched."""
         for first, end, future in self._pending.get(key, ()):
             if first <= offset and offset + length <= end:
                 with contextlib.suppress(HeadraceError, TimeoutError, CancelledError):

@@ -2,8 +2,8 @@
 
 Invariant: a view stays valid and unchanged while it is referenced, even if the cache evicts its file.
 Failure behaviour: ranges that have no room in the cache are read from the store into memory. A `PrivateReader` also
-does so when the cache's disk cannot be read. The store's errors pass through. A wait of `WAIT_SECONDS` raises
-`DeadlineError`.
+does so when the cache's disk cannot be read. The store's errors pass through. A read that waits longer than
+`WAIT_SECONDS` raises `DeadlineError`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headrace.dataio.store.base import Store
 
 WAIT_SECONDS = 300.0
 MAPPED_FILES = 64
-"""Maximum number of mappings kept for later reads. A mapping in use exists independently."""
+"""Maximum number of mappings that are kept for later reads. Views keep further ones alive."""
 PRIVATE_BUDGET = 1 * limits.GIB
 PRIVATE_THREADS = 4
 PRIVATE_FILES = 128
@@ -125,10 +125,10 @@ class CachedReader:
 
 
 class PrivateReader(CachedReader):
-    """A `CachedReader` with its own engine, for a process without a sidecar whose shards are not local files. The cache
-    does not outlive the process.
+    """A `CachedReader` with its own engine, for a process without a sidecar whose shards are not local files.
 
-    Reads of up to `COPIED_BYTES` are copied out of the cache file, because mapped pages count as this process's memory.
+    The cache does not outlive the process. Reads of up to `COPIED_BYTES` are copied out of the cache file, because mapped
+    pages count as this process's memory.
     """
 
     def __init__(self, store: Store, *, budget: int = PRIVATE_BUDGET) -> None:
@@ -173,7 +173,7 @@ def stream(store: Store, key: str, ranges: Ranges) -> list[memoryview]:
 
 
 def views(mapped: MappedFile | None, ranges: Ranges) -> list[memoryview]:
-    """Read-only views of a mapping; None stands for a file of no bytes."""
+    """Read-only views of a mapping; `mapped` is None for an empty file."""
     whole = memoryview(mapped) if mapped is not None else memoryview(b"")
     return [whole[offset : offset + length] for offset, length in ranges]
 

@@ -41,8 +41,11 @@ Run = tuple[int, int, list[memoryview]]
 
 
 class DirectReader:
-    """A `ShardReader` of `store`'s local files; other objects go to the reader that `make_fallback` makes. Closing it closes
-    that reader, and not the store."""
+    """A `ShardReader` of `store`'s local files.
+
+    It reads other objects through the reader that `make_fallback` creates. Closing it closes that reader, but not the
+    store.
+    """
 
     def __init__(self, store: Store, make_fallback: Callable[[], ShardReader], clock: Clock = SYSTEM_CLOCK) -> None:
         self._store, self._make, self._files = store, make_fallback, FdCache(clock)
@@ -72,8 +75,11 @@ class DirectReader:
             self._count(self._fill(key, descriptor, _runs(pieces), pieces))
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Fill the pieces of every (key, pieces), and yield after each. All files and offsets are resolved before the
-        first read, so the copies run without other work in between, which keeps the processor's caches warm."""
+        """Fill the pieces of every (key, pieces), and yield after each.
+
+        All files and offsets are resolved before the first read. So no other work runs between the copies, which keeps the
+        processor's caches warm.
+        """
         prepared, failed = list[tuple[Descriptor | None, Sequence[Run], str, Pieces]](), None
         opened = dict[str, Descriptor | None]()
         for key, pieces in reads:
@@ -81,7 +87,7 @@ class DirectReader:
                 if key not in opened:
                     opened[key] = self._opened(key)
                 prepared.append((opened[key], _runs(pieces), key, pieces))
-            except HeadraceError as error:  # raised when those before it are read
+            except HeadraceError as error:  # raised after the reads before it
                 failed = error
                 break
         read = 0
@@ -139,9 +145,8 @@ class DirectReader:
         size, fd = 0, descriptor.fileno()
         try:
             for start, length, buffers in runs:
-                if (
-                    os.preadv(fd, buffers, start) != length
-                ):  # the file is shorter, or the kernel returned less than requested
+                # the file may be shorter, or the kernel may return less than requested
+                if os.preadv(fd, buffers, start) != length:
                     raise EOFError
                 size += length
         except (OSError, EOFError):
@@ -159,7 +164,7 @@ class DirectReader:
             _READ.inc(to_report)
 
     def _advise(self, upcoming: Sequence[Range], at: int) -> bool:
-        """Ask the kernel to read a range ahead if it is not cached; False if enough is read ahead already."""
+        """Ask the kernel to read a range ahead if it is not cached; returns False if enough is read ahead already."""
         key, offset, length = upcoming[at]
         with contextlib.suppress(HeadraceError):  # a hint: the read reports the error
             descriptor = self._opened(key)
@@ -174,7 +179,7 @@ class DirectReader:
         return True
 
     def _is_local(self, key: str) -> bool:
-        """Whether it is a local file, or an object that cannot be opened."""
+        """Whether the object is a local file, or cannot be opened."""
         with contextlib.suppress(HeadraceError):
             return self._opened(key) is not None
         return True
@@ -184,7 +189,7 @@ _OFFSET = itemgetter(0)
 
 
 def _index_after(upcoming: Sequence[Range], last: Range | None) -> int:
-    """The index after the `last` range of the previous list; 0 if it is not in this one."""
+    """The index after `last`, the last range of the previous list; 0 if `upcoming` does not contain it."""
     for number in range(len(upcoming) - 1, -1, -1):
         if upcoming[number] == last:
             return number + 1
@@ -192,8 +197,10 @@ def _index_after(upcoming: Sequence[Range], last: Range | None) -> int:
 
 
 def _runs(pieces: Pieces) -> list[Run]:
-    """Group pieces into (start, length, buffers) reads: neighbours are read together with the gaps between them, in any
-    order of the pieces."""
+    """Group pieces, in any order, into (start, length, buffers) reads.
+
+    Neighbours are read together, with the gaps between them.
+    """
     runs: list[Run] = []  # not `list[Run]()`, which is slower: this runs thousands of times a second
     buffers: list[memoryview] = []
     start, at, end = 0, 0, -GAP_BYTES - 1
