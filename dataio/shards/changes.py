@@ -1,6 +1,6 @@
-"""The changes from one version to another: making versions (saved views, removals, merges), and comparing them.
+"""Makes new versions of a dataset (saved views, removals, merges), and compares versions.
 
-Purpose: every change of a dataset makes a further version. Shards and index parts are never rewritten or copied. A diff
+Purpose: every change of a dataset makes a new version. Shards and index parts are never rewritten or copied. A diff
 lists the samples that were added, removed or changed from one version to another, by key.
 Invariants:
 
@@ -11,8 +11,9 @@ Invariants:
 * The shards and parts of a merged dataset stay in its own store, which becomes a mount.
 * In a diff, a sample has changed if its members, its text or its fields differ. Its position does not matter. Views are
   compared like versions. Index parts with the same remaining rows in both versions are not read. Keys are in the order
-  added, removed, changed, and sorted within each kind. They are streamed from DuckDB, which holds the keys that differ
-  and 16 bytes for each of the other keys that it read.
+  added, removed, changed, and sorted within each kind.
+* While it compares, DuckDB holds each key that it reads and an 8-byte hash of the sample. Afterwards it holds only the
+  keys that differ, and streams them.
 
 Failure behaviour: `ConflictError` as described in `versions.commit`, and for a key that two merged datasets hold.
 `NotFoundError` for keys to remove that no sample has. `UsageError` for a change that would remove all samples or no
@@ -251,7 +252,7 @@ def _list_some(keys: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class _MergeInput:
-    """The shards, parts and mounts of a merged dataset, with their names in the dataset that it is merged into."""
+    """The shards, parts and mounts of a dataset to merge, with their names in the target dataset."""
 
     shards: tuple[Shard, ...]
     parts: tuple[IndexPart, ...]
@@ -289,7 +290,7 @@ def _location(store: Store) -> tuple[str, dict[str, object]]:
 
 
 def _sort_parts(store: Store, document: VersionDocument) -> VersionDocument:
-    """`document` with each part only once, in the order of their samples.
+    """Return `document` with each part only once, and with the parts in the order of their samples.
 
     If several entries name the same part, the union of their rows remains.
     """

@@ -251,8 +251,10 @@ def summary(dataset: Dataset) -> dict[str, Any]:
 
 
 def _tags_of(dataset: Dataset) -> list[str]:
-    """The tags of this version. For a view, the tags of the version that it narrows. Only the first `_MAX_TAGS` tags are
-    searched."""
+    """The tags of this version, or for a view, of the version that it filters.
+
+    Only the first `_MAX_TAGS` tags are searched.
+    """
     from headrace.dataio.shards.versions import tags
 
     names = sorted(tags.names(dataset.store))[:_MAX_TAGS]

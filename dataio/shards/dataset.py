@@ -1,7 +1,7 @@
 """An open dataset version, or a view of one.
 
 Purpose: `Dataset` looks up samples in the index. Only `read` reads media. `where` returns a view with fewer samples.
-`remove`, `merge` and `save` make a further version and return it open.
+`remove`, `merge` and `save` make a new version and return it as an open `Dataset`.
 Invariants:
 
 * A version or view never changes, so `digest` identifies all of it.
@@ -46,8 +46,8 @@ _ROWS_PER_READ = 1024
 class Dataset:
     """One version of a dataset, open for reading.
 
-    Use it in a `with` statement, or call `close`, to close a store that this class opened. Datasets made from this one
-    (`where`, `remove`, …) share its store. Closing one of them closes the store for all.
+    Use it in a `with` statement, or call `close`. Either closes the store if the `Dataset` opened it. Datasets made
+    from this one (`where`, `remove`, …) share its store. Closing one of them closes the store for all.
 
     Args:
         url_or_store (str | os.PathLike[str] | Store): The dataset: a path, `s3://bucket/prefix`, another URL of
@@ -143,7 +143,7 @@ class Dataset:
 
     @property
     def version(self) -> int:
-        """The number of the open version. For a view, the number of the version that it narrows."""
+        """The number of the open version. For a view, the number of the version that it filters."""
         return self.document.version
 
     @property
@@ -160,7 +160,7 @@ class Dataset:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """An identification of these samples in plain JSON types, to store with the records of a training run."""
+        """A dictionary of plain JSON types that identifies these samples. Store it with the logs of a training run."""
         named = {"name": self.name, "version": self.version, "digest": self.digest, "samples": len(self)}
         return named if self.view is None else named | self.view.fingerprint
 
@@ -207,8 +207,10 @@ class Dataset:
         return self.index.columns(names)
 
     def constant_value(self, column: str) -> str | None:
-        """The value that all samples have in this column, if the version document records one. None otherwise. This
-        reads nothing."""
+        """The value that all samples have in this column, if the version document records one, else None.
+
+        This reads nothing from the store.
+        """
         return self.index.constant_value(column)
 
     def __len__(self) -> int:
@@ -242,9 +244,9 @@ class Dataset:
         return self.index.samples(ids)
 
     def files(self, ids: Sequence[int]) -> list[Files]:
-        """The positions of the files of these samples, in this order.
+        """Look up only the positions of these samples' files, in this order.
 
-        This takes a fifth of the time that `samples` takes. It is for readers that need only the bytes of files.
+        This takes a fifth of the time that `samples` takes. Use it if you need only the bytes of files.
         """
         self._check_numbers(ids)
         return self.index.files(ids)
@@ -453,10 +455,10 @@ class Dataset:
 def use_or_open(
     url_or_store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None
 ) -> tuple[Store, bool]:
-    """Return the given store, or open the store at the URL. The second value says whether the caller must close it.
+    """Return the given store, or open the store at the URL. The second value is whether the caller must close it.
 
     Raises:
-        UsageError: Options were given with a store that is open already.
+        UsageError: Options were given together with an open store.
     """
     if not isinstance(url_or_store, Store):
         return open_store(url_or_store, storage_options=storage_options), True

@@ -3,9 +3,9 @@
 Invariants:
 
 * A key is a name, never a path. Every file goes into the one folder that the user named.
-* A file's name consists of the key's harmless characters and of `%XX` for the others. Different members never share a
-  name.
-* A file appears whole and with a verified checksum, or not at all.
+* In a file's name, letters and digits and the characters of `_PLAIN` stay as they are. Other characters become `%XX`.
+  Long names are shortened and end in a hash. Different members never share a name.
+* Each file is written atomically, after its checksum was verified.
 * An existing file is replaced only on request, and links are not followed.
 
 Failure behaviour: an existing file raises `ConflictError`, which names it. A damaged member raises `CorruptionError`.

@@ -1,4 +1,4 @@
-"""Reading one member of a sample directly from the store, with its checksum verified.
+"""Reads one member of a sample directly from the store, and verifies its checksum.
 
 Purpose: tools and tests use these functions. Training reads through a `ShardReader`, which shares and caches reads.
 Invariant: `read_member` returns the bytes that were packed, or raises an error.

@@ -1,14 +1,13 @@
-"""Digests of the pieces of long files. With them, a reader can check a part of a file without the rest (design note
-0022).
+"""Digests of the pieces of long files, with which a reader can check a range of a file without the rest.
 
 Purpose: this module chooses the size of pieces, computes their digests while the bytes are streamed, and verifies
-pieces. It does no I/O.
+pieces. It does no I/O. Design note 0022 gives the reasons.
 
 Invariants:
 
 * A file of `MIN_FILE_BYTES` or more has pieces. Their size is `MIN_PIECE_BYTES`, or the smallest larger power of two
   that gives at most `MAX_PIECES` pieces. The digests of a file therefore take at most 16 KiB.
-* Stored pieces are used only after `find_fault` found nothing.
+* Readers use stored pieces only after `find_fault` found them valid.
 
 Failure behaviour: none. Callers raise errors that name the file.
 """

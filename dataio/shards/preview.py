@@ -1,6 +1,6 @@
 """One HTML page that shows the contents of a dataset or of a view: its statistics, and pictures of some samples.
 
-Purpose: users look at data before they train on it, and pass the page on. The page is one file. It has no scripts and
+Purpose: users look at data before they train on it, and can share the page. The page is one file. It has no scripts and
 needs no network.
 Invariants:
 
@@ -61,8 +61,8 @@ MAX_BINS = 24
 _WIDTH, _HEIGHT, _BASE, _TOP = 480, 150, 124, 20
 _TICK_SPACING = 96
 _SINGLE_VALUE_RANGE = 1e-9
-"""If the range of the values is smaller than this share of their size, they count as one value: floats could not
-represent the edges between them."""
+"""If the range of the values is smaller than this fraction of their magnitude, they count as one value, because floats
+cannot represent the edges between them."""
 
 
 def preview(

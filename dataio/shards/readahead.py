@@ -1,10 +1,10 @@
 """Sequential reads of one object in large windows, with the next window read in the background.
 
-Invariants: at most four windows are in memory, for any size of the object. Each window is requested once as long as
-reads go forward. A read may step back by less than one window.
+Invariants: at most four windows are in memory, for any size of the object. While reads go forward, each window is
+requested once. A read may go back by less than one window without a new request.
 
-Failure behaviour: `TransientError` if the object became shorter or was deleted, because a writer is changing it. Other
-errors of the store pass through.
+Failure behaviour: if the object became shorter or was deleted, a writer is changing it, and reads raise
+`TransientError`. Other errors of the store pass through.
 """
 
 from __future__ import annotations

@@ -24,14 +24,14 @@ import msgspec
 
 
 class Pieces(msgspec.Struct, frozen=True, gc=False):
-    """Digests of the pieces of a long file. With them, a reader can check a part of the file without the rest.
+    """Digests of the pieces of a long file. With them, a reader can check a range of the file without the rest.
 
     * `size`: bytes of each piece. The last piece may be shorter.
     * `digests`: the XXH3-64 of each piece, little-endian, 8 bytes each.
     * `head`: runs (first piece, count), in order, of the pieces that a reader needs to open the file and find any key
       frame. This is a hint.
-    * `marks`: for MP3, which has no index from time to position. Each mark is (byte at which a frame begins, number of
-      samples before it). There is about one mark for each piece.
+    * `marks`: byte positions for seeking in MP3, which has no index of its own. Each mark is (offset of a frame in
+      bytes, number of audio samples before it). There is about one mark for each piece.
     """
 
     size: int
@@ -41,10 +41,10 @@ class Pieces(msgspec.Struct, frozen=True, gc=False):
 
 
 class Member(msgspec.Struct, frozen=True, gc=False):
-    """One file of a sample: its payload is the bytes [offset, offset + length) of the shard, and `xxh3` is their
-    XXH3-64.
+    """One file of a sample.
 
-    Long files have `pieces`, except in older datasets.
+    Its contents are the bytes [offset, offset + length) of the shard. `xxh3` is their XXH3-64. Long files have
+    `pieces`, except in older datasets.
     """
 
     ext: str
@@ -57,7 +57,7 @@ class Member(msgspec.Struct, frozen=True, gc=False):
 class KeyFrame(msgspec.Struct, frozen=True, gc=False):
     """A frame from which decoding can start: its timestamp and its index in presentation order.
 
-    `at` is the byte of the file at which its packet begins (-1: unknown). It is a hint.
+    `at` is the offset of its packet in the file, in bytes (-1: unknown). It is a hint.
     """
 
     pts: int
@@ -66,8 +66,10 @@ class KeyFrame(msgspec.Struct, frozen=True, gc=False):
 
 
 class Color(msgspec.Struct, frozen=True, gc=False):
-    """The color properties of a stream, in libav's names such as "bt709" and "tv". "unknown" if the file does not give
-    one."""
+    """The color properties of a stream, in libav's names such as "bt709" and "tv".
+
+    A property that the file does not give is "unknown".
+    """
 
     space: str
     range: str
@@ -76,7 +78,7 @@ class Color(msgspec.Struct, frozen=True, gc=False):
 
 
 class VideoInfo(msgspec.Struct, frozen=True, gc=False):
-    """One video stream as probed.
+    """The properties of one video stream.
 
     * `ext`: the extension of the sample's file that holds the stream. `stream` is its index in that file.
     * `width`, `height`: in pixels, before rotation.
@@ -102,18 +104,18 @@ class VideoInfo(msgspec.Struct, frozen=True, gc=False):
 
 
 class AudioMark(msgspec.Struct, frozen=True, gc=False):
-    """The byte of the file at which libav finds one audio packet, and the packet's timestamp."""
+    """The offset of one audio packet in the file as libav gives it, in bytes, and the packet's timestamp."""
 
     at: int
     pts: int
 
 
 class AudioInfo(msgspec.Struct, frozen=True, gc=False):
-    """One audio stream as probed. `samples` is the number of samples per channel, at `sample_rate` Hz.
+    """The properties of one audio stream. `samples` is the number of samples per channel, at `sample_rate` Hz.
 
-    `start_pts` is the timestamp of the first sample, in units of `time_base` (None: an older index does not record it).
-    `marks` are some packets, in order. Other methods of finding packets are checked against them. A stream that does
-    not decode without errors has no marks.
+    `start_pts` is the timestamp of the first sample, in units of `time_base`. Older indexes do not record it, and
+    `time_base` is then None. `marks` are some packets, in order. Readers check other ways of finding packets against
+    them. A stream that does not decode without errors has no marks.
     """
 
     ext: str
@@ -140,7 +142,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     * `shard`: the object key of its tar in the dataset's store.
     * `members`: its files, ordered by their offsets in the shard.
     * `duration`: in seconds, 0.0 without media.
-    * `video`, `audio`: the streams that loaders decode. None: it has no such stream.
+    * `video`, `audio`: the streams that loaders decode, or None.
     * `text`: its caption.
     * `fields`: the promoted fields of its JSON, by name.
     """

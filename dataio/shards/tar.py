@@ -61,7 +61,7 @@ class MemberLayout:
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """One regular file found in a shard. `header` is the offset of its first header, `offset` that of its payload."""
+    """One regular file in a shard. `header` is the offset of its first header, and `offset` that of its payload."""
 
     name: str
     key: str

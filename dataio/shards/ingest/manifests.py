@@ -5,13 +5,15 @@ other columns become the sample's fields.
 
 Invariants:
 
-* The reader reads rows one after the other, and Parquet in batches.
+* Rows are read one at a time, and Parquet rows in batches.
 * Relative paths are relative to the manifest.
-* A CSV cell becomes a number, true or false if it is one in JSON. An empty cell is null. Any other cell is text.
-* In the other formats, values keep their type.
+* A CSV or TSV cell that is a JSON number, `true` or `false` becomes that value. An empty cell becomes null. Any other
+  cell is text.
+* In the other formats, values keep their type. Dates and times become ISO 8601 text, and NaN becomes null.
 
-Failure behaviour: `UsageError` names the manifest and the row. If a column is missing, it also lists the columns that
-exist. The user wrote the manifest, so the reader guesses nothing and skips no row.
+Failure behaviour: `NotFoundError` if the manifest cannot be read. `UsageError` for an invalid row names the manifest
+and the row. If a column is missing, it also lists the columns that exist. The reader guesses nothing and skips no row,
+because the user can correct the manifest.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ _FIELDS_BYTES = 1 * limits.MIB
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The names of the columns that have a meaning.
+    """The names of the columns that hold the path, the key and the caption.
 
-    `path` is required. `key` and `caption` are required only if you rename them.
+    The column `path` is required. The other two are required only if you rename them.
     """
 
     path: str = "path"
@@ -56,7 +58,7 @@ DEFAULT_COLUMNS = Columns()
 class Row:
     """One row of a manifest.
 
-    `where` names the row in errors. `fields` is a JSON object, or None if the manifest has no other columns.
+    `where` names the row in errors. `fields` holds the other columns as a JSON object, or None if there are none.
     """
 
     where: str
@@ -67,7 +69,7 @@ class Row:
 
 
 def rows(manifest: Path, columns: Columns = DEFAULT_COLUMNS, url: str | None = None) -> Iterator[Row]:
-    """Yield the rows of a manifest. Its suffix selects the format.
+    """Yield the rows of a manifest. Its suffix determines the format.
 
     If `manifest` is a local copy of an object, `url` is the URL of that object.
     """
@@ -164,7 +166,7 @@ def _csv(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _lines(file: TextIO, name: str) -> Iterator[str]:
-    """Yield the lines of a text file. A line that is too long raises an error before it is read whole."""
+    """Yield the lines of a text file. A line above `_FIELDS_BYTES` raises `UsageError` before it is read completely."""
     for number in itertools.count(1):
         line = file.readline(_FIELDS_BYTES + 1)
         if not line:

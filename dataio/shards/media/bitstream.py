@@ -1,19 +1,22 @@
-"""Reads facts about a picture from its packet of compressed video.
+"""Parses packets of compressed video: properties of pictures that the container does not give.
 
-Purpose: containers only mark key frames. The bitstream says more: whether a packet shows a picture, whether decoding
-can begin at it (a random access point), and whether other pictures may refer to it.
+Purpose: containers only mark key frames. The bitstream also says whether a packet shows a picture, whether decoding can
+begin at it (a random access point), and whether other pictures may refer to it.
 
-Invariants: the functions are pure and read only a few bytes of each unit. A packet is a random access point only if the
-bitstream says so. Every picture shown after it decodes to the same pixels as from the beginning of the file.
+Invariants: the functions are pure. They parse only the first bytes of each NAL unit (H.264, HEVC) or start-code unit
+(MPEG-4). Only `ffv1_damaged` checks all bytes. An H.264 or HEVC packet is a random access point only if the bitstream
+says so. Every picture shown after it decodes to the same pixels as from the beginning of the file.
 
-* H.264: a random access point is an IDR picture (instantaneous refresh). It is also a picture with only I slices, if
-  its recovery point says "exact, after 0 frames" (open groups of pictures). If a picture has two fields, the first
-  counts. A recovery point that needs more frames (intra refresh) does not count, since the picture is grey at first.
+* H.264: a random access point is an IDR picture (instantaneous decoding refresh). A picture with only I slices is also
+  one, if its recovery point is exact and needs 0 further frames (open GOP). If a packet has two fields, the first field
+  decides. A recovery point that needs more frames (intra refresh) does not count, because the first frames decoded from
+  it would be incomplete.
 * HEVC: a random access point is an IDR, CRA or BLA picture.
-* For other codecs, the container's mark counts. If it is wrong, their decoders report errors rather than show pictures.
+* For other codecs, the container's key-frame flag decides. If it is wrong, their decoders report errors rather than
+  output wrong pictures.
 
-Failure behaviour: a packet that cannot be parsed is not a random access point. It counts as shown, and other pictures
-may refer to it.
+Failure behaviour: an H.264 or HEVC packet that cannot be parsed is not a random access point. It counts as shown, and
+other pictures may refer to it. `mpeg4_shown` raises `UnsupportedError` for a stream that libav would decode wrongly.
 """
 
 from __future__ import annotations
@@ -26,17 +29,17 @@ from headrace.dataio.core.errors import UnsupportedError
 _H264_IDR, _H264_SLICE, _H264_PARTITION, _H264_SEI = 5, 1, 2, 6
 _H264_NOTHING, _HEVC_SEI, _HEVC_NOTHING = 31, 39, 63
 _RECOVERY_POINT = 6
-_I_SLICES = frozenset([2, 4, 7, 9])  # I and SI: in a picture with other slices, or in a picture with only such slices
+_I_SLICES = frozenset([2, 4, 7, 9])  # slice types I and SI; 7 and 9 mean that all slices of the picture have the type
 _HEVC_KEYS = range(16, 24)
 _HEVC_PICTURES = range(32)
 _HEVC_REFERENCES = range(16)
-"""The kinds of HEVC pictures whose lowest bit says whether pictures of the same temporal layer refer to them."""
+"""The HEVC NAL unit types whose lowest bit says whether pictures of the same temporal layer refer to the picture."""
 _MPEG4_PICTURE, _MPEG4_LAYERS, _MPEG4_B, _OTHER_ASPECT = 0xB6, range(0x20, 0x30), 2, 15
 _FFV1_CHECKED, _FFV1_PLAIN, _FFV1_MAX_SLICES = 8, 3, 1024
 _FFV1_CRC_STARTS = (0, 0x5E31029E)
-"""The start values of the checksums in versions 3 and 4."""
+"""The initial values of the CRC-32 in versions 3 and 4, bit-reversed for zlib."""
 _HEAD_BYTES = 1024
-"""The most bytes of a unit that are read."""
+"""The most bytes of a NAL unit that are parsed."""
 _MAX_UNITS = 4096
 
 
@@ -53,7 +56,7 @@ def is_shown(codec: str, data: memoryview) -> bool:
 
 
 def length_size(codec: str, extradata: bytes | None) -> int:
-    """Return the number of bytes in the length field of an H.264 or HEVC unit, from the stream's extradata.
+    """Return the size in bytes of the length field before each H.264 or HEVC NAL unit, from the stream's extradata.
 
     It is 0 if start codes separate the units.
     """
@@ -73,7 +76,7 @@ def is_random_access(codec: str, data: memoryview, length_size: int) -> bool:
 
 
 def is_idr(data: memoryview, length_size: int) -> bool:
-    """Return whether the packet holds an H.264 IDR picture, so that later pictures refer to nothing before it."""
+    """Return whether the packet holds an H.264 IDR picture. Later pictures never refer to pictures before an IDR."""
     return any(unit[0] & 31 == _H264_IDR for unit in _units(data, length_size))
 
 
@@ -90,10 +93,10 @@ def temporal_layer(data: memoryview, length_size: int) -> tuple[int, bool]:
 
 
 def without_sei(codec: str, data: memoryview, length_size: int) -> bytes:
-    """Return the packet with its supplemental messages (SEI) turned into units that decoders ignore.
+    """Return the packet with its SEI units changed to a type that decoders ignore.
 
-    The messages say nothing about pixels, except the digests of HEVC pictures. Those are in suffix messages, which
-    stay.
+    SEI (supplemental enhancement information) does not affect the decoded pixels. HEVC suffix SEI, which may hold
+    digests of the pictures, stays unchanged.
     """
     found = bytearray(data)
     for at, unit in _units_at(data, length_size):
@@ -105,10 +108,10 @@ def without_sei(codec: str, data: memoryview, length_size: int) -> bytes:
 
 
 def ffv1_damaged(data: memoryview) -> bool:
-    """Return whether a slice of an FFV1 picture (version 3 and later) differs from what was encoded.
+    """Return whether a slice of an FFV1 picture (version 3 and later) is damaged.
 
-    For such a slice, libav shows the slice of the picture before. A slice ends with its size in 3 bytes. If it has a
-    checksum, a zero and the CRC-32 follow (RFC 9043, 4.8).
+    libav replaces a damaged slice by the same slice of the previous picture. A slice ends with its size in 3 bytes. If
+    it has a checksum, a zero byte and the CRC-32 follow (RFC 9043, 4.8).
     """
     checked = _ffv1_slices(data, _FFV1_CHECKED)
     if checked is None:
@@ -117,7 +120,7 @@ def ffv1_damaged(data: memoryview) -> bool:
 
 
 def _ffv1_slices(data: memoryview, trailer: int) -> list[tuple[int, int]] | None:
-    """Return the ranges of the slices, or None if they do not fill the packet."""
+    """Return the (start, end) of each slice, or None if the slices do not fill the packet exactly."""
     found, end = list[tuple[int, int]](), len(data)
     while end >= trailer and len(found) < _FFV1_MAX_SLICES:
         size = int.from_bytes(data[end - trailer : end - trailer + 3], "big") + trailer
@@ -132,10 +135,10 @@ _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def _crc_matches(data: memoryview, start: int) -> bool:
-    """Return whether the CRC-32 of `data`, which begins at `start`, ends at `start`.
+    """Return whether the CRC-32 of `data` with the initial value `start` is again `start`, as after undamaged data.
 
-    FFV1's CRC-32 takes bits from the highest to the lowest, and zlib's the other way. Data and `start` are therefore
-    mirrored.
+    FFV1's CRC-32 processes the highest bit of each byte first, and zlib's the lowest. Each byte is therefore
+    bit-reversed, and `start` is given bit-reversed.
     """
     return ~zlib.crc32(bytes(data).translate(_REVERSED_BITS), ~start & 0xFFFFFFFF) & 0xFFFFFFFF == start
 
@@ -164,7 +167,7 @@ def _h264_starts(data: memoryview, length_size: int) -> bool:
 
 
 def _recovers_at_once(messages: bytes) -> bool:
-    """Return whether one of these messages is an exact recovery point that needs no further frames."""
+    """Return whether one of these SEI messages is an exact recovery point that needs no further frames."""
     at = 0
     while at + 2 < len(messages):
         kind = size = 0
@@ -186,11 +189,11 @@ def _recovers_at_once(messages: bytes) -> bool:
 def mpeg4_shown(extradata: bytes | None, packets: Iterable[memoryview]) -> Iterator[bool]:
     """Yield for each packet of MPEG-4 part 2, in order, whether a new picture is shown at its time.
 
-    A picture that is "not coded" shows no new picture: the one before stays. If a packet holds two pictures, the second
-    is shown at the time of an empty packet after it (packed B-frames).
+    A picture that is not coded (`vop_coded` is 0) shows no new picture: the previous picture stays. If a packet holds
+    two pictures, the second is shown at the time of an empty packet after it (packed B-frames).
 
-    A B-frame after a picture that is not coded raises `UnsupportedError`, since libav would let it refer to the wrong
-    pictures.
+    A B-frame after a picture that is not coded raises `UnsupportedError`, because libav would decode it with the wrong
+    reference pictures.
     """
     clock = next((_mpeg4_clock(unit) for kind, unit in _mpeg4_units(extradata or b"") if kind in _MPEG4_LAYERS), 0)
     carried, missing = 0, False
@@ -210,7 +213,7 @@ def mpeg4_shown(extradata: bytes | None, packets: Iterable[memoryview]) -> Itera
 
 
 def _mpeg4_units(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the kind and the first bytes of each unit."""
+    """Yield the start code and the first bytes of each unit."""
     at = data.find(b"\0\0\1")
     while 0 <= at < len(data) - 3:
         yield data[at + 3], data[at + 4 : at + 68]
@@ -218,10 +221,10 @@ def _mpeg4_units(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_coded(picture: bytes, clock: int) -> bool:
-    """Return the "coded" bit of a picture.
+    """Return the bit `vop_coded` of a picture.
 
-    It follows the picture's kind (2 bits), its seconds (ones and a zero) and its fraction of a second. The fraction
-    takes `clock` bits between two marker bits.
+    It follows the coding type (2 bits), the seconds (`modulo_time_base`, ones and a zero) and the fraction of a second
+    (`vop_time_increment`). The fraction takes `clock` bits between two marker bits.
     """
     bits = int.from_bytes(picture[:16].ljust(16, b"\0"), "big")
     seconds = 126 - (~bits & (1 << 126) - 1).bit_length()
@@ -229,7 +232,7 @@ def _is_coded(picture: bytes, clock: int) -> bool:
 
 
 def _mpeg4_clock(layer: bytes) -> int:
-    """Return the number of bits of the fraction of a second, from the description of a layer."""
+    """Return the number of bits of `vop_time_increment`, from the header of a video object layer."""
     bits = _BitReader(layer)
     bits.take(9)
     if bits.take(1):
@@ -245,7 +248,7 @@ def _mpeg4_clock(layer: bytes) -> int:
 
 
 class _BitReader:
-    """Reads numbers from the head of a unit. After the head, all bits are zeros."""
+    """Reads numbers from the first bytes of a unit. A number that goes past the end of the data reads as 0."""
 
     def __init__(self, data: bytes) -> None:
         self._value, self._left = int.from_bytes(data, "big"), 8 * len(data)
@@ -255,7 +258,7 @@ class _BitReader:
         return (self._value >> self._left if self._left >= 0 else 0) & ((1 << count) - 1)
 
     def golomb(self) -> int:
-        """Read an unsigned Exp-Golomb number. Return -1 if it does not end."""
+        """Read an unsigned Exp-Golomb number. Return -1 if the data end inside it."""
         zeros = 0
         while self.take(1) == 0:
             zeros += 1
@@ -269,12 +272,12 @@ def _unescaped(unit: bytes) -> bytes:
 
 
 def _units(data: memoryview, length_size: int) -> Iterator[bytes]:
-    """Yield the first bytes of each unit."""
+    """Yield the first bytes of each NAL unit."""
     return (unit for _, unit in _units_at(data, length_size))
 
 
 def _units_at(data: memoryview, length_size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and the first bytes of each unit."""
+    """Yield the offset and the first bytes of each NAL unit."""
     return _length_prefixed_units(data, length_size) if length_size else _start_code_units(bytes(data))
 
 

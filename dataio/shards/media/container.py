@@ -1,9 +1,9 @@
 """Media containers: the extensions of media files, and whether a file is complete.
 
 Purpose: decoders read a truncated file without an error (zeros, stale or black frames). `check_complete` therefore
-checks the length before decoding. This module also knows the media files that loaders do not read, so that each of them is
-reported.
-Invariant: only the outermost elements are checked (MP4/MOV boxes, EBML elements of Matroska and WebM), with a few small
+checks the length before decoding. This module also lists the extensions of media files that loaders do not read, so
+that `pack` and `index` can report such files.
+Invariant: only the top-level elements are checked (MP4/MOV boxes, EBML elements of Matroska and WebM), with a few small
 reads. Other containers and elements of unknown length pass.
 Failure behaviour: `CorruptionError` names the element that ends after the end of the file, and its offset.
 """
@@ -48,13 +48,16 @@ MEDIA_EXTENSIONS = frozenset(
         "opus",
     ]
 )
-"""The extensions of files that are probed. A file with another extension can only be a further member of a sample."""
+"""The extensions of the media files that loaders read. Images are listed in `IMAGE_EXTENSIONS`."""
 
 VIDEO_EXTENSIONS = MEDIA_EXTENSIONS - {"wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "m4b", "mka"}
-"""The extensions among these whose files can hold video."""
+"""The extensions of `MEDIA_EXTENSIONS` whose files can hold video."""
 
 IMAGE_EXTENSIONS = frozenset(["jpg", "jpeg", "png", "webp"])
-"""Images. They are probed if a sample has no media file. Otherwise they are only members, such as a thumbnail."""
+"""The extensions of images that loaders read, if a sample has no media file.
+
+Otherwise an image is only a further member, such as a thumbnail.
+"""
 
 SAMPLE_EXTENSIONS = MEDIA_EXTENSIONS | IMAGE_EXTENSIONS
 """A sample needs at least one file with one of these extensions."""
@@ -62,8 +65,8 @@ SAMPLE_EXTENSIONS = MEDIA_EXTENSIONS | IMAGE_EXTENSIONS
 CONVERTED_EXTENSIONS = frozenset(["ts", "m2t", "mts", "m2ts", "mpg", "mpeg", "vob", "flv", "mxf", "wmv", "asf", "gif"])
 """Video files that `pack` copies into another container, or re-encodes, on request.
 
-Loaders do not read them as they are, since these containers do not give what loaders need: the position of key frames, times
-that never wrap or restart, and whether the file is complete.
+Loaders do not read them directly, because these containers do not give what loaders need: the position of key frames,
+timestamps that never wrap or restart, and whether the file is complete.
 """
 DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 """The demuxers that may open files of `MEDIA_EXTENSIONS`."""
@@ -101,7 +104,7 @@ _FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b
 
 
 def unsupported_media(extensions: Collection[str]) -> tuple[str, str] | None:
-    """Return the extension of the main media file that is not read, and the reason.
+    """Return the extension of the media file because of which the sample cannot be read, and the reason.
 
     Return None if the sample can be read.
     """
@@ -128,10 +131,10 @@ def needs_conversion(path: str) -> bool:
 
 
 def unused_media(extensions: Collection[str]) -> list[str]:
-    """Return the extensions of a sample's further media files, which are kept but not read.
+    """Return the extensions of a sample's further media files, which are packed but not read.
 
-    These are files in formats that are not read, and files with their own name, such as `cam1.mp4`. Images (also GIF)
-    next to other files are common and are not returned.
+    These are files in formats that are not read, and files with an extension of several parts, such as `cam1.mp4`.
+    Images, including GIF, are common as further members and are not returned.
     """
     unread = CONVERTED_EXTENSIONS - {"gif"} | _UNREAD_VIDEO | _UNREAD_AUDIO
     return sorted(
@@ -151,9 +154,9 @@ def _last_suffix(ext: str) -> str:
 
 
 def demuxed(container: InputContainer, *streams: _Stream) -> AbstractContextManager[Iterator[Packet[_Stream]]]:
-    """Return the packets of these streams, in a context that closes the generator.
+    """Return a context manager that yields the packets of these streams and closes PyAV's generator.
 
-    PyAV leaks a packet if a generator is dropped before its end, also by an error.
+    PyAV leaks a packet if its generator is not closed and does not run to the end, for example after an error.
     """
     return closing(cast("Generator[Packet[_Stream], None, None]", container.demux(*streams)))
 

@@ -1,6 +1,6 @@
-"""Reads the files of one sample and collects all facts for its index row.
+"""Reads the files of one sample and collects everything that its index row holds.
 
-Purpose: `describe` hashes each file, probes the media files, and takes text and fields. `with_head` finds the pieces of
+Purpose: `describe` hashes each file, probes the media files, and reads text and fields. `with_head` finds the pieces of
 a long file that a decoder always reads, wherever decoding begins: the header, tables and index. Loaders can fetch these
 pieces together with the pieces of a clip in one request, before they open the file.
 
@@ -13,13 +13,13 @@ Invariants:
 * The fields are the top-level values of `<key>.json` that are floats, 64-bit integers, booleans, null or short strings.
   All other values stay only in the JSON member.
 * Only files with pieces have a head. The head is a hint, and samples do not depend on it.
-* To find the head, `with_head` opens the file in the two ways in which loaders open it: trusting the container's
-  description of its streams, and not trusting it. Each time, it looks up a key frame (or a time) in the middle and one
-  at the end. The head is the pieces that both lookups read.
-* If a lookup reads all data before a place, the head is half of the file or more. Loaders then know that partial reads
-  do not pay.
-* An MP3 has no index from time to position, so libav would read all data before a time. Frames of an MP3 are therefore
-  marked, and its head is the pieces that opening reads.
+* To find the head, `with_head` opens the file in both ways in which loaders open it: trusting the container's
+  description of its streams, and not trusting it. Each time, it seeks to a key frame (or a time) in the middle, and to
+  one at the end. The head is the pieces that both seeks read.
+* If a seek reads all data before its target, the head is half of the file or more. Loaders then know that partial reads
+  do not pay off.
+* An MP3 has no index from time to position, so libav would read all data before a time. The index therefore records
+  the positions of some frames of an MP3 (marks). Its head is the pieces that opening reads.
 
 Failure behaviour: `Failure` names the file and the reason. One bad member rejects the whole sample. If the head cannot
 be found, the file has none.
@@ -187,7 +187,7 @@ _OPTIONS = {"format_whitelist": DEMUXERS, "protocol_whitelist": "", "max_pixels"
 _TRUST_OPTIONS = {**_OPTIONS, "codec_whitelist": "none"}
 
 _LookupPoint = tuple[int, int]
-"""What to look up: the number of a stream, and a time stamp in it."""
+"""The target of a seek: the number of a stream, and a timestamp in it."""
 _Marks = tuple[tuple[int, int], ...]
 """For each marked frame, its offset in bytes and the number of samples before it."""
 
@@ -211,9 +211,9 @@ def with_head(file_info: FileInfo, probe: Probe) -> FileInfo:
 
 
 def _find_marks(file_info: FileInfo, probe: Probe) -> _Marks:
-    """Return the first frame that begins in each piece, and the samples before it.
+    """Return one mark for each piece: the first frame that begins in it.
 
-    There are none unless all frames have the same length.
+    Return no marks if the frames have different lengths.
     """
     assert file_info.pieces is not None
     assert probe.audio is not None

@@ -1,14 +1,17 @@
-"""Re-encodes the video of one file, on one core and reproducibly.
+"""Re-encodes the video of one file, on one thread and deterministically.
 
 Invariants:
 
-* The output is upright, with square pixels, 8 bits and even sizes. It is never larger than the input. Times are kept.
-  There is a key frame every `gop` frames, and no other except at cuts.
-* Audio is copied if the container can hold it, and otherwise becomes AAC.
+* The output is upright, with square pixels, 8 bits per value, and an even width and height. A video is never scaled up
+  to a larger height.
+* Frames keep their timestamps. A missing timestamp, or one that does not increase, is replaced.
+* There is a key frame every `gop` frames. With `split`, the first frame of each clip is also a key frame. No other
+  frame is.
+* Audio is copied if the container can hold it. Otherwise it is encoded as AAC.
 * The same file, recipe and library versions give the same bytes: one thread, no dates, no random identifiers.
 
 Failure behaviour: a packet that cannot be decoded raises `CorruptionError`, since re-encoding would hide the damage.
-Media that cannot be encoded raise `UnsupportedError`. The pool handles hangs and crashes of libav.
+A file that cannot be encoded raises `UnsupportedError`. The worker pool handles hangs and crashes of libav.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ _ROTATIONS = {90: "transpose=clock,", 180: "hflip,vflip,", 270: "transpose=ccloc
 
 
 def open_output(path: str, ext: str, *, faststart: bool) -> Any:
-    """Open a container for writing. Its bytes do not differ from run to run."""
+    """Open a container for writing, with options that make its bytes reproducible."""
     options = {"fflags": "+bitexact"}
     if faststart and FORMATS[ext] in ("mp4", "mov"):
         options["movflags"] = "+faststart"
@@ -48,18 +51,18 @@ def open_output(path: str, ext: str, *, faststart: bool) -> Any:
 def seconds(time: float) -> Fraction:
     """Return the time as the decimal number that the user wrote.
 
-    As a float, 0.2 is a little more than six frames at 30 frames per second.
+    The float 0.2 is slightly larger than 1/5, and so longer than six frames at 30 frames per second.
     """
     return Fraction(time).limit_denominator(1_000_000)
 
 
 def start_of(container: Any) -> Fraction:
-    """Return the seconds at which the first stream begins. It is below 0 if times wrap later in the file."""
+    """Return the start time of the container in seconds. It is negative if timestamps wrap around later in the file."""
     return Fraction(container.start_time or 0, 1_000_000)
 
 
 def encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
-    """Re-encode the file at `source` to `target`. If the recipe splits it later, the cuts get key frames."""
+    """Re-encode the file at `source` to `target`. If the recipe has `split`, each clip begins at a key frame."""
     try:
         _encode(source, target, ext, recipe)
     except av.error.FFmpegError as error:  # from the output container: it cannot hold this kind of audio
@@ -80,7 +83,7 @@ def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
         )
         audio_writer = None if audio is None else _audio_writer(out, audio)
         start_time = start_of(container) if needs_conversion(source) else Fraction(0)
-        held: list[Any] = []  # audio before the first picture: the header needs the picture's size
+        held: list[Any] = []  # audio before the first frame: the header needs the frame's size
         with demuxed(container, *(s for s in (video, audio) if s is not None)) as packets:
             for packet in packets:
                 if packet.is_corrupt:
@@ -104,7 +107,7 @@ def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
 
 
 def _shift_times(packet: Any, start_time: Fraction) -> None:
-    """Count the packet's times from `start_time`."""
+    """Subtract `start_time` from the packet's timestamps."""
     if start_time and packet.size:
         ticks = round(start_time / packet.time_base)
         packet.pts = None if packet.pts is None else packet.pts - ticks
@@ -112,7 +115,7 @@ def _shift_times(packet: Any, start_time: Fraction) -> None:
 
 
 class _FrameSource:
-    """Decodes packets to frames that are upright and scaled."""
+    """Decodes packets, and rotates and scales the frames."""
 
     def __init__(self, video: Any, recipe: Recipe) -> None:
         self.count = 0
@@ -228,7 +231,7 @@ class _CopiedAudio:
 
 
 class _AacAudio:
-    """Encodes audio that the container cannot hold as AAC."""
+    """Encodes audio as AAC, for a container that cannot hold the original codec."""
 
     def __init__(self, out: Any, audio: Any) -> None:
         audio.codec_context.thread_count = 1

@@ -5,8 +5,8 @@ code points (those of ITU-T H.273) to libav's names, as ffprobe prints them.
 
 Invariants:
 
-* The whole file is decoded strictly. An image that is truncated, or that has damage that its format can detect, is
-  rejected. Grey rows never replace the missing part.
+* The whole file is decoded with strict error detection. A truncated image is rejected, and so is one with damage that
+  its format can detect. Missing rows are never filled with grey.
 * An image has no duration: its duration is 0, and its one frame is number 0 at time 0.
 * At most `limits.FRAME_PIXELS` are decoded.
 * Only the demuxers of these three formats may open the file.

@@ -1,4 +1,4 @@
-"""The messages between the packer and its probe workers, and the recipe that a user gives.
+"""The messages between the packer and its probe workers, and the user's recipe for converting videos.
 
 Purpose: the packer imports only these messages, so it never loads libav.
 
@@ -29,7 +29,7 @@ TEXT_BYTES = 1 * limits.MIB
 
 
 class FileInfo(msgspec.Struct, frozen=True):
-    """One file as it was read. The packer checks that it has not changed since."""
+    """One file as the worker read it. The packer checks that the file has not changed since then."""
 
     ext: str
     path: str
@@ -67,7 +67,8 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """The reason why a sample cannot be packed.
 
-    `code` is the code of a Headrace error. `scratch_full` means that the scratch folder is full, and no file is at fault.
+    `code` is the code of a Headrace error. `scratch_full` means that the scratch folder is full, and the file is not at
+    fault.
     """
 
     path: str

@@ -1,7 +1,7 @@
-"""A worker's whole task for one group of files: unpack them, apply the recipe, and describe the samples.
+"""The task of a probe worker for one group of files: unpack them, apply the recipe, and describe the samples.
 
-Purpose: `prepare` is the entry of a probe worker. `convert` applies a recipe: re-encode, copy into another container,
-cut into clips. `remux` copies streams into another container without re-encoding.
+Purpose: `prepare` is the entry point of a probe worker. `convert` applies a recipe: re-encode, copy into another
+container, cut into clips. `remux` copies streams into another container without re-encoding.
 
 Invariants:
 
@@ -12,13 +12,13 @@ Invariants:
   subtitles are cut to match. Its JSON says what it shows: `clip_of` is the key of the whole sample, and `clip_start`
   and `clip_end` are seconds in its time.
 * `remux` keeps the video and the audio that loaders use. Every packet of them is in exactly one clip, byte for byte.
-* A cut is made only at a key frame. All packets before it in the file are shown before it, and all packets after it are
-  shown later. Each clip therefore decodes to exactly the frames that it had.
-* The frames of each clip begin at time 0. Its audio is the audio that begins within it. At most `_MAX_OPEN_CLIPS` clips
-  are open at once.
+* A cut is made only at a packet that the container marks as a key frame. All packets before it in the file are shown
+  before it, and all packets after it are shown later. So no frame is decoded in two clips, or lost between them.
+* The frames of each clip begin at time 0. A clip has the audio packets that begin within it. At most `_MAX_OPEN_CLIPS`
+  clips are open at once.
 * Files in containers that loaders do not read (`container.CONVERTED_EXTENSIONS`) begin at time 0 after the copy. Some
-  of these containers say too little for a correct copy. All frames of the source and the copy are therefore decoded and
-  compared.
+  of these containers lack information for a correct copy. All frames of the source and the copy are therefore decoded
+  and compared.
 
 Failure behaviour: `Failure` names the file and the reason. One bad file rejects the whole group. If the scratch folder
 is full, `Failure` says that the file is not at fault (`scratch_full`). These raise `UnsupportedError`: a sample that
@@ -245,7 +245,7 @@ def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | N
 
 @dataclass(frozen=True, slots=True)
 class _Cuts:
-    """The number of each clip's first video packet, that packet's time stamp, and the end of the last clip."""
+    """The number of each clip's first video packet, that packet's timestamp, and the end of the last clip."""
 
     packets: tuple[int, ...]
     times: tuple[int, ...]
@@ -275,7 +275,10 @@ def _find_cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
 
 
 def _check_same_pictures(source: str, clip_files: list[ClipFile]) -> None:
-    """Raise `UnsupportedError` unless the clips and the source decode to the same pictures at the same, increasing times."""
+    """Raise `UnsupportedError` if the clips and the source do not decode to the same pictures at the same times.
+
+    The times must increase.
+    """
     last = float("-inf")
     copied = (one for clip_file in clip_files for one in _decoded_pictures(clip_file.path, clip_file.start))
     for before, after in zip_longest(_decoded_pictures(source, 0.0), copied):
@@ -304,9 +307,10 @@ def _check_packet(packet: Any) -> None:
 
 
 def _choose_cuts(times: list[int], keys: list[bool], least: Fraction | None) -> list[int]:
-    """Return the packets at which clips begin.
+    """Return the numbers of the packets at which clips begin.
 
-    A clip begins at least `least` ticks after the clip before, and only where a cut loses nothing.
+    A clip begins at least `least` ticks after the previous clip. It begins only at a key frame that is shown after all
+    packets before it in the file, and before all packets after it.
     """
     chosen = [0]
     if least is None:
@@ -322,7 +326,10 @@ def _choose_cuts(times: list[int], keys: list[bool], least: Fraction | None) -> 
 
 
 class _StreamCopier:
-    """Copies each packet to its clip in one pass over the file. It closes a clip when both streams have passed it."""
+    """Copies each packet to its clip in one pass over the file.
+
+    It closes a clip as soon as both streams have reached a later clip.
+    """
 
     def __init__(self, container: Any, *, cuts: _Cuts, stem: str, ext: str, faststart: bool) -> None:
         self._container, self._cuts, self._stem, self._ext, self._faststart = container, cuts, stem, ext, faststart

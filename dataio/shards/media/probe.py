@@ -8,22 +8,22 @@ Invariants:
 * The video stream is the one with the largest area, then the one flagged "default", then the first. Cover pictures do
   not count. The audio stream is the one flagged "default", then the one with the most channels, then the highest sample
   rate, then the first.
-* Frames are counted, never taken from a header. A packet that is shown is a frame, in order of pts. If that does not
-  hold, the whole stream is decoded and its output is counted. It does not hold for AVI (which stores no pts), packed
-  MPEG-4, packets without pts, and a start inside a group of pictures. If even the first shown frame does not follow a
-  key frame, the first key frame of the index comes after it, or the file has no such key frame. Loaders then begin at
-  the file's first packet.
-* A key frame is a frame at which decoding can begin (`bitstream.is_random_access`), also against the container's
-  marks. A point from which H.264 recovers gradually is not a key frame.
-* A key frame's index is therefore the number of frames that decoding from the start outputs before it. A key frame that
-  an edit list cuts off is decoded but not shown. It has the index of the first shown frame that needs it.
-* In files that may be read in part (`headrace.dataio.shards.pieces`), a key frame's offset is where libav says that its
-  packet begins.
+* Frames are counted, never taken from a header. If each shown packet is one frame, the shown packets are counted, and
+  their pts give the order. Otherwise the whole stream is decoded and its frames are counted. This is necessary for AVI
+  (which stores no pts), packed MPEG-4, packets without pts, and a start inside a group of pictures. The first key frame
+  in the index may then come after the first shown frame. If the file has no key frame, the first frame is listed as
+  one. Loaders then begin at the file's first packet.
+* A key frame is a frame that the container marks as one, and at which decoding can begin
+  (`bitstream.is_random_access`). A point from which H.264 recovers gradually is not a key frame.
+* A key frame's index is the number of frames that decoding from the start outputs before it. A key frame that an edit
+  list cuts off is decoded but not shown. It has the index of the first shown frame after it.
+* In files that may be read in part (`headrace.dataio.shards.pieces`), a key frame's offset is the offset of its packet
+  as libav gives it.
 * The index has the time of the first audio sample and the offsets of some audio packets. Both are as libav gives them
   when it reads the file from the beginning. If audio does not decode without an error, no packets are marked, and
-  loaders leave it to libav.
+  loaders let libav find the packets.
 * At least one frame was decoded. A file that cannot be decoded at all is rejected. `probe` does not look for damage
-  further inside the file. Such a file passes, and the loader that finds the damage quarantines the sample.
+  further inside the video. Such a file passes, and the loader that finds the damage quarantines the sample.
 * Only the listed demuxers may open a file (others for a file that will be converted: `container.needs_conversion`). No
   demuxer may open a second file or an address.
 * No frame of more than `limits.FRAME_PIXELS` is decoded, not even while the file is opened. The values in the container
@@ -99,11 +99,11 @@ class _Packet(msgspec.Struct, frozen=True):
     key: bool
     shown: bool
     picture: bool
-    """Whether it is a whole JPEG, which is a frame in any position."""
+    """Whether it is a complete JPEG, which always decodes to one frame."""
     at: int
     """Its offset in the file in bytes, if libav gives it."""
     unclean: bool = False
-    """Whether the container marks it as a key frame and decoding cannot begin at it."""
+    """Whether the container marks it as a key frame, although decoding cannot begin at it."""
 
 
 def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> Probe:
@@ -241,9 +241,9 @@ def pick_audio(container: Any) -> Any:
 class _AudioCounter:
     """Counts the samples that the audio decoder outputs.
 
-    It takes the sample rate and the channels from the output, too, since headers may state both wrongly (HE-AAC). It
-    also marks some packets of a file of `size` bytes: the first, about one in each `MARK_BYTES` (in large files fewer),
-    and the last.
+    It also takes the sample rate and the channels from the output, because headers may give wrong values (HE-AAC). It
+    marks some packets of a file of `size` bytes: the first, about one in each `MARK_BYTES` (in large files fewer), and
+    the last.
     """
 
     def __init__(self, size: int) -> None:
@@ -262,7 +262,7 @@ class _AudioCounter:
 
     def _add(self, frame: AudioFrame) -> None:
         if not self.samples:
-            self._start = frame.pts or 0  # some frames have no time stamps
+            self._start = frame.pts or 0  # some frames have no timestamps
         self.samples += frame.samples
         self.rate, self.channels = self.rate or frame.sample_rate, self.channels or len(frame.layout.channels)
         if self.samples * self.channels > limits.AUDIO_VALUES:
@@ -346,7 +346,7 @@ def _decode(packet: Any) -> Iterator[VideoFrame]:
     try:
         yield from packet.decode()
     except av.error.FFmpegError:
-        return  # the loader handles damage inside; the caller checks that a frame decodes
+        return  # the loader handles damaged packets; the caller checks that at least one frame decodes
 
 
 def _video_info(

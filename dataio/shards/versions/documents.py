@@ -1,6 +1,6 @@
-"""Dataset versions: the documents that turn shards and index parts into a dataset.
+"""Dataset versions: the JSON documents that list the shards and index parts of a dataset.
 
-Purpose: `dataset.json` names a dataset. `versions/00000042.json` is one immutable snapshot of it.
+Purpose: `dataset.json` holds the name of a dataset. `versions/00000042.json` is one immutable snapshot of it.
 Invariants:
 
 * A version exists if and only if its document exists.
@@ -8,11 +8,12 @@ Invariants:
   exactly one of several concurrent writers makes the version.
 * A writer takes the number after the highest existing number, so gaps between numbers are never filled later.
 * Documents hold no secrets and do not identify their writer.
-* `commit` makes every version after the first. A writer that loses a race builds its version again on the winner's
+* `commit` makes every version after the first. A writer that loses a race builds its version again from the newest
   version, a bounded number of times.
 
 Failure behaviour: `NotFoundError` lists the versions that exist. `ConflictError` describes the version that won a race.
-`CorruptionError` for a document that cannot be parsed or contradicts itself. `UnsupportedError` for another format.
+A document that cannot be parsed or contradicts itself raises `CorruptionError`. A document of a newer format raises
+`UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class DatasetDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """One tar of a version. `size` is in bytes. `samples` is the number of samples written to it, including removed
-    ones."""
+    """One tar file of a version.
+
+    `size` is in bytes. `samples` is the number of samples that the tar holds, including removed samples.
+    """
 
     key: str
     size: int
@@ -72,8 +75,10 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 class RowBitmap(msgspec.Struct, frozen=True, kw_only=True):
     """The rows of an index part that remain, as a bitmap (`headrace.dataio.shards.query.open_index`).
 
-    The bitmap is stored in object `key`, as `size` bytes from `offset`. `digest` is the BLAKE3 of these bytes. `rows`
-    rows remain, and their members have `bytes` bytes in total.
+    * `key`, `offset`, `size`: the bitmap is the `size` bytes from `offset` in the object `key`.
+    * `digest`: the BLAKE3 of these bytes.
+    * `rows`: the number of rows that remain.
+    * `bytes`: the total bytes of the members of these rows.
     """
 
     key: str
@@ -92,13 +97,15 @@ class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
     * `digest`: the BLAKE3 of the file.
     * `footer`, `footer_digest`: the size of the footer and its BLAKE3. The footer holds the digests of the blocks
       before it, so readers can read and check ranges of the file.
-    * `pages`: the section in which readers look up samples. Older parts have none; readers look up their samples in
-      tables.
-    * `fields`: the types of the promoted fields: integer, number, text, boolean or mixed.
+    * `pages`: the position of the pages, in which readers look up samples (`headrace.dataio.shards.index.pages`).
+      Older parts have none. Readers look up their samples in the Parquet row groups.
+    * `fields`: the type of each promoted field, which is a field of the samples' JSON that the index stores: integer,
+      number, text, boolean or mixed.
     * `constant_values`: the columns in which all rows have the same value, and that value.
     * `files`: the extensions for which each row has a file.
-    * `prefix`: put before the shard names in the rows, if the part was written for another dataset.
-    * `bitmap`: the rows that are samples of the version. None: all rows.
+    * `prefix`: readers put this before the shard names in the rows. It is empty unless the part was written for another
+      dataset.
+    * `bitmap`: the rows that are samples of the version. None means all rows.
     """
 
     key: str
@@ -155,8 +162,8 @@ class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
     """`versions/<version>.json`. Shards and parts are in the order of their samples' numbers.
 
     * `parent`: the version that this version was made from.
-    * `trunk`: the version that readers open by default while this version is the newest. This is the version itself.
-      For a saved view, it is the version that readers would open without the view.
+    * `trunk`: the version that readers open by default while this version is the newest. It is the version's own
+      number, except for a saved view. A saved view copies the `trunk` of the version before it.
     * `mounts`: the stores of shards that were indexed in place or merged. An operation that makes a version from others
       copies their mounts.
     """
@@ -235,7 +242,7 @@ def list_versions(store: Store) -> list[int]:
 
 
 def name_of(store: Store) -> str:
-    """The default name of a dataset: the last part of its URL, without percent-encoding."""
+    """The default name of a dataset: the last segment of its URL, percent-decoded."""
     return urllib.parse.unquote(store.location.url.rstrip("/").rpartition("/")[2]) or "dataset"
 
 
@@ -272,8 +279,8 @@ def commit(store: Store, build: Callable[[VersionDocument], VersionDocument], *,
     new document names must be stored when `build` returns. `commit` sets the number, the nonce and the trunk.
 
     If another writer takes the number first, `commit` calls `build` again with the newest document. `build` may raise
-    `UsageError` or `ConflictError` if it cannot continue from that version. `commit` then raises a `ConflictError`
-    naming the winner. With `trunk=False`, readers do not open the new version by default.
+    `UsageError` or `ConflictError`. In the first call, the error passes through. After a lost race, `commit` raises a
+    `ConflictError` that describes the winner. With `trunk=False`, readers do not open the new version by default.
 
     Raises `NotFoundError` if there is no dataset, and `ConflictError` after `COMMIT_TRIES` lost races.
     """
@@ -313,8 +320,10 @@ def _newest(store: Store) -> int:
 
 
 def load(store: Store, version: int | None = None) -> tuple[VersionDocument, str]:
-    """Read the document of `version` and the BLAKE3 of its bytes. None means the newest version that is not a saved
-    view."""
+    """Read the document of `version`, and return it with the BLAKE3 of its bytes.
+
+    None means the newest version that is not a saved view.
+    """
     if version is not None:
         return _load(store, version)
     document, found = _load(store, _newest(store))
@@ -349,6 +358,10 @@ class _Format(msgspec.Struct):
 
 
 def check_bytes(data: bytes, name: str) -> None:
+    """Check the digest, the JSON syntax and the format of a stored document. Errors call it `name`.
+
+    A document without a digest is parsed first, so that the error says what is wrong with it.
+    """
     if is_sealed(data):
         unseal(data, name)
     try:
@@ -402,7 +415,7 @@ def _part_agrees(part: IndexPart) -> bool:
 
 
 def _mounts_agree(document: VersionDocument, keys: list[str]) -> bool:
-    """Whether mounts are unique, at most `MAX_MOUNTS`, and include every mount that a shard or part key names."""
+    """Whether the mounts are unique, at most `MAX_MOUNTS`, and include every mount that a shard or part key names."""
     names = [mount.name for mount in document.mounts]
     used = {key.split("/")[1] for key in keys if key.startswith(PREFIX)}
     return len(set(names)) == len(names) <= MAX_MOUNTS and used <= set(names)

@@ -1,30 +1,35 @@
-"""The mounts of a dataset version. The version document records them, and they are opened with the dataset.
+"""The mounts of a dataset version: the other stores that hold some of its shards.
 
-Purpose: shards that were indexed in place lie in other buckets and folders. The mounts give their locations.
-Invariants: a document records and uses only the few schemes and options that `headrace.dataio.store.url_policy` allows.
-These include no secrets. The name of a mount is a digest of its URL and options. So equal locations have equal names in
-every version, and versions can be merged.
+Purpose: shards that were indexed in place stay in other buckets and folders. A version document records these locations
+as mounts. `with_mounts` opens them when the dataset is opened.
 
-The author of a document may not be the reader. So without the reader's `trust`, a mount must be one of these:
+Invariants:
+
+* A document may record only the schemes and options that `headrace.dataio.store.url_policy` allows. These include no
+  secrets.
+* The name of a mount is a digest of its URL and options. Equal locations therefore have equal names in every version,
+  and versions can be merged.
+
+A reader may open a document that an untrusted author wrote. Without `trust`, a mount must therefore be one of these:
 
 * a folder below the dataset's own folder
-* a bucket at the dataset's own endpoint, or at the endpoint in the process's environment variables; requester-pays
-  requests are allowed only for the dataset's own bucket
+* a bucket at the dataset's own endpoint, or at the endpoint in the process's environment variables (AWS if they give
+  none); requester-pays requests are allowed only for the dataset's own bucket
 * a web server with a public address, or the server from which the dataset itself is read
 
-With trust, a mount may also be any folder, web server or S3 endpoint.
+With `trust`, a mount may also be any folder, web server or S3 endpoint.
 
-* Credentials are not sent to other S3 endpoints: requests to these are not signed. An endpoint that the caller named is
-  not affected.
+* Credentials are not sent to other S3 endpoints: requests to these are not signed. The exception is a location that the
+  caller named.
 * Credentials that the caller gave for the dataset are used only for buckets at the same endpoint. Other buckets are
   read with the process's own credentials.
-* A store that the caller mounted (the option `mounts` of `open_store`) takes precedence over the document's mount of the same
-  name. The other mounts are checked and opened.
+* A store that the caller mounted (the option `mounts` of `open_store`) takes precedence over the document's mount of
+  the same name. The other mounts are checked and opened.
 * Locations that the caller named (by merging another dataset) need no trust.
 
-Failure behaviour: `UsageError` for a mount that needs trust. `UnsupportedError` for a scheme that a document may not
-name. `CorruptionError` for an invalid mount. Opening makes no request. So a missing bucket, or a web server with a
-private address, causes an error only at the first read.
+Failure behaviour: a mount that needs trust raises `UsageError`. A scheme that a document may not record raises
+`UnsupportedError`. An invalid mount raises `CorruptionError`. Opening makes no request, so a missing bucket, or a web
+server with a private address, raises an error only at the first read.
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ def mount_of(location: Location) -> Mount:
 
 
 def named_by(store: Store) -> list[Mount]:
-    """The mounts that `store` was opened with. Its opener named or trusted them."""
+    """The mounts that `store` was opened with. The caller that opened it named or trusted them."""
     return [mount_of(one.location) for one in store.mounted.values()] if isinstance(store, Mounts) else []
 
 
@@ -66,10 +71,10 @@ def with_mounts(
     trust: bool = False,
     named: Sequence[Mount] = (),
 ) -> tuple[Store, bool]:
-    """Open the mounts of `document`, and return `store` with these mounts and whether the caller must close it.
+    """Open the mounts of `document`, and return a store that includes them and whether the caller must close it.
 
-    Returns `store` itself and `owned` if there is no mount to add. `named` are mounts that the caller named. Closing
-    the returned store also closes `store` if it was `owned`.
+    If there is no mount to add, return `store` itself and `owned`. Closing the returned store also closes `store` if
+    `owned` is True. `named` lists the mounts that the caller named.
     """
     mounted = store.mounted if isinstance(store, Mounts) else {}
     wanted = [mount for mount in document.mounts if mount.name not in mounted]

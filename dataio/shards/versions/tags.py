@@ -3,8 +3,8 @@
 Purpose: users and training runs can write `release-1` instead of a number.
 Invariants: a writer creates `tags/<name>.json` with `put_if_absent` and never changes it. A tag holds the digest of the
 version's document, so it always refers to the same bytes.
-Failure behaviour: `ConflictError` for a name that another version has. `NotFoundError` lists the existing tags.
-`CorruptionError` if the version's document is not the one that was tagged.
+Failure behaviour: a name that another version has raises `ConflictError`. An unknown tag raises `NotFoundError`, which
+lists the existing tags. If the version's document differs from the tagged document, `load` raises `CorruptionError`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def load(store: Store, version: int | str | None = None) -> tuple[VersionDocumen
 
 @dataclass(frozen=True)
 class VersionInfo:
-    """One version. `trunk` is False for a saved view, which readers never open by default."""
+    """One version, as `history` lists it. `trunk` is False for a saved view, which readers never open by default."""
 
     version: int
     parent: int | None
