@@ -1,10 +1,11 @@
 """`Checkpointer`: save and restore the state of a training run.
 
 Invariant: `save` returns after one copy of the state in memory. The rest happens in the background, in the node's
-sidecar or in a thread. A step exists once it is committed as a whole, and is restored bit for bit. The first save opens
-the run's next timeline, which stops an earlier trainer of the run. Restoring changes nothing in the run.
-Failure behaviour: a save that fails in the background is logged, and raised by its handle. If no handle has raised it,
-`close` raises it. Training continues, and earlier steps are untouched.
+sidecar or in a thread. A step exists only when the parts of all ranks are committed. It is restored bit for bit. The
+first save of a trainer opens a new timeline of the run, or joins that of another writer in the process. Saves of an
+earlier trainer of the run then raise `ConflictError`. Restoring changes nothing in the run.
+Failure behaviour: if a save fails in the background, the error is logged, and the handle's `result` raises it. If the
+caller has not fetched the error, `close` raises it. Training continues, and earlier steps are unchanged.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ class Checkpointer:
     """Saves and restores one run of the checkpoint repository at `url`.
 
     With several ranks, call `save` and `restore` on all of them with the same step. Tensors of modules, optimizers and
-    schedulers are expected to be equal on all ranks and are written once; the work is spread over the ranks. Modules'
-    buffers, such as running means, may differ: rank 0's are written. Everything else is kept per rank. A rank that the
-    step was not saved with gets the rank-local values of rank 0.
+    schedulers are expected to be equal on all ranks and are written once; the work is spread over the ranks. Buffers of
+    modules, such as running means, may differ between ranks. Those of the lowest rank are saved. Everything else is
+    saved per rank. If a step is restored by more ranks than saved it, the additional ranks get the rank-local values of
+    rank 0.
 
-    Methods are for one thread at a time; handles are for any thread. A forked child (a DataLoader worker) does not wait for
-    its parent's saves when it ends. It needs a checkpointer of its own to save or restore.
+    A checkpointer is not thread-safe. Its handles may be used from any thread. A forked child (a DataLoader worker)
+    does not wait for its parent's saves when it ends. It needs a checkpointer of its own to save or restore.
 
     Args:
         url (str | os.PathLike[str] | Store): The repository: a path, `file:///path`, `s3://bucket/prefix`, or an open
@@ -64,25 +66,33 @@ class Checkpointer:
             socket; None saves in this process. Default: "auto".
         rank (int | None): This process's rank. Default: None, torch.distributed's rank, or 0 without it.
         world_size (int | None): Number of ranks. Default: None, torch.distributed's, or 1 without it.
-        compression (str): "none"; "zstd"; "auto", which measures per tensor what makes the save durable sooner (on fast stores:
-            nothing); or "delta", which is "auto" with differences from an earlier step as one more choice. Default: "none".
-        base (str | tuple[str, int] | None): Another run of this repository, or (run, step), that this run starts from. The
-            first save deduplicates against it, as against a step of another run that was restored. Default: None.
-        keep (Keep | None): The retention policy. After each commit, rank 0 removes the run's steps that the policy does not keep.
+        compression (str): "none"; "zstd"; "auto"; or "delta". "auto" measures for each tensor which codec makes the
+            save durable sooner. On fast stores it compresses nothing. "delta" also tries differences from an earlier
+            step. Default: "none".
+        base (str | tuple[str, int] | None): Another run of this repository, or (run, step), that this run starts from.
+            The first save is deduplicated against it. It is ignored if this run already has a step, or if a step was
+            restored before the first save. Default: None.
+        keep (Keep | None): The retention policy. After each commit, rank 0 removes the run's steps that the policy does
+            not keep.
             Default: None, which keeps all steps.
-        on_save_error (str): "log" reports a save that failed in the background in the log, in metrics, at its handle and at
-            `close`. "raise" raises it at the next `save` too. A takeover by another trainer is always raised. Default: "log".
-        staging (str): "eager" copies the state before `save` returns. "lazy" copies parameters and optimizer state while
-            training continues; the next step of an optimizer in the state waits for the rest. Default: "eager".
-        staging_bytes (int | None): Largest memory for the copy, in bytes. A larger state is copied in slices, as fast as
-            they are written, inside this process. Default: None, as much as the state needs.
-        check_replicas (str): Compares tensors that several ranks hold, by samples, at each save. If some differ, "error"
-            refuses the save on all ranks. "warn" saves the writing rank's and names them in a warning, a metric and
-            `SaveResult.diverged`. "off" compares nothing. Default: "error".
-        replicated (str | Iterable[str]): Patterns on paths (as `include` of `restore`) of plain tensors that are equal on all
-            ranks, such as the dicts of `get_state_dict` under DDP. They are written once and compared. Default: none.
-        gds (bool): Use GPUDirect Storage if a probe of the directory succeeds; the log explains why not. Raw chunks then move
-            between GPU tensors and packs without the CPU, in slices of `staging_bytes` (128 MiB by default). Default: False.
+        on_save_error (str): "log" reports a save that failed in the background in the log, in metrics, at its handle
+            and at `close`. "raise" raises it at the next `save` too. A `ConflictError`, for example because another
+            trainer took the run over, is always raised there. Default: "log".
+        staging (str): "eager" copies the state before `save` returns. "lazy" copies parameters and optimizer state
+            while training continues. The next step of an optimizer in the state waits until they are copied. Default:
+            "eager".
+        staging_bytes (int | None): Maximum size of the staging memory, in bytes. A larger state is copied in slices, as
+            fast as they are written. This process then commits the save, not the daemon. Default: None, as much as the
+            state needs.
+        check_replicas (str): At each save, compare samples of the tensors that several ranks hold. If some differ,
+            "error" fails the save on all ranks. "warn" saves the copy of the rank that writes the tensor, and names the
+            tensor in a warning, a metric and `SaveResult.diverged`. "off" compares nothing. Default: "error".
+        replicated (str | Iterable[str]): Patterns on paths, as `include` of `restore`, of plain tensors that are equal
+            on all ranks. For example, the dicts of `get_state_dict` under DDP are equal. These tensors are written once
+            and compared. Default: none.
+        gds (bool): Use GPUDirect Storage if a probe of the directory succeeds; otherwise, the log gives the reason. Raw
+            chunks then move directly between GPU memory and pack files, in slices of `staging_bytes` (128 MiB by
+            default). They are hashed on a copy in main memory. Default: False.
         timeout (float): Limit of each wait in seconds: for staging memory, for other ranks, and for a save in flight
             on `close` and `restore`. Default: 600.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
@@ -163,16 +173,17 @@ class Checkpointer:
         self._wait, self._closed, self._pid = timeout, False, os.getpid()
 
     def save(self, step: int, state: dict[str, Any], *, priority: str = "normal") -> Handle:
-        """Start saving `state` as `step`; return once it is copied and may change again.
+        """Start to save `state` as `step`, and return after the copy of the state.
 
-        While the store is unreachable the handle fails, even for the first save.
+        With lazy staging, the copy may still be in progress (see `Handle.copied`). If the store is unreachable, the
+        handle's `result` raises the error; `save` does not. This is true even for the first save.
 
         Args:
             step (int): The step's number.
-            state (dict[str, Any]): Nested dicts and lists of modules, optimizers, objects with `state_dict`, tensors and
-                plain values.
-            priority (str): "normal", or "preemption" for the last save before the machine is taken away. That save does not
-                wait for the memory of earlier saves, and overtakes them in the sidecar. Default: "normal".
+            state (dict[str, Any]): Nested dicts and lists of modules, optimizers, objects with `state_dict`, tensors
+                and plain values.
+            priority (str): "normal", or "preemption" for the last save before the machine is preempted. That save does
+                not wait for the memory of earlier saves, and overtakes them in the sidecar. Default: "normal".
 
         Returns:
             Handle: The save in flight. `handle.result()` waits for the commit.
@@ -194,8 +205,9 @@ class Checkpointer:
     def save_as(self, step: int, state: dict[str, Any], name: Name | None) -> Handle:
         """As `save`, for the adapters of `headrace.checkpoint.frameworks`.
 
-        `name` is the file or folder by which the framework finds the step, on ranks that make one. A step that was saved already
-        is saved again, as frameworks overwrite their files: in a branch that begins before it.
+        `name` is the file or folder by which the framework finds the step, on ranks that create one. Frameworks
+        overwrite their files. A step that was already saved is therefore saved again, in a branch that begins before
+        it.
         """
         return self._save(step, state, name, "normal", overwrites=True)
 
@@ -217,7 +229,8 @@ class Checkpointer:
     def warm_up(self, state: dict[str, Any]) -> None:
         """Allocate the memory that saves of `state` need and probe the store, in the background, before the first save.
 
-        Call it once the optimizer has its state: after its first step, or after `restore`. It exchanges nothing with other ranks.
+        Call it once the optimizer has its state: after its first step, or after `restore`. It exchanges nothing with
+        other ranks.
 
         Args:
             state (dict[str, Any]): The state as it will be saved.
@@ -233,7 +246,7 @@ class Checkpointer:
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
         report: str | os.PathLike[str] | None = None,
     ) -> preemption.Preemption:
-        """Save the state when the machine is about to be taken away: these signals request a last save.
+        """Install signal handlers that request a last save when the machine is about to be preempted.
 
         Call `guard.reached(step)` between two steps, on all ranks: `if guard.reached(step): sys.exit(guard.exit_code)`.
         The exit code is 99 if the state was committed, 98 if not.
@@ -276,20 +289,20 @@ class Checkpointer:
     ) -> int | None:
         """Restore `state` in place; call it on all ranks. Restoring changes nothing in the run.
 
-        A later save of a newer step continues from the newest step, whatever was restored. A later save of a step that the run
-        already has, or has passed, begins a branch (docs/checkpoints.md). Mesh, placement and number of ranks may differ
-        from the save.
+        A later save of a step newer than the run's newest step continues from that newest step, whichever step was
+        restored. A later save of any other step begins a branch (docs/checkpoints.md). Mesh, placement and number of
+        ranks may differ from the save.
 
         Args:
             state (dict[str, Any]): The state to fill.
             step (int | str): A step's number, or "latest". Default: "latest".
             tag (str | None): The tag of a step, instead of `step`. Default: None.
             run (str | None): Another run of this repository. Default: None, this run.
-            include (str | Iterable[str] | None): Patterns on paths, such as "model/*", of the entries to restore; the others
-                stay as they are (`headrace.checkpoint.state.fit`). Default: None, all entries.
+            include (str | Iterable[str] | None): Patterns on paths, such as "model/*", of the entries to restore; the
+                others stay as they are (`headrace.checkpoint.state.fit`). Default: None, all entries.
             exclude (str | Iterable[str]): Patterns of entries to leave as they are. Default: none.
-            strict (bool): Require the same entries in the state and the step. Otherwise entries that only one of them has
-                are skipped and logged. Default: True.
+            strict (bool): Require the same entries in the state and the step. Otherwise entries that only one of them
+                has are skipped and logged. Default: True.
             cast (bool): Convert tensors of another dtype. Default: False.
             required (bool): Raise `NotFoundError` if the run has no step, instead of returning None. Default: False.
 
@@ -347,7 +360,10 @@ class Checkpointer:
         return timeline.newest_after(self._store, run, attempt.timeline) is not None
 
     def steps(self) -> list[int]:
-        """The steps that `restore` finds, ascending: those of the newest timeline, and of its parents up to the branch."""
+        """The steps that `restore` finds, in ascending order.
+
+        These are the steps of the newest timeline, and those of its ancestors up to each branch point.
+        """
         self._check_open()
         if repository.read_repo(self._store) is None:
             return []

@@ -1,7 +1,7 @@
 """`headrace ckpt`: list, check, show, tag and remove the steps of a checkpoint repository.
 
-Invariant: the command runs without torch. `ls`, `check` and `show` change nothing, except that they finish complete attempts as
-every reader does. `retain` and `gc` print a plan and change nothing without `--apply`.
+Invariant: the command runs without torch. `ls`, `check` and `show` change nothing, except that they finish complete
+attempts as every reader does. `retain` and `gc` print a plan and change nothing without `--apply`.
 Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error. A collection that stops is
 finished by the next.
 """

@@ -2,8 +2,8 @@
 
 Planning creates tens of thousands of small objects within milliseconds and drops them together. They would trigger
 collections of the trainer's whole heap while the trainer waits.
-Invariant: only planning and its small reads run inside `gc_paused`; reference counts free its objects. When the last
-of several threads leaves, the collector is enabled again if it was enabled before.
+Invariant: only planning and its small reads run inside `gc_paused`. Reference counting frees their objects. When the
+last thread leaves the block, the collector is enabled again if it was enabled before.
 Failure behaviour: it raises no errors of its own.
 """
 

@@ -1,8 +1,8 @@
 """`Handle`, which `save` returns, and `Saves`, the saves in flight of one checkpointer.
 
 Invariant: a handle changes once from staging to staged, and once from there to committed or failed. `result` returns
-only committed saves. All methods of a handle may be called from any thread, any number of times. A step is saved once
-in a timeline. If the caller did not fetch the error of a save, it is raised once.
+only for committed saves. All methods of a handle may be called from any thread, any number of times. A step is saved
+once in a timeline. If the caller did not fetch the error of a save, the checkpointer raises it once.
 Failure behaviour: `result` raises the save's error every time. A wait that times out raises `DeadlineError` and
 changes nothing. In a forked child, waiting for a save of the parent raises `UsageError` at once. `Saves` raises
 `ConflictError` for a step that is already saved.
@@ -26,7 +26,7 @@ from headrace.dataio.core.log import get_logger, warn_once
 
 _log = get_logger(__name__)
 _IN_FLIGHT = 2
-"""The most saves in flight: one that needs the arena, and one that only waits for its commit."""
+"""The maximum number of saves in flight: one that needs the arena, and one that only waits for its commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,11 @@ class SaveResult:
         seconds (float): Seconds from the end of staging to COMMIT.
         stall (float): Seconds for which `save` blocked the caller.
         committed_by (str): "sidecar" if the node's daemon committed the save, else "process".
-        wait_seconds (float): Seconds for which the trainer waited later for the copy (an optimizer's step, `copied`, `staged`).
+        wait_seconds (float): Seconds for which the trainer waited for the copy after `save` returned, in an optimizer's
+            step, in `copied` or in `staged`.
         sliced (bool): Whether the state was larger than the staging memory.
         encodings (dict[str, tuple[int, int]]): Raw and stored bytes that this rank wrote, by codec.
-        kept (float | None): Seconds after which all of it was in the node's tier; None without a tier.
+        kept (float | None): Seconds until all of it was in the node's local tier; None without a tier.
         diverged (tuple[str, ...]): Names of tensors that should be equal on several ranks and were not.
     """
 
@@ -87,7 +88,7 @@ class Name(Protocol):
 
 
 class Handle:
-    """One save.
+    """One save, in progress or finished.
 
     `stall`: seconds for which `save` blocked. `committed_by`: "process", or "sidecar" once the sidecar has taken over.
     `diverged`: as in `SaveResult`.
@@ -230,10 +231,11 @@ class Handle:
 
 
 class Saves:
-    """The saves of one checkpointer. For one thread at a time.
+    """The saves of one checkpointer. Not thread-safe.
 
-    With `raises` the next save raises any earlier failure; without, only a `ConflictError`. The process waits for saves
-    in flight before it exits, up to `wait` seconds. A forked child does not wait for saves of its parent.
+    With `raises`, the next save raises any earlier failure. Otherwise, it raises only a `ConflictError`. The process
+    waits for saves in flight before it exits, up to `wait` seconds. A forked child does not wait for saves of its
+    parent.
     """
 
     def __init__(self, run: str, lineage: Lineage, *, raises: bool, wait: float) -> None:
@@ -263,9 +265,10 @@ class Saves:
             raise ConflictError(f"step {step} of run {self._run} {how} in this timeline", hint="save each step once")
 
     def again(self, step: int) -> bool:
-        """Wait for all saves; return whether the timeline may have the step. It is then saved again in another timeline.
+        """Return whether this timeline may already have the step. If so, all saves have ended.
 
         A failed save may have committed its step. So the result is True for all steps up to the highest that was tried.
+        The caller then saves the step again, in another timeline.
         """
         tried = (self._lineage.timeline, step) <= self._tried
         if tried:

@@ -53,7 +53,7 @@ class Lineage:
     """The timeline and the referenced steps of one trainer.
 
     `timeline` is 0 until the trainer has saved. `again`: the next save may be of a step that its timeline already has.
-    For one thread at a time, except `prepare` and `release`.
+    Not thread-safe, except `prepare` and `release`.
     """
 
     def __init__(self, store: Store, run: str, origin: Origin = None) -> None:

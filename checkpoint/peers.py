@@ -236,7 +236,7 @@ class Peers:
 
 
 def watched_rank(places: Sequence[bytes], rank: int) -> int | None:
-    """The rank of the next node that `rank` watches; None if there is only one node. Pure.
+    """The rank of the next node that `rank` watches; None if there is only one node. This is a pure function.
 
     The ranks of a node watch different ranks, as far as the next node has enough ranks.
     """

@@ -1,9 +1,9 @@
-"""Collective agreement before a save or a restore: one message from rank 0, and every rank is ready.
+"""Collective agreement before a save or a restore: every rank is ready, and all receive one message from rank 0.
 
-Invariant: every rank takes part in every exchange, also after it has failed, so no rank waits for another's
-exception. Then all ranks continue with the same message, or all raise. An agreement is one all-reduce of some hundred
-bytes (maximum, byte by byte; ranks other than 0 send zeros), without pickle. Tables are gathered only when one has
-changed, reasons only when a rank has failed.
+Invariant: every rank takes part in every exchange, also after it has failed, so no rank waits for another's exception.
+Then all ranks continue with the same message, or all raise. An agreement is one all-reduce of 530 bytes plus one byte
+per rank, without pickle. The reduction is the maximum, byte by byte; ranks other than 0 send zeros as the message.
+Tables are gathered only when one has changed, and reasons only when a rank has failed.
 Failure behaviour: a failed rank raises its own error; the others raise `TransientError` with that rank and its
 reason. Ranks that ask for different steps raise `UsageError`.
 """
@@ -40,7 +40,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, rank: int | None, world_size: int | None) -> Ranks:
-        """From the arguments; else from torch.distributed if it is initialised; else one rank alone."""
+        """From the arguments, else from torch.distributed if it is initialised, else a job of one rank."""
         joined = dist.is_available() and dist.is_initialized()
         if world_size is None:
             world_size = dist.get_world_size() if joined else 1

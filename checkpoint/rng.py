@@ -33,7 +33,7 @@ class RNG:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """{"torch", "cuda", "numpy", "python"}."""
+        """The states of all generators, as a dict with the keys "torch", "cuda", "numpy" and "python"."""
         numpy: Any = np.random.get_state(legacy=False)
         words = np.asarray(numpy["state"]["key"], dtype=np.uint32)
         return {

@@ -1,7 +1,8 @@
 """One save, from a state to its commit: the ranks agree, each copies its state, and a thread commits it.
 
 Invariant: `start` returns after one copy of the state in memory, or with the copy in progress if staging is lazy. A
-rank that fails after the ranks have agreed aborts the attempt. The other ranks then stop waiting at their next look.
+rank that fails after the ranks have agreed aborts the attempt. The other ranks then stop waiting when they next read
+the store.
 Failure behaviour: `start` raises errors that occur before the copy is made. Later errors are logged, and the handle
 keeps them.
 """
@@ -71,7 +72,7 @@ class Options:
 
 
 class Saver:
-    """Runs the saves of one checkpointer. For one thread at a time."""
+    """Runs the saves of one checkpointer. Not thread-safe."""
 
     def __init__(
         self,
@@ -102,7 +103,8 @@ class Saver:
     ) -> Handle:
         """Copy the state and start its commit in a thread.
 
-        `check` is called first; its error on one rank fails all ranks. `name` is published when the step is committed.
+        `check` is called first. If it raises on one rank, all ranks raise. `name` is published when the step is
+        committed.
         """
         with span("save", step=step):
             began = time.perf_counter()
@@ -125,14 +127,14 @@ class Saver:
             return handle
 
     def _wait_or_watch(self, state: dict[str, Any], copying: Copying | SlicedState) -> None:
-        """With lazy staging, make the optimizers wait for the copy. Otherwise wait for it here: it is in slices."""
+        """With lazy staging, make the optimizers wait for the copy. Otherwise, wait here until all slices are copied."""
         self._optimizer_gate.watch(optimizers_in(state) if self._options.lazy else (), copying)
         if not self._options.lazy:
             self._optimizer_gate.pass_all()
             copying.wait_seconds = 0.0  # this wait counts as part of the stall
 
     def _not_begun(self, step: int, ticket: Ticket) -> Handle:
-        """A handle that reports why the save has no timeline: the store is unreachable. Nothing is copied."""
+        """A handle that has failed because the store is unreachable and the save has no timeline. Nothing is copied."""
         error = TransientError(
             f"step {step} is not saved: rank 0 could not open the run's timeline: {ticket.store_error}",
             hint="the next save tries again",

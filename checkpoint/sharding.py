@@ -99,8 +99,8 @@ def overlap_blocks(
 ) -> Iterator[tuple[int, tuple[int, ...], _Slices, _Slices]]:
     """The overlap of a byte range of `source` with `target`, as strided blocks.
 
-    Each: where in the run it begins, its extents (the bytes of an element last), and the part of it that goes to which part
-    of the target's.
+    Each: where in the run it begins, its extents (the bytes of an element last), and the part of it that goes to which
+    part of the target's.
     """
     done = 0
     for (_, extent), found in _walk(source, target, item_bytes, start, length):

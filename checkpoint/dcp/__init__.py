@@ -3,8 +3,8 @@
     dcp.save(state, storage_writer=RepositoryWriter("s3://bucket/ckpt", run="exp42", step=1200))
     dcp.load(state, storage_reader=RepositoryReader("s3://bucket/ckpt", run="exp42", step=1200))
 
-Invariant: DCP's planners decide which entries are saved and loaded. The repository does the rest (chunks, digests, packs,
-commit). No pickle is stored, and nothing from the store is unpickled.
+Invariant: DCP's planners decide which entries are saved and loaded. The repository does the rest (chunks, digests,
+packs, commit). No pickle is stored, and nothing from the store is unpickled.
 
 Failure behaviour: errors of `headrace.dataio.core.errors`. DCP wraps them, as `writer` and `reader` describe.
 """

@@ -27,7 +27,8 @@ from headrace.dataio.core.errors import CorruptionError, UnsupportedError, Usage
 
 Path = tuple[str | int, ...]
 _MANY = 20_000
-"""From this number of tensors on, each name is written once, under "many", with the lengths of its path's parts."""
+"""From this number of tensors on, each name is written once, under "many", with the lengths of its path's parts.
+"""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """`RepositoryReader`, DCP's `StorageReader` for the repository. It loads steps that DCP or a `Checkpointer` saved.
 
-Invariant: every byte of a loaded tensor is checked against its chunk's digest. Only chunks that hold a requested element
-are read. Other values are decoded from msgpack. DCP's planner expects pickles of them, so the reader creates these
-pickles itself, in memory.
+Invariant: every byte of a loaded tensor is checked against its chunk's digest. Only chunks that hold a requested
+element are read. Other values are decoded from msgpack. DCP's planner expects pickles of them, so the reader creates
+these pickles itself, in memory.
 
 Failure behaviour: `MissingStepError`, which is a `FileNotFoundError`. `CorruptionError` names step, tensor, pack and
 offset. DCP reports an error in `read_metadata` as an `AssertionError`, with the original error in its text. It reports
@@ -62,10 +62,10 @@ class RepositoryReader(StorageReader):
         run (str): The run's name.
         step (int | str): A step's number, or "latest". DCP's `checkpoint_id`, if given, replaces it. Default: "latest".
         tag (str | None): The tag of a step, instead of `step`. Default: None.
-        rank (int | None): The rank whose values other than tensors are loaded. Default: None, this process's rank in the
-            process group of `dcp.load`.
-        resume (bool): The process continues training from this step. A later save of a step that the run already has then
-            begins a branch. Default: False.
+        rank (int | None): The rank whose values other than tensors are loaded. Default: None, this process's rank in
+            the process group of `dcp.load`.
+        resume (bool): The process continues training from this step. A later save of a step that the run already has
+            then begins a branch. Default: False.
         gds (bool): Use GPUDirect Storage, as for `Checkpointer`. Default: False.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
 
@@ -186,7 +186,7 @@ class RepositoryReader(StorageReader):
         self._saved = _all_tensors(self._opened_step, rank)
 
     def _see_alone(self) -> None:
-        """Use the job's rank, if the step was saved by as many ranks. With `no_dist=True`, every process is DCP's rank 0."""
+        """Use the job's rank, if as many ranks saved the step. With `no_dist=True`, every process is DCP's rank 0."""
         job = Ranks.from_environment(None, None)
         if job.rank == self._rank or len(self._opened_step.manifests) != job.world_size:
             return

@@ -1,12 +1,12 @@
 """The state that all DCP saves of this process share, and one rank's part of one save.
 
-With DCP, every step may have its own `RepositoryWriter`. This module therefore keeps, once per process, the state that a
-Checkpointer would keep between saves.
+With DCP, every step may have its own `RepositoryWriter`. This module therefore keeps, once per process, the state that
+a Checkpointer would keep between saves.
 
 Invariants:
 
-- All DCP writers of a process are one writer of `headrace.checkpoint.repository.writers`. This includes the writers that
-  an asynchronous save sends to another process, because `export_session` is sent with them.
+- All DCP writers of a process are one writer of `headrace.checkpoint.repository.writers`. This includes the writers
+  that an asynchronous save sends to another process, because `export_session` is sent with them.
 - A load changes nothing. After a load with `resume=True`, the next save may begin a branch. It does so if its step is
   not newer than the run's newest step.
 - A save copies at most `LEAST_BYTES` at a time. The tensors must not change during the save.
@@ -63,7 +63,7 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
 
 
 def new_ticket(store: Store, run: str, step: int, again: bool = False) -> Ticket:
-    """Draw the attempt of a save. The coordinator calls it once for each save.
+    """Create the attempt of a save. The coordinator calls it once for each save.
 
     `again`: if this job has already saved the step, it is saved again in a branch.
     """

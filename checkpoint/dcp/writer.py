@@ -3,7 +3,7 @@
 Order of a save:
 
 1. Every rank sends its plan to the coordinator, with the parts that it holds.
-2. The coordinator assigns replicated parts to ranks by bytes and draws the attempt.
+2. The coordinator assigns replicated parts to ranks, balanced by bytes, and creates the attempt.
 3. Each rank stores its part. The last rank commits the step.
 
 Invariant: values other than tensors are rank-local. So are plain tensors below 64 KiB (generator states, positions).
@@ -69,8 +69,8 @@ class RepositoryWriter(StorageWriter):
     """DCP's storage writer: saves one step of `run` in the repository at `url`.
 
     Args:
-        url (str | Store): The repository, as for `Checkpointer`. For `async_save` in another process, give the URL, not an
-            open store.
+        url (str | Store): The repository, as for `Checkpointer`. For `async_save` in another process, give the URL, not
+            an open store.
         run (str): The run's name.
         step (int | None): The step's number. DCP's `checkpoint_id`, if given, replaces it. Default: None.
         compression (str): "none" or "zstd". Default: "none".
@@ -141,7 +141,7 @@ class RepositoryWriter(StorageWriter):
         return dataclasses.replace(plan, items=shared, storage_data=held)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator, assign parts to ranks and draw the attempt."""
+        """On the coordinator, assign parts to ranks and create the attempt."""
         assert self._step is not None
         with self._store() as store:
             ticket = msgspec.msgpack.encode(session.new_ticket(store, self._run, self._step, self._overwrite))

@@ -20,5 +20,6 @@ To add a framework, write or change four files:
 
 Invariant: importing this package imports no framework.
 
-Failure behaviour: errors of `headrace.dataio.core.errors`. A framework that is not installed raises its own ImportError.
+Failure behaviour: errors of `headrace.dataio.core.errors`. A framework that is not installed raises its own
+ImportError.
 """

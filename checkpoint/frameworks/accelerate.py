@@ -2,16 +2,16 @@
 
 One step of the run holds models, optimizers, schedulers, the gradient scaler, objects of `register_for_checkpointing`,
 and the random generators of every rank. The step's number is the number at the end of the folder's name (`step_1200`,
-`checkpoints/checkpoint_3`). Accelerate's folder holds the rest, which is small: samplers, and the position of a stateful
-loader.
+`checkpoints/checkpoint_3`). Accelerate's folder holds the rest, which is small: samplers, and the position of a
+stateful loader.
 
 `save_state` returns after the state is copied. The folder appears when the step is committed (`naming`). Older folders
-are removed after that (`total_limit`). To add your own files to the folder, wait for `checkpointer.close()`, or register
-an object instead.
+are removed after that (`total_limit`). To add your own files to the folder, wait for `checkpointer.close()`, or
+register an object instead.
 
-How it works: Accelerate calls its hooks before it writes or reads anything. It passes them the lists that it will iterate
-over, and the hooks empty these lists. The replaced `save_state` and `load_state` refill them. `save_state` saves after
-all ranks have written their files into a hidden folder.
+How it works: Accelerate calls its hooks before it writes or reads anything. It passes them the lists that it will
+iterate over, and the hooks empty these lists. The replaced `save_state` and `load_state` refill them. `save_state`
+saves after all ranks have written their files into a hidden folder.
 
 Invariant: Accelerate does not write any part of the step a second time. Outside `save_state` and `load_state`, the
 accelerator is unchanged.

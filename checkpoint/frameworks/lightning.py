@@ -6,7 +6,8 @@
   symbolic links (ModelCheckpoint's `save_last="link"`), it returns after the commit.
 - A file that Lightning removes is deleted after the newest save is committed (`naming`).
 - A step has the number of `global_step`. A second save at the same `global_step` gets the next free number. From then
-  on, saves are compared. If a repeated save has the same tensors as the one before, its file holds only its other values.
+  on, saves are compared. If a repeated save has the same tensors as the one before, its file holds only its other
+  values.
 - `Model.load_from_checkpoint(path)` also reads such files, through the `RepositoryIO` of their run in this process.
 - `map_location` works as for `torch.load`. Tensors that share memory still share it after the load.
 

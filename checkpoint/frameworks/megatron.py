@@ -4,17 +4,17 @@
     dist_checkpointing.load(state, folder, RepositoryLoad(url, run=...))
 
 The sharded tensors and objects of the state are stored as a step of the repository. Its number is the number at the end
-of the folder's name (`iter_0001200`). Megatron-Core writes the rest into the folder, as `common.pt` and `metadata.json`.
-It allows no other files there. Both strategies work inside Megatron-Core's classes for parallel saving and loading.
-Parallel loading communicates through CUDA.
+of the folder's name (`iter_0001200`). Megatron-Core writes the rest into the folder, as `common.pt` and
+`metadata.json`. It allows no other files there. Both strategies work inside Megatron-Core's classes for parallel saving
+and loading. Parallel loading communicates through CUDA.
 
-A save returns after the commit. `save(..., async_sharded_save=True)` returns after a copy into main memory. The next save
-reuses this memory. A thread of this process saves the copy, and uses its own process group. The process that
+A save returns after the commit. `save(..., async_sharded_save=True)` returns after a copy into main memory. The next
+save reuses this memory. A thread of this process saves the copy, and uses its own process group. The process that
 Megatron-Core then starts only waits for that thread. So Megatron-Core's queue sees the save in flight, and its
 finalization raises any error.
 
-Invariant: each replica is written once, by the rank that Megatron-Core chooses (`replica_id`). Objects are stored as plain
-values, arrays and bytes, never as pickles. A job can load with any number of ranks and any sharding.
+Invariant: each replica is written once, by the rank that Megatron-Core chooses (`replica_id`). Objects are stored as
+plain values, arrays and bytes, never as pickles. A job can load with any number of ranks and any sharding.
 
 Failure behaviour: as `headrace.checkpoint.dcp`. `UsageError` names an object that cannot be saved.
 """

@@ -1,7 +1,7 @@
 """Names of steps: the files and folders in which a framework finds the checkpoint to resume from.
 
-A framework resumes from a file or folder that it finds (`last.ckpt`, `checkpoint-1200`). Such a name must never refer to
-a step that is not committed. A save therefore handles its name in this order:
+A framework resumes from a file or folder that it finds (`last.ckpt`, `checkpoint-1200`). Such a name must never refer
+to a step that is not committed. A save therefore handles its name in this order:
 
 1. It writes a hidden name (`.checkpoint-1200.<attempt>.uncommitted`), with a record of its attempt.
 2. After the attempt is committed, it renames the hidden name.

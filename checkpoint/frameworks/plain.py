@@ -3,7 +3,8 @@
 The Megatron-Core adapter uses this module for generator states and quantisation scales. Large tensors should be tensors
 of the state.
 
-Invariant: `unpacked(packed(x))` equals `x` and has the same types. Nothing is pickled. Tensors are returned in main memory.
+Invariant: `unpacked(packed(x))` equals `x` and has the same types. Nothing is pickled. Tensors are returned in main
+memory.
 
 Failure behaviour: `UsageError` for a dict that uses the tag's key. Other objects are passed through, and `tree.encode`
 then refuses them with an error that names their path.

@@ -1,19 +1,19 @@
 """torch_checkpointing (Meta): `RepositoryManager(url, run="exp42", config=...)` replaces its `CheckpointManager(config)`.
 
 A job of one rank can also use the `Storage` back-end alone:
-`CheckpointManager.Config(storage_config=RepositoryStorageConfig(url, run=...))`. With several ranks, `RepositoryManager`
-agrees on the attempt with the other ranks.
+`CheckpointManager.Config(storage_config=RepositoryStorageConfig(url, run=...))`. With several ranks,
+`RepositoryManager` agrees on the attempt with the other ranks.
 
-torch_checkpointing writes files into a folder, and renames the folder when all ranks are done. With this adapter, each
-rank keeps its files in memory until all are written. They are in the memory of the process that writes them. They are
-then stored as this rank's part of a step, each file as a tensor of bytes. The bytes are stored in chunks, deduplicated
-against the previous step, and checked by digest. All ranks commit the step, or it is not committed. A checkpoint's name
-ends in the step's number. `load("latest", ...)` finds the newest step.
+torch_checkpointing writes files into a folder, and renames the folder when all ranks are done. With this adapter, the
+process that writes keeps a rank's files in memory until all are written. It then stores them as this rank's part of a
+step, each file as a tensor of bytes. The bytes are stored in chunks, deduplicated against the previous step, and
+checked by digest. The step is committed only when all ranks have stored their parts. A checkpoint's name ends in the
+step's number. `load("latest", ...)` finds the newest step.
 
 Trust: torch_checkpointing's files are pickles, and it unpickles them when it loads (`torch.load(weights_only=False)`,
 `metadata.pkl`). A writer to the repository can therefore run code in the process that loads. The format belongs to
-torch_checkpointing, so this adapter cannot refuse it. Load only from repositories whose writers you trust. All other ways
-to load (`Checkpointer`, `headrace.checkpoint.dcp`, the other adapters) unpickle nothing from the repository.
+torch_checkpointing, so this adapter cannot refuse it. Load only from repositories whose writers you trust. All other
+ways to load (`Checkpointer`, `headrace.checkpoint.dcp`, the other adapters) unpickle nothing from the repository.
 
 Invariant: torch_checkpointing reads back the bytes that it wrote, or gets an error. While a file is saved, it takes its
 own size in memory.

@@ -2,14 +2,17 @@
 `CheckpointManager.Config(...)`.
 
 All settings of torchtitan's manager keep their meaning: `interval`, `async_mode`, `exclude_from_loading`,
-`last_save_model_only`, `initial_load_path` (a folder of DCP or Hugging Face, read while the run has no step),
-`keep_latest_k` (the repository's retention, on rank 0). A step that was already saved is saved again, because torchtitan
-would overwrite its files. torchtitan itself writes a final export in Hugging Face's format, to `folder`.
+`last_save_model_only`, `initial_load_path` and `keep_latest_k`.
+
+- `initial_load_path` is a folder of DCP or Hugging Face. It is read while the run has no step.
+- `keep_latest_k` is the repository's retention, which rank 0 applies.
+- A step that was already saved is saved again, because torchtitan would overwrite its files.
+- A final export in Hugging Face's format goes to `folder`. torchtitan itself writes it.
 
 Invariant: all ranks load the same step. Rank 0 finds the newest step and sends its number to the other ranks.
 
-Failure behaviour: as `headrace.checkpoint.dcp`. `MissingStepError`, a `FileNotFoundError`, is raised for a step that does
-not exist.
+Failure behaviour: as `headrace.checkpoint.dcp`. `MissingStepError`, a `FileNotFoundError`, is raised for a step that
+does not exist.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 repository. Its `checkpoint-<step>` folders keep `trainer_state.json` and name the step, so
 `train(resume_from_checkpoint=...)`, `save_total_limit` and `load_best_model_at_end` work as usual. A folder appears
 when its step is committed. Older folders are removed after that (`naming`). Resuming is exact. It restores the step's
-model, optimizer, scheduler, scaler and random generators, and training continues at the next batch. A Headrace loader is
-part of the step. Pass it as `train_dataset`, or return it from `get_train_dataloader`.
+model, optimizer, scheduler, scaler and random generators, and training continues at the next batch. A Headrace loader
+is part of the step. Pass it as `train_dataset`, or return it from `get_train_dataloader`.
 
 `Trainer(callbacks=[RepositoryCallback(checkpointer)])` saves when the Trainer does, in addition to the Trainer's own
 files. It restores when training begins. A Headrace loader then continues at its saved position. A callback cannot skip
@@ -45,7 +45,7 @@ from headrace.dataio.core.log import get_logger
 
 _log = get_logger(__name__)
 _SCRATCH = ".headrace-unnamed"
-"""The name of a save's folder in `output_dir`, until its attempt is drawn."""
+"""The name of a save's folder in `output_dir`, until its attempt is created."""
 
 _written = declare("name.trainer-folder-written", "the Trainer has written its folder, hidden; no save has begun")
 

@@ -1,4 +1,4 @@
-"""GPUDirect Storage: moves checkpoint bytes between files and GPU memory without a copy by the CPU, where cuFile works.
+"""GPUDirect Storage: moves checkpoint bytes directly between files and GPU memory, where cuFile works.
 
 - `file`: ranges of a file, and the probe that tests whether cuFile works here.
 - `saving`, `restoring`: the packs that `Checkpointer(..., gds=True)` writes, and the raw chunks that it reads.

@@ -1,9 +1,9 @@
 """Reports about a repository: `check` reads everything, `survey` lists steps, `describe` shows one step.
 
-Invariant: every byte of a step that the report calls sound was read and compared with its digest. With `data=False`
-only documents, manifests and pack tables were. Each problem names the steps and tensors that it affects. A check
-writes the missing COMMIT of a complete attempt and changes nothing else. A step that a collection removes during the
-check does not count as damaged.
+Invariant: every byte of a step that the report calls sound was read and compared with its digest. With `data=False`,
+`check` reads only documents, manifests and pack tables. Each problem names the steps and tensors that it affects. A
+check writes the missing COMMIT of a complete attempt and changes nothing else. A step that a collection removes during
+the check does not count as damaged.
 Failure behaviour: `check` and `survey` put damage into the report. `describe` raises `NotFoundError` or
 `CorruptionError`. Transient errors and refused access are raised.
 """
@@ -60,7 +60,7 @@ class StepLine:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """An attempt that is not a step: `state` is in progress, abandoned, aborted, lost or removed."""
+    """An attempt that is not a step. `state` is "in progress", "abandoned", "aborted", "lost" or "removed"."""
 
     run: str
     timeline: int

@@ -3,12 +3,12 @@
 Savers and readers may run at the same time.
 Order (`docs/design/0012-retention.md`; the tests stop the collection at every store operation):
 
-0. Write COMMIT for every complete attempt that has none.
+0. Write COMMIT for every attempt that is complete but has none.
 1. Write `gc/<id>` with the steps to delete. From then on no process references, reads or tags them. If another
    collection deletes the record too early, this one writes it again.
 2. Read the leases. Abort every attempt that has no decision and whose lease has expired. Spare the steps that a live
-   lease references. Then apply the policy again and spare the steps that it keeps now, because a tag or a timeline
-   may have been added in the meantime.
+   lease references. Then apply the policy again, because a tag or a timeline may have been added in the meantime. Spare
+   the steps that the policy now keeps.
 3. Replace the COMMITs of the remaining steps by tombstones. This is final.
 4. Read the repository again, and delete the objects that no live attempt needs.
 5. Delete `gc/<id>`. Delete records of dead collectors if all their steps are tombstones, or if they are a day old.
@@ -48,7 +48,7 @@ _tombstones = declare("gc.tombstones", "the steps to delete are tombstones, thei
 _deleting = declare("gc.deleting", "some objects of removed steps are deleted")
 _deleted = declare("gc.deleted", "only the record is left")
 _TRIES = 10
-"""Attempts to write a record that other collections keep deleting."""
+"""How many times a record is written if other collections keep deleting it."""
 _BATCH = 256
 _BURIAL_SECONDS = plans.RECORD_SECONDS / 24
 """Seconds from a collector's record to its last tombstone, at most."""
@@ -58,7 +58,8 @@ def to_delete(store: Store, run: str, keep: Keep, known_removed: Iterable[StepOf
     """The steps of the run that the policy removes. `known_removed`: steps that are known to be tombstones.
 
     The function lists all steps before it reads the branch. A step that is committed in between is then seen only in
-    the branch, as its newest step. In the opposite order that step would look abandoned and be removed.
+    the branch, as its newest step. In the opposite order, the function would treat that step as abandoned and remove
+    it.
     """
     known = {StepName(step.timeline, step.step) for step in known_removed if step.run == run}
     everything = _committed(store, run) - known
@@ -234,8 +235,8 @@ def _settled_records(seen: Inventory, removed: tuple[StepOfRun, ...], now: float
 def _outdated_tags(store: Store, now: float) -> list[str]:
     """Tag records that nothing depends on any more.
 
-    Every collector that is still running has seen the records that replaced them. A late request for an older record is
-    late by less than the time for which a tombstone is kept.
+    Every collector that is still running has seen the records that replaced them. The store applies a late request for
+    an older record within the time for which a tombstone is kept.
     """
     return tag_records.outdated(store, now - plans.RECORD_SECONDS, now - plans.TOMBSTONE_SECONDS)
 

@@ -1,4 +1,4 @@
-"""The commit protocol: how an attempt becomes a step. First the decision, then COMMIT; each object is written once.
+"""The commit protocol, by which an attempt becomes a step: first the decision, then COMMIT. Each is written once.
 
 Invariant: COMMIT names an attempt only if that attempt's decision is "commit". A decision "commit" is written only
 when every rank's manifest is stored and sound, no newer timeline is open, and the writer's lease is alive. Once the
@@ -36,7 +36,7 @@ from headrace.dataio.store.base import Store
 
 _POLL, _POLL_MAX = 0.02, 1.0
 _TURN_SECONDS = 2.0
-"""A rank that waited leaves the decision to the last rank for this many seconds, times its own rank plus one."""
+"""A rank that waited gives the last rank this many seconds, times its own rank plus one, to write the decision."""
 _REASON_CHARACTERS = 500
 FailedRanks = Callable[[Sequence[int]], str]
 """Describes which of the given ranks can never store a manifest; "" if none is known to have ended."""
@@ -132,7 +132,7 @@ Action = Committed | WriteCommit | WriteDecision | Wait | Stop
 
 
 def decide(attempt: Attempt, view: View) -> Action:
-    """Return the next action for the attempt. Pure."""
+    """Return the next action for the attempt. This is a pure function."""
     if view.commit is not None:
         mine = view.commit.attempt == attempt.id and not view.commit.tombstone
         return Committed() if mine else Stop(_taken(attempt, view.commit))
@@ -180,12 +180,12 @@ def finish(
 ) -> Commit:
     """Commit the attempt once this rank's manifest is written. Waits at most `timeout` seconds for other ranks.
 
-    A rank that finds all manifests at its first look (the last rank does) checks them and writes the decision. The
-    other ranks wait for that decision, so that not every rank reads all manifests. If no decision appears, they take
-    over in turn.
+    A rank that finds all manifests the first time that it reads the store checks them and writes the decision. The last
+    rank always does. The other ranks wait for that decision, so that not every rank reads all manifests. If no decision
+    appears, they take over one after another, in the order of their ranks.
 
-    If `failed_ranks` reports a missing rank twice in a row, this rank aborts the attempt for all ranks. If retention has
-    already removed the committed step, the step counts as committed.
+    If `failed_ranks` reports a missing rank twice in a row, this rank aborts the attempt for all ranks. If retention
+    has already removed the committed step, the step counts as committed.
     """
     deadline, pause, lost = clock.monotonic() + timeout, _POLL, ""
     waited, turn = False, None
@@ -213,14 +213,14 @@ def finish(
                 if lost and lost == before:
                     abort(store, attempt, lost)
                 if lost:
-                    continue  # the ended rank may have stored its manifest last of all: look once more
+                    continue  # the ended rank may have stored its manifest just before it ended: read the store again
                 if clock.monotonic() >= deadline:
                     raise _late(attempt, missing, timeout)
                 waited, pause = True, _sleep(clock, pause, deadline)
 
 
 def _sleep(clock: Clock, pause: float, until: float) -> float:
-    """Sleep before the next look, and return the next pause."""
+    """Sleep before the next poll, and return the next pause."""
     clock.sleep(min(pause, max(until - clock.monotonic(), 0)))
     return min(pause * 1.5, _POLL_MAX)
 
@@ -242,7 +242,7 @@ def abort(store: Store, attempt: Attempt, reason: str) -> None:
 
 
 def abort_without(store: Store, attempt: Attempt, failed_ranks: FailedRanks) -> None:
-    """Abort the attempt if it waits for a rank that `failed_ranks` reports."""
+    """Abort the attempt if a rank whose manifest is missing is one that `failed_ranks` reports."""
     action = decide(attempt, look(store, attempt, lease_alive=True))
     if isinstance(action, Wait) and (lost := failed_ranks(action.missing)):
         abort(store, attempt, lost)

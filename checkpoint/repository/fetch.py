@@ -1,13 +1,13 @@
 """Reads a committed step: its manifests, and chunks out of packs.
 
 - `open_step` reads the manifests that the step's decision names, and compares each with its digest there.
-- `fetch` reads chunks in coalesced ranges with bounded memory, and checks every chunk. It reads a bad chunk again,
-  then from every other copy that the store knows. It can read a raw chunk directly to its destination (`room`),
+- `fetch` reads chunks in coalesced ranges with bounded memory, and checks every chunk. It reads a damaged chunk again,
+  then from every other copy that the store knows. It can read a raw chunk directly into the caller's memory (`room`),
   without a copy.
 - A chunk that is stored as a difference also needs its base chunk, which is read and checked in the same way.
 
 Invariant: a returned manifest is the one that the decision names, and a returned chunk matches its digest. At most
-`workers` batches of `BATCH_BYTES` are in memory; a batch is one call to the store.
+`workers` batches of `BATCH_BYTES` are in memory. The store reads a batch in one call.
 Failure behaviour: `CorruptionError` for a manifest that is missing or damaged in every copy. A chunk that is damaged
 in every copy is passed on as None; the caller reports which tensors need it. Transient errors of the store are raised.
 """
@@ -38,7 +38,7 @@ BATCH_BYTES = 4 * CHUNK_BYTES
 THREADS = 4
 """Default number of threads.
 
-It is larger than the number that hash at once, because some threads wait for the store.
+It is larger than the number of threads that hash concurrently, because some threads wait for the store.
 """
 _COPIES = 4
 _GAP = 64 * KIB
@@ -75,7 +75,7 @@ class Batch(Generic[P]):
 
 
 def batches(pack: str, chunks: Iterable[P]) -> Iterator[Batch[P]]:
-    """Group the chunks of one pack into batches of at most `BATCH_BYTES`. Pure."""
+    """Group the chunks of one pack into batches of at most `BATCH_BYTES`. This is a pure function."""
     taken: list[P] = []
     ranges: list[tuple[int, int]] = []
     for chunk in sorted(chunks, key=lambda c: c.offset):
@@ -145,9 +145,11 @@ def _read_batch(
 def _places(
     chunks: Sequence[Place], rooms: Sequence[memoryview | None], buffer: memoryview
 ) -> tuple[list[tuple[int, memoryview]], list[memoryview]]:
-    """Return the reads, as (offset, memory), and the memory that then holds each chunk's stored bytes. Pure.
+    """Return the reads, as (offset, memory), and the memory that then holds each chunk's stored bytes.
 
-    Chunks without `room` are read into `buffer`. Ranges with small gaps are joined.
+    This is a pure function.
+
+    Chunks without memory from `room` are read into `buffer`. Ranges with small gaps are joined.
     """
     views = [(chunk.offset, room) for chunk, room in zip(chunks, rooms, strict=True) if room is not None]
     runs: list[tuple[int, int]] = []
@@ -169,7 +171,7 @@ def _places(
 
 
 def _read_again(store: Store, pack: str, chunk: Place, stored: memoryview) -> memoryview | None:
-    """Read the chunk again by itself, then from the other copies. A store has a few copies at most."""
+    """Read the chunk again by itself, then from the other copies. A store has only a few copies."""
     for _ in range(_COPIES):
         if _try_read(store, pack, [(chunk.offset, stored)]):
             good = _unpacked(store, chunk, stored)
@@ -224,7 +226,7 @@ def in_order(pool: Executor, work: Callable[[T], R], items: Iterable[T], ahead: 
 
 
 _AT_ONCE = 8
-"""Manifests that are read at once. Most of the time of one read is the store's latency."""
+"""The number of manifests that are read concurrently. Most of the time of one read is the store's latency."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """Reads the whole repository for a collection: attempts and decisions, COMMITs, leases, records of collectors, packs.
 
 Order: tombstones first, then attempts and decisions, then packs. A step becomes a tombstone only when no process can
-start to reference it. So attempts that reference the step are seen if attempts are listed *after* tombstones. A
-listing is no snapshot: it may miss a change that happens during the listing, but not an older one. A lease that was
-seen before and is not listed is looked up by name, because tmpfs may miss a name that is being replaced.
-Invariant: a `Reader` reads documents that never change once, and forgets them when their objects are deleted.
+start to reference it. So attempts that reference the step are seen if attempts are listed *after* tombstones. A listing
+is not a snapshot. It may miss a change that happens during the listing, but not an older one. A lease that was seen
+before and is not listed is looked up by name, because a listing of tmpfs may miss a file that is being replaced.
+Invariant: a `Reader` reads each document that never changes only once. It drops the document when the object is
+deleted.
 Failure behaviour: errors of the store are raised; an unreadable document raises `CorruptionError`. The collection then
 removes nothing.
 """
@@ -196,9 +197,9 @@ class Reader:
             return None
 
     def _many(self, work: Callable[[T], R | None], items: list[T]) -> Iterator[R]:
-        """Call `work` on every item, with a few threads if there are many.
+        """Call `work` on every item, with a few threads if there are many items.
 
-        None (the object was deleted) is dropped.
+        Results that are None are dropped: their objects were deleted.
         """
         if len(items) <= _FEW:
             yield from (found for found in map(work, items) if found is not None)

@@ -1,9 +1,9 @@
 """Leases: a saver or a reader states that it is alive, and which steps it references.
 
-Invariant: the holder renews its lease at a third of the lease's life. It trusts the lease until one life after the
-*start* of the last successful renewal, by its own monotonic clock. So it stops before other processes consider the
-lease expired. A holder that cannot renew in time stops before the decision. The clocks of machines must agree to well
-within a third of a life.
+Invariant: the holder renews its lease after a third of the lease's lifetime. It trusts the lease until one lifetime
+after the *start* of the last successful renewal, by its own monotonic clock. So it stops before other processes
+consider the lease expired. A holder that cannot renew in time stops before the decision. A collection compares dates
+that the store gave to objects, not the clocks of machines.
 Failure behaviour: a failed renewal is retried until the lease has expired; then `require_alive` raises
 `TransientError`. `release` never raises: a lease that is not deleted expires.
 """
@@ -31,7 +31,7 @@ _log = get_logger(__name__)
 
 
 class LeaseTimes:
-    """The times of one lease, without I/O. `life` in seconds."""
+    """The times of one lease, without I/O. `life`: the lifetime of the lease in seconds."""
 
     def __init__(self, life: float) -> None:
         self.life = life
@@ -48,7 +48,7 @@ class LeaseTimes:
         return now - self._renewed < self.life
 
     def wait(self, now: float) -> float:
-        """Seconds until the next renewal; at least a hundredth of a life."""
+        """Seconds until the next renewal; at least a hundredth of the lifetime."""
         return max(self._renewed + self.life / 3 - now, self.life / 100)
 
 

@@ -1,12 +1,12 @@
-"""Retention policy and collection plan: which steps a policy keeps, and which objects a collection removes. Pure decisions.
+"""Retention policy and collection plan: pure functions that choose the steps to keep and the objects to remove.
 
 Invariant, policy: the newest step of the branch and every step with a matching tag stay. Steps of abandoned branches
 are removed unless a tag names them, but only up to the newest step number of the current branch. So a trainer that
 started by mistake deletes nothing.
-Invariant, plan: an attempt is dead only if its decision is "abort", if the step's COMMIT is a tombstone, or if COMMIT
-names another complete attempt. An attempt without a decision is kept whole, and so is every pack that a manifest of a
-live attempt names. Packs without lease, manifest and decision are deleted when they are a week old. The decision of a
-removed step is deleted with the last of its attempt's packs, and the tombstone when it is a week old.
+Invariant, plan: an attempt is dead only in three cases: its decision is "abort", the step's COMMIT is a tombstone, or
+COMMIT names another complete attempt. An attempt without a decision is kept whole, and so is every pack that a manifest
+of a live attempt names. Packs without lease, manifest and decision are deleted when they are a week old. The decision
+of a removed step is deleted with the last of its attempt's packs, and the tombstone when it is a week old.
 Failure behaviour: `UsageError` for an impossible policy; nothing else fails.
 """
 
@@ -81,13 +81,13 @@ def steps_to_delete(
 
 ORPHAN_SECONDS = 7 * 24 * 3600.0
 MOST_STEPS = 10_000
-"""The most steps that one collection removes; the next collection removes the others."""
+"""The maximum number of steps that one collection removes. The next collection removes the others."""
 TOMBSTONE_SECONDS = 7 * 24 * 3600.0
 """A saver that sleeps between decision and COMMIT could bring a removed step back; the tombstone prevents that."""
 RECORD_SECONDS = 24 * 3600.0
-"""A collector with an older record removes nothing any more: every collector stops after a small part of this time."""
+"""The collector of an older record has stopped: every collector stops after a small part of this time."""
 SLACK_SECONDS = 5.0
-"""Added to a lease's life before it counts as expired, because stores date objects by the second."""
+"""Added to a lease's lifetime before it counts as expired, because stores date objects to the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,8 @@ def _is_alive(leases: Iterable[SeenLease], now: float) -> bool:
 def spared(seen: Inventory, pending_deletes: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
     """Steps to delete that a live attempt or reader references.
 
-    An attempt is alive while one of its leases is, and is not fenced then. So the steps that any of its leases names
-    are spared: the holder of an expired lease may still renew it.
+    An attempt is alive while one of its leases is, and it is not aborted then. The steps that any of its leases names
+    are spared, because the holder of an expired lease may still renew it.
     """
     alive = [held for leases in seen.leases.values() if _is_alive(leases, now) for held in leases]
     return set(pending_deletes) & {base.of(held.lease.run) for held in alive for base in held.lease.bases}
@@ -205,7 +205,7 @@ def _is_deletable(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -
 
 
 def _small(seen: Inventory, deleted_keys: set[str], now: float) -> list[tuple[str, int]]:
-    """Documents that no longer protect anything."""
+    """Leases, decisions and tombstones that no longer protect anything."""
     return [(key, 0) for key in (*_leases(seen, now), *_decisions(seen, deleted_keys), *_tombstones(seen, now))]
 
 

@@ -1,7 +1,7 @@
 """Lists the steps of a repository and finds one: by number, by tag, or the latest.
 
-Invariant: a step exists when its COMMIT names an attempt; a tombstone is not a step. A reader that finds an attempt
-whose decision is "commit" writes its COMMIT before it answers.
+Invariant: a step exists if its COMMIT names an attempt and is not a tombstone. A reader that finds an attempt whose
+decision is "commit" writes its COMMIT before it answers.
 Failure behaviour: `UnsupportedError` for a newer format and for a checkpoint in DCP's own files. The text of
 `MissingStepError` lists what exists instead. `CorruptionError` for unreadable documents. A reader without write access
 logs that once and sees only committed steps.
@@ -39,11 +39,11 @@ from headrace.dataio.store.base import Store
 _log = get_logger(__name__)
 
 _LISTED = 20_000
-"""The most objects that are listed to find the names of other runs, for an error or a warning."""
+"""The maximum number of objects that are listed to find the names of other runs, for an error or a warning."""
 _SHOWN = 8
 _OF_DCP = ".metadata"
 _LOOKS = 20
-"""Attempts to find the latest step while new steps keep being committed."""
+"""How many times the latest step is searched for while new steps keep being committed."""
 
 _repo_created = declare("ckpt.repo-created", "an empty repository")
 
@@ -284,7 +284,7 @@ def _other_files(store: Store) -> str:
 
 
 def _latest(store: Store, run: str) -> Base | None:
-    """The newest step of the newest branch at one moment.
+    """The newest step of the newest branch, at one point in time.
 
     The search takes many requests. A collection may remove the newest listed step before it is read, while newer steps
     are committed. The search would then return an older step, or none. So it is repeated until no newer step has

@@ -4,8 +4,8 @@
     tags/_<name>.<number>.json      records of its moves and its removal, version 2
 
 Invariant: a record is written with `put_if_absent` and never changed. The newest record of a tag counts, so a late
-request that writes an older record moves nothing. A record names one attempt of one run, in any timeline. If the step
-was removed before the move was confirmed, the previous record counts.
+request that writes an older record does not move the tag. A record names one attempt of one run, in any timeline. If
+the step was removed before the move was confirmed, the previous record counts.
 Failure behaviour: `NotFoundError` for a tag that does not exist or whose step was removed; `UsageError` for a tag of
 another run.
 """
@@ -33,7 +33,7 @@ MAX_NUMBER = 10**9
 """Numbers of records are smaller than this."""
 _KEY = re.compile(r"tags/(?:_([^/]+)\.(\d{9})|([^_/][^/]*))\.json")
 _LOOKS = 10
-"""Attempts to read the records while other processes replace them."""
+"""How many times the records are read while other processes replace them."""
 
 
 class Tag(Document, frozen=True, kw_only=True):

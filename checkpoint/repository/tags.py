@@ -2,8 +2,8 @@
 
 Invariant: a tag names one committed attempt. A policy keeps tagged steps, including a step that is tagged during a
 collection. The process that sets a tag first takes a lease on the step. It then checks that no collector is about to
-remove the step, and writes the record while the lease is alive. A collection reads leases first, then tags. Older
-records are deleted last, so the previous step is kept until the move is confirmed.
+remove the step, and writes the record while the lease is alive. A collection reads leases first, then tags. The process
+deletes older records last, so the previous step is kept until the move is confirmed.
 Failure behaviour: `ConflictError` for a name that is taken (unless `move`). `NotFoundError` for a missing step or tag,
 or for a step that is being removed. `TransientError` when the lease ran out.
 """
@@ -24,13 +24,13 @@ from headrace.dataio.store.base import Store
 
 __all__ = ["Tag", "all_tags", "find", "tag", "untag"]
 _TRIES = 10
-"""Attempts to write a record, each with the next free number."""
+"""How many times a record is written, each time with the next free number."""
 
 
 def tag(
     store: Store, name: str, run: str, step: int | str = "latest", *, move: bool = False, clock: Clock = SYSTEM_CLOCK
 ) -> Tag:
-    """Give the step a name. With `move`, a name that another step has is moved."""
+    """Give the step a name. With `move`, a name that another step has is moved to this step."""
     key_of(name)
     found = repository.find(store, run, step)
     if found is None:

@@ -1,11 +1,14 @@
-"""Timelines: one per start of a trainer, each branching off the step that was restored.
+"""Timelines: numbered sequences of steps. Each begins at a step of an older timeline, its parent, or has no parent.
 
-Invariant: numbers only grow, and each has one owner (`put_if_absent`). The latest step is the newest step of the
-newest timeline. If that timeline has none, it is the newest step of its parent, up to the step where the child
-branched off, and so on. A parent is always older than its child. Numbers have no gaps and documents are never removed.
-So if a timeline has objects but no document, the document was lost.
-Failure behaviour: `ConflictError` when other processes keep taking the numbers; `CorruptionError` for a parent that
-is not older, and when the newest timeline's document is lost, because an older timeline must not replace it.
+A save opens a timeline when a trainer starts on the run, and when the trainer begins a branch.
+
+Invariant: a new timeline has a higher number than all others, and one writer opens it (`put_if_absent`). The latest
+step is the newest step of the newest timeline. If that timeline has none, it is the newest step of its parent, up to
+the step where the child branched off, and so on. A parent is always older than its child. Numbers have no gaps and
+documents are never removed. So if a timeline has objects but no document, the document was lost.
+Failure behaviour: `ConflictError` if other processes keep taking the numbers. `CorruptionError` for a parent that is
+not older. `CorruptionError` also if the newest timeline's document is lost, because an older timeline must not replace
+it.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ def _newest(store: Store, run: str) -> int:
 def _is_lost(store: Store, run: str, number: int) -> bool:
     """Whether a timeline that was not listed has objects but no document.
 
-    One that was opened just now has its document.
+    A timeline that was opened after the listing has its document.
     """
     there = next(iter(store.list(names.timeline_steps(run, number))), None) is not None
     return there and not store.exists(names.timeline(run, number))

@@ -1,22 +1,23 @@
 """Chooses the timeline of a save, and the step at which a new timeline branches off.
 
 A job may have several writers of one run: Checkpointers, DCP's writers, the process of an asynchronous DCP save. Each
-timeline names the writer that opened it, and the writers of one job save in each other's timelines. A writer
-continues in the timeline of its last save while that is the newest, even if the writer that opened it has left. A
-restore alone changes nothing.
+timeline names the writer that opened it, and the writers of one job save in each other's timelines. A writer continues
+in the timeline of its last save while that is the newest, even if the writer that opened it was closed. A restore alone
+changes nothing.
 
-1. A step that is newer than the run's newest step continues from that step. No step is hidden, whatever was restored
-   before.
-2. A step that is not newer begins a branch, if the writer restored a step since its last save or is new to the run.
-   The branch begins at the newest step before the saved one. It begins at the restored step if that is the saved step
-   or newer, or lies in an abandoned timeline. A writer that has restored nothing begins without a parent step.
+1. A step that is newer than the run's newest step continues from that step, whichever step was restored before. So no
+   step is hidden.
+2. A step that is not newer begins a branch, if the writer restored a step since its last save or is new to the run. The
+   branch begins at the newest step before the saved one. It begins at the restored step if that is the saved step or
+   newer, or lies in an abandoned timeline. A Checkpointer that has restored nothing begins without a parent step.
 3. Any other save goes into the job's own timeline. A step that this timeline already has is refused. Under frameworks
    that overwrite their files, such a step begins a branch at the newest step before it.
 
-Invariant: only a save opens a timeline, and only under rule 1 (a writer that is new to the run) or 2. If two writers
-of a job save at once, one opens the timeline and the other finds it.
-Failure behaviour: `ConflictError` for a writer whose timeline another job has taken over, for a step that the job's
-timeline has, and when the step to begin at keeps being removed; `CorruptionError` as in `timeline`.
+Invariant: only a save opens a timeline. It is the first save of a writer that is new to the run, or a save that begins
+a branch. If two writers of a job save at the same time, one opens the timeline and the other finds it.
+
+Failure behaviour: `ConflictError` in three cases: another job has taken the timeline over, the job's timeline already
+has the step, or retention keeps removing the step to begin at. `CorruptionError` as in `timeline`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from headrace.dataio.core.errors import ConflictError, NotFoundError
 from headrace.dataio.store.base import Store
 
 _TRIES = 20
-"""Attempts to place a save while other writers open timelines, or retention removes the step to begin at."""
+"""How many times a save is placed while other writers open timelines, or retention removes the step to begin at."""
 _of_this_job: set[str] = set()
 _process, _numbers = names.new_id(), itertools.count(1)
 
@@ -119,10 +120,10 @@ os.register_at_fork(after_in_child=is_new_process)
 def place(
     store: Store, run: str, step: int, state: WriterState, lease_parent: Callable[[Base], object] = lambda _: None
 ) -> SaveTarget:
-    """The timeline to save `step` in, which is opened if needed.
+    """The timeline to save `step` in. The function opens it if needed.
 
-    Before a timeline is opened, `lease_parent` is called with its parent step. It raises `NotFoundError` if that step is
-    being removed.
+    Before a timeline is opened, `lease_parent` is called with its parent step. It raises `NotFoundError` if that step
+    is being removed.
     """
     removed: NotFoundError | None = None
     for _ in range(_TRIES):
@@ -154,7 +155,7 @@ def _find_place(store: Store, run: str, step: int, state: WriterState) -> _Found
     if not timelines:
         return _Found(0, 1, None, None)
     head = timelines[0]
-    # the opener may have left; a writer that has saved in the timeline continues there until a newer one is opened
+    # the opener may be closed; a writer that has saved in the timeline continues there until a newer one is opened
     is_own = head.timeline == state.timeline or head.writer == state.writer or head.writer in _of_this_job
     if not is_own and (last := state.timeline or (_last_of_this_job(store, run) if state.handed_on else 0)):
         raise timeline.superseded(run, last, head, timeline.is_of_same_process(store, run, last, head))

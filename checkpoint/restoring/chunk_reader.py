@@ -4,9 +4,9 @@ Invariant: `read` returns after every byte was checked against its chunk's diges
 contiguous range of memory is read directly into it. A lease protects the step while it is read. After the lease is
 written, the step is looked up again. Garbage collection therefore cannot remove it during the read.
 
-Failure behaviour: `CorruptionError` names step, tensor, pack and offset. Tensors that were complete before the error have
-changed. The damaged tensor holds a mixture of old and new bytes, with zeros in place of the damage. The caller must
-restore another step or stop.
+Failure behaviour: `CorruptionError` names step, tensor, pack and offset. Tensors that were complete before the error
+have changed. The damaged tensor holds a mixture of old and new bytes, with zeros in place of the damage. The caller
+must restore another step or stop.
 """
 
 from __future__ import annotations

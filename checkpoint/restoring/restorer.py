@@ -9,8 +9,8 @@ failed. If tensors are only filled in place, there are five exchanges:
 4. The ranks exchange which chunks each of them needs.
 5. All ranks are done.
 
-The state is unchanged until the step is known to fit on all ranks. The restorer then reads new values and passes them to
-objects that load their own state. It fills tensors in place last.
+The state is unchanged until the step is known to fit on all ranks. The restorer then reads new values and passes them
+to objects that load their own state. It fills tensors in place last.
 
 Failure behaviour: after a `MismatchError`, the state is unchanged. A `CorruptionError` is raised while reading, and the
 state is then partly restored. An error of the store on any rank is raised on all ranks.
@@ -143,8 +143,8 @@ class Restorer:
     ) -> Found | None:
         """Restore a step. All ranks call it.
 
-        `prepare` is called first and returns the selection. If it raises on any rank, all ranks raise. The result is the
-        step that was restored. If the run has no step, the result is None, unless a step is `required`.
+        `prepare` is called first and returns the selection. If it raises on any rank, all ranks raise. The result is
+        the step that was restored. If the run has no step, the result is None, unless a step is `required`.
         """
         asked = step.step if isinstance(step, Base) else step
         number = asked if isinstance(asked, int) and 0 <= asked < names.STEP_LIMIT else 0

@@ -1,8 +1,8 @@
 """`read` opens the contents of a step for notebooks and tools, without a state to restore into.
 
 Invariant: tensors are read on access. The step is leased while the `SavedStep` is open. It stays open until it is
-closed, or until it and all its tensors are garbage-collected. A slice reads only the chunks that hold it. Every chunk is
-checked against its digest.
+closed, or until it and all its tensors are garbage-collected. A slice reads only the chunks that hold it. Every chunk
+is checked against its digest.
 
 Failure behaviour: `NotFoundError` for a step or an entry that does not exist. `UsageError` for a read after `close`.
 `CorruptionError` names step, tensor, pack and offset.
@@ -36,7 +36,7 @@ from headrace.dataio.store.open import open_store
 
 
 class LazyTensor:
-    """A saved tensor that is read on access. `t[...]` reads a part, and `t.read()` reads all of it.
+    """A saved tensor that is read on access: `t[...]` reads a part, and `t.read()` reads all of it.
 
     `shape` is the shape of the global tensor.
     """
@@ -149,7 +149,7 @@ def read(
     rank: int = 0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SavedStep:
-    """Open a step to inspect its contents, without a state to restore into. This needs no communication between ranks.
+    """Open a step to inspect its contents, without a state to restore into. Any rank may call it alone.
 
     Args:
         url (str | os.PathLike[str] | Store): The repository: a path, `s3://bucket/prefix`, or an open `Store`.

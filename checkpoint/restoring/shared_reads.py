@@ -15,8 +15,9 @@ Invariants:
   are sent.
 - All ranks of a node, and no others, have the same `node_id`.
 
-Failure behaviour: a rank that cannot read raises its own error. The others raise `TransientError`, which names that rank.
-`read` returns its error, and the caller raises it at the next exchange. `prefetch` is only a hint, and it ignores errors.
+Failure behaviour: a rank that cannot read raises its own error. The others raise `TransientError`, which names that
+rank. `read` returns its error, and the caller raises it at the next exchange. `prefetch` is only a hint, and it ignores
+errors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The staging arena: one memfd, allocated once and reused, which the daemon can map too.
+"""The staging arena: one memfd, allocated once and reused. The daemon can map it too.
 
-Its size is sealed and its pages are touched once, at allocation (`warm_up` does both in the background). With CUDA
-its memory is registered, so that copies run at full speed. The layout changes only when the tensors change.
-Invariant: the arena has one owner at a time: the save that staged into it, until its worker no longer needs it. An
-arena whose worker was lost is dropped and never reused, because that worker may still be reading it.
+At allocation, its size is sealed and its pages are touched; `warm_up` does both in the background. With CUDA, its
+memory is pinned, so that copies run at full speed. The layout changes only when the tensors change.
+Invariant: the arena has one owner at a time. This is the save that staged into it, until that save's worker no longer
+needs it. If contact to the worker is lost, the arena is dropped and never reused, because the worker may still be
+reading it.
 Failure behaviour: `DeadlineError` if the previous save does not release the arena in time; `CapacityError` if there
 is not enough memory.
 """

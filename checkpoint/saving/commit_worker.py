@@ -2,10 +2,10 @@
 
 Order, each write durable before the next: lease → (base read) → packs → rank manifest → decision → COMMIT → lease
 deleted.
-Invariant: the worker only reads the arena, and never after `Released`. Two workers of one plan may run at once, and
-late requests of a dead worker may still be applied. So each process puts its own random digits into the names of its
-packs, and the first manifest counts. When a worker ends, the step is absent, complete or committed. Earlier steps are
-unchanged.
+Invariant: the worker only reads the arena, and never after `Released`. Two workers of one plan may run at the same
+time, and the store may still apply late requests of a dead worker. So each process puts its own random digits into the
+names of its packs, and the first manifest counts. When a worker ends, the step is absent, complete or committed.
+Earlier steps are unchanged.
 Failure behaviour: errors of `headrace.dataio.core.errors`. Packs that were uploaded before an error are garbage. As a
 program (`python -m headrace.checkpoint.saving.commit_worker --arena-fd N --plan-fd M`) the worker prints events as
 lines of JSON and ends with the error's exit code. It continues if its output is closed.
@@ -70,9 +70,9 @@ def commit_staged(
 ) -> dict[str, object]:
     """Commit the plan's step and return the report of the save.
 
-    `store`: the store, if the caller has opened it already. `local_tier`: the node's tier. With `progress` the worker
+    `store`: the store, if the caller has opened it already. `local_tier`: the node's tier. With `progress`, the worker
     continues where an earlier worker stopped; `arena` may be None if only the manifest is left to be written. `gate` is
-    called before each piece that is sent. `failed_ranks` is asked about the ranks whose manifests are missing.
+    called before each piece is sent. `failed_ranks` is called with the ranks whose manifests are missing.
     """
     progress = progress or ProgressFile(None)
     with contextlib.ExitStack() as opened:
@@ -152,7 +152,8 @@ class _Commit:
     def keep_locally(self, tier_save: saving.TierSave) -> None:
         """Keep the rank's whole part of the step in the tier while the store is unreachable.
 
-        It is kept without bases, because no lease protects them. The next worker, or a restore, sends it from the tier.
+        It is kept without references to bases, because no lease protects them. The next worker, or a restore, sends it
+        from the tier.
         """
         if self.arena is None:
             return
@@ -279,7 +280,7 @@ def _may_succeed_later(error: HeadraceError) -> bool:
 
 
 def _mapped(fd: int) -> memoryview | None:
-    """Map the arena read-only for the life of the process; None for a negative `fd`, which means that there is no arena."""
+    """Map the arena read-only until the process ends. Returns None for a negative `fd`: there is no arena then."""
     if fd < 0:
         return None
     return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))

@@ -2,10 +2,10 @@
 
 For every tensor with new chunks, each candidate codec compresses three short samples of the tensor's first new chunk.
 The upload speed is measured during the upload: bytes divided by the time spent waiting for the store. Storing a raw
-byte takes 1/upload seconds. Storing it compressed takes the longer of two times, because both overlap: the time to
-compress it (divided by the threads), and size/upload. The codec with the shortest time wins; raw wins unless another
-codec is clearly faster. With "delta", a difference from the base chunk is one more candidate, and the time to read
-the base counts.
+byte takes 1/upload seconds. Compression and upload overlap, so storing a compressed byte takes the longer of two times:
+the time to compress it, divided by the number of threads, and its compressed size/upload. The codec with the shortest
+time is chosen. Raw is chosen unless another codec is clearly faster. With "delta", a difference from the base chunk is
+one more candidate, and the time to read the base counts.
 Invariant: until the upload speed is known everything is stored raw. So a save takes no longer than without
 compression, except for the samples.
 Failure behaviour: it raises no errors of its own.
@@ -33,7 +33,8 @@ _CLEARLY = 0.95
 _HASH_SECONDS = 1 / 5e9
 """Seconds to hash one byte with BLAKE3, on the same threads."""
 _KEY_FRAME = 0.6
-"""A difference is used only if it is smaller than this fraction of the chunk stored alone; otherwise a new base is better."""
+"""A difference is used only if it is smaller than this fraction of the chunk stored alone. Else, a new base is better.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Sample:
 
 
 def decide(samples: Sequence[Sample], upload: float | None, threads: int) -> int:
-    """Choose the codec for a tensor; `upload` in bytes per second, None while it is unknown. Pure."""
+    """Choose the codec for a tensor; `upload` in bytes per second, None while it is unknown. This is a pure function."""
     if not upload:
         return RAW
     raw = max(1 / upload, _HASH_SECONDS / threads)
@@ -91,9 +92,9 @@ def measure_difference(payload: memoryview, base: memoryview, kind: int, reading
 
 
 def worth_delta(difference: Sample, alone: Sequence[Sample]) -> bool:
-    """Whether the difference is small enough to be better than a new base, which would make later differences smaller.
+    """Whether the difference is small enough to be better than a new base. This is a pure function.
 
-    Pure.
+    A new base would make later differences smaller.
     """
     return difference.ratio < _KEY_FRAME * min([1.0, *(sample.ratio for sample in alone)])
 
@@ -131,7 +132,7 @@ class UploadSpeed:
 
 
 class CodecChooser:
-    """Chooses the codec of every piece of one save and encodes new chunks. Safe for several threads.
+    """Chooses the codec of every piece of one save and encodes new chunks. Thread-safe.
 
     A tensor's measurement is kept for the rest of the save. `upload` measures the speed of the store.
     """
@@ -195,7 +196,10 @@ class CodecChooser:
         return [found] if worth_delta(found, alone) else []
 
     def _difference(self, piece: int, payload: memoryview, kind: int) -> Packed:
-        """Encode the chunk as a difference; alone if it has no readable base or the difference is not clearly smaller."""
+        """Encode the chunk as a difference from its base.
+
+        Encode it alone if the base cannot be read, or if the difference is not clearly smaller.
+        """
         assert self._bases is not None
         on = self._bases.of(piece)
         base = self._bases.read(piece) if on is not None else None

@@ -1,12 +1,12 @@
 """The threads that copy a state in main memory, and a measurement of how fast this machine copies.
 
-Large copies are fastest with non-temporal stores, which bypass the caches. glibc uses them from a threshold that it
-derives from the last-level cache: a few MiB on most machines. On a virtual machine that reports its host's whole
-cache, the threshold may exceed every piece of a state. Only the environment at the start of a process changes it
-(`TUNABLE`). `headrace doctor --memory` starts `python -m headrace.checkpoint.saving.copy_threads`, which measures
-copies with and without the setting and advises on it.
-Invariant: the measured copies are those of staging, in processes with and without the setting in turn. The program
-leaves no files.
+Large copies are fastest with non-temporal stores, which bypass the caches. The C library glibc uses them from a
+threshold that it derives from the last-level cache: a few MiB on most machines. On a virtual machine that reports its
+host's whole cache, the threshold may exceed every piece of a state. Only the environment at the start of a process
+changes it (`TUNABLE`). `headrace doctor --memory` starts `python -m headrace.checkpoint.saving.copy_threads`, which
+measures copies with and without the setting and advises on it.
+Invariant: the program measures the same copies that staging makes, alternately in processes with and without the
+setting. It leaves no files.
 Failure behaviour: without enough memory the program ends with the exit code of `CapacityError`. On C libraries other
 than glibc the setting does nothing, and the program does not advise it.
 """
@@ -52,7 +52,7 @@ class CopyPool(ThreadPoolExecutor):
 
 
 def threads(cores: int, ranks_on_node: int) -> int:
-    """Number of threads with which a rank copies while its trainer waits. Pure.
+    """Number of threads with which a rank copies while its trainer waits. This is a pure function.
 
     It is the rank's share of the node's cores, at most eight.
     More threads gain nothing, because memory bandwidth is the limit.
@@ -69,7 +69,7 @@ def num_copy_threads() -> int:
 def streaming(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment in which copies from 1 MiB on bypass the caches.
 
-    A threshold that is already set stays. Pure.
+    A threshold that is already set stays. This is a pure function.
     """
     given = environment.get(VARIABLE, "")
     if TUNABLE in given:
@@ -80,7 +80,7 @@ def streaming(environment: Mapping[str, str]) -> dict[str, str]:
 def advice(as_it_is: float, streamed: float, environment: Mapping[str, str]) -> str:
     """The advice, from the seconds that a copy takes without and with the setting; "" if the gain is too small.
 
-    Pure.
+    This is a pure function.
     """
     if streamed >= _WORTH * as_it_is:
         return ""

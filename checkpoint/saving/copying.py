@@ -5,9 +5,9 @@ only in `optimizer.step()`. So lazy staging copies those tensors late, and `Opti
 before its step, for the rest of the copy. Everything else (buffers, generators, counters, loader state) is copied
 before `save` returns. Threads copy main memory piece by piece. Copies from a CUDA device run on their own stream. A
 thread that waits for the copy also copies pieces.
-Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began. A tensor is late only
-if its memory is that of a parameter or a state tensor of an optimizer in the saved state, or of a frozen parameter.
-Torch's version counters show whether the trainer wrote it during the copy.
+Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began. A tensor is copied late
+only if it shares memory with a parameter or state tensor of an optimizer in the saved state, or with a frozen
+parameter. PyTorch's version counters show whether the trainer wrote it during the copy.
 Failure behaviour: `wait` raises `UsageError` naming a tensor that was written during the copy, and any error of the
 copy, to every caller. After an error nothing writes into the arena. An error of the copy fails the save, never the
 optimizer.
@@ -45,12 +45,13 @@ _Copy = tuple[torch.Tensor, int | None, int, int]
 Start None: its memory is not contiguous.
 """
 _BATCH_BYTES, _BATCH_TENSORS = MIB, 4096
-"""A thread copies small tensors in one turn until the turn has this many bytes or this many tensors."""
+"""Small tensors are copied in batches of about this many bytes, or of this many pieces. A thread copies one batch.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Work to copy: device tensors with their offsets in the arena, and the turns of the threads that copy host memory."""
+    """What to copy: device tensors with their offsets in the arena, and batches of pieces in host memory."""
 
     of_devices: list[tuple[torch.Tensor, int]]
     of_host: list[list[_Copy]]
@@ -114,7 +115,7 @@ class Copying:
         self._seal()
 
     def wait(self, timeout: float | None = None) -> None:
-        """As `join`, for the trainer: the caller helps to copy, and the time counts as waited."""
+        """As `join`, for the trainer. The caller helps to copy, and the time is added to `wait_seconds`."""
         with self._counted():
             self._work()
             self.join(timeout)
@@ -122,7 +123,7 @@ class Copying:
     def gate(self) -> None:
         """Return when this thread, and device work that it enqueues from now on, may change the state.
 
-        The thread does not wait for copies on a device; the device's next work does.
+        The thread does not wait for copies on a device. The device's next work waits for them.
         """
         with self._counted():
             self._work()
@@ -194,7 +195,7 @@ class Copying:
                 for each in batch:
                     _copy(self._arena, *each)
                 _mid_stage()
-            except BaseException as error:  # also KeyboardInterrupt: the interrupted turn is not in the arena
+            except BaseException as error:  # also KeyboardInterrupt: the interrupted batch is not in the arena
                 self._todo.clear()
                 self._error = self._error or error
                 if not isinstance(error, Exception):
@@ -234,7 +235,7 @@ def _part(rows: Iterable[tuple[torch.Tensor, int, bool]], late: bool) -> _Part:
 
 
 def _batches(rows: Iterable[tuple[torch.Tensor, int]]) -> Iterator[list[_Copy]]:
-    """Group the pieces into the turns of a thread."""
+    """Group the pieces into batches."""
     batch: list[_Copy] = []
     size = 0
     for row in rows:

@@ -1,12 +1,12 @@
 """Deduplication: which chunks are stored already, and which can be stored as differences from those of a base step.
 
-The saver reads only the manifests of the base steps. A rank reads its own manifest alone if the ranks divided the
-work in the same way; otherwise it reads the manifests of all ranks.
-Invariant: a chunk is left out only if the base is committed, no collector is about to remove the base, and the lease
-named the base *before* that check. A pack of a removed step is referenced only for at least a quarter of its bytes,
-so a step keeps at most four times the bytes it needs. The base of a difference can be read alone. The new manifest
-names the base's pack, which protects it.
-Failure behaviour: a base that is missing, pending deletion or damaged is not used. That costs only space, and is
+The saver reads only the manifests of the base steps. If the ranks divided the work in the same way for the base, a rank
+reads only its own manifest. Otherwise, it reads the manifests of all ranks.
+Invariant: a chunk is left out only if the base is committed and no collector is about to remove it. The lease must name
+the base *before* that check. A pack of a removed step is referenced only if at least a quarter of its bytes is needed.
+So a step keeps at most four times the bytes that it needs. The base of a difference is never a difference itself. The
+new manifest names the base's pack, which protects it.
+Failure behaviour: a base that is missing, pending deletion or damaged is not used. This costs only space, and it is
 logged.
 """
 

@@ -30,7 +30,7 @@ from headrace.dataio.sidecar.client import SaveMeter, Sidecar, StagedJob
 from headrace.dataio.store.base import Store
 
 QUEUE_SECONDS = 600.0
-"""Seconds that a save waits for room in the daemon before this process commits it."""
+"""Seconds that a save waits in the daemon's queue before this process commits it."""
 COMMIT_SECONDS = 6 * 3600.0
 """Seconds that the client waits for the daemon to finish one save."""
 RETURN_SECONDS = 20.0
@@ -38,7 +38,7 @@ RETURN_SECONDS = 20.0
 GRACE_SECONDS = 10.0
 """Seconds that the client waits for the commit of a save if the connection broke after the arena was released."""
 ROUNDS = 5
-"""The most times that one save is followed at a daemon, restarts included."""
+"""The maximum number of times that one save is followed at a daemon, restarts included."""
 _POLL = 0.2
 _WATCH_SECONDS = 5.0
 _plan_built = declare("trainer.plan-built", "the arena is full, the plan is built, the sidecar has neither")
@@ -53,8 +53,8 @@ class StagedSave:
     - `give_back`, `abandon`: release the arena.
     - `handed_over`: called with "sidecar" or "process".
     - `through`: wraps the store when this process saves; None to use it as it is.
-    - `failed_ranks`: reports ranks that have ended. It is used only without a daemon, because a daemon stores the parts of
-      ended ranks.
+    - `failed_ranks`: reports ranks that have ended. It is used only without a daemon, because a daemon stores the parts
+      of ended ranks.
     - `silent_ranks`: reports ranks on a lost node; None if that cannot be observed.
     """
 
@@ -101,7 +101,7 @@ class SaveExecutor:
     def _hand_over(self, save: StagedSave) -> tuple[Sidecar | None, StagedJob | None]:
         """Returns (sidecar, its job).
 
-        Without a job this process saves; a sidecar that is returned then may be saving as well.
+        If the job is None, this process saves. If a sidecar is returned without a job, it may be saving as well.
         """
         if self._sidecar_name is None:
             return None, None
@@ -198,7 +198,7 @@ class SaveExecutor:
 
     @contextlib.contextmanager
     def _watching(self, save: StagedSave) -> Iterator[None]:
-        """Abort the attempt when the node of a missing rank is lost, which no daemon reports."""
+        """Abort the attempt when the node of a missing rank is lost. No daemon reports that."""
         if save.silent_ranks is None:
             yield
             return

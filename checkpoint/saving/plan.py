@@ -1,8 +1,8 @@
 """What the saver and the commit worker exchange: the put plan, and the worker's events.
 
-Invariant: a plan holds no secret and no tensor bytes. Plan and arena together are enough to commit the step. The
-tensors of a plan lie inside the arena and do not overlap. After `Released` the worker never touches the arena again.
-At most one of `Done` and `Failed` ends the events.
+Invariant: a plan holds no secret and no tensor bytes. Plan and arena together are sufficient to commit the step. The
+tensors of a plan lie inside the arena and do not overlap. After `Released` the worker never touches the arena again. At
+most one of `Done` and `Failed` ends the events.
 Failure behaviour: `decode` raises `UnsupportedError` for a newer version and `UsageError` for an invalid plan.
 `as_error` rebuilds an error of the same class from its code, and a plain `HeadraceError` from an unknown code.
 """

@@ -2,10 +2,10 @@
 
 The file holds records: a length, the XXH3-64 of the payload, and the payload in msgpack. They record which uploads
 were begun, which packs are complete and what they hold, and at the end the manifest.
-Invariants: a record is written after its event has happened. The manifest is synced before the arena is released; if
+Invariants: a record is written after its event has happened. The manifest is synced before the arena is released. If
 the file cannot be written (`safe` is False), the manifest is in the store before the release. Each worker names its
-packs with its own random digits, so a late request of an earlier worker never overwrites a pack of this one. The log
-is not trusted: packs are looked up in the store again, and chunks are found by their digest.
+packs with its own random digits, so a late request of an earlier worker never overwrites a pack of this one. The log is
+not trusted: packs are looked up in the store again, and chunks are found by their digest.
 Failure behaviour: reading ends at the first torn record. The rest is cut off, and that work is repeated. A full or
 failing disk is logged, and the save continues.
 """
@@ -70,7 +70,7 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 class ProgressFile:
     """An `UploadLog` in the file `fd`, which the caller closes; in memory only if `fd` is None.
 
-    Safe to share between threads.
+    Thread-safe.
     """
 
     def __init__(self, fd: int | None) -> None:
@@ -148,7 +148,7 @@ class ProgressFile:
     def _note_pack(self, key: str) -> None:
         """Write the record of a pack that is checked and stored.
 
-        With a tier another thread stores it, before or after the check.
+        With a tier, another thread stores the pack, before or after the check.
         """
         packed = self._stored.pop(key, None) if key in self._checked else None
         if packed is not None:
@@ -180,7 +180,7 @@ class ProgressFile:
     def _try(self, work: Callable[[int], object]) -> None:
         """Call `work` on the file.
 
-        After an error the file is no longer used, because records behind a torn one are not read.
+        After an error, the file is no longer used, because records after a torn one are not read.
         """
         assert self._fd is not None
         try:

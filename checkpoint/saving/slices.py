@@ -1,12 +1,12 @@
-"""Stages a state that is larger than its memory: one chunk at a time through a ring, as fast as the worker consumes them.
+"""Stages a state that is larger than the staging memory: one chunk at a time, as fast as the worker consumes them.
 
-The ring is the arena, cut into slots of one chunk. A feeder thread fills free slots in the order of the pieces. The
-worker asks for the pieces in that order, from several threads. A slot is free again when the worker has dropped every
-view of it; a finalizer reports that.
-Invariant: at most the arena's bytes are held. `SlicedState` looks like the whole arena to the worker. The state must
-not change before `wait` has returned.
+The arena is a ring buffer, cut into slots of one chunk. A feeder thread fills free slots in the order of the pieces.
+The worker asks for the pieces in that order, from several threads. A slot is free again when the worker has dropped
+every view of it; a finalizer reports that.
+Invariant: at most the arena's bytes are held. The worker uses a `SlicedState` as if it were the whole arena. The state
+must not change before `wait` has returned.
 Failure behaviour: a worker that ends calls `cancel`. After that no thread waits and no thread writes into the arena.
-Asking for a piece that was not copied by then raises an error. Errors of the feeder are raised in the worker and in
+Requests for pieces that were not copied by then raise an error. Errors of the feeder are raised in the worker and in
 every waiting thread. A limit below `LEAST_BYTES` raises `UsageError`.
 """
 

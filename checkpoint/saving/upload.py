@@ -1,8 +1,8 @@
-"""Turns a staged arena into packs: hashes pieces, leaves known chunks out, compresses new ones, and builds the manifest.
+"""Stores a staged arena in packs: hashes pieces, skips known chunks, compresses new ones, and builds the manifest.
 
 Invariant: pieces are taken from the arena in order, each once. A chunk is stored once per attempt. A chunk that a base
 has is referenced in the base's pack. At most `_AHEAD` chunks are hashed ahead of the store. The stored bytes are those
-that were hashed: the trainer can still reach the arena, so each piece is compared again once the store has it.
+that were hashed. The trainer can still write to the arena, so each piece is hashed again once the store has it.
 Failure behaviour: errors of the store are raised. If the arena was changed, `CorruptionError` is raised before a
 manifest names the chunk.
 """
@@ -36,7 +36,7 @@ _THREADS = 2
 _AHEAD = 8
 """Chunks hashed ahead of the upload."""
 _IN_FLIGHT_BYTES = 32 * MIB
-"""Bytes that the store may still be reading when it asks for more.
+"""The number of bytes that the store may still be reading when it asks for more.
 
 They are compared later, or when the pack is stored.
 """
@@ -185,8 +185,8 @@ class _ArenaCheck:
     """Checks that the pieces were not changed between hashing and storing.
 
     If the trainer wrote to the arena during the save, the committed step could not be restored. So each piece is hashed
-    again (XXH3-64) when the store must have read it. A state in slices is not checked: no other process can reach its
-    memory.
+    again (XXH3-64) at a time when the store has read it. A state in slices is not checked: no other process can reach
+    its memory.
     """
 
     def __init__(self, arena: ArenaBytes, pool: Executor, step: int) -> None:
@@ -259,7 +259,8 @@ def _hashed(
 ) -> Iterator[_Hashed]:
     """Yield each piece as a chunk, in order, with the base of a difference and the fingerprint for `_ArenaCheck`.
 
-    Threads hash the pieces a few chunks ahead, and compress those that are new. Without `codecs`, chunks are stored raw.
+    Threads hash the pieces a few chunks ahead, and compress those that are new. Without `codecs`, chunks are stored
+    raw.
     """
 
     def work(numbered: tuple[int, chunking.Piece]) -> _Hashed:

@@ -3,8 +3,8 @@
 Invariant: building a value reads nothing. The plan lists its tensors, and they are read later. Equal references share
 one tensor, and views share their memory again.
 
-Failure behaviour: `CorruptionError` if the tree names a tensor that the step does not hold, or if a view reaches outside
-its memory.
+Failure behaviour: `CorruptionError` if the tree names a tensor that the step does not hold, or if a view reaches
+outside its memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Saved = Mapping[str, tuple[str, tuple[int, ...]]]
 class Fit:
     """The plan of a restore, in this order: read `fresh`, run `checks` and `early`, read `in_place`, run `late`.
 
-    Objects that check their own state (loaders) load it early. If one of them refuses its state, the modules are unchanged.
-    `skipped` lists the paths that only one side has, where that is allowed. `in_place` holds each tensor with the
-    description of it that the fit recorded.
+    Objects that check their own state (loaders) load it early. If one of them refuses its state, the modules are
+    unchanged. `skipped` lists the paths that only one side has, where that is allowed. `in_place` holds each tensor
+    with the description of it that the fit recorded.
     """
 
     problems: list[str] = field(default_factory=list)

@@ -4,17 +4,17 @@ A pattern of a selection is a path in the state. `*` matches any characters, inc
 in a shell. "model" and "model/*" match the whole model. "*/lora_*" matches every nested entry whose name begins with
 "lora_".
 
-Invariant: this module only compares and plans. The caller's state is unchanged until every name, shape and type is known
-to fit. An entry is selected if both are true:
+Invariant: this module only compares and plans. The caller's state is unchanged until every name, shape and type is
+known to fit. An entry is selected if both are true:
 
 - `include` is empty, or one of its patterns matches the entry or a container of it.
 - No pattern of `exclude` matches the entry or a container of it.
 
 Objects that load their own state are restored as a whole. Modules, dicts and lists are restored entry by entry.
 
-Failure behaviour: `MismatchError` describes the entries that are missing, unexpected, or of another shape, type or kind.
-It names the first `_MAX_NAMED` of them and counts the rest. `UsageError` is raised for more than `MOST` patterns, or for
-a pattern that is not text.
+Failure behaviour: `MismatchError` describes the entries that are missing, unexpected, or of another shape, type or
+kind. It names the first `_MAX_NAMED` of them and counts the rest. `UsageError` is raised for more than `MOST` patterns,
+or for a pattern that is not text.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ are saved separately.
 Invariants:
 
 - Tensors are referenced, not copied. Each has a unique name, which is its path in the state.
-- Modules, optimizers and schedulers are replicated. With several ranks, each of their tensors is written once, and so is
-  each shard of a DTensor. Everything else is rank-local.
+- Modules, optimizers and schedulers are replicated. With several ranks, each of their tensors is written once, and so
+  is each shard of a DTensor. Everything else is rank-local.
 - Entries that are the same view of the same memory are saved as one tensor.
 - The bytes of joined views are at most twice the bytes of the views themselves. Views that are further from each other
   are saved one by one.
@@ -75,8 +75,8 @@ def never(path: str) -> bool:
 def flatten(state: object, replicated_path: Callable[[str], bool] = never) -> Flat:
     """Flatten `state`, a dict. Tensors are referenced, not copied.
 
-    `replicated_path` tells whether the entry at a path is the same on all ranks. It adds to the rules for modules, optimizers,
-    schedulers and DTensors.
+    `replicated_path` tells whether the entry at a path is the same on all ranks. It adds to the rules for modules,
+    optimizers, schedulers and DTensors.
     """
     if not isinstance(state, dict):
         raise UsageError(

@@ -1,7 +1,8 @@
 """Check that the ranks that hold the same tensor hold the same bytes.
 
 One rank writes each replicated tensor. Without this check, a rank that has diverged would go unnoticed. Causes are a
-hardware fault, a gradient that was not reduced, or another seed. The next restore would repair or spread the difference.
+hardware fault, a gradient that was not reduced, or another seed. The next restore would repair or spread the
+difference.
 
 The check has two steps:
 

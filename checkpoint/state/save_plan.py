@@ -109,8 +109,8 @@ class WriteAssignment:
 class RankPlan:
     """The parts of a state that one rank writes.
 
-    `parts` holds the number of each leaf and the part of it to write. `specs` describes these parts, and `layout` places
-    them. `shared` holds the keys and numbers of the leaves that other ranks hold too.
+    `parts` holds the number of each leaf and the part of it to write. `specs` describes these parts, and `layout`
+    places them. `shared` holds the keys and numbers of the leaves that other ranks hold too.
     """
 
     structure: Structure

@@ -1,7 +1,8 @@
 """PyTorch objects in a checkpoint: the tensors that can be stored, their bytes, and the states of modules and optimizers.
 
 Invariant: `describe` accepts exactly the tensors whose bytes can be copied and restored bit for bit. These are dense
-tensors with their own memory and the local parts of DTensors, of a type listed in `headrace.checkpoint.format.chunking`.
+tensors with their own memory and the local parts of DTensors, of a type listed in
+`headrace.checkpoint.format.chunking`.
 
 Composite tensors are stored as their parts (`parts_of`). They are sparse tensors and wrapper subclasses that define
 `__tensor_flatten__`. The parts share the tensor's memory, so nothing is copied. A sparse tensor can be built from saved
@@ -257,8 +258,8 @@ def settle(devices: Iterable[torch.device]) -> None:
 class TensorSink:
     """Receives a tensor's bytes.
 
-    If the tensor is in contiguous main memory, its bytes are written there directly. Otherwise they are written to a copy
-    first. `dtype` is the type of the bytes, if it differs from the tensor's. PyTorch's `copy_` then converts them.
+    If the tensor is in contiguous main memory, its bytes are written there directly. Otherwise they are written to a
+    copy first. `dtype` is the type of the bytes, if it differs from the tensor's. PyTorch's `copy_` then converts them.
     """
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:

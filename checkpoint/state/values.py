@@ -6,7 +6,8 @@ already loaded. It imports and unpickles nothing.
 Invariant: `decode(encode(x))` equals `x` and has the same type.
 
 Failure behaviour: `encode` returns None for any other value. `tree.encode` then raises an error that names its path.
-`decode` raises `MismatchError` for a class that is not loaded or has changed, and `CorruptionError` for a malformed node.
+`decode` raises `MismatchError` for a class that is not loaded or has changed, and `CorruptionError` for a malformed
+node.
 """
 
 from __future__ import annotations
