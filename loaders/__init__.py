@@ -1,6 +1,6 @@
 """Streaming loaders for training: exact order, decoded clips, a state of a few bytes.
 
-The public names load their modules on first use, so that `from headrace import loaders` starts nothing and imports no
+Each public name imports its module on first use. So `from headrace import loaders` starts nothing and imports no
 decoder.
 """
 
@@ -67,15 +67,16 @@ _HOME = {
 
 
 _FROZEN_AT_START = 1000
-"""With fewer frozen objects, the program froze none itself: Python 3.12 begins with some 400."""
+"""If fewer objects than this are frozen, the program itself froze none: Python 3.12 starts with about 400."""
 
 
 @contextlib.contextmanager
 def _gc_paused() -> Iterator[None]:
-    """Import without the garbage collector.
+    """Pause the garbage collector during an import.
 
-    Modules are not garbage, and searching all objects of torch takes longer than any import of ours. The imported
-    objects then count as old, so the collector does not search them during the first batch either.
+    Modules are not garbage, and one collection over all objects of torch takes longer than importing any of these
+    modules. Afterwards the imported objects are in the oldest generation, so the collector does not visit them during
+    the first batch either.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -83,7 +84,7 @@ def _gc_paused() -> Iterator[None]:
         yield
     finally:
         if collecting:
-            if gc.get_freeze_count() < _FROZEN_AT_START:  # else the objects that the program froze would be unfrozen
+            if gc.get_freeze_count() < _FROZEN_AT_START:  # unfreeze() would also unfreeze the program's objects
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

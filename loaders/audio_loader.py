@@ -1,9 +1,9 @@
-"""`AudioLoader`: batches of sound, as samples or as log-mel spectrograms.
+"""`AudioLoader`: batches of audio, as waveforms or as log-mel spectrograms.
 
-Purpose: check the options, and bring plan and processor together; `headrace.loaders.loader` does the rest.
+Purpose: check the options, and create the plan and the processor. `headrace.loaders.loader` does the rest.
 Invariants: those of `headrace.loaders.loader`.
-Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
-loader's.
+Failure behaviour: the constructor raises `NotFoundError`, `AccessDeniedError` or `UsageError` before it starts
+anything. Iteration raises the errors of `headrace.loaders.loader`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AudioConfig(LoaderConfig):
-    """The options of `AudioLoader`, besides those of `LoaderConfig`.
+    """The options that `AudioLoader` adds to those of `LoaderConfig`.
 
     Args:
-        url_or_dataset (str | os.PathLike | Dataset | Mixture): a dataset's URL or folder, an open dataset, or a mixture
-            of them.
-        batch_size (int | None): windows in a rank's batch, or rows with `packing`; left out with `buckets`.
-        window (Window | float | None): which stretch of a recording; a number is `Window(seconds)`. Default:
+        url_or_dataset (str | os.PathLike | Dataset | Mixture): URL or directory of a dataset, an open dataset, or a
+            mixture.
+        batch_size (int | None): windows in a rank's batch, or rows with `packing`. Omit it with `buckets`.
+        window (Window | float | None): which part of a recording to deliver; a number means `Window(seconds)`. Default:
             `Window()`.
-        sample_rate (int): Hz, to which the sound is resampled. Default: 16000.
-        channels (int): 1 or 2. Default: 1.
-        downmix (str): how other numbers of channels are brought to `channels`: "mix" or "first", as in `AudioSpec`.
-            Default: "mix".
-        features (str | LogMel): "waveform" for samples, `LogMel(...)` for spectrograms. Default: "waveform".
-        packing (Packing | None): whole recordings, several in a row, in place of windows. Default: None.
-        buckets (Durations | None): batches of one length each, within a budget, in place of `batch_size` and the
-            window's length. Default: None.
+        sample_rate (int): output sample rate in Hz. Default: 16000.
+        channels (int): number of output channels, 1 or 2. Default: 1.
+        downmix (str): how other numbers of channels become `channels`: "mix" or "first", as in `AudioSpec`. Default:
+            "mix".
+        features (str | LogMel): "waveform" for samples, or `LogMel(...)` for spectrograms. Default: "waveform".
+        packing (Packing | None): deliver whole recordings, several in a row, instead of windows. Default: None.
+        buckets (Durations | None): make each batch of recordings of one length, within a budget. Replaces `batch_size`
+            and the window's length. Default: None.
     """
 
     url_or_dataset: str | os.PathLike[str] | Dataset | Mixture
@@ -66,31 +66,31 @@ class AudioConfig(LoaderConfig):
 
 
 class AudioLoader(Loader):
-    """Batches of windows of sound from a dataset: from audio files, and from the sound of videos.
+    """Batches of windows of audio from a dataset: from audio files, and from the audio tracks of videos.
 
-    With `packing`, "audio" is (B, C, capacity). The other entries are lists of one list (or tensor) for each row, with
-    a value for each recording; "pieces", int64 (n, 2), says where each begins and ends. With spectrograms the capacity
-    counts columns: "mel" is (B, C, n_mels, capacity), and a piece holds the columns of its recording alone. Damaged
-    recordings are left out.
+    With `packing`, "audio" is (B, C, capacity). Every other entry is a list with one list (or tensor) for each row,
+    which has one value for each piece of a recording. "pieces", int64 (n, 2), holds the start and end of each piece in
+    its row. With spectrograms, the capacity counts columns: "mel" is (B, C, n_mels, capacity). The columns of a piece
+    depend on its own recording only. Damaged recordings are left out.
 
     Yields:
         A dict:
 
-        - "audio": float32 (B, C, S) with S = seconds times sample rate; or "mel": float32 (B, C, n_mels, 1 + S //
+        - "audio": float32 (B, C, S) with S = seconds * sample_rate; or "mel": float32 (B, C, n_mels, 1 + S //
           hop_length).
-        - "id": int64 (B,), numbers of the samples. "key" and "text": lists.
-        - "start": float64 (B,), seconds from the sound's first sample to the window.
-        - "audio_samples": int64 (B,), how many of S are sound and not zeros after it.
+        - "id": int64 (B,), the samples' ids. "key" and "text": lists.
+        - "start": float64 (B,), seconds from the first sample of the audio to the window.
+        - "audio_samples": int64 (B,), how many of the S samples are real audio and not zero padding.
         - Each of `columns`, "source", "bucket", "sizes" and "dry", as in `VideoLoader`.
 
     Args:
         The arguments are those of `AudioConfig` and `LoaderConfig`; `help(AudioLoader.__init__)` lists them.
-        `transform` gets and returns {"audio": (C, S)} or {"mel": (C, n_mels, frames)}.
+        `transform` receives and returns {"audio": (C, S)} or {"mel": (C, n_mels, frames)}.
 
     Raises:
-        NotFoundError, AccessDeniedError, UsageError: when the loader is made.
-        CorruptionError: while iterating, too many samples are damaged, or one and all its neighbours.
-        HeadraceError: while iterating, the store's errors.
+        NotFoundError, AccessDeniedError, UsageError: when the loader is created.
+        CorruptionError: while iterating, if too many samples are damaged, or a sample and all its substitutes.
+        HeadraceError: while iterating, for errors of the store.
 
     Example:
         >>> loader = AudioLoader(clips, batch_size=2, window=0.5, sample_rate=16_000)
@@ -150,8 +150,10 @@ class AudioLoader(Loader):
 
     @property
     def packed(self) -> tuple[Packed, ...]:
-        """With `packing`, each source's sequences in the current epoch: their number, `waste` and how many were
-        `dropped`."""
+        """With `packing`, the packed sequences of each source in the current epoch.
+
+        Each has its number of sequences (`len`), its `waste`, and the number of recordings that were `dropped`.
+        """
         streams = self._plan.of(self.epoch).streams
         return tuple(stream.sequences for stream in streams if isinstance(stream, PackedStream))
 
@@ -163,7 +165,7 @@ def _window(window: Window | float | None) -> Window:
 
 
 def _bucketing(buckets: Durations | None, window: Window) -> Bucketing | None:
-    """How recordings are sorted by their lengths."""
+    """How recordings are assigned to buckets."""
     if buckets is None:
         return None
     if window.start == "every":
@@ -179,7 +181,7 @@ def _bucketing(buckets: Durations | None, window: Window) -> Bucketing | None:
 
 
 def _windows(window: Window, buckets: Durations | None, streams: Sequence[int]) -> list[Window]:
-    """The window of each stream; `streams` are the numbers of their buckets."""
+    """The window of each stream. `streams` holds the number of each stream's bucket."""
     if buckets is None:
         return [window]
     return [replace(window, seconds=buckets.seconds[number]) for number in streams]

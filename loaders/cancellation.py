@@ -1,9 +1,9 @@
-"""Cancelling long work whose result is not wanted any more.
+"""Cancelling work whose result is not needed any more.
 
-Purpose: a loader that closes does not wait for the rest of a clip, however long that takes to decode.
-Invariant: an event holds for one thread, inside one block; outside of such blocks `check_cancelled` does nothing.
-Failure behaviour: `Cancelled` is not a `HeadraceError` and says nothing about a sample, so no handler of damaged
-samples catches it.
+Purpose: a loader that closes does not wait until a clip is decoded, however long that takes.
+Invariant: a cancellation event applies to one thread, inside one `with` block. Outside of such blocks `check_cancelled`
+does nothing.
+Failure behaviour: `Cancelled` is not a `HeadraceError`, so handlers of damaged samples do not catch it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def cancelled_by(when: threading.Event) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Raise `Cancelled` if this thread's work was cancelled. Called between two steps of the work."""
+    """Raise `Cancelled` if this thread's work was cancelled. Long work calls this between its steps."""
     when: threading.Event | None = getattr(_mine, "when", None)
     if when is not None and when.is_set():
         raise Cancelled

@@ -1,7 +1,7 @@
-"""`headrace quarantine`: the samples that loaders on this machine skipped, and why.
+"""`headrace quarantine` lists the samples that loaders on this machine skipped, with the reason for each.
 
-Invariant: standard output holds results only, with `--json` JSON only. It starts without torch.
-Failure behaviour: errors are raised for `headrace.dataio.cli` to report.
+Invariants: standard output holds only results; with `--json` it holds only JSON. The command imports no torch.
+Failure behaviour: errors are raised, and `headrace.dataio.cli` reports them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ exit codes: 0 none listed, or records deleted · 1 some are listed · 2 wrong us
     epilog=_MORE,
 )
 def quarantine(args: argparse.Namespace) -> int:
-    """`headrace quarantine [DATASET]`"""
+    """Run `headrace quarantine [DATASET]`. Returns 1 if samples are listed, else 0."""
     if args.apply and not args.clear:
         raise UsageError("--apply goes with --clear", hint="`headrace quarantine --clear --apply` deletes the records")
     if args.shared is not None:
@@ -63,7 +63,7 @@ def quarantine(args: argparse.Namespace) -> int:
 
 
 def _url(named: str) -> str:
-    """The URL as the store has it, by which records are filed."""
+    """The dataset's URL as the store spells it. A record file is named by a hash of this URL."""
     if "://" in named and not named.startswith("file://"):
         return named.rstrip("/")
     from headrace.dataio.store.open import open_store
@@ -73,7 +73,7 @@ def _url(named: str) -> str:
 
 
 def _is_missing(url: str) -> bool:
-    """Whether there is no dataset; False if that is unknown."""
+    """Whether no dataset exists at `url`. False if the store cannot be asked."""
     from headrace.dataio.store.open import open_store
 
     try:

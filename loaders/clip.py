@@ -1,12 +1,15 @@
-"""The frames of a clip: chosen by frame number or by presentation time, never by frame-rate arithmetic.
+"""The frames of a clip, chosen by frame number or by presentation time, never computed from a frame rate.
 
-Purpose: choose the frames to decode, from the index's description of a video, the trainer's `Clip` and a key. Pure.
+Purpose: choose the frames to decode, from the index entry of a video, the trainer's `Clip` and a random key.
 
-Invariants: the choice is a function of its arguments alone, so a resumed run and any other world size choose the same.
-With `stride` a clip is every stride-th frame in presentation order, exact for a variable frame rate because frames are
-counted. With `fps` it is the frames that a viewer sees at the instants t, t + 1/fps, …: at each instant the last frame
-that has begun by then, exact for a variable frame rate and for streams that do not begin at zero. A video shorter than
-the clip is played from its beginning and its last frame is held for the rest.
+Invariants:
+- The choice depends only on the arguments, so a resumed run and any other world size choose the same frames.
+- With `stride`, a clip is every stride-th frame in presentation order. Frames are counted, so this is exact for a
+  variable frame rate.
+- With `fps`, a clip is the frames that a viewer sees at the times t, t + 1/fps, …: at each time, the last frame whose
+  presentation has begun. This is exact for a variable frame rate, and for streams that do not begin at zero.
+- If a video is shorter than the clip, the clip begins with the video and repeats its last frame.
+
 Failure behaviour: `UsageError` for an impossible `Clip`; `CorruptionError` for a video without frames or key frames.
 """
 
@@ -33,7 +36,7 @@ Counts = npt.NDArray[np.int64]
 
 
 MAX_FRAMES = 1 << 16
-"""The most frames of one clip."""
+"""Maximum number of frames of a clip."""
 Start = Literal["random", "center", "every"]
 
 
@@ -42,18 +45,18 @@ class Clip:
     """The frames of a clip, and how many clips are cut from each video.
 
     Args:
-        frames (int): frames of a clip. Default: 16.
-        stride (int): distance of its frames, in frames of the video. Default: 1.
-        fps (float | None): take frames 1/fps seconds apart, in place of `stride`. Default: None.
+        frames (int): number of frames of a clip. Default: 16.
+        stride (int): distance between frames of the clip, in frames of the video. Default: 1.
+        fps (float | None): take frames 1/fps seconds apart; replaces `stride`. Default: None.
         start (str): where a clip begins. Default: "random".
 
-            - "random": drawn uniformly from the frames where the whole clip fits, anew for every epoch, sample and
+            - "random": drawn uniformly from the positions where the whole clip fits, again for every epoch, sample and
               clip.
             - "center": the middle of the video, or the middles of `per_video` equal parts.
             - "every": clips follow each other without a gap, as many as fit whole, at least one.
-        per_video (int): clips of each video in an epoch; not with "every". Default: 1.
-        jitter (int): move a "center" or "every" clip by up to this many of its steps either way, drawn anew for every
-            epoch, sample and clip. Default: 0.
+        per_video (int): number of clips of each video in an epoch; not with "every". Default: 1.
+        jitter (int): move a "center" or "every" clip by up to this many frame distances of the clip in either
+            direction, drawn again for every epoch, sample and clip. Default: 0.
 
     Raises:
         UsageError: for an impossible clip.
@@ -82,12 +85,12 @@ class Clip:
 
     @property
     def rate(self) -> Fraction | None:
-        """`fps` as the fraction that is counted with."""
+        """`fps` as the exact fraction used in computations."""
         return None if self.fps is None else Fraction(self.fps).limit_denominator(100_000)
 
 
 def check_start(start: str, parts: int, jitter: float) -> None:
-    """Raise `UsageError` for options that do not go together."""
+    """Raise `UsageError` for options that cannot be combined."""
     if start not in ("random", "center", "every"):
         raise UsageError(f"start={start!r} is not known", hint="use 'random', 'center' or 'every'")
     if start == "every" and parts != 1:
@@ -97,7 +100,7 @@ def check_start(start: str, parts: int, jitter: float) -> None:
 
 
 def counts(clip: Clip, frames: Values, seconds: Values) -> int | Counts:
-    """How many clips each video has, from its frames and its duration in seconds; one number if all have the same."""
+    """Number of clips of each video, from its frames and its duration in seconds. One int if all videos have the same."""
     if clip.start != "every":
         return clip.per_video
     fitting = frames / (clip.frames * clip.stride) if clip.rate is None else seconds * float(clip.rate) / clip.frames
@@ -105,10 +108,11 @@ def counts(clip: Clip, frames: Values, seconds: Values) -> int | Counts:
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """The frames of one clip, in the order of the clip; `values` never decrease and may repeat.
+    """The frames of one clip, in the clip's order; `values` never decrease and may repeat.
 
-    `by="index"`: frame numbers in presentation order. `by="pts"`: instants in units of the stream's time base; each
-    means the last frame whose time stamp is not above it. `key` is the key frame to start decoding from.
+    With `by="index"`, `values` are frame numbers in presentation order. With `by="pts"`, they are times in units of the
+    stream's time base; each means the last frame whose time stamp is not later. `key` is the key frame from which
+    decoding starts.
     """
 
     by: Literal["index", "pts"]
@@ -117,8 +121,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 def choose(info: VideoInfo, clip: Clip, seed: int, epoch: int, sample: int, number: int, attempt: int = 0) -> Wanted:
-    """The frames of clip `number` of `sample` in `epoch`. `attempt` gives substitutes other clips than the sample's
-    own."""
+    """The frames of clip `number` of `sample` in `epoch`. `attempt` gives substitutes other random clips."""
     if info.frames < 1 or not info.key_frames:
         raise CorruptionError(
             "the index lists no frames or no key frames for this video", hint="index the dataset again"
@@ -136,9 +139,10 @@ def choose(info: VideoInfo, clip: Clip, seed: int, epoch: int, sample: int, numb
 def first_of(
     start: Start, room: int, span: Fraction, parts: int, jitter: int, place: tuple[int, int, int, int, int]
 ) -> int:
-    """Where a part begins among 0 … `room`. `room`, `span` (the part's length) and `jitter` are in the same unit.
+    """Where a part begins among 0 … `room`.
 
-    `place` is (seed, epoch, sample, number, attempt).
+    `room`, `span` (the part's length) and `jitter` are in the same unit. `place` is (seed, epoch, sample, number,
+    attempt).
     """
     number = place[3]
     if start == "random":
@@ -160,13 +164,13 @@ def _by_index(info: VideoInfo, clip: Clip, first: int) -> Wanted:
 
 
 def _by_time(info: VideoInfo, clip: Clip, step: Fraction, first: int) -> Wanted:
-    """Instants step by exact fractions of a second and are rounded down to the time base, which changes no frame."""
+    """Times advance by exact fractions of a second. Rounding them down to the time base changes no frame."""
     first += info.start_pts
     instants = tuple(first + int(number * step) for number in range(clip.frames))
     return Wanted("pts", instants, _key_before(info, "pts", first))
 
 
 def _key_before(info: VideoInfo, by: Literal["index", "pts"], value: int) -> KeyFrame:
-    """The last key frame at or before `value`; the first one when there is none, for streams that begin without."""
+    """The last key frame at or before `value`, or the first key frame if there is none (the stream begins without one)."""
     starts = [key.index if by == "index" else key.pts for key in info.key_frames]
     return info.key_frames[max(0, bisect_right(starts, value) - 1)]

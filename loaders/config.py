@@ -1,11 +1,10 @@
-"""The options of loaders: each described once, checked, and brought together.
+"""The options of the loaders: each one is described once, checked, and converted for the parts that use it.
 
 Purpose: `LoaderConfig` has the options that all loaders share. `VideoConfig`, `AudioConfig` and `FileConfig` add those
-of one loader. `configured_by` gives the loader's constructor the same arguments, for people (`help`) and for type
-checkers.
-Invariants: a config is frozen and checked. Nothing here reads data or starts anything, but `open_plan` opens the
+of one loader. `configured_by` gives a loader's constructor the same arguments, for `help` and for type checkers.
+Invariants: a config is frozen and checked. This module reads no data and starts nothing; only `open_plan` opens the
 datasets.
-Failure behaviour: `UsageError` naming the argument and what would do; `TypeError` naming the loader for an argument
+Failure behaviour: `UsageError` with the argument and a valid value; `TypeError` with the loader's name for an argument
 that does not exist.
 """
 
@@ -65,7 +64,7 @@ _OTHER_NAMES = {
     "fps": "clip=Clip(fps=...)",
     "seconds": "window=Window(seconds)",
 }
-"""What other libraries call an argument, or what it is a part of here."""
+"""Names that other libraries use, and the arguments of this library that replace them."""
 _log = get_logger(__name__)
 
 
@@ -74,39 +73,42 @@ class LoaderConfig:
     """The options that all loaders share.
 
     Args:
-        columns (Sequence[str]): columns of the index, or promoted fields of the samples' JSON, that every batch lists.
+        columns (Sequence[str]): columns of the index, or promoted fields of the samples' JSON, to add to every batch.
             Default: ().
         transform (Callable): called as `transform(tensors, generator)` for each sample, before pixels become floats. It
-            returns a dict of the same names. The generator is the sample's own; a resumed run seeds it alike. Default:
-            None.
-        shuffle (bool): shuffle anew in every epoch. Default: True.
-        seed (int): seed of everything that is drawn; it fits 64 bits. Default: 0.
+            returns a dict with the same names. Each sample has its own generator, which a resumed run seeds
+            identically. Default: None.
+        shuffle (bool): reshuffle in every epoch. Default: True.
+        seed (int): seed of all random numbers; at most 64 bits. Default: 0.
         rank (int | None): this process's rank. Default: torch.distributed's, else 0.
         world_size (int | None): number of ranks. Default: torch.distributed's, else 1.
-        drop_last (bool): leave out the last, short global batch of an epoch. With False the ranks share it as evenly as
-            possible: a rank may get one sample fewer than another, or a batch without samples. Default: True.
+        drop_last (bool): drop the last global batch of an epoch if it is incomplete. With False the ranks share it as
+            evenly as possible: a rank may get one sample fewer than another, or a batch without samples. Default: True.
         evaluate (bool): deliver every sample once, in order, without padding. Default: False.
-        device (str | torch.device): "cpu" (pinned where CUDA is), "pinned" (or an error), "cuda", or a device. Default:
-            "cpu".
-        num_threads (int | None): threads that decode. Default: this rank's share of the machine's cores, at most 16.
-        prefetch_batches (int): batches in progress while the trainer works, 1 to 64. Default: 2.
-        memory_limit (int): bytes in flight at most. Default: 4 GiB.
-        copy (bool): give every batch memory of its own. By default a batch's memory is used again once nothing refers
-            to it. Default: False.
-        sidecar (str | os.PathLike | None): "auto", the path of the sidecar's socket, or None to read without it.
-            Default: "auto".
-        on_error (str | None): "replace" substitutes a neighbour for a damaged sample; "skip" leaves the sample out of
-            its batch. Default: "replace", in an evaluation "skip".
-        max_bad_samples (float): raise `CorruptionError` once more samples than this are damaged: a number or, below 1,
-            a share of the epoch's samples. Default: 0.01.
-        quarantine_list (str | os.PathLike | QuarantineList | None): a list of bad samples that runs share. Default:
-            None.
-        decode_in_subprocess (bool | float): decode (by PyAV) in processes that may crash. A number is the time limit of
-            a decoding in seconds, up to 3600; True is 60. Default: False.
-        version (int | str | None): version or tag of the dataset at a URL. Default: the newest version.
-        trust_mounts (bool): let a dataset name directories of this machine, private hosts and other S3 endpoints for
-            its shards. Default: False.
-        storage_options (dict | None): options of the dataset's store, such as `{"endpoint_url": ...}`. Default: None.
+        device (str | torch.device): "cpu" (pinned memory if CUDA is available), "pinned" (an error if CUDA is not
+            available), "cuda", or a device. Default: "cpu".
+        num_threads (int | None): number of decoding threads. Default: this rank's share of the machine's cores, at most
+            16.
+        prefetch_batches (int): number of batches prepared in advance, 1 to 64. Default: 2.
+        memory_limit (int): limit in bytes on the samples in processing, and separately on the batches in preparation.
+            Default: 4 GiB.
+        copy (bool): allocate new memory for every batch. By default a batch's memory is reused once nothing refers to
+            it. Default: False.
+        sidecar (str | os.PathLike | None): "auto", the path of the sidecar's socket, or None to read without the
+            sidecar. Default: "auto".
+        on_error (str | None): "replace" substitutes another sample of the same chunk for a damaged sample; "skip"
+            leaves the damaged sample out of its batch. Default: "replace"; in an evaluation, "skip".
+        max_bad_samples (float): raise `CorruptionError` if more samples than this are damaged. It is a number or, below
+            1, a fraction of the epoch's samples. Default: 0.01.
+        quarantine_list (str | os.PathLike | QuarantineList | None): a list of bad samples that several runs share.
+            Default: None.
+        decode_in_subprocess (bool | float): decode with PyAV in subprocesses, so that a crash of a codec does not end
+            the trainer. A number is the time limit of one decoding in seconds, up to 3600; True means 60. Default:
+            False.
+        version (int | str | None): version or tag of the dataset, if a URL was given. Default: the newest version.
+        trust_mounts (bool): allow a dataset to keep its shards in directories of this machine, on private hosts and on
+            other S3 endpoints. Default: False.
+        storage_options (dict | None): options for the dataset's store, such as `{"endpoint_url": ...}`. Default: None.
     """
 
     columns: Sequence[str] = ()
@@ -155,7 +157,7 @@ class LoaderConfig:
             )
 
     def sampling(self, batch_size: int | None) -> Sampling:
-        """How batches are put together, for this rank."""
+        """How this rank's batches are composed."""
         if batch_size is not None:
             batch_size = check_count("batch_size", batch_size, MAX_BATCH)
         rank, world_size = rank_and_world_size(self.rank, self.world_size)
@@ -175,7 +177,7 @@ class LoaderConfig:
         dtype: str | torch.dtype | None = None,
         layout: str = "TCHW",
     ) -> Output:
-        """Device, dtype and axes of the batches."""
+        """Device, dtype and axes of the batches, checked."""
         check_choice("layout", layout, tuple(AXES))
         kind = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if dtype is not None and kind not in DTYPES.values():
@@ -213,12 +215,13 @@ class LoaderConfig:
 
     @property
     def bad_samples(self) -> BadSampleOptions:
-        """What is done about damaged samples. In an evaluation, a substitute would be counted twice."""
+        """How damaged samples are handled. In an evaluation, a substitute would be counted twice, so the default is
+        "skip"."""
         on_error = self.on_error or ("skip" if self.evaluate else "replace")
         return BadSampleOptions(self.max_bad_samples, on_error, self.quarantine_list)
 
     def subprocess_decoder(self, num_threads: int) -> SubprocessDecoder | None:
-        """A decoder with a process for each thread, if `decode_in_subprocess`."""
+        """A decoder with one process for each thread, or None without `decode_in_subprocess`."""
         if self.decode_in_subprocess is False:
             return None
         from headrace.loaders.decode.subprocess_decoder import SECONDS, SubprocessDecoder
@@ -235,7 +238,7 @@ class LoaderConfig:
         buckets: Bucketing | None = None,
         pack: Pack | None = None,
     ) -> tuple[OrderPlan, Sequence[Dataset]]:
-        """Open what `source` names, and plan it.
+        """Open the datasets of `source`, and plan the order of their samples.
 
         Returns:
             The plan, and the datasets that were opened for it. The loader closes these.
@@ -258,7 +261,7 @@ class LoaderConfig:
     def finish(
         self, processor: Processor, spec: AudioSpec | None, device: torch.device, names: Sequence[str]
     ) -> Processor:
-        """`processor` with spectrograms, columns, the transform and the names of sources added, as they are wanted."""
+        """Wrap `processor` so that it adds spectrograms, columns, the transform and source names, as requested."""
         if spec is not None:
             from headrace.loaders.processors.wrappers import mels
 
@@ -269,7 +272,7 @@ class LoaderConfig:
 def configured_by(
     config: Callable[P, ConfigT],
 ) -> Callable[[Callable[[LoaderT, ConfigT], None]], Callable[Concatenate[LoaderT, P], None]]:
-    """Let a loader's `__init__(self, config)` be called with the arguments of the config instead.
+    """Let a loader's `__init__(self, config)` be called with the arguments of the config class.
 
     The arguments and their documentation are those of the config class, so `help` and type checkers show all of them.
     """
@@ -304,20 +307,21 @@ def configured_by(
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """Which argument the caller may have meant."""
+    """A hint with the argument that the caller may have meant, or ""."""
     found = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), "")
     return f" (did you mean {found}?)" if found.partition("=")[0] in known else ""
 
 
 def default_threads() -> int:
-    """This process's share of the cores that it may run on, if torchrun started several processes; at most 16."""
+    """This process's share of the cores that it may use, at most 16. torchrun's `LOCAL_WORLD_SIZE` is the number of
+    shares."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, min(DEFAULT_MOST_THREADS, usable // max(1, int(sharing) if sharing.isdecimal() else 1)))
 
 
 def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Rank and world size as given, or torch.distributed's, or (0, 1)."""
+    """The given rank and world size; by default those of torch.distributed, else (0, 1)."""
     if (rank is None) != (world_size is None):
         raise UsageError("of rank and world_size one is missing", hint="give both, or neither")
     rank, world_size = checked("rank", rank, int | None), checked("world_size", world_size, int | None)
@@ -336,7 +340,7 @@ def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, 
 
 
 def _in_world() -> bool:
-    """Whether torch.distributed knows this process's rank."""
+    """Whether torch.distributed is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 

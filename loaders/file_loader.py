@@ -1,11 +1,10 @@
-"""`FileLoader`: batches of files as they are stored, for trainers that decode them: latents, features, tokens, other
-formats.
+"""`FileLoader`: batches of files as they are stored, such as latents, features and tokens.
 
-Purpose: check the options, and bring plan and processor together; `headrace.loaders.loader` does the rest.
-`FileProcessor` passes the files on, read and checked but not decoded.
+Purpose: deliver files that the trainer decodes itself. This module checks the options, and creates the plan and the
+processor. `FileProcessor` verifies the files and does not decode them. `headrace.loaders.loader` does the rest.
 Invariants: those of `headrace.loaders.loader`. The bytes of a sample are those of its files, in the requested order.
-Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
-loader's.
+Failure behaviour: the constructor raises `NotFoundError`, `AccessDeniedError` or `UsageError` before it starts
+anything. Iteration raises the errors of `headrace.loaders.loader`.
 """
 
 from __future__ import annotations
@@ -73,14 +72,14 @@ class FileProcessor:
 
 @dataclass(frozen=True)
 class FileConfig(LoaderConfig):
-    """The options of `FileLoader`, besides those of `LoaderConfig`.
+    """The options that `FileLoader` adds to those of `LoaderConfig`.
 
     Args:
-        url_or_dataset (str | os.PathLike | Dataset | Mixture): a dataset's URL or folder, an open dataset, or a mixture
-            of them.
+        url_or_dataset (str | os.PathLike | Dataset | Mixture): URL or directory of a dataset, an open dataset, or a
+            mixture.
         batch_size (int): samples in a rank's batch.
-        files (Sequence[str]): the files of each sample, named by their extensions, such as `["npy", "json"]`. Samples
-            that lack one of them are left out.
+        files (Sequence[str]): extensions of the files to deliver of each sample, such as `["npy", "json"]`. Samples
+            that lack one of these files are left out.
     """
 
     url_or_dataset: str | os.PathLike[str] | Dataset | Mixture
@@ -90,25 +89,26 @@ class FileConfig(LoaderConfig):
 
 
 class FileLoader(Loader):
-    """Batches of files as they are stored. Every file is compared with its checksum; its content is not parsed.
+    """Batches of files as they are stored. The loader verifies the checksum of every file, and does not parse its
+    content.
 
     Yields:
         A dict:
 
-        - "bytes": uint8 (N,), all files of the batch one after the other, sample by sample, in the order of `files`.
-        - "sizes": int64 (B, F), bytes of each file. `batch["bytes"].split(batch["sizes"].flatten().tolist())` are the
-          files.
-        - "id": int64 (B,), numbers of the samples. "key" and "text": lists.
+        - "bytes": uint8 (N,), all files of the batch concatenated, sample by sample, in the order of `files`.
+        - "sizes": int64 (B, F), size of each file in bytes. `batch["bytes"].split(batch["sizes"].flatten().tolist())`
+          returns the files.
+        - "id": int64 (B,), the samples' ids. "key" and "text": lists.
         - Each of `columns`: a list.
 
     Args:
         The arguments are those of `FileConfig` and `LoaderConfig`; `help(FileLoader.__init__)` lists them. `transform`
-        and `decode_in_subprocess` are not possible, since nothing is decoded.
+        and `decode_in_subprocess` cannot be used, since nothing is decoded.
 
     Raises:
-        NotFoundError, AccessDeniedError, UsageError: when the loader is made.
-        CorruptionError: while iterating, too many samples are damaged, or one and all its neighbours.
-        HeadraceError: while iterating, the store's errors.
+        NotFoundError, AccessDeniedError, UsageError: when the loader is created.
+        CorruptionError: while iterating, if too many samples are damaged, or a sample and all its substitutes.
+        HeadraceError: while iterating, for errors of the store.
 
     Example:
         >>> loader = FileLoader(clips, batch_size=2, files=["mp4"])
@@ -133,7 +133,7 @@ class FileLoader(Loader):
                 )
         output = config.output()
         delivery = config.delivery(output, group=1)
-        threads = -(-delivery.num_threads // (1 + delivery.prefetch_batches))  # for each batch in progress
+        threads = -(-delivery.num_threads // (1 + delivery.prefetch_batches))  # for each batch in preparation
         delivery = replace(delivery, group=-(-(config.batch_size or 1) // threads))
 
         def start_processor() -> Processor:
@@ -149,7 +149,7 @@ class FileLoader(Loader):
 
 
 def samples_with_files(dataset: Dataset, files: Sequence[str]) -> I64:
-    """The numbers of the samples that have files of all these extensions."""
+    """The ids of the samples that have files with all of these extensions."""
     if len(dataset) and dataset.index.files_of_all.issuperset(files):
         return np.arange(len(dataset), dtype=np.int64)
     from headrace.dataio.shards.index import arrow as pc

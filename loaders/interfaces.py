@@ -1,15 +1,19 @@
-"""The types that the parts of a loader hand to each other. Read this first.
+"""The types that the components of a loader exchange. Read this module first.
 
-A sample goes one way: a `Plan` names it by a `SampleRef`. Its `Processor` says once which files, or pieces of files, it
-`Needs`. Its bytes are read and checked (`FetchedSample`). The processor turns them into a `ProcessedSample`, and these
-fill a batch.
+A sample passes through a loader in four steps:
 
-Invariants: a plan is a pure function of its description, so the samples of batch t of an epoch do not depend on
-anything that happened before. A processor's result is a pure function of what it was given. All randomness of a sample
-is drawn from `SampleRef.key`, so a resumed run, another world size and a repeated epoch draw the same. Types with
-thousands of instances are not tracked by the garbage collector (`gc=False`); nothing that they refer to refers to them.
-Failure behaviour: a processor returns an error in place of each damaged sample. It raises only when it fails as a
-whole.
+1. A `Plan` names the sample by a `SampleRef`.
+2. The `Processor` says which files, or which ranges of files, must be read (`Needs`).
+3. The bytes are read and verified (`FetchedSample`).
+4. The processor turns the bytes into a `ProcessedSample`, which becomes part of a batch.
+
+Invariants: a plan is a pure function of its description, so the samples of batch t of an epoch do not depend on earlier
+batches. A processor's result is a pure function of its input. All random numbers for a sample are drawn from
+`SampleRef.key`. So a resumed run, another world size and a repeated epoch draw the same numbers. Types with thousands
+of instances are not tracked by the garbage collector (`gc=False`); none of their instances is part of a reference
+cycle.
+Failure behaviour: a processor returns an error in place of each damaged sample. It raises only for errors that are not
+the fault of one sample.
 """
 
 from __future__ import annotations
@@ -34,27 +38,30 @@ if TYPE_CHECKING:  # so that the order of samples needs no torch
     from headrace.loaders.quarantine.records import SkippedSample
 
 DAMAGE = (CorruptionError, UnsupportedError, CapacityError)
-"""Errors of a sample. All other errors are not the sample's fault, and are raised to the trainer."""
+"""Errors that are the fault of one sample. All other errors are raised to the trainer."""
 
 Needs = Mapping[str, "Runs | None"]
-"""What is read of a sample, by file extension: some pieces of the file, or None for the whole file. Pieces are a
-forecast: decoders may read others."""
+"""The byte ranges to read of each file of a sample, by file extension; None for the whole file. The ranges are a
+prediction: decoders may read others."""
 
 PixelTarget = Callable[[tuple[int, ...]], "npt.NDArray[np.uint8] | None"]
-"""Returns the memory in which a batch will hold pixels of this shape, (T, 3, H, W); None if it will hold something
-else."""
+"""Returns the batch's memory for a clip of this shape, (T, 3, H, W), or None if the batch does not store such pixels.
+"""
 
 
 class FileTarget(NamedTuple):
-    """The memory in which a batch will hold these files, one after the other."""
+    """The batch's memory for these files, which are stored one after the other."""
 
     files: Files
     memory: memoryview
 
 
 class RowSpan(msgspec.Struct, frozen=True, gc=False):
-    """Where a piece of a recording goes: `length` samples at the wanted rate, from its `start`, to `at` in row
-    `row`."""
+    """The place of a piece of a recording in a packed row.
+
+    `length` units of the recording, beginning at unit `start`, are placed at offset `at` of row `row`. A unit is a
+    sample at the output sample rate, or a spectrogram column.
+    """
 
     row: int
     at: int
@@ -63,10 +70,10 @@ class RowSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class BadSamples(Protocol):
-    """The bad samples that were known when a batch was planned."""
+    """The samples that were known to be damaged when a batch was planned."""
 
     def refuses(self, ref: SampleRef) -> HeadraceError | None:
-        """Why this sample is skipped, or None."""
+        """The reason for which this sample is skipped, or None."""
         ...
 
 
@@ -74,15 +81,15 @@ class SampleRef(msgspec.Struct, frozen=True, gc=False):
     """One part (a clip, a window) of one sample, at one position of the order.
 
     Args:
-        epoch: the epoch of the sample's source, which enters everything that is drawn.
-        virtual: number of this part in the order of its stream.
-        sample: the sample, as the index has it.
-        number: number of this part in its sample.
-        attempt: how many substitutes were tried before this one.
-        source: number of the dataset in the plan.
-        seed: the seed of the source.
-        stream: number of the stream (a source, a bucket) in the plan.
-        span: where the part goes, if several share a row of the batch.
+        epoch: epoch of the sample's source; random numbers depend on it.
+        virtual: index of this part among all parts of its stream.
+        sample: the sample, as read from the index.
+        number: index of this part among the parts of its sample.
+        attempt: number of substitutes that were tried before this one.
+        source: index of the dataset in the plan.
+        seed: seed of the source.
+        stream: index of the stream (a source, a bucket) in the plan.
+        span: place of the part in a row of the batch, if several parts share a row.
         known_bad: the shared list of bad samples, if the loader follows one.
     """
 
@@ -98,15 +105,15 @@ class SampleRef(msgspec.Struct, frozen=True, gc=False):
     known_bad: BadSamples | None = None
 
     def key(self, purpose: int) -> U64:
-        """The key of everything that is drawn for this part and `purpose`."""
+        """The key from which random numbers for this part and `purpose` are drawn."""
         return key_of(purpose, self.seed, self.epoch, self.sample.id, self.number, self.attempt)
 
 
 class BatchSource(Protocol):
-    """The batches of one rank, one after the other."""
+    """The batches of one rank, in order."""
 
     def batches_in(self, epoch: int) -> int:
-        """Batches in an epoch, at least one."""
+        """Number of batches in an epoch, at least one."""
         ...
 
     def refs(self, epoch: int, batches: range) -> Sequence[Sequence[SampleRef]]:
@@ -119,21 +126,22 @@ class Plan(BatchSource, Protocol):
 
     @property
     def datasets(self) -> Sequence[Dataset]:
-        """The datasets, by `SampleRef.source`."""
+        """The datasets, indexed by `SampleRef.source`."""
         ...
 
     def substitute(self, ref: SampleRef, attempt: int) -> SampleRef | None:
-        """The sample that replaces `ref` after `attempt` damaged substitutes; None if there is none left."""
+        """The sample that replaces `ref` after `attempt` damaged substitutes, or None if none is left."""
         ...
 
 
 class FetchedSample(msgspec.Struct, frozen=True, gc=False):
-    """A sample whose bytes were read and checked.
+    """A sample whose bytes were read and verified.
 
     Args:
         ref: the sample.
-        media: its files by extension; those that are needed in part read further pieces themselves.
-        target: memory of the batch in which "video" may be drawn. Its content counts only once the sample is processed.
+        media: its files by extension. A file of which only ranges were read reads further ranges on demand.
+        target: the batch's memory, into which "video" may be decoded. The batch ignores its content if processing
+            fails.
         files: the files, if they were read directly into the batch; `media` is empty then.
     """
 
@@ -144,14 +152,14 @@ class FetchedSample(msgspec.Struct, frozen=True, gc=False):
 
 
 class ProcessedSample(msgspec.Struct, frozen=True, gc=False):
-    """A sample as the batch takes it.
+    """A processed sample, ready to be added to the batch.
 
     Args:
-        sample: the sample that was processed, maybe a substitute.
-        tensors: stacked in the batch. Without tensors the sample is left out.
-        values: listed in the batch.
+        sample: the sample that was processed, which may be a substitute.
+        tensors: stacked in the batch. A sample without tensors is left out of the batch.
+        values: further values, which the batch holds as tensors or lists (see `SampleLayout.numbers`).
         skipped: the damaged samples that this one replaces.
-        in_place: the bytes of the tensors are in the batch already.
+        in_place: True if the bytes of the tensors are in the batch already.
     """
 
     sample: Sample
@@ -162,9 +170,12 @@ class ProcessedSample(msgspec.Struct, frozen=True, gc=False):
 
 
 class RowLayout(msgspec.Struct, frozen=True):
-    """Rows of packed recordings: `capacity` samples, or columns of spectrograms, of float32 of this `shape`.
+    """The layout of rows of packed recordings, which are float32.
 
-    `silence` fills the stretches without a piece.
+    Args:
+        capacity: samples or spectrogram columns in a row; the length of its last axis.
+        shape: the other axes of a row.
+        silence: the value where a row holds no piece.
     """
 
     capacity: int
@@ -173,13 +184,13 @@ class RowLayout(msgspec.Struct, frozen=True):
 
 
 class SampleLayout(msgspec.Struct, frozen=True):
-    """What the samples of a processor consist of, known before the first one.
+    """Names and types of a processor's results, known before the first sample.
 
     Args:
         tensors: names of the tensors.
         numbers: dtype of each value in the batch; None for a list.
-        rows: set if samples lie one after the other in rows.
-        files_of: set if samples are delivered as stored, in one run of bytes: the files of a sample.
+        rows: set if samples are packed into rows.
+        files_of: set if samples are delivered as stored, in one run of bytes. Returns the files of a sample.
     """
 
     tensors: tuple[str, ...]
@@ -195,17 +206,17 @@ class Processor(Protocol):
     def layout(self) -> SampleLayout: ...
 
     def needs(self, ref: SampleRef) -> Needs:
-        """What is read of the sample. It depends on the sample alone whether a file is read in part."""
+        """The files and ranges to read of the sample. Whether a file is read in part depends on the sample only."""
         ...
 
     def cost(self, sample: Sample) -> int:
-        """Bytes that one part takes while it is processed, besides the files that are read."""
+        """Bytes that processing one part takes, in addition to the files that are read."""
         ...
 
     def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        """For each sample, in the same order, the processed sample or what is wrong with it."""
+        """For each sample, in the same order, the processed sample or its error."""
         ...
 
     def close(self) -> None:
-        """Release everything; the processor is not used afterwards."""
+        """Release all resources. The processor is not used afterwards."""
         ...

@@ -1,12 +1,15 @@
-"""`Loader`: what all loaders do: one epoch of batches for each iteration, and one position.
+"""`Loader`, the base class of all loaders: each iteration yields one epoch, and a state holds the position.
 
-Purpose: bring plan, readers, processor and threads together, and remember the trainer's position.
+Purpose: connect the plan, the readers, the processor and the threads, and track the trainer's position.
 
-Invariants: the content of the t-th global batch of an epoch depends on the plan and the stored bytes, never on the
-number of ranks, threads or restarts. `state_dict` describes the batch that the trainer received last, not batches that
-were prefetched. Threads start with the first batch and hold no reference to the loader. They end with `close`, with the
-end of a `with` block, when the loader is deleted, and when the process ends.
-Failure behaviour: damaged samples are skipped and listed in `quarantine`. Every other error is raised in place of the
+Invariants:
+- The content of the t-th global batch of an epoch depends on the plan and the stored bytes, never on the number of
+  ranks, threads or restarts.
+- `state_dict` describes the last batch that the trainer received. Prefetched batches do not count.
+- Threads start with the first batch and hold no reference to the loader. They end when the loader is closed or deleted,
+  at the end of a `with` block, and when the process ends.
+
+Failure behaviour: damaged samples are skipped and listed in `quarantine`. Any other error is raised in place of the
 batch, and the position stays before that batch.
 """
 
@@ -47,7 +50,7 @@ from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.plan import OrderPlan
 from headrace.loaders.validation import checked
 
-if TYPE_CHECKING:  # what few loaders need, and the first batch does without, is imported where it is used
+if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
     from headrace.loaders.quarantine.shared_list import FollowedList, QuarantineList
     from headrace.loaders.sampling.force import Loss
 
@@ -57,18 +60,18 @@ _log = get_logger(__name__)
 
 
 class DeliveryOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How batches are built and delivered; none of these options changes their content.
+    """How batches are built and delivered. None of these options changes their content.
 
     Args:
         output: device, dtype and axes of the batches.
-        num_threads: threads that build batches.
-        prefetch_batches: batches in progress while the trainer works.
-        group: samples that are built together.
+        num_threads: number of threads that build batches.
+        prefetch_batches: number of batches prepared in advance.
+        group: number of samples that are built together.
         group_slots: decides which slots of a batch are built together.
         sidecar: "auto", the path of a socket, or None.
-        memory_limit: bytes in flight at most.
-        copy: give every batch memory of its own.
-        alone_by_default: this is the only rank because neither the caller nor torch.distributed gave another one.
+        memory_limit: limit in bytes on the samples in processing, and separately on the batches in preparation.
+        copy: allocate new memory for every batch.
+        alone_by_default: True if neither the caller nor torch.distributed gave a rank, so this is the only one.
     """
 
     output: Output
@@ -83,7 +86,7 @@ class DeliveryOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadSampleOptions(msgspec.Struct, frozen=True):
-    """What is done about damaged samples; the arguments are those of `LoaderConfig`."""
+    """How damaged samples are handled. The arguments are those of `LoaderConfig`."""
 
     max_bad_samples: float = 0.01
     on_error: OnError = "replace"
@@ -91,9 +94,9 @@ class BadSampleOptions(msgspec.Struct, frozen=True):
 
 
 def _is_collated(caller: FrameType) -> bool:
-    """Whether a DataLoader with a batch_size iterates. It has no better hook."""
+    """Whether the caller is a DataLoader with a batch_size. DataLoader has no better hook for this check."""
     if caller.f_code.co_name != "fetch":
-        return False  # asking a frame for its variables would keep them alive, such as a batch
+        return False  # reading a frame's variables would keep them alive, such as a batch
     fetcher = caller.f_locals.get("self")
     return getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate
 
@@ -106,14 +109,14 @@ def _count(batch: Batch) -> None:
 
 
 class Loader(IterableDataset[dict[str, Any]]):
-    """Batches of a plan. The public loaders derive from it and say only what is theirs.
+    """Batches of a plan. The public loaders derive from this class.
 
     Args:
         plan: names the samples of each batch.
-        start_processor: makes the processor, when the first batch is asked for.
+        start_processor: creates the processor when the first batch is requested.
         delivery: how batches are built.
-        bad_samples: what is done about damaged samples.
-        owned: datasets that are closed with the loader.
+        bad_samples: how damaged samples are handled.
+        owned: datasets that the loader closes when it is closed.
     """
 
     def __init__(
@@ -150,14 +153,15 @@ class Loader(IterableDataset[dict[str, Any]]):
         self._closed = self._delivered = False
 
     def __len__(self) -> int:
-        """Batches in the current epoch."""
+        """Number of batches in the current epoch."""
         return self._plan.batches_in(self._epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rest of the current epoch's batches.
+        """Yield the remaining batches of the current epoch.
 
-        After an iteration that was left at the end of an epoch, or an evaluation that was left anywhere, these are the
-        batches of the next epoch. After `load_state_dict` they are the batches after the state.
+        If the previous iteration was left after the last batch of an epoch, the next epoch is yielded instead. The same
+        holds if an evaluation was left after any batch. After `load_state_dict`, the batches that follow the state are
+        yielded.
         """
         if get_worker_info() is not None:
             raise UsageError(
@@ -188,7 +192,7 @@ class Loader(IterableDataset[dict[str, Any]]):
 
     @property
     def dataset(self) -> Dataset:
-        """The dataset; of a mixture, the first one."""
+        """The dataset; with a mixture, the first one."""
         return self._plan.datasets[0]
 
     @property
@@ -208,7 +212,7 @@ class Loader(IterableDataset[dict[str, Any]]):
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes in flight: `Prefetcher.in_flight`; zeros before the first batch."""
+        """Bytes in use by samples and batches in preparation (`Prefetcher.in_flight`); zeros before the first batch."""
         if self._prefetcher is None:
             return {
                 "limit": self._delivery.memory_limit,
@@ -221,25 +225,24 @@ class Loader(IterableDataset[dict[str, Any]]):
         return self._prefetcher.in_flight
 
     def state_dict(self) -> dict[str, Any]:
-        """The trainer's position, in plain JSON types, equal on all ranks that received the same batches."""
+        """The trainer's position, as plain JSON types. It is equal on all ranks that received the same batches."""
         listed = None if self._listed is None else self._listed.state(self._epoch)
         position = states.Position(self._epoch, self._batch, quarantine=self._quarantine.state(), listed=listed)
         return states.dump(self._plan.fingerprint(self._epoch, self._batch), position)
 
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> Loss | None:
-        """Go to the position of `state`, also in the middle of an iteration. The world size may differ; the global
-        batch may not.
+        """Go to the position of `state`, also during an iteration. The world size may differ; the global batch may not.
 
         Args:
             state: what `state_dict` returned.
-            force: load a state that does not fit.
+            force: load a state that does not match this loader.
 
         Returns:
-            With `force`, what is lost; it is also logged.
+            With `force`, what is lost, which is also logged. None if nothing is lost.
 
         Raises:
-            MismatchError: the state does not fit; the error names the first field that differs. The loader is
-            unchanged.
+            MismatchError: the state does not match. The error names the first field that differs, and the loader is
+                unchanged.
             UsageError: `state` is not the state of a loader.
         """
         loss = None
@@ -271,11 +274,11 @@ class Loader(IterableDataset[dict[str, Any]]):
     def update_quarantine(self, version: int | None = None) -> int:
         """Follow this version of the `quarantine_list` from the next batch on.
 
-        Without this call, an epoch follows the version that was the newest when the epoch began. Every rank has to make
+        Without this call, an epoch follows the version that was the newest when the epoch began. Every rank must make
         this call after the same batch, with the same version.
 
         Args:
-            version: of the list. Default: the newest.
+            version: version of the list. Default: the newest.
 
         Returns:
             The version.
@@ -292,7 +295,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         return chosen
 
     def close(self) -> None:
-        """End the threads, and close the datasets that the loader opened. Closing twice is allowed."""
+        """End the threads, and close the datasets that the loader opened. Further calls do nothing."""
         self._closed = True
         try:
             self._stop()
@@ -306,7 +309,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         self.close()
 
     def _next_epoch(self) -> None:
-        """Go to the next epoch, if the last iteration was left and its rest is not wanted."""
+        """Go to the next epoch if the last iteration was left, unless its remaining batches are still to be delivered."""
         left = self._batch < self._plan.batches_in(self._epoch)
         if left and not self._plan.schedule.evaluates:
             return
@@ -315,7 +318,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         self._epoch, self._batch = self._epoch + 1, 0
 
     def _next(self) -> dict[str, Any] | None:
-        """The next batch, or None at the end of each epoch."""
+        """The next batch, or None at the end of an epoch."""
         self._check_open()
         if self._batch >= self._plan.batches_in(self._epoch):
             self._epoch, self._batch = self._epoch + 1, 0
@@ -326,7 +329,7 @@ class Loader(IterableDataset[dict[str, Any]]):
             _count(batch)
             if self._prefetcher is not None:
                 self._prefetcher.plan()
-        except BaseException as error:  # also a Ctrl-C: the position stays, the threads end
+        except BaseException as error:  # also on Ctrl-C: the position stays, and the threads end
             self._stop()
             if isinstance(error, Exception):  # another thread, or a signal handler, may have closed the loader
                 self._check_open(error)
@@ -354,7 +357,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         return batch
 
     def _start(self) -> Prefetcher:
-        with contextlib.ExitStack() as undo:  # if a part cannot start, those before it are closed
+        with contextlib.ExitStack() as undo:  # if one part fails to start, close the parts that were started
             prefetcher = self._build(undo)
             undo.pop_all()
         self._finalizer = Finalizer(self, prefetcher.close)
@@ -394,6 +397,10 @@ class Loader(IterableDataset[dict[str, Any]]):
             self._listed.close()
 
     def _stop(self) -> None:
-        finalizer, self._prefetcher, self._finalizer = self._finalizer, None, None  # first: closing may fail
+        finalizer, self._prefetcher, self._finalizer = (
+            self._finalizer,
+            None,
+            None,
+        )  # cleared first, since closing may fail
         if finalizer is not None:
             finalizer()

@@ -1,10 +1,10 @@
-"""Checks of arguments: values become what their annotations promise, or are refused.
+"""Checks of arguments: values are converted to their annotated types, or an error is raised.
 
-Purpose: a description holds what its fields promise. Arithmetic in a thread, or JSON when a state is saved, never meets
-another type. No torch.
-Invariants: a whole number may stand for a float, numpy's scalars become Python's, and lists become tuples where tuples
-are promised; nothing else is converted.
-Failure behaviour: `UsageError` naming the argument, its value, and what it should be.
+Purpose: every field of an options class has its annotated type. So neither arithmetic in a thread nor the JSON encoding
+of a state meets another type. No torch.
+Invariants: an int is accepted for a float, numpy scalars become Python scalars, and lists become tuples where a tuple
+is annotated. Nothing else is converted.
+Failure behaviour: `UsageError` with the argument, its value, and what to give instead.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from headrace.dataio.core.errors import UsageError
 
 
 def checked(name: str, value: object, kind: Any, wanted: str = "") -> Any:
-    """`value` as this type.
+    """Convert `value` to this type.
 
     Args:
-        name: of the argument, for the error.
-        value: what the caller gave.
+        name: name of the argument, for the error.
+        value: the value that the caller gave.
         kind: a type, or a union of types.
         wanted: what to give instead, for the error. Default: the name of the type.
     """
@@ -40,7 +40,7 @@ def checked(name: str, value: object, kind: Any, wanted: str = "") -> Any:
 
 
 def check_fields(description: Any) -> None:
-    """Bring the fields of a frozen dataclass to the types of its annotations. Call this in `__post_init__`."""
+    """Convert the fields of a frozen dataclass to their annotated types. Call this in `__post_init__`."""
     cls: Any = type(description)
     for name, kind in _kinds(cls).items():
         value = getattr(description, name)
@@ -50,7 +50,7 @@ def check_fields(description: Any) -> None:
 
 
 def check_count(name: str, value: int, most: int) -> int:
-    """`value` if it is a whole number from 1 to `most`."""
+    """Return `value` if it is an integer from 1 to `most`."""
     number: int = checked(name, value, int)
     if not 1 <= number <= most:
         raise UsageError(f"{name} is a number from 1 to {most}, not {number}")
@@ -70,7 +70,7 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], example
 
 
 def _in_words(kind: Any) -> str:
-    """For people: `int or None`, `'mix' or 'first'`."""
+    """The type as text for an error: `int or None`, `'mix' or 'first'`."""
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(map(_in_words, get_args(kind)))
     if get_origin(kind) is Literal:
@@ -87,7 +87,7 @@ def _kinds(cls: Any) -> dict[str, Any]:
 
 
 def _python(value: object) -> object:
-    """The same without numpy's scalars."""
+    """`value` with Python scalars in place of numpy scalars."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
-"""`VideoLoader`: batches of video clips, with the sound of the same stretch if it is wanted.
+"""`VideoLoader`: batches of video clips, optionally with the audio of the same time span.
 
-Purpose: check the options, and bring plan and processor together; `headrace.loaders.loader` does the rest.
-Invariants: those of `headrace.loaders.loader`. With buckets, a video is sorted by its size as shown (after rotation, if
-the loader rotates) and by the number of frames that it holds, spaced as the clip spaces them.
-Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
-loader's.
+Purpose: check the options, and create the plan and the processor. `headrace.loaders.loader` does the rest.
+Invariants: those of `headrace.loaders.loader`. With buckets, the bucket of a video depends on its displayed size and on
+its number of frames at the clip's frame spacing. The displayed size is the size after rotation if the loader rotates.
+Failure behaviour: the constructor raises `NotFoundError`, `AccessDeniedError` or `UsageError` before it starts
+anything. Iteration raises the errors of `headrace.loaders.loader`.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ MAX_SIDE = 16_384
 
 @dataclass(frozen=True)
 class VideoConfig(LoaderConfig):
-    """The options of `VideoLoader`, besides those of `LoaderConfig`.
+    """The options that `VideoLoader` adds to those of `LoaderConfig`.
 
     Args:
-        url_or_dataset (str | os.PathLike | Dataset | Mixture): a dataset's URL or folder, an open dataset, or a mixture
-            of them.
-        batch_size (int | None): clips in a rank's batch; left out with `buckets`.
-        clip (Clip | None): the frames of a clip. Default: `Clip()`, 16 frames.
+        url_or_dataset (str | os.PathLike | Dataset | Mixture): URL or directory of a dataset, an open dataset, or a
+            mixture.
+        batch_size (int | None): clips in a rank's batch. Omit it with `buckets`.
+        clip (Clip | None): which frames form a clip. Default: `Clip()`, 16 frames.
         size (tuple[int, int] | None): height and width in pixels. A clip is scaled to cover it, then cropped. None
             keeps the source's size, which all clips of a batch must then share. Default: None.
-        audio (bool | AudioSpec): adds sound; True is `AudioSpec()`. Default: False.
-        buckets (Buckets | None): batches of one shape each, within a budget, in place of `batch_size` and `size`.
-            Default: None.
-        crop (str): "center", or "random" for another part of each clip. Default: "center".
-        flip_prob (float): probability that a clip is mirrored, 0 to 1. Default: 0.0.
-        antialias (bool): filter when scaling down. Default: True.
-        rotate (bool): turn frames as their metadata says. Default: False.
-        color (str): "bt601": all decoders give the same pixels, on CPUs to the bit. "tagged": as the file says. "fast":
-            as the file says, converted and scaled in one pass. Default: "bt601".
-        normalize (tuple | None): `(mean, std)` of three numbers each, for pixels in 0 to 1: subtract the mean, divide
-            by the deviation. Default: None.
-        dtype (str | torch.dtype | None): "uint8", "float16", "bfloat16" or "float32"; floats are pixels in 0 to 1.
-            Default: "uint8", with `normalize` "float32".
+        audio (bool | AudioSpec): deliver audio as well; True means `AudioSpec()`. Default: False.
+        buckets (Buckets | None): make each batch of clips of one shape, within a budget. Replaces `batch_size` and
+            `size`. Default: None.
+        crop (str): "center", or "random" to draw the position for each clip. Default: "center".
+        flip_prob (float): probability of flipping a clip horizontally, 0 to 1. Default: 0.0.
+        antialias (bool): apply an antialiasing filter when scaling down. Default: True.
+        rotate (bool): rotate frames as the file's metadata specifies. Default: False.
+        color (str): color conversion. "bt601": all decoders return the same pixels, bit-identical on CPUs. "tagged":
+            use the file's color metadata. "fast": as "tagged", but convert and scale in one pass. Default: "bt601".
+        normalize (tuple | None): `(mean, std)` of three numbers each, for pixels in 0 to 1: subtract the mean, then
+            divide by the standard deviation. Default: None.
+        dtype (str | torch.dtype | None): "uint8", "float16", "bfloat16" or "float32"; floating-point pixels are scaled
+            to 0 to 1. Default: "uint8"; with `normalize`, "float32".
         layout (str): the axes of a clip: "TCHW", "CTHW" or "THWC". Default: "TCHW".
-        decoder (str): "auto" (NVDEC by DALI on a GPU, else PyAV), "dali" (DALI also on the CPU, for formats that it
-            decodes there), "pyav", or one that `register_decoder` added. Default: "auto".
+        decoder (str): "auto" (NVDEC through DALI on a GPU, else PyAV), "dali" (DALI on the CPU as well, for the formats
+            that it supports there), "pyav", or a decoder added by `register_decoder`. Default: "auto".
     """
 
     url_or_dataset: str | os.PathLike[str] | Dataset | Mixture
@@ -92,7 +92,7 @@ class VideoConfig(LoaderConfig):
     decoder: str = "auto"
 
     def clip_spec(self) -> ClipSpec:
-        """The format of a finished clip, checked."""
+        """Check the options, and return the format of a clip."""
         check_type("clip", self.clip, Clip, "clip=Clip(frames=16)")
         if self.buckets is not None:
             from headrace.loaders.sampling.buckets import Buckets
@@ -115,31 +115,32 @@ class VideoConfig(LoaderConfig):
 
 
 class VideoLoader(Loader):
-    """Batches of video clips from a dataset. A picture is a clip of one frame; give `Clip(frames=1)` for them.
+    """Batches of video clips from a dataset. For images, use `Clip(frames=1)`.
 
-    Iterating yields the rest of the current epoch, then the next epoch. An evaluation always begins from its start,
-    unless a state was loaded.
+    An iteration yields the remaining batches of the current epoch, so a loop that was left early continues in the next
+    one. An evaluation that was left early begins again at its start, unless a state was loaded.
 
     Yields:
         A dict:
 
         - "video": (B, T, 3, H, W), contiguous, on `device`; None in a batch without samples.
-        - "id": int64 (B,), numbers of the samples. "key" and "text": lists.
-        - "clip": float64 (B,), seconds at which each clip begins.
+        - "id": int64 (B,), the samples' ids. "key" and "text": lists.
+        - "clip": float64 (B,), start of each clip in seconds.
         - With `audio`, "audio": float32 (B, C, S), or "mel": float32 (B, C, n_mels, frames); and "audio_samples": int64
-          (B,), how many of S are sound and not zeros after it.
+          (B,), how many of the S samples are real audio and not zero padding.
         - Each of `columns`: a list.
-        - Of a mixture, "source": the names of the samples' sources.
+        - With a mixture, "source": the names of the samples' sources.
         - With buckets, "bucket": the number of the batch's bucket.
-        - In an evaluation, "sizes": the samples given to each rank, damaged ones included; "dry": the ranks given none.
+        - In an evaluation, "sizes": the number of samples of each rank, including damaged ones; "dry": the ranks
+          without samples.
 
     Args:
         The arguments are those of `VideoConfig` and `LoaderConfig`; `help(VideoLoader.__init__)` lists them.
 
     Raises:
-        NotFoundError, AccessDeniedError, UsageError: when the loader is made.
-        CorruptionError: while iterating, too many samples are damaged, or one and all its neighbours.
-        HeadraceError: while iterating, the store's errors.
+        NotFoundError, AccessDeniedError, UsageError: when the loader is created.
+        CorruptionError: while iterating, if too many samples are damaged, or a sample and all its substitutes.
+        HeadraceError: while iterating, for errors of the store.
 
     Example:
         >>> loader = VideoLoader(clips, batch_size=2, clip=Clip(frames=4), size=(32, 32))
@@ -181,11 +182,11 @@ class VideoLoader(Loader):
         super().__init__(plan, start_processor, delivery=delivery, bad_samples=config.bad_samples, owned=owned)
 
     def explain(self, sample: int | Sample = 0) -> str:
-        """Explain what is done with a sample, and by which rules: its stream, decoder, colours and size, and what is
-        read of it.
+        """Explain how the loader decodes a sample, and why: its stream, decoder, colors and size, and the byte ranges
+        it reads.
 
         Args:
-            sample: a sample, or its number.
+            sample: a sample, or its id.
         """
         check_type("sample", sample, (int, Sample), "its number, or a Sample")
         one = self.dataset.sample(sample) if isinstance(sample, int) else sample
@@ -198,7 +199,7 @@ class VideoLoader(Loader):
 
 
 def _audio_spec(audio: bool | AudioSpec) -> AudioSpec | None:
-    """The sound that is wanted, if any."""
+    """The format of the audio, or None without audio."""
     if audio is False or audio is None:
         return None
     from headrace.loaders.audio.spec import AudioSpec
@@ -219,7 +220,7 @@ def _size(size: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def _bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None:
-    """How videos are sorted into buckets."""
+    """How videos are assigned to buckets."""
     if buckets is None:
         return None
     if spec.size is not None:
@@ -241,14 +242,14 @@ def _bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None:
 
 
 def _lengths(stream: Stream, clip: Clip) -> npt.NDArray[np.float64]:
-    """Frames of each video, spaced as the clip spaces them."""
+    """Number of frames of each video at the clip's frame spacing."""
     if clip.rate is not None:
         return column(stream.dataset, "duration", stream.ids) * float(clip.rate)
     return np.floor((column(stream.dataset, "frames", stream.ids) - 1) / clip.stride) + 1
 
 
 def _clip_specs(spec: ClipSpec, buckets: Buckets | None, streams: Sequence[int]) -> list[ClipSpec]:
-    """The format of each stream's clips; `streams` are the numbers of their buckets."""
+    """The format of each stream's clips. `streams` holds the number of each stream's bucket."""
     if buckets is None:
         return [spec]
     chosen = [buckets.buckets[number] for number in streams]

@@ -1,26 +1,32 @@
-"""A list of bad samples that outlives runs and is shared by their ranks, and how a loader follows it.
+"""A list of bad samples that all ranks of a run, and several runs, share.
 
-Purpose: samples that one run found to be damaged are not read again by another run, or by the same run after a restart.
-A restored run still substitutes exactly what the interrupted run substituted, however much the list has grown since.
+Purpose: a run that restarts does not read again the samples that it found damaged. Other runs skip such a sample too,
+once a second run has confirmed it. A resumed run substitutes exactly what the interrupted run substituted, even if the
+list has grown since.
 
-How the list is stored. It is an append-only folder in any store. Object `entries/<n>.json` holds what version n added;
-version n of the list is everything that was added up to there. The first rank that needs it decides which version an
-epoch of a run follows, and writes that down as `epochs/<run>/<epoch>.json`. So all ranks follow the same version
-without talking to each other, and a run that begins an epoch again follows the same version as before. What the run
-itself found in that epoch or before it is skipped as well: it is not read again, and is substituted the same.
+The list is an append-only directory in any store:
+
+- `entries/<n>.json` holds the entries that version n added. Version n of the list is the union of the entries of
+  versions 1 to n.
+- `epochs/<run>/<epoch>.json` holds the version that one epoch of a run follows. The first rank that needs this version
+  chooses the newest one and writes the object. The other ranks read the object.
+
+So all ranks follow the same version without communicating, and a run that repeats an epoch follows the same version as
+before. In addition, a run skips every sample that it found damaged itself, in the current epoch or an earlier one.
 
 Invariants:
-- Objects are never changed, so a version always means the same samples; its `digest` says so.
-- A sample is skipped by the version, the run and the epoch alone. What only one run suspects is skipped by that run
-  only.
-- A sample is known by where its bytes lie (dataset, shard, offset). An entry holds for all versions and views of a
-  dataset, and for no copy of it.
-- Nothing here keeps the loader alive.
+- Objects never change, so a version always means the same entries. `digest` is a hash of these entries.
+- Whether a sample is skipped depends only on the version, the run and the epoch. A sample that only one run suspects is
+  skipped by that run only.
+- A sample is identified by the location of its bytes: dataset, shard and offset. An entry applies to all versions and
+  views of a dataset, and not to copies of it.
+- No object of this module holds a reference to the loader.
 
-Failure behaviour: the store's errors pass through. `CapacityError` for a full list, `CorruptionError` for an object
-that is not part of a list, or for a version that is not there. When a loader cannot append what it found, that is
-logged once, and the loader's state remembers the sample instead. Needs no torch.
-Bounded: `MAX_VERSIONS` versions of `MAX_ENTRIES` samples each.
+Failure behaviour: the store's errors are raised unchanged. `CapacityError` is raised if the list is full.
+`CorruptionError` is raised for an object that is not part of a list, and for a version that does not exist. If a loader
+cannot append an entry, it logs one warning and keeps the sample in its own state instead.
+
+Limits: `MAX_VERSIONS` versions of `MAX_ENTRIES` samples each. The module imports no torch.
 """
 
 from __future__ import annotations
@@ -56,20 +62,20 @@ MAX_VERSIONS = 100_000
 MAX_ENTRIES = 10_000
 _TRIES = 64
 Location = tuple[str, str, int]
-"""Where a sample's bytes lie: the dataset's URL, the shard, the offset of its first member."""
+"""The location of a sample's bytes: the dataset's URL, the shard, and the offset of the sample's first member."""
 
 
 class Entry(msgspec.Struct, frozen=True):
     """A bad sample.
 
     Args:
-        dataset, shard, offset: where its bytes lie.
-        key: of the sample.
-        code, reason: of the error.
-        run, epoch: which run found it in which of its epochs; "" and 0 for an entry made by hand.
-        suspected: found by one run. Such an entry counts for that run. It counts for every run once another run, which
-            read the sample in another process, adds the same sample.
-        process: of the run; entries without one count as from different processes.
+        dataset, shard, offset: the location of the sample's bytes.
+        key: key of the sample.
+        code, reason: code and message of the error.
+        run, epoch: the run that found the sample, and the epoch of that run; "" and 0 for an entry added by hand.
+        suspected: True if a loader found the sample. The entry then applies to the loader's run. It applies to every
+            run once another run, in another process, adds the same sample.
+        process: identifies the process that found the sample. An entry without it counts as from a different process.
     """
 
     dataset: str
@@ -88,12 +94,12 @@ class Entry(msgspec.Struct, frozen=True):
         return self.dataset, self.shard, self.offset
 
     def confirms(self, other: Entry) -> bool:
-        """Whether another run found the same in another process."""
+        """Whether this entry and `other` come from different runs in different processes."""
         return self.run != other.run and (self.process != other.process or not self.process)
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """`entries/<n>.json`"""
+    """The content of `entries/<n>.json`."""
 
     format: int
     entries: list[Entry]
@@ -101,7 +107,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Adopted(msgspec.Struct, frozen=True, kw_only=True):
-    """`epochs/<run>/<epoch>.json`"""
+    """The content of `epochs/<run>/<epoch>.json`."""
 
     format: int
     version: int
@@ -109,15 +115,16 @@ class Adopted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuarantineList:
-    """A list of bad samples that runs share. Safe to share between threads, and between loaders.
+    """A list of bad samples that several runs share. Threads and loaders may share one instance.
 
     Args:
-        url_or_store (str | os.PathLike | Store): a folder of any store, or an open store.
-        version (int | None): follow this version only; nothing is written then. Default: the newest, which grows.
-        storage_options (Mapping | None): options of the store at a URL. Default: None.
+        url_or_store (str | os.PathLike | Store): URL or directory of the list, or an open store.
+        version (int | None): follow only this version, and add no entries. Default: follow the newest version, and add
+            entries to the list.
+        storage_options (Mapping | None): options for the store at the URL. Default: None.
 
     Raises:
-        UsageError: for an impossible version.
+        UsageError: `version` is negative.
 
     Example:
         >>> QuarantineList(folder).newest()
@@ -140,7 +147,7 @@ class QuarantineList:
         self._owns_store = not isinstance(url_or_store, Store)
         self.pinned = version
         self._lock = threading.RLock()
-        self._digests: list[str] = [""]  # of versions 0, 1, …
+        self._digests: list[str] = [""]  # the digests of versions 0, 1, …
         self._entries: dict[Location, list[tuple[int, Entry]]] = {}
 
     @property
@@ -148,19 +155,18 @@ class QuarantineList:
         return self._store.location.url
 
     def newest(self) -> int:
-        """The newest version there is, looked up now."""
+        """The newest version, read from the store."""
         with self._lock:
             while self._read(len(self._digests)):
                 pass
             return len(self._digests) - 1
 
     def digest(self, version: int) -> str:
-        """The digest of `version`."""
         self._need(version)
         return self._digests[version]
 
     def entries(self, version: int | None = None) -> list[Entry]:
-        """The entries of a version, in the order in which they were added."""
+        """The entries of `version`, in the order in which they were added. Default: the newest version."""
         last = self.newest() if version is None else version
         self._need(last)
         return [entry for number, entry in self._ordered() if number <= last]
@@ -171,8 +177,9 @@ class QuarantineList:
         return self._ordered()
 
     def append(self, entries: Iterable[Entry]) -> int:
-        """Add the entries that are not there yet, in versions of up to `MAX_ENTRIES`. Returns the version that has them
-        all."""
+        """Add the entries that the list lacks, in versions of up to `MAX_ENTRIES`.
+
+        Returns the newest version, which then contains all of `entries`."""
         if self.pinned is not None:
             raise UsageError(f"{self.url} was opened at version {self.pinned}: nothing is added to it")
         wanted, lost = {(entry.location, entry.run): entry for entry in entries}, 0
@@ -188,7 +195,10 @@ class QuarantineList:
             raise CapacityError(f"{self.url}: other writers were faster {_TRIES} times", hint="try again")
 
     def adopted(self, run: str, epoch: int) -> int:
-        """The version that `epoch` of `run` follows: the one that was decided before, or the newest now."""
+        """The version that `epoch` of `run` follows.
+
+        If no rank has chosen one, the newest version is chosen and stored.
+        """
         if self.pinned is not None:
             return self.pinned
         key = f"epochs/{run}/{epoch}.json"
@@ -200,7 +210,7 @@ class QuarantineList:
             return self._decided(key)
 
     def refused(self, location: Location, version: int, run: str, epoch: int) -> Entry | None:
-        """The entry for which `epoch` of `run` skips a sample when it follows `version`."""
+        """The entry because of which `epoch` of `run`, following `version`, skips a sample. None if it is not skipped."""
         own = (e for _, e in self._entries.get(location, ()) if e.run == run and run and e.epoch <= epoch)
         return self._lasting(location, version) or next(own, None)
 
@@ -209,8 +219,11 @@ class QuarantineList:
         return self._lasting(location, version) is not None
 
     def _lasting(self, location: Location, version: int) -> Entry | None:
-        """The entry by which every run goes: one that was not only suspected, or the second run's, of another
-        process."""
+        """The entry because of which every run skips the sample, or None.
+
+        It is an entry that is not only suspected, or the entry by which a second run in another process confirmed the
+        sample.
+        """
         before = list[Entry]()
         for number, entry in self._entries.get(location, ()):
             if number <= version:
@@ -220,15 +233,18 @@ class QuarantineList:
         return None
 
     def _is_news(self, entry: Entry, version: int) -> bool:
-        """Whether it adds something to this version. What a run suspects does, the first time: the run may go by an
-        older version, by which it would read the sample again."""
+        """Whether `entry` adds information to this version.
+
+        A run's first suspicion always does. The run may follow an older version, with which it would read the sample
+        again.
+        """
         own = any(
             e.run == entry.run and e.suspected <= entry.suspected for _, e in self._entries.get(entry.location, ())
         )
         return not own and (entry.suspected or self._lasting(entry.location, version) is None)
 
     def _ordered(self) -> list[tuple[int, Entry]]:
-        """All entries by version."""
+        """All entries, sorted by version."""
         return sorted((one for some in self._entries.values() for one in some), key=lambda one: one[0])
 
     def close(self) -> None:
@@ -237,9 +253,9 @@ class QuarantineList:
             self._store.close()
 
     def _encoded(self, entries: list[Entry]) -> bytes:
-        """What a version adds."""
+        """Encode the object of a new version."""
         data = msgspec.json.encode(Version(format=FORMAT, entries=entries, nonce=secrets.token_hex(16)))
-        if len(data) > limits.SMALL_OBJECT_BYTES:  # such an object, and all later versions, would be unreadable
+        if len(data) > limits.SMALL_OBJECT_BYTES:  # no reader could read a larger object, nor any later version
             raise CapacityError(f"{self.url}: {len(data)} bytes are too many for a version", hint="add fewer at a time")
         return data
 
@@ -261,7 +277,7 @@ class QuarantineList:
                 )
 
     def _read(self, number: int) -> bool:
-        """Take in version `number`, if it is there."""
+        """Read version `number`. Returns False if it does not exist."""
         key = _entries(number)
         try:
             data = self._store.get(key, max_bytes=limits.SMALL_OBJECT_BYTES)
@@ -291,20 +307,21 @@ def _entries(version: int) -> str:
 
 
 def location_of(sample: Sample, url: str) -> Location:
-    """Where a sample lies."""
+    """The location of a sample's bytes."""
     return url, sample.shard, sample.members[0].offset if sample.members else 0
 
 
 KEPT_EPOCHS = 1024
-"""Epochs whose versions are remembered. It is more than the batches that are planned ahead, since an epoch may have one
-batch."""
+"""Number of epochs whose versions are cached. It exceeds the number of batches planned ahead, since an epoch may have
+only one batch."""
 PROCESS = secrets.token_hex(8)
-"""Two loaders in one process do not confirm each other: they share its memory and its network. Neither does a forked
-child."""
+"""Identifies this process. Two loaders in one process do not confirm each other's findings, since they share memory and
+network. A forked child keeps its parent's value, so it does not confirm them either."""
 
 
 class ListAtVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """The samples that an epoch of a run skips: `SampleRef.known_bad`. `urls` are those of the plan's datasets."""
+    """The samples that one epoch of a run skips; the value of `SampleRef.known_bad`. `urls` are the URLs of the plan's
+    datasets."""
 
     list: QuarantineList
     version: int
@@ -313,16 +330,16 @@ class ListAtVersion(msgspec.Struct, frozen=True, kw_only=True):
     urls: tuple[str, ...]
 
     def refuses(self, ref: SampleRef) -> HeadraceError | None:
-        """Why this sample is skipped, or None."""
+        """The reason for which this sample is skipped, or None."""
         entry = self.list.refused(location_of(ref.sample, self.urls[ref.source]), self.version, self.run, self.epoch)
         return None if entry is None else CorruptionError(f"it is on the list at {self.list.url}: {entry.reason}")
 
 
 class FollowedList:
-    """The list as one loader follows it: a `BatchSource` whose samples know the version of their epoch. Safe to share
-    between threads.
+    """A shared list, as one loader follows it. Safe to share between threads.
 
-    `run` identifies everything that decides the order.
+    This `BatchSource` sets `known_bad` of each sample to the list at the version that the sample's epoch follows. `run`
+    identifies everything that determines the order.
     """
 
     def __init__(self, chosen: QuarantineList, plan: Plan, run: str, *, owns_list: bool = False) -> None:
@@ -335,7 +352,7 @@ class FollowedList:
 
     @classmethod
     def of(cls, place: str | os.PathLike[str] | QuarantineList, plan: OrderPlan) -> FollowedList:
-        """Follow the list at a URL, or an open list, which is not closed here."""
+        """Follow the list at a URL, or an open list. `close` does not close a list that was given open."""
         described = json.dumps(plan.fingerprint(0, 0).values(), sort_keys=True)
         owns = not isinstance(place, QuarantineList)
         chosen = QuarantineList(place) if not isinstance(place, QuarantineList) else place
@@ -346,12 +363,11 @@ class FollowedList:
             self.list.close()
 
     def state(self, epoch: int) -> tuple[int, str]:
-        """Version and digest, for a loader's state."""
+        """Version and digest, for the loader's state."""
         version = self.version_of(epoch)
         return version, self.list.digest(version)
 
     def version_of(self, epoch: int) -> int:
-        """The version that an epoch follows."""
         with self._lock:
             if epoch not in self._versions:
                 self._versions[epoch] = self._decided(epoch)
@@ -360,8 +376,11 @@ class FollowedList:
             return self._versions[epoch]
 
     def follow(self, epoch: int, version: int) -> None:
-        """From now on, `epoch` follows `version`, and later epochs follow no older one, whatever was decided for them
-        while planning ahead."""
+        """Make `epoch` follow `version` from now on.
+
+        Later epochs follow this version or a newer one, even if planning ahead had already chosen an older one for
+        them.
+        """
         self.list.digest(version)
         with self._lock:
             self._versions, self._followed = {epoch: version}, (epoch, version)
@@ -382,8 +401,8 @@ class FollowedList:
         return self._plan.batches_in(epoch)
 
     def add(self, skipped: SkippedSample, epoch: int) -> bool:
-        """Put a sample that was skipped in a batch of `epoch` on the list. Returns False if it is not on it
-        afterwards."""
+        """Add a sample that was skipped in a batch of `epoch`. Returns whether that epoch then skips it because of the
+        list."""
         sample = self._plan.datasets[skipped.source].sample(skipped.id)
         location = location_of(sample, self._urls[skipped.source])
         if self.list.refused(location, self.version_of(epoch), self._run, epoch) is not None:
@@ -395,16 +414,18 @@ class FollowedList:
             self.list.append([Entry(*location, *why, self._run, epoch, suspected=True, process=PROCESS)])
         except HeadraceError as error:
             warn_once(_log, f"bad samples are kept in the loader's state, since the list cannot take them: {error}")
-            self._sealed = True  # do not try again: the trainer waits here
+            self._sealed = True  # do not try again, since the trainer waits for this call
             return False
         return (
             self.list.refused(location, self.version_of(epoch), self._run, epoch) is not None
-        )  # not if found in a later epoch
+        )  # False if this run found it in a later epoch
 
 
 def follow_state(listed: FollowedList | None, position: Position) -> Difference | None:
-    """Let the position's epoch follow the version that the state names, or the empty version 0. Returns what does not
-    fit, if anything; then nothing changes."""
+    """Make the position's epoch follow the version that the state names, or the empty version 0.
+
+    Returns the field that does not match, if there is one; nothing changes then.
+    """
     version, digest = position.listed or (0, "")
     if listed is None:
         return Difference("quarantine_list", list(position.listed), None) if position.listed else None

@@ -1,7 +1,9 @@
-"""`headrace order`: the quality of a shuffle and its cost in reads, and the evenness of mixtures, also in buckets.
+"""`headrace order` measures the order in which a loader reads samples.
 
-Invariant: reads the index and no media. Standard output holds results only.
-Failure behaviour: errors are raised for `headrace.dataio.cli` to report.
+It reports the quality of the shuffle, the number of reads, and how evenly sources are mixed, also within buckets.
+
+Invariants: the command reads the index and no media files. Standard output holds only results.
+Failure behaviour: errors are raised, and `headrace.dataio.cli` reports them.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_arguments,
 )
 def order(args: argparse.Namespace) -> int:
-    """`headrace order DATASET...`"""
+    """Run `headrace order DATASET...`."""
     if len(args.datasets) == 1 and (args.weights is not None or args.temperature != 1.0):
         raise UsageError("--weights and --temperature need several datasets", hint="name the datasets of the mixture")
     from headrace.dataio.shards.dataset import Dataset
@@ -148,7 +150,7 @@ def _buckets(args: argparse.Namespace) -> Buckets:
 
 
 def _sorted(dataset: Dataset, buckets: Buckets, args: argparse.Namespace) -> list[Population]:
-    """The part of a dataset's videos in each bucket, for clips of consecutive frames."""
+    """Count the dataset's videos in each bucket, for clips of consecutive frames."""
     import numpy as np
 
     table = dataset.columns(["height", "width", "frames"])

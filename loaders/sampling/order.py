@@ -1,21 +1,26 @@
 """The global order of samples: a pure function of (dataset version, seed, epoch).
 
-Purpose: say which sample stands at any position of any epoch, in O(1) and without a table of the samples.
+Purpose: compute which sample is at any position of any epoch, in O(1) and without a table of the samples.
 
-How it is built. Samples are cut into chunks of `chunk` consecutive ones, so that a chunk is one or two short ranges of
-one shard. A fixed permutation deals the chunks to K `lanes`, the same in all epochs: a lane's chunks are read by the
-same node in every epoch, and its cache stays useful. Slot s of a global batch of G belongs to lane floor(s * K / G).
-Inside a lane the chunks are shuffled for every (seed, epoch), then cut into windows of `window` chunks whose
-samples are shuffled among each other; windows of different lanes are staggered so that they do not all begin at once.
+The order is built in four steps:
 
-Invariants, for any number of samples n and any G: positions 0 … n-1 of an epoch are a permutation of the samples.
-Position t * G + s is slot s of global batch t. World size and threads are not parameters: a rank takes a contiguous
-part of each batch's slots. K divides G. Every lane has to fill the same q = floor(n / G) * G / K positions; the last
-positions of a lane that is too short are taken, by prefix sums over the lanes, from the samples that longer lanes have
-beyond q. The n mod G samples then left over are the epoch's tail: its last, short batch, or dropped. Memory is O(K).
-Seeking costs no more than continuing.
+1. The samples are cut into chunks of `chunk` consecutive samples, so a chunk is one or two short ranges of one shard.
+2. A fixed permutation distributes the chunks over K `lanes`, in the same way in all epochs. So the same node reads a
+   lane's chunks in every epoch, and its cache stays useful. Slot s of a global batch of G belongs to lane
+   floor(s * K / G).
+3. In each lane, the chunks are shuffled for every (seed, epoch).
+4. The shuffled chunks are cut into windows of `window` chunks, and the samples of each window are shuffled. Windows of
+   different lanes are staggered, so that they do not all begin in the same batch.
 
-Failure behaviour: `UsageError` for an impossible description, a position or a rank out of range.
+Invariants, for any number of samples n and any G:
+- Positions 0 … n-1 of an epoch are a permutation of the samples. Position t * G + s is slot s of global batch t.
+- World size and number of threads are not parameters. A rank takes a contiguous part of each batch's slots.
+- K divides G. Every lane fills the same number of positions, q = floor(n / G) * G / K. If a lane has fewer samples, its
+  last positions take samples that longer lanes have beyond q. Prefix sums over the lanes decide which.
+- The remaining n mod G samples are the epoch's tail. They form its last, short batch, or are dropped.
+- Memory is O(K). Seeking costs no more than continuing.
+
+Failure behaviour: `UsageError` for an impossible description, or for a position or rank that is out of range.
 """
 
 from __future__ import annotations
@@ -30,31 +35,32 @@ from headrace.dataio.core.limits import MIB
 from headrace.loaders.sampling.permutation import I64, U64, key_of, permute, unpermute
 
 MAX_LANES = 240
-"""There should be more lanes than nodes. 240 has more divisors than all smaller numbers."""
+"""Maximum number of lanes. There should be more lanes than nodes. 240 has more divisors than any smaller number."""
 CHUNKS_PER_LANE = 16
-"""With fewer chunks a lane would shuffle too little and be uneven; small datasets get fewer lanes instead."""
+"""Minimum number of chunks in a lane. With fewer chunks, a lane would shuffle poorly and lanes would differ in length.
+Small datasets get fewer lanes instead."""
 WINDOW_CHUNKS = 256
-"""Chunks in all windows together: with 8 MiB chunks, samples mix over 2 GiB."""
+"""Chunks in the windows of all lanes together. With chunks of 8 MiB, samples are shuffled over 2 GiB."""
 CHUNK_BYTES = 8 * MIB
 NEIGHBOURS = 16
-"""Samples that can replace each other, if there are so many."""
+"""Minimum number of samples that can replace each other, if the dataset has that many."""
 
-# purposes of `key_of`: each has its own keys
+# purposes of `key_of`: each purpose has its own keys
 _DEAL, _CHUNKS, _WINDOW, _SUBSTITUTE = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of one dataset, as a frozen description; its methods are pure. Make one with `Order.of`.
+    """The order of one dataset, as a frozen description. Its methods are pure. Create one with `Order.of`.
 
     Args:
-        samples (int): virtual samples: samples times clips of each.
+        samples (int): number of virtual samples: samples times clips of each sample.
         batch (int): size of the global batch.
-        chunk (int): virtual samples of a chunk.
+        chunk (int): virtual samples in a chunk.
         lanes (int): number of lanes; it divides `batch`.
-        window (int): chunks of a window, whose samples are shuffled among each other.
+        window (int): chunks in a window, whose samples are shuffled together.
         seed (int): seed of the shuffle. Default: 0.
-        shuffle (bool): False is the order of the sample numbers. Default: True.
+        shuffle (bool): False keeps the samples in the order of their ids. Default: True.
 
     Raises:
         UsageError: for an impossible order.
@@ -77,8 +83,10 @@ class Order:
     def of(
         cls, samples: int, batch: int, *, sample_bytes: float = 0.0, seed: int = 0, shuffle: bool = True, clips: int = 1
     ) -> Order:
-        """The order of `samples` samples of `sample_bytes` bytes on average, `clips` clips of each, in batches of
-        `batch`."""
+        """The order of `samples` samples in batches of `batch`.
+
+        `sample_bytes` is the mean size of a sample, and `clips` the number of clips of each sample.
+        """
         if samples < 1 or batch < 1 or clips < 1:
             raise UsageError(
                 f"no order of {samples} samples times {clips} clips in batches of {batch}",
@@ -95,16 +103,16 @@ class Order:
 
     @property
     def full_batches(self) -> int:
-        """Whole global batches in an epoch; the tail comes after them."""
+        """Complete global batches in an epoch. The tail comes after them."""
         return self.samples // self.batch
 
     @property
     def tail(self) -> int:
-        """Samples of an epoch beyond its whole batches."""
+        """Samples of an epoch that fill no complete batch."""
         return self.samples % self.batch
 
     def take(self, epoch: int, positions: I64) -> I64:
-        """The samples at `positions` of `epoch`: int64, same length, in the same order."""
+        """The samples at `positions` of `epoch`: int64, of the same length and in the same order."""
         positions = np.atleast_1d(np.asarray(positions, np.int64))
         if positions.size and (positions.min() < 0 or positions.max() >= self.samples):
             raise UsageError(f"a position outside the epoch's {self.samples} samples was asked for")
@@ -114,11 +122,13 @@ class Order:
         return self._in_lane(epoch, lane, place)
 
     def batch_of(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> I64:
-        """The samples of `rank` in global batch `number`; of the tail when `number` is `full_batches`, maybe none."""
+        """The samples of `rank` in global batch `number`. If `number` is `full_batches`, these are samples of the tail,
+        maybe none."""
         return self.take(epoch, self.slots(number, rank, world_size))
 
     def slots(self, number: int, rank: int = 0, world_size: int = 1) -> I64:
-        """The positions that `rank` takes of global batch `number`: contiguous, and as even as the size allows."""
+        """The positions of `rank` in global batch `number`: contiguous, and distributed over ranks as evenly as
+        possible."""
         size = self.batch if number < self.full_batches else self.tail
         if not 0 <= rank < world_size:
             raise UsageError(f"rank {rank} is outside a world of {world_size}")
@@ -128,11 +138,11 @@ class Order:
         return np.arange(start + size * rank // world_size, start + size * (rank + 1) // world_size, dtype=np.int64)
 
     def substitute(self, sample: int, attempt: int, clips: int = 1) -> int | None:
-        """The virtual sample that replaces a damaged `sample`: the same clip number of a neighbour.
+        """The virtual sample that replaces a damaged `sample`: the same clip number of a nearby sample.
 
-        The neighbours are the samples of its chunk, or of an aligned group of `NEIGHBOURS` if chunks are smaller.
-        Attempts 0, 1, … return each of them once, in an order drawn for this sample alone, then None. Seed and epoch do
-        not matter, and no other position changes.
+        The candidates are the samples of its chunk, or of an aligned group of `NEIGHBOURS` samples if chunks are
+        smaller. Attempts 0, 1, … return each candidate once, then None, in an order drawn for this sample. Seed and
+        epoch do not matter, and no other position changes.
         """
         number, clip = divmod(sample, clips)
         total = self.samples // clips
@@ -146,7 +156,8 @@ class Order:
     # -- positions to lanes
 
     def _lane_and_place(self, positions: I64) -> tuple[I64, I64]:
-        """The lane that each position reads, and where in the lane, with deficits made up."""
+        """The lane that each position reads, and the place in that lane. Places that a short lane lacks are taken from
+        others."""
         owed, share = self._owed, self.batch // self.lanes
         number, slot = positions // self.batch, positions % self.batch
         lane = slot // share
@@ -177,7 +188,7 @@ class Order:
 
     @cached_property
     def _short(self) -> tuple[int, int, int]:
-        """Lane of the last chunk, its number inside that lane, and how many samples it lacks."""
+        """Lane of the last chunk, its number in that lane, and how many samples it lacks."""
         dealt = int(permute(np.array([self._chunks - 1]), self._chunks, self._deal)[0])
         return dealt % self.lanes, dealt // self.lanes, self._chunks * self.chunk - self.samples
 
@@ -203,7 +214,7 @@ class Order:
     # -- inside a lane
 
     def _in_lane(self, epoch: int, lane: I64, place: I64) -> I64:
-        """The samples at `place` of the lanes' own sequences."""
+        """The samples at `place` in the sequences of the lanes."""
         length = self._lane_samples[lane]
         short_at = self._short_place(epoch)
         chunk_at, _ = self._chunk_at(lane, place, short_at)
@@ -219,18 +230,18 @@ class Order:
         return unpermute(inside * self.lanes + lane, self._chunks, self._deal) * self.chunk + offset
 
     def _short_place(self, epoch: int) -> int:
-        """The position of the short chunk in its lane's chunk order of this epoch."""
+        """The place of the short chunk in its lane's chunk order of this epoch."""
         lane, inside, _ = self._short
         key = key_of(_CHUNKS, self.seed, epoch, lane)
         return int(permute(np.array([inside]), int(self._lane_chunks[lane]), key)[0])
 
     def _start_of(self, lane: I64, chunk_at: I64, short_at: int) -> I64:
-        """Where the chunk at `chunk_at` begins in its lane."""
+        """The place in its lane at which the chunk at `chunk_at` begins."""
         short_lane, _, lacking = self._short
         return chunk_at * self.chunk - np.where((lane == short_lane) & (chunk_at > short_at), lacking, 0)
 
     def _chunk_at(self, lane: I64, place: I64, short_at: int) -> tuple[I64, I64]:
-        """Which chunk of its lane's order holds `place`, and the offset inside that chunk."""
+        """Which chunk in its lane's order holds `place`, and the offset in that chunk."""
         short_lane, _, lacking = self._short
         after = (lane == short_lane) & (place >= (short_at + 1) * self.chunk - lacking)
         place = place + np.where(after, lacking, 0)
@@ -238,7 +249,7 @@ class Order:
 
 
 def lanes_for(batch: int, chunks: int) -> int:
-    """The largest divisor of the global batch that is at most `MAX_LANES` and leaves each lane enough chunks."""
+    """The largest divisor of the global batch that is at most `MAX_LANES` and gives each lane enough chunks."""
     limit = max(1, min(MAX_LANES, chunks // CHUNKS_PER_LANE))
     return max(divisor for divisor in range(1, limit + 1) if batch % divisor == 0)
 
