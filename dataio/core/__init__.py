@@ -1,2 +1,4 @@
-"""Floor 0: errors by remedy, limits, clock, redacting log, metric registry, crash points. Imports nothing of
-Headrace."""
+"""The lowest layer: errors, limits, clocks, logging, metrics, tracing, files and the toolkit for commands.
+
+It imports no other package of Headrace.
+"""

@@ -1,1 +1,1 @@
-"""Floor 1, storage: `open_store(url)` gives a `Store`; the contract is in `contract.py`."""
+"""Storage: `open.open_store(url)` returns a `Store`, and `base` has the contract of every store."""

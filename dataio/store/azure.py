@@ -1,11 +1,11 @@
-"""The storage contract on Azure Blob Storage, through obstore.
+"""A store on Azure Blob Storage, through obstore.
 
-Invariants: an object is written in one request, which shows all or nothing. A body is collected up to `WRITE_BYTES` and
-sent at once. `put_if_absent` is one PUT with `If-None-Match: *`. Options and variables are those of obstore's
-`AzureStore`. Nothing is cached.
+Invariants: an object is written in one atomic request. A body is collected up to `WRITE_BYTES` and sent at once.
+`put_if_absent` is one PUT with `If-None-Match: *`. Options and variables are those of obstore's `AzureStore`. Nothing
+is cached.
 
-Failure behaviour: the errors of `bucket_errors`. Listings are collected and sorted, at most `LISTED` keys. A process that
-was forked after its parent had used obstore gets an `UnsupportedError`.
+Failure behaviour: the errors of `bucket_errors`. A listing is collected and sorted; above `LISTED` keys it raises
+`CapacityError`. A process that was forked after its parent had used obstore gets an `UnsupportedError`.
 """
 
 from __future__ import annotations

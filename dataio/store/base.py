@@ -8,9 +8,9 @@ Invariants of every implementation:
 * *Atomic objects.* A reader sees a whole object, old or new, or no object. A writer that is killed or raises leaves no
   partial object. This holds for `put`, `put_if_absent` and `put_multipart`.
 * *Strong consistency.* After a write returns, every later `get`, `stat` and `list` of any process sees it.
-* *One winner.* If several calls of `put_if_absent` on one key run concurrently, exactly one returns True. This holds for
-  any number of processes and machines. If the outcome is unknown, the call raises `AmbiguousWriteError`. It never returns
-  True in that case.
+* *One winner.* If several calls of `put_if_absent` on one key run concurrently, exactly one returns True. This holds
+  for any number of processes and machines. If the outcome is unknown, the call raises `AmbiguousWriteError`. It never
+  returns True in that case.
 * *Durable.* After a write returns, its object survives a crash of the machine, as far as the storage guarantees it.
 * *Idempotent.* Every operation may be retried with the same arguments. For `put_if_absent`, the body contains the
   writer's nonce. A writer that reads back its own body has won.
@@ -57,7 +57,7 @@ class ObjectInfo(msgspec.Struct, frozen=True):
 
 
 class Location(msgspec.Struct, frozen=True):
-    """The location of a store, without secrets. Another process can open the same store from it, with its own credentials.
+    """The location of a store, without secrets. Another process with its own credentials can open the store from it.
 
     `shareable` is False when the store was opened with secrets or other options that never leave the process.
     """
@@ -68,11 +68,10 @@ class Location(msgspec.Struct, frozen=True):
 
 
 class UploadLog(Protocol):
-    """A record of multipart uploads, so that another process can abort the unfinished ones. Called from several
-    threads.
+    """A record of multipart uploads, so that another process can abort the unfinished ones.
 
-    No process continues another's upload: requests of the first one may still be in flight, and would change the second
-    one's object.
+    Several threads call it. No process may continue another process's upload: requests of the first process may still
+    be in flight, and would change the object of the second one.
     """
 
     def begun(self, key: str, upload: str) -> None:
@@ -96,7 +95,10 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the object's bytes from `offset`. A range past the end raises `UsageError` with both values."""
+        """Fill `buffer` with the object's bytes from `offset`.
+
+        A range past the end raises `RangeError`, a `UsageError`, with the range and the object's size.
+        """
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill every (offset, buffer) of `ranges`. Back-ends override it to coalesce or to fetch in parallel."""
@@ -118,11 +120,17 @@ class Store(abc.ABC):
         take(offset, buffer)
 
     def open_file(self, key: str) -> int | None:
-        """Open the object as a local file. Returns a descriptor that the caller closes, or None if it is no local file."""
+        """Open the object as a local file.
+
+        Returns a file descriptor, which the caller closes, or None if the object is not a local file.
+        """
         return None
 
     def read_once(self, prefix: str) -> None:  # noqa: B027 - most stores ignore the advice
-        """Hint that large ranges of objects below `prefix` are read only once, and need no space in the page cache."""
+        """Advise the store that large ranges of objects below `prefix` are read only once.
+
+        They need no space in the page cache.
+        """
 
     @abc.abstractmethod
     def put(self, key: str, data: Buffer) -> None:
@@ -145,8 +153,9 @@ class Store(abc.ABC):
         """
 
     def put_logged(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
-        """Write as `put_multipart` does. A back end with multipart uploads records them in `log`, so that another
-        process can abort them.
+        """Write as `put_multipart` does, and record multipart uploads in `log`.
+
+        Another process can then abort an upload that was not completed. A back end without such uploads ignores `log`.
         """
         return self.put_multipart(key, parts)
 
@@ -155,11 +164,14 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream all objects whose key starts with `prefix`, in key order. `prefix` may be any string, not only a folder."""
+        """Stream all objects with keys that start with `prefix`, in key order.
+
+        `prefix` may be any string, not only a folder.
+        """
 
     @abc.abstractmethod
     def stat(self, key: str) -> ObjectInfo:
-        """The object's size and time, or `NotFoundError`."""
+        """Return the object's size and the time of its last change. Raises `NotFoundError` if it does not exist."""
 
     def exists(self, key: str) -> bool:
         """Whether the object exists."""
@@ -174,7 +186,10 @@ class Store(abc.ABC):
         """Delete these objects. A missing object is not an error."""
 
     def invalidate(self, key: str) -> bool:
-        """Report that this object's bytes were wrong. Returns True if the next read uses another copy, else False."""
+        """Report that a reader found wrong bytes in this object.
+
+        Returns True if the next read uses another copy, else False.
+        """
         return False
 
     def reconnect(self) -> None:  # noqa: B027 - most stores have no connections
@@ -216,7 +231,7 @@ def path_of_url(url: str) -> str:
 
 
 def check_conditional_size(name: str, data: Buffer) -> None:
-    """Refuse a body of `put_if_absent` above `CONDITIONAL_BYTES`."""
+    """Raise `CapacityError` for a body of `put_if_absent` above `CONDITIONAL_BYTES`."""
     size = memoryview(data).nbytes
     if size > CONDITIONAL_BYTES:
         raise CapacityError(
@@ -233,7 +248,7 @@ def check_prefix(prefix: str) -> bool:
 
 
 def check_range(name: str, offset: int, length: int, size: int | None = None) -> None:
-    """Refuse a range with a negative start. If `size` is known, also refuse a range that ends past the object's end."""
+    """Raise `RangeError` for a negative start, or, if `size` is known, for an end past the object's end."""
     if offset < 0 or (size is not None and offset + length > size):
         end = "" if size is None else f"; the object has {size} bytes"
         raise RangeError(
@@ -243,7 +258,7 @@ def check_range(name: str, offset: int, length: int, size: int | None = None) ->
 
 
 def writable_bytes(buffer: memoryview) -> memoryview:
-    """`buffer` as writable flat bytes."""
+    """Return `buffer` as a flat memoryview of bytes. Raises `UsageError` if it is read-only or not contiguous."""
     view = memoryview(buffer)
     if view.readonly or not view.c_contiguous:
         raise UsageError(
@@ -253,7 +268,7 @@ def writable_bytes(buffer: memoryview) -> memoryview:
 
 
 def too_large(name: str, size: int, max_bytes: int) -> CapacityError:
-    """The error for an object that is larger than the reader's limit."""
+    """Return the error for an object that is larger than the reader's limit."""
     return CapacityError(
         f"{name} has {limits.format_bytes(size)}, above the limit of {limits.format_bytes(max_bytes)} for one read",
         hint="read it in ranges, or raise max_bytes",

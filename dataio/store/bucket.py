@@ -1,16 +1,16 @@
-"""What all buckets share: reads, single writes and create-if-absent, over the client of a library.
+"""The operations that all bucket stores share: reads, single writes and conditional writes, through a `BucketClient`.
 
-Purpose: a back end for a bucket needs a `BucketClient`, and a subclass of `BucketStore` with multipart writes, listings and
-deletes.
+Purpose: a back end for a kind of bucket needs a `BucketClient`, and a subclass of `BucketStore` that adds multipart
+writes, listings and deletes.
 
 Invariants:
 
-* `put_if_absent` is one single PUT, never a multipart upload. If the answer leaves the outcome open (a refusal, a
-  time-out, a lost answer, a 5xx), the object is read back.
+* `put_if_absent` is one single PUT, never a multipart upload. If its outcome is unknown (a refusal, a time-out, a lost
+  response, a 5xx), the store reads the object back.
 * Nothing is cached: no listing, no size. `retry.Retry` does the retries.
 
 Failure behaviour: the errors of `bucket_errors`. A PUT above `PUT_BYTES`, or a conditional one above
-`base.CONDITIONAL_BYTES`, is a `CapacityError`. A conditional write whose outcome stays unknown is an
+`base.CONDITIONAL_BYTES`, is a `CapacityError`. If the outcome of a conditional write stays unknown, it raises an
 `AmbiguousWriteError`.
 """
 
@@ -112,11 +112,11 @@ class BucketStore(Store):
         await self._client.put(f"writing {self._name(key)}", self._config.full_key(key), body, create)
 
     def _won(self, key: str, data: Buffer, cause: HeadraceError) -> bool:
-        """Whether the object holds this writer's body, when the answer to its PUT did not tell."""
+        """Whether the object has this writer's body, after a PUT with an unknown outcome."""
         body = bytes(data)
         try:
             return self.get(key, max_bytes=len(body)) == body
-        except CapacityError:  # longer than ours
+        except CapacityError:  # longer than this writer's body
             return False
         except (NotFoundError, TransientError) as error:
             raise AmbiguousWriteError(
@@ -126,7 +126,7 @@ class BucketStore(Store):
 
 
 def listed_object(key: str, head: Head) -> ObjectInfo | None:
-    """A listed object; None if another program gave it a name that is no valid key."""
+    """Return a listed object; None if another program gave it a name that is not a valid key."""
     try:
         return ObjectInfo(check_key(key), head.size, head.modified.timestamp())
     except UsageError:

@@ -1,18 +1,20 @@
-"""The client of a bucket: single requests, sent in an event loop with a thread of its own.
+"""The client of a bucket: sends single requests in an event loop that has its own thread.
 
-Purpose: `BucketClient` is what `bucket.BucketStore` and `ranges` need of a library. Callers come from many threads, may run
-a loop of their own, and want connections closed when they close the store. fsspec's shared loop gives none of this.
+Purpose: `BucketClient` is the interface through which `bucket.BucketStore` and `ranges` use a client library. Many
+threads call it, and may run their own event loop. Closing the store must close its connections. fsspec's shared loop
+supports none of this.
 
 Invariants:
 
 * `run` returns or raises only after its coroutine has ended, so nothing writes into a caller's buffer afterwards. An
   interrupt of the calling thread cancels the coroutine.
-* `close` cancels the coroutines of other threads. It waits until obstore's threads have left the interpreter. A thread
-  that is inside when the interpreter ends aborts the process.
-* One call makes one request, which ends within a limit of time, body included.
+* `close` cancels the coroutines of other threads. It waits until obstore's threads have left the interpreter, because a
+  thread that is still inside it when it ends aborts the process.
+* One call makes one request, which ends within a time limit, body included.
 
-Failure behaviour: the errors of `bucket_errors`. `run` after `close`, or in a forked child, raises `UsageError`. So does a
-call that `close` cancelled. A client that is garbage-collected without `close` is closed by a thread of its own.
+Failure behaviour: the errors of `bucket_errors`. `run` after `close`, or in a forked child, raises `UsageError`. So
+does a call that `close` cancelled. A client that is garbage-collected without `close` is closed by a thread of its
+own.
 """
 
 from __future__ import annotations
@@ -50,13 +52,13 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class BucketClient(abc.ABC):
-    """Sends requests to one bucket, in a loop of its own. Creating a client sends none; the first request connects.
+    """Sends requests to one bucket in its own event loop. The client connects with its first request.
 
-    In all methods, `doing` begins the errors, for example `reading s3://bucket/key`.
+    In all methods, `doing` is the start of error messages, for example `reading s3://bucket/key`.
 
     Args:
         url: The store's URL, for errors.
-        seconds: The time limit of a request without its body, from connecting to the answer's last byte.
+        seconds: The time limit of a request, from connecting to the response's last byte. A body adds to it.
         disconnect: A coroutine function that closes the connections. It must not refer to the client.
     """
 
@@ -86,11 +88,14 @@ class BucketClient(abc.ABC):
 
     @abc.abstractmethod
     async def get(self, doing: str, key: str, max_bytes: int) -> bytes:
-        """The whole object. If it is larger than `max_bytes`, `CapacityError` before its body is read."""
+        """Read the whole object. If it is larger than `max_bytes`, raise `CapacityError` before reading its body."""
 
     @abc.abstractmethod
     async def read(self, doing: str, key: str, start: int, stop: int) -> Buffer:
-        """The bytes [start, stop) of the object, in one piece; fewer if it ends earlier. `RangeError` if it has none."""
+        """Read the bytes [start, stop) of the object; fewer if the object ends earlier.
+
+        Raises `RangeError` if the object has no byte of the range.
+        """
 
     @abc.abstractmethod
     async def stream(self, doing: str, key: str, start: int, stop: int, pour: Pour) -> str | None:
@@ -98,11 +103,11 @@ class BucketClient(abc.ABC):
 
     @abc.abstractmethod
     async def head(self, doing: str, key: str) -> Head:
-        """The object's size and time."""
+        """Return the object's size and the time of its last change."""
 
     @abc.abstractmethod
     async def put(self, doing: str, key: str, body: memoryview, create: bool = False) -> None:
-        """Write the object in one request. With `create`, `PreconditionError` if it exists."""
+        """Write the object in one request. With `create`, raises `PreconditionError` if the object exists."""
 
 
 class LoopThread:
@@ -135,7 +140,7 @@ class LoopThread:
         if os.getpid() != self._pid:
             work.close()
             raise self._closed()
-        with self._lock:  # `stop` runs before this block, or after it and then finds the task
+        with self._lock:  # `stop` runs before this block, or after it; then it finds the task
             if self._stopped:
                 work.close()
                 raise self._closed()
@@ -150,7 +155,10 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """Cancel all calls, close connections, and end the thread. In a forked child nothing: the parent owns them."""
+        """Cancel all calls, close connections, and end the thread.
+
+        In a forked child it does nothing, because all of these belong to the parent.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -197,7 +205,7 @@ class _Loop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """As in asyncio. The callback may run, and the interpreter end, before this thread has left the call."""
+        """As in asyncio. The callback may run, and the interpreter may end, before this thread has left the call."""
         me = threading.get_ident()
         inside = me in self._handing_over
         self._handing_over[me] = None

@@ -1,14 +1,18 @@
 """Turns the errors of botocore, aiohttp and obstore, and the refusals of servers, into Headrace's errors.
 
-Invariants: every error inside `translated_s3` or `translated_obstore` leaves it as one of
-`headrace.dataio.core.errors`. It names the object or bucket, the endpoint and the server's own code. Time-outs, resets,
-short bodies, 429 and 5xx are `TransientError`. A server that cannot be reached is `UnreachableError`, so a writer knows
-that its request was never sent. obstore reports only text. Status, code and message are read from the server's XML in it.
-The text itself is never shown, since it repeats requests and answers. botocore and aiohttp are imported only after an
-error.
+Invariants:
 
-Failure behaviour: an unknown answer becomes a plain `HeadraceError` with its code and message. An error of another library
-passes through, because it is a bug.
+* `translated_s3` and `translated_obstore` turn every error of these libraries into one of
+  `headrace.dataio.core.errors`. Its text has the object or bucket, the endpoint and the server's own code.
+* Time-outs, resets, short bodies, 429 and 5xx are `TransientError`.
+* A server that cannot be reached is `UnreachableError`, so a writer knows that its request was never sent.
+* obstore reports only text. Status, code and message are taken from the server's XML in it. The text itself is not
+  shown, because it repeats requests and responses. Only an error that matches none of the known ones shows the first
+  300 characters of its first line.
+* botocore and aiohttp are imported only after an error.
+
+Failure behaviour: an unknown response becomes a plain `HeadraceError` with its code and message. An error of another
+library passes through, because it is a bug.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from headrace.dataio.store.s3_config import S3Config
 
 
 class Endpoint(Protocol):
-    """What errors name: the server and the bucket."""
+    """The server and the bucket, for error messages."""
 
     @property
     def endpoint(self) -> str: ...
@@ -45,11 +49,11 @@ class Endpoint(Protocol):
 
 
 class UnreachableError(TransientError):
-    """No connection to the endpoint was made, so no request was sent."""
+    """The client could not connect to the endpoint, so it sent no request."""
 
 
 class PreconditionError(ConflictError):
-    """The server refused: a precondition of the request does not hold, or another request conflicts with it."""
+    """The server refused the request: its precondition is not met, or another request conflicts with it."""
 
 
 class NoSuchUploadError(NotFoundError):
@@ -101,7 +105,7 @@ _BY_STATUS: dict[int, tuple[type[HeadraceError], str]] = {
 
 @contextlib.contextmanager
 def translated_s3(config: S3Config, doing: str) -> Iterator[None]:
-    """Turn errors of botocore and aiohttp into Headrace's; `doing` is for example `reading s3://bucket/key`."""
+    """Turn errors of botocore and aiohttp into Headrace's. `doing` is for example `reading s3://bucket/key`."""
     try:
         yield
     except HeadraceError:
@@ -118,7 +122,7 @@ def translated_s3(config: S3Config, doing: str) -> Iterator[None]:
 def from_answer(
     status: int, code: str, words: str, retry_after: str | None, config: Endpoint, doing: str
 ) -> HeadraceError:
-    """The error for a server's answer: HTTP status, S3 code, message (`words`), and the header Retry-After or None."""
+    """Return the error for a response: HTTP status, S3 code, message (`words`), and the header Retry-After or None."""
     if code in ("NoSuchBucket", "ContainerNotFound"):
         return NotFoundError(
             f"the bucket {config.bucket!r} does not exist at {config.endpoint}",
@@ -136,12 +140,12 @@ def from_answer(
 
 
 def _seconds(header: str | None) -> float | None:
-    """Retry-After in seconds; None for the other form, a date: then the retry policy decides."""
+    """Parse Retry-After in seconds. A date gives None, and the retry policy then decides."""
     return float(header) if header and header.isdecimal() and len(header) < 6 else None
 
 
 def _from_botocore(error: Exception, config: Endpoint, doing: str) -> HeadraceError | None:
-    """The error to raise instead of `error`; None if it is not one of botocore, aiohttp or the system."""
+    """Return the error to raise in place of `error`; None if it is not from botocore, aiohttp or the system."""
     import aiohttp
     import botocore.exceptions as boto
 
@@ -180,7 +184,7 @@ def _from_client_error(error: Any, config: Endpoint, doing: str) -> HeadraceErro
 
 @contextlib.contextmanager
 def translated_obstore(config: Endpoint, doing: str) -> Iterator[None]:
-    """Turn obstore's errors into Headrace's, without the original as the cause."""
+    """Turn obstore's errors into Headrace's. The original is not kept as the cause, because of its text."""
     from obstore.exceptions import BaseError
 
     try:

@@ -1,11 +1,13 @@
-"""`headrace doctor URL` checks whether a store is reachable and supports datasets and shared checkpoints. `--memory` instead
-measures how fast this machine copies a state (`headrace.checkpoint.saving.copy_threads`, a separate program).
+"""`headrace doctor URL`: checks whether a store is reachable and supports datasets and shared checkpoints.
 
-Invariants: the command writes only under a random prefix, and deletes its objects, also after a failed check. It removes
-folders that it created. With --json exactly one JSON object goes to standard output.
+With `--memory` it instead runs `headrace.checkpoint.saving.copy_threads`, a separate program that measures how fast
+this machine copies a state.
 
-Failure behaviour: a store that cannot be used raises its error (exit codes of `headrace.dataio.cli`). A store that works,
-but not for several writers, gets its report and the exit code of `UnsupportedError`.
+Invariants: the command writes only under a random prefix. It deletes its objects, also after a failed check, and the
+folders that it created. With `--json`, exactly one JSON object goes to standard output.
+
+Failure behaviour: a store that cannot be used raises its error (exit codes of `headrace.dataio.cli`). A store that
+works, but not for several writers, gets its report and the exit code of `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -89,7 +91,10 @@ def _examine(store: Store, rounds: int, writers: int) -> list[Check]:
 
 @contextlib.contextmanager
 def _no_new_folders(url: str) -> Iterator[None]:
-    """Remove the folders that a directory's store creates with its first object, unless they have content at the end."""
+    """At the end, remove the folders that the block created, unless they have content.
+
+    A store in a directory creates them with its first object.
+    """
     new = list[Path]()
     if url.startswith("file://"):
         folder = Path(urllib.parse.unquote(url.removeprefix("file://"), errors="surrogateescape"))
@@ -166,7 +171,7 @@ def _raced(store: Store, scratch: str, writers: int, rounds: int) -> tuple[bool,
 
 
 def _clear(store: Store, scratch: str) -> None:
-    """Delete the objects of a failed check. An error of deleting must not hide the check's own."""
+    """Delete the objects of a failed check. An error here must not hide the check's own error."""
     try:
         store.delete_many([info.key for info in store.list(scratch)])
     except HeadraceError:

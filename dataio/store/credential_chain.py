@@ -1,12 +1,12 @@
-"""Credentials of the AWS chain (environment, profiles, files, containers, IMDS), which may change while a store is open.
+"""Credentials of the AWS chain (environment, profiles, files, containers, IMDS) that may change while a store is open.
 
-Purpose: a client of botocore resolves the chain only once. `CredentialChain` resolves it again when the server refuses a
-request, so a rewritten credentials file or a changed environment takes effect without a restart. botocore itself refreshes
-credentials that expire (IMDS, containers, roles). Keys in the AWS variables, the chain's first link, are read here. botocore
-is imported only for the other links, because that takes a quarter of a second.
+Purpose: a botocore client resolves the chain only once. `CredentialChain` resolves it again when the server refuses a
+request. So a rewritten credentials file or a changed environment takes effect without a restart. botocore itself
+refreshes credentials that expire (IMDS, containers, roles). This module reads the chain's first link, the AWS
+variables. It imports botocore only for the other links, because the import takes a quarter of a second.
 
-Invariants: a chain is used in one event loop. After a refusal it is resolved once, however many requests were refused.
-No repr shows a secret. Keys given as options are never looked up and never change.
+Invariants: a chain is used in one event loop. If the server refuses several requests, the chain is resolved only once.
+No repr shows a secret. Keys that are given as options do not use the chain, and never change.
 
 Failure behaviour: an empty chain gives None, and the request then fails as one without credentials. Errors of the chain
 are botocore's own; the caller translates them.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _LEFT_TO_BOTOCORE = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_CREDENTIAL_EXPIRATION")
-"""If one of these variables is set, only botocore knows which keys count."""
+"""If one of these variables is set, only botocore knows which keys to use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Keys:
     token: str | None = field(repr=False)
 
     def for_obstore(self) -> dict[str, object]:
-        """The answer of a credential provider of obstore: these keys, which never expire."""
+        """Return these keys as a credential provider of obstore does, without an expiry."""
         return {
             "access_key_id": self.access,
             "secret_access_key": self.secret,
@@ -50,7 +50,7 @@ class CredentialChain:
         self._resolved: Any = None  # Keys from the variables, or botocore's credentials
         self._lock = asyncio.Lock()
         self.generation = 0
-        """Counts the changes. A refused request remembers by it which credentials it used."""
+        """The number of changes so far. It tells which credentials a refused request had used."""
 
     @property
     def fixed(self) -> Keys | None:
@@ -66,7 +66,10 @@ class CredentialChain:
         return await _keys_of(self._resolved)
 
     async def renew(self, refused: int) -> bool:
-        """Resolve the chain again, unless that happened since generation `refused`. Returns whether there are new keys."""
+        """Resolve the chain again, unless that happened after generation `refused`.
+
+        Returns whether there are new keys.
+        """
         async with self._lock:
             if self.generation != refused:
                 return True
@@ -106,13 +109,13 @@ async def _keys_of(credentials: Any) -> Keys | None:
 
 
 def botocore_session(chain: CredentialChain) -> Any:
-    """An aiobotocore session whose clients sign with the chain's current keys."""
+    """Make an aiobotocore session. Its clients sign with the chain's current keys."""
     import aiobotocore.session
     from aiobotocore.credentials import AioCredentials
     from botocore.credentials import ReadOnlyCredentials
 
     class Signing(AioCredentials):  # type: ignore[misc]  # aiobotocore has no types
-        """botocore asks these for every request that it signs."""
+        """Credentials that botocore requests again for every request that it signs."""
 
         async def get_frozen_credentials(self) -> Any:
             found = await chain.current()
@@ -122,7 +125,7 @@ def botocore_session(chain: CredentialChain) -> Any:
             return repr(chain)
 
     class Provider:
-        """Stands in for botocore's chain of providers."""
+        """Replaces botocore's chain of providers."""
 
         async def load_credentials(self) -> Any:
             return Signing("rotating", "rotating", method="headrace")

@@ -1,24 +1,24 @@
-"""O_DIRECT: large reads into the caller's buffer, and large writes of a new file, past the page cache.
+"""Direct I/O (O_DIRECT): large reads into the caller's buffer, and large writes of a new file, past the page cache.
 
-Purpose: a shard that is read once and cached elsewhere should not displace other data from the page cache. A direct read
-also costs about a quarter of the CPU. It does not help data that is read again soon, so a caller asks for it. A range
-that is already in the page cache is read from there, which is faster still. A direct write of a new file has the disk's
-speed: twice that of a write through the page cache with an fsync, at a tenth of its CPU.
+Purpose: a shard that is read once and cached elsewhere should not displace other data from the page cache. A direct
+read also needs only about a quarter of the CPU. It does not help data that is read again soon, so callers must ask for
+it. A range that is already in the page cache is read from there, which is faster still. A direct write of a new file
+has the disk's speed. This is twice the speed of a write through the page cache with an fsync, at a tenth of its CPU.
 
 Invariants:
 
 * Only ranges and files of at least `LEAST_BYTES` use O_DIRECT. Everything else, and everything where the file system or
   device refuses, uses ordinary reads and writes. The bytes are the same either way.
-* A buffer that is not aligned as the file is (a tensor's never is) is filled through an aligned buffer of
-  `_BOUNCE_BYTES`, one per thread. Ranges that lie close together are filled by one read.
+* A buffer that does not have the file's alignment (a tensor never has it) is filled through an aligned buffer of
+  `_BOUNCE_BYTES`, one per thread. Ranges with a gap below `_GAP` between them are filled by one read.
 * `FileWriter` writes two runs of `_BLOCK` bytes in threads while it collects the next one. A read-only part with the
   file's alignment is written from its own memory, and must not change until the file is finished or closed. Other parts
   are copied into a block, and may change once `write` returns. Memory is three blocks at most.
 * After `finish` the file holds all parts, but is not yet synced. `close` waits for the threads: nothing writes to `fd`
   afterwards.
 
-Failure behaviour: if the file system refuses O_DIRECT (EINVAL and similar), that is no error. A later `write` or `finish`
-raises the error of a background write. All other errors are raised by the read or write that failed.
+Failure behaviour: if the file system refuses O_DIRECT (EINVAL and similar), ordinary reads and writes are used. A later
+`write` or `finish` raises the error of a background write. Every other error is raised by the call that failed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ALIGN = 4096
 LEAST_BYTES = 1 << 20
 _BOUNCE_BYTES = 4 << 20
 _GAP = 64 << 10
-"""Ranges closer together than this are read at once."""
+"""Ranges with at most this gap between them are filled by one read."""
 REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
 """The errors by which file systems and devices refuse O_DIRECT."""
 _CACHESTAT = 451
@@ -65,7 +65,7 @@ Part = tuple[int, memoryview]
 
 
 def aligned_part(offset: int, address: int, length: int) -> tuple[int, int]:
-    """The part [start, stop) of a buffer at memory `address` that O_DIRECT can fill from file `offset`."""
+    """Return the part [start, stop) of a buffer at memory `address` that O_DIRECT can fill from file `offset`."""
     start = -offset % ALIGN
     if (address + start) % ALIGN:
         return 0, 0
@@ -88,14 +88,12 @@ def fill_directly(fd: int, offset: int, buffer: memoryview) -> tuple[int, int]:
 
 
 def fill_together(fd: int, ranges: Iterable[Part]) -> list[Part]:
-    """Fill several ranges of any size, as `fill_directly` does; return the parts that are still to be filled."""
+    """Fill several ranges of any size, as `fill_directly` does. Returns the parts that are still to be filled."""
     return [part for piece in pieces(ranges) for part in _fill_piece(fd, piece)]
 
 
 def pieces(ranges: Iterable[Part]) -> Iterator[list[Part]]:
-    """Cut the ranges into pieces that one read of `_BOUNCE_BYTES` from an aligned offset covers, without wide gaps.
-    Pure.
-    """
+    """Group the ranges into pieces without large gaps. One aligned read of `_BOUNCE_BYTES` covers each piece."""
     piece: list[Part] = []
     start = end = 0
     for offset, buffer in ranges:
@@ -148,7 +146,7 @@ def _cachestat() -> Callable[..., int]:
 
 
 def _directly(fd: int, read: Callable[[], int]) -> int:
-    """Call `read` with O_DIRECT set; return how many bytes it filled, 0 if O_DIRECT is refused."""
+    """Call `read` with O_DIRECT set, and return how many bytes it filled; 0 if the file system refuses O_DIRECT."""
     before = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, before | os.O_DIRECT)
@@ -172,7 +170,7 @@ def _fill_in_place(fd: int, offset: int, buffer: memoryview) -> int:
 
 
 class _Bounce(threading.local):
-    """An aligned buffer per thread, made on first use; huge pages let a device take more at once."""
+    """One aligned buffer per thread, allocated on first use. With huge pages, a device reads more in one request."""
 
     def __init__(self) -> None:
         self.bytes = mmap.mmap(-1, _BOUNCE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -256,10 +254,11 @@ class FileWriter:
 
 
 class _BackgroundWriter:
-    """Writes runs in the background. The current run consists of parts in place and of bytes copied into `_block`.
+    """Writes runs of up to `_BLOCK` bytes in the background.
 
-    `_block[_start:_end]` was copied since the last part in place. In the file and in memory it begins at a page, as do
-    all parts of a run.
+    The current run consists of parts that are written from their own memory, and of bytes copied into `_block`.
+    `_block[_start:_end]` was copied after the last part of the first kind. All parts of a run begin at a page boundary,
+    in the file and in memory.
     """
 
     def __init__(self, fd: int) -> None:
@@ -283,7 +282,7 @@ class _BackgroundWriter:
                 self._submit()
 
     def finish(self) -> None:
-        """Write the last run. Its end, less than a page, goes through the page cache once the threads are idle."""
+        """Write the last run. Its incomplete last page goes through the page cache, after the threads have finished."""
         tail, block = self._length % ALIGN, self._block
         self._length, self._end = self._length - tail, self._end - tail
         end = self._end
@@ -297,7 +296,7 @@ class _BackgroundWriter:
         self._pool.shutdown()
 
     def _add_in_place(self, view: memoryview) -> int:
-        """Add the aligned part of `view` to the run without a copy; return its length, 0 if it must be copied."""
+        """Add the aligned part of `view` to the run without a copy. Returns its length; 0 if it must be copied."""
         import numpy as np
 
         whole = len(view) - len(view) % ALIGN
@@ -353,7 +352,7 @@ class _BackgroundWriter:
 
     def _give_up_direct(self) -> None:
         fcntl.fcntl(self._fd, fcntl.F_SETFL, self._flags)
-        self._direct = False  # after the flag: a thread that sees this writes as usual
+        self._direct = False  # set after the flag, so that a thread that reads False writes without O_DIRECT
 
 
 def _after(run: list[memoryview], done: int) -> list[memoryview]:
@@ -372,6 +371,6 @@ def write_all(fd: int, view: memoryview) -> None:
 
 
 def _in_memory(fd: int) -> bool:
-    """Whether the file is on a tmpfs, which consists of the page cache."""
+    """Whether the file is on a tmpfs. Its files are in the page cache anyway."""
     fields = (ctypes.c_long * 32)()
     return ctypes.CDLL(None).fstatfs(fd, fields) == 0 and fields[0] == _TMPFS

@@ -1,16 +1,20 @@
-"""The storage contract on any other file system of fsspec, as far as that file system keeps it.
+"""A store on any other file system of fsspec, with as much of the contract as that file system guarantees.
 
-Purpose: to read a dataset from HTTP, HDFS, SFTP or a hub, and to write where a write is one atomic request.
+Purpose: to read a dataset from HTTP, HDFS, SFTP or a model hub, and to write where a write is one atomic request.
 
-Invariants: only the file systems of `_ATOMIC` are written to. Their `pipe_file` is one request that shows all or
-nothing. A body is collected up to `WRITE_BYTES` and sent at once. fsspec's `open(..., "wb")` is never used, because it
-publishes a truncated file after an exception. Nothing is cached. `put_if_absent` works only in `memory://`, within its
-process. Host and port come from the URL unless `options` name them. With the option `public_only`, HTTP connects to
-public addresses only (`url_policy`).
+Invariants:
 
-Failure behaviour: an operation that the file system lacks is an `UnsupportedError`. Listings are collected and sorted,
-at most `LISTED` keys. Errors are translated by their Python class; a library's own class becomes a plain
-`HeadraceError`.
+* Only the file systems of `_ATOMIC` are written to. Their `pipe_file` is one atomic request.
+* A body is collected up to `WRITE_BYTES` and sent at once. fsspec's `open(..., "wb")` is never used, because it
+  publishes a truncated file after an exception.
+* Nothing is cached.
+* `put_if_absent` works only in `memory://`, within its process.
+* Host and port come from the URL unless `options` contains them.
+* With the option `public_only`, HTTP connects to public addresses only (`url_policy`).
+
+Failure behaviour: an operation that the file system lacks is an `UnsupportedError`. A listing is collected and sorted;
+above `LISTED` keys it raises `CapacityError`. Errors are translated by their Python class. A library's own class
+becomes a plain `HeadraceError`.
 """
 
 from __future__ import annotations
@@ -140,8 +144,9 @@ class FsspecStore(Store):
             yield _info(key, named[key]) if named[key].get("size") is not None else self.stat(key)
 
     def _found(self, top: str) -> dict[str, Mapping[str, Any]]:
-        """The entries below the folder `top`, by path. fsspec's own walk silently skips folders that cannot be
-        listed.
+        """Return the entries below the folder `top`, by path.
+
+        It does not use fsspec's own walk, which silently skips folders that cannot be listed.
         """
         if not _walks(self._fs):
             with contextlib.suppress(FileNotFoundError):
@@ -187,7 +192,7 @@ class FsspecStore(Store):
         call = getattr(self._fs, method)
         if inspect.iscoroutinefunction(
             getattr(call, "__wrapped__", None)
-        ):  # fsspec then waits for it, and accepts a limit
+        ):  # fsspec then waits for the coroutine, and accepts a time limit
             more["timeout"] = seconds
         return call(*arguments, **more)
 
@@ -197,7 +202,7 @@ class FsspecStore(Store):
             self._fs.close_session(self._fs.loop, session)
 
     def _fill(self, key: str, offset: int, target: memoryview) -> None:
-        """Fill `target` in bounded pieces. A file system that returns more bytes than requested is refused."""
+        """Fill `target` in bounded pieces. Raises `UnsupportedError` if the file system returns too many bytes."""
         for at in range(0, len(target), _READ_BYTES):
             piece = target[at : at + _READ_BYTES]
             start = offset + at
@@ -288,7 +293,7 @@ def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:
     try:
         kind = fsspec.get_filesystem_class(protocol)
         given = {**extra, **kind._get_kwargs_from_urls(url), **options}
-        inspect.signature(kind.__init__).bind(None, **given)  # first, because some raise in __del__ when half made
+        inspect.signature(kind.__init__).bind(None, **given)  # first, because some raise in __del__ after a failed init
         return fsspec.filesystem(protocol, **{**given, "skip_instance_cache": True, "use_listings_cache": False})
     except ImportError as error:
         raise UnsupportedError(f"{url}: {error}", hint=f"install what fsspec needs for {protocol}://") from error
@@ -308,7 +313,7 @@ async def _public_client(**arguments: Any) -> Any:
 
 
 def _walks(fs: Any) -> bool:
-    """Whether `find` is fsspec's own walk, folder by folder, and not requests of this file system."""
+    """Whether `find` is fsspec's generic walk, folder by folder, and not this file system's own implementation."""
     if isinstance(fs, AsyncFileSystem):
         return type(fs)._find is AsyncFileSystem._find
     return type(fs).find is AbstractFileSystem.find

@@ -1,14 +1,15 @@
-"""Hedged reads. A slow read is sent a second time, and the first response is used.
+"""Hedged reads: a slow read is sent a second time, and the first response is used.
 
 Invariants:
 
 * Only reads are hedged, because only reads may be sent twice without risk.
-* Both requests read into their own buffers, never the caller's, because the slower one continues after the call returns.
-  Therefore only reads up to `max_bytes` are hedged, and memory stays below `threads * max_bytes`.
-* At most `HedgePolicy.share` of all requests are sent twice, counted from the start, plus `burst`. A request is slow
-  when it takes longer than the given percentile of the last `_WINDOW` of about its size; before `_ENOUGH` of them
-  nothing is slow.
-* If no thread is free, a read is passed through without hedging.
+* Both requests read into their own buffers, never the caller's, because the slower one continues after the call
+  returns. Therefore only reads of at most `max_bytes` are hedged. The requests in the background hold at most
+  `threads * max_bytes`.
+* At most `HedgePolicy.share` of all requests since the start are sent twice, plus `burst`.
+* A request is slow when it takes longer than the given percentile of the last `_WINDOW` requests of its size class.
+  Until `_ENOUGH` of them were measured, no request of that class is slow.
+* If no thread is free, the caller's thread sends the read once, without hedging.
 
 Failure behaviour: if one request fails, the result of the other is used. If both fail, the first one's error is raised.
 `close` waits for the slower requests.
@@ -35,14 +36,15 @@ _SMALLEST_CLASS = 16  # reads up to 64 KiB take about the same time
 
 @dataclass(slots=True)
 class HedgePolicy:
-    """Decides when a read is slow and whether a second request may be sent, from the latencies seen. No clock, no
-    threads.
+    """Decides when a read is slow and whether a second request may be sent, from the measured latencies.
+
+    It uses no clock and no threads.
 
     Args:
         percentile: In (0, 1): a request is slow above this percentile of the latencies.
         share: In [0, 1]: the fraction of requests that may be sent twice.
-        burst: How many more may be sent twice at any time.
-        floor: Seconds; nothing faster is slow.
+        burst: How many requests may be sent twice in addition to `share`.
+        floor: Seconds. A faster request is never slow.
     """
 
     percentile: float = 0.95
@@ -54,9 +56,7 @@ class HedgePolicy:
     _seen: dict[int, deque[float]] = field(default_factory=dict)
 
     def begin(self, size: int) -> float | None:
-        """Count a request of `size` bytes, and return after how many seconds it is slow; None if that is not known
-        yet.
-        """
+        """Count a request of `size` bytes and return the seconds after which it is slow; None if not known yet."""
         self.requests += 1
         seen = self._seen.get(_class(size), ())
         if len(seen) < _ENOUGH:
@@ -64,7 +64,7 @@ class HedgePolicy:
         return max(self.floor, sorted(seen)[min(len(seen) - 1, int(len(seen) * self.percentile))])
 
     def spend(self) -> bool:
-        """Whether a second request may be sent now. If so, count it."""
+        """Return whether a second request may be sent now. If so, count it."""
         allowed = self.hedged + 1 <= self.burst + self.share * self.requests
         self.hedged += allowed
         return allowed
@@ -130,7 +130,7 @@ class Hedge(Wrapper):
         self.inner.close()
 
     def _first(self, size: int, work: Callable[[], T]) -> T:
-        """The result of `work`, or of a second call of it if the first is slow."""
+        """Return the result of `work`, or of a second call of it if the first one is slow."""
         began = self._clock.monotonic()
         with self._lock:
             slow_after = self.policy.begin(size)
@@ -160,7 +160,7 @@ class Hedge(Wrapper):
 
 
 def _earlier(first: futures.Future[T], second: futures.Future[T]) -> T:
-    """The result of the request that succeeds first."""
+    """Return the result of the request that succeeds first."""
     done = futures.wait([first, second], return_when=futures.FIRST_COMPLETED).done
     winner = first if first in done else second
     if winner.exception() is None:

@@ -1,12 +1,12 @@
-"""Mounts other stores as folders of one store, for datasets whose shards are elsewhere.
+"""Mounts other stores as folders of one store, for datasets that have shards in several stores.
 
 Purpose: `Mounts` reads keys under `mounts/<name>/` from the store that is mounted under that name. It reads all other
 keys from its base. Loaders, the cache and the sidecar see one store and need no special case.
 
-Invariants: mounted stores are read-only. `location` names the base. Its option `mounts` names every mounted store with
-its options, without secrets. `open_location` opens the same stores again. The location is shareable only if all of the
-stores are. Objects of the base under `mounts/` are hidden. A mounted store must not have `mounts` itself, so there is
-only one level.
+Invariants: mounted stores are read-only. `location` has the URL of the base. Its option `mounts` lists every mounted
+store with its options, without secrets, so `open_location` opens the same stores again. The location is shareable only
+if all of the stores are. Objects of the base under `mounts/` are hidden. A mounted store must not have `mounts` itself,
+so there is only one level.
 
 Failure behaviour: writing below `mounts/` raises `UnsupportedError`. An unknown mount raises `NotFoundError`. Other
 errors are those of the store that has the key.
@@ -30,7 +30,10 @@ _NAME = re.compile(r"[0-9a-z]{1,32}")
 
 
 class Mounts(Store):
-    """`base` with `mounted` stores by name. `close` closes all but the `borrowed` ones; the base only when `owns_base`."""
+    """A store that adds the `mounted` stores, by name, to `base`.
+
+    `close` closes the mounted stores, except those named in `borrowed`. It closes the base only if `owns_base`.
+    """
 
     def __init__(
         self, base: Store, mounted: Mapping[str, Store], *, owns_base: bool = True, borrowed: Collection[str] = ()
@@ -136,7 +139,7 @@ def url_of(store: Store, key: str) -> str:
 
 
 def check_mount(name: str, options: Mapping[str, object]) -> None:
-    """`UsageError` for a name that cannot be mounted, or a store that has mounts itself."""
+    """Raise `UsageError` for a name that cannot be mounted, or for a store that has mounts itself."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot be the name of a mount", hint="up to 32 of the characters a-z and 0-9")
     if OPTION in options:
@@ -144,8 +147,9 @@ def check_mount(name: str, options: Mapping[str, object]) -> None:
 
 
 def open_mounts(base: Store, described: object, opener: Callable[..., Store]) -> Mounts:
-    """`base` with the stores that the option `mounts` of a location describes, each opened by `opener(url,
-    storage_options=options)`.
+    """Mount the stores that the option `mounts` of a location describes on `base`.
+
+    `opener(url, storage_options=options)` opens each of them. If one fails, all stores are closed, `base` included.
     """
     with contextlib.ExitStack() as undo:
         undo.callback(base.close)

@@ -1,15 +1,15 @@
-"""Requests through obstore, and the fast client of S3 made of them.
+"""Requests through obstore, and the fast S3 client that uses them.
 
-Purpose: obstore needs a fraction of the CPU of a Python client for a GET, a HEAD or a PUT. It gives no access to a single
-part of an upload, so multipart uploads of S3 go through s3fs. So do deletes, and listings of more than one page (see
-`ObstoreS3Client.list_page`).
+Purpose: obstore needs a fraction of the CPU of a Python client for a GET, a HEAD or a PUT. It gives no access to the
+single parts of an upload, so multipart uploads to S3 go through s3fs. So do deletes, PUTs above `_LARGEST_PUT`, and
+listings of more than one page (see `ObstoreS3Client.list_page`).
 
-Invariants: obstore's retries are off. Every request has one time limit, body included, and is cancelled at its end. S3 gets
-every setting and the credentials as values, never from obstore's own variables. Payloads are not hashed for the signature;
-Headrace's formats carry their own digests.
+Invariants: obstore's retries are off. Every request has one time limit, body included, and is cancelled at its end.
+S3 gets every setting and the credentials as values, never from obstore's own variables. Payloads are not hashed for
+the signature; Headrace's formats carry their own digests.
 
-Failure behaviour: the errors of `bucket_errors`. obstore's threads do not survive a fork. `lost_in_fork` gives that reason in
-a forked child.
+Failure behaviour: the errors of `bucket_errors`. obstore's threads do not survive a fork, so obstore cannot be used in
+a forked child (`lost_in_fork`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _LARGEST_PUT = 64 * limits.MIB
 _CHUNK = 2 * limits.MIB
 _PAGE_KEYS = 1000
 WHOLE_REQUEST = timedelta(hours=1)
-"""obstore's own limit for a request, 30 s by default. The limit of each request ends it earlier."""
+"""obstore's own time limit for a request, which is 30 s by default. Our limits end each request earlier."""
 _started_in: int | None = None
-"""The process that started obstore's threads. They live as long as it does."""
+"""The id of the process that started obstore's threads, which run until that process ends."""
 
 
 def lost_in_fork() -> str | None:
-    """Why obstore cannot be used in this process; None if it can."""
+    """Return why obstore cannot be used in this process; None if it can."""
     if _started_in in (None, os.getpid()):
         return None
     return "this process was forked from one that used obstore, whose threads do not survive that"
@@ -60,7 +60,7 @@ def mark_started() -> None:
 
 
 class ObstoreRequests(BucketClient):
-    """The requests of a `BucketClient`, through obstore."""
+    """Implements the requests of a `BucketClient` through obstore."""
 
     async def get(self, doing: str, key: str, max_bytes: int) -> bytes:
         async def request(client: Any) -> bytes:
@@ -105,7 +105,7 @@ class ObstoreRequests(BucketClient):
 
     @abc.abstractmethod
     async def _send(self, doing: str, request: Callable[[Any], Awaitable[T]], seconds: float | None) -> T:
-        """Await `request(client)` with obstore's client. None: the request limits its own time."""
+        """Await `request(client)` with obstore's client, for at most `seconds`; None if the request limits itself."""
 
 
 class ObstoreS3Client(ObstoreRequests, S3Client):
@@ -128,9 +128,9 @@ class ObstoreS3Client(ObstoreRequests, S3Client):
     async def list_page(self, doing: str, folder: str) -> list[tuple[str, Head]] | None:
         """As in `S3Client`.
 
-        obstore shows neither the server's order nor the slash of a marker `folder/`, and refuses names such as `a//b`. It
-        takes an error that the server sends with status 200 for an empty listing. So its answer is used only if it is
-        complete, short enough to sort, and has objects, none of them empty.
+        obstore shows neither the server's order nor the final slash of a marker `folder/`. It refuses names such as
+        `a//b`. It treats an error that the server sends with status 200 as an empty listing. So its result is used
+        only if it is complete, fits one page, and has objects, none of which is empty.
         """
 
         async def request(client: Any) -> list[Any]:
@@ -158,7 +158,7 @@ class ObstoreS3Client(ObstoreRequests, S3Client):
         return await self._with_renewed_credentials(doing, once)
 
     async def _connected(self, doing: str) -> Any:
-        """obstore's client for the current keys; botocore refreshes those that expire."""
+        """Return obstore's client for the current keys. botocore refreshes keys that expire."""
         keys = self._keys if self._chain is None else self._chain.fixed or await self._chain_keys(self._chain, doing)
         known = self._obstore  # `reconnect` may drop it
         if known is None or known[0] != keys:
@@ -176,7 +176,7 @@ class ObstoreS3Client(ObstoreRequests, S3Client):
 
 
 def _s3_client(config: S3Config, keys: Keys | None) -> Any:
-    """A client without retries. Every setting is given, because obstore reads missing ones from its own variables."""
+    """Make a client without retries. It gets every setting, because obstore reads others from the environment."""
     from obstore.store import S3Store
 
     make: Any = S3Store  # its types are those of one release; the tests check what is given here

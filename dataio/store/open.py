@@ -31,7 +31,10 @@ Opener = Callable[[str, Mapping[str, object]], Store]
 
 @dataclass(frozen=True, slots=True)
 class BackEnd:
-    """A kind of store: its label in the metrics, and its opener, or `module:function` to import it from."""
+    """A kind of store.
+
+    `label` is its name in the metrics. `opener` opens a store, or names the function that does (`module:function`).
+    """
 
     label: str
     opener: Opener | str
@@ -67,11 +70,11 @@ def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any
     """Open the store at a URL, with metrics and retries.
 
     Args:
-        url: A path, `file:///path`, `s3://bucket/prefix`, or a URL of another scheme of fsspec.
-        storage_options: A dict of options. For S3: those of s3fs, and `endpoint_url`, `region`, `path_style`, `client`
-            (`headrace.dataio.store.s3_config`). The AWS variables and profiles give the rest. For a directory: `direct`,
-            to read large ranges without the page cache. For other schemes: the file system's own. For every scheme:
-            `mounts`, other stores below `mounts/<name>/` (`headrace.dataio.store.mounts`). Default: None.
+        url: A path, `file:///path`, `s3://bucket/prefix`, or a URL of another scheme of fsspec. storage_options: A
+        dict of options. For S3: those of s3fs, and `endpoint_url`, `region`, `path_style`, `client`
+        (`headrace.dataio.store.s3_config`). The AWS variables and profiles give the rest. For a directory: `direct`,
+        to read large ranges without the page cache. For other schemes: the file system's own. For every scheme:
+        `mounts`, other stores below `mounts/<name>/` (`headrace.dataio.store.mounts`). Default: None.
 
     Returns:
         The store. Close it, or use it in a `with` statement.

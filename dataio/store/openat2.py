@@ -1,12 +1,12 @@
 """Opens a file in one system call, unless its path contains a symbolic link.
 
-Purpose: checking each component of a path before opening it costs six calls, and a link may appear between them. With
-`openat2`, the kernel checks the path while it opens the file.
+Purpose: to check each component of a path before opening it costs six calls, and another process may create a link
+between them. With `openat2`, the kernel checks the path while it opens the file.
 
 Invariant: no component of the path of a returned descriptor was a symbolic link.
 
-Failure behaviour: None for every failure, and also if the kernel lacks the call. The caller then finds the error step by
-step.
+Failure behaviour: `open_plain` returns None for every failure, and if the kernel lacks the call. The caller then finds
+the error step by step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _missing = False
 
 
 def open_plain(path: str) -> int | None:
-    """A descriptor of `path`, read-only, or None."""
+    """Open `path` read-only; None if that fails for any reason."""
     global _missing
     if _missing or "\0" in path:
         return None

@@ -1,18 +1,18 @@
-"""The storage contract on a directory: a local file system, NFS, or another one that has `link` and `fsync`.
+"""A store in a directory of a local file system, of NFS, or of another file system that has `link` and `fsync`.
 
 Invariants:
 
-* Bytes are first written to a hidden file in `<root>/.headrace-tmp` and fsynced. Then the file gets its name by
-  `rename` (`put`, `put_multipart`) or `link` (`put_if_absent`), and all directories from its own up to the root are
-  fsynced. So a killed writer leaves at most a hidden file.
-* The writer holds a lock (flock) on the hidden file until the file has its name. A later writer removes a hidden file
-  that is a day old by the file system's clock and that no process has locked.
+* Bytes are first written to a hidden file in `<root>/.headrace-tmp` and fsynced. Then `rename` (`put`,
+  `put_multipart`) or `link` (`put_if_absent`) gives the file its name. Last, all directories from the file's own up to
+  the root are fsynced. So a killed writer leaves at most a hidden file.
+* The writer holds a lock (flock) on the hidden file until the file has its name. A later writer removes hidden files
+  that are more than a day old by the file system's clock and that no process has locked.
 * Below the root, no symbolic link is followed for reading, writing or listing.
 
-Failure behaviour: an errno becomes a Headrace error (`core.errors`). If `link` answers EEXIST, or fails in a way that
-leaves the outcome open (a lost NFS reply), the object is read back, as the contract says. A failed fsync is final
-(`_sync`): the kernel reports a lost write once, so a second fsync would only seem to succeed. A delete is not fsynced:
-after a crash of the machine a deleted object may reappear.
+Failure behaviour: an errno becomes a Headrace error (`core.errors`). If `link` fails with EEXIST, or with an error that
+leaves the outcome unknown (a lost NFS reply), the store reads the object back, as the contract requires. A failed fsync
+is final (`_sync`): the kernel reports a lost write only once, so a second fsync would succeed although the data is
+lost. A delete is not fsynced: after a crash of the machine, a deleted object may reappear.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ _named = declare("store.posix.named", "the object has its new content; its direc
 
 
 class PosixStore(Store):
-    """Objects as files under `root`, which is created on the first write.
+    """Stores each object as a file under `root`, which is created on the first write.
 
-    `direct` reads large ranges of all objects past the page cache where possible (`headrace.dataio.store.direct_io`).
+    With `direct`, large ranges of all objects bypass the page cache where possible
+    (`headrace.dataio.store.direct_io`).
     """
 
     def __init__(self, root: str | os.PathLike[str], *, direct: bool = False) -> None:
@@ -207,7 +208,7 @@ class PosixStore(Store):
                 os.close(file.fd)
 
     def _looked_up(self, path: str) -> _OpenFile:
-        """Open the file without openat2: find the error or, on an older kernel, do the same in six steps."""
+        """Open the file without openat2: to find the error, or because the kernel is older than Linux 5.6."""
         os.lstat(path)  # raises for a missing file, and for folders that this process may not enter
         self._refuse_links(path)
         found = _OpenFile.of(path, os.open(path, openat2.FLAGS))
@@ -216,7 +217,10 @@ class PosixStore(Store):
         return found
 
     def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects under `folder` whose key starts with `prefix`, by key. Holds the names of one directory per level."""
+        """Yield the objects under `folder` that match `prefix`, in key order.
+
+        Memory holds the names of one directory per level.
+        """
         path = os.path.join(self._root, folder) if folder else self._root
         base = folder + "/" if folder else ""
         for name, is_folder in _sorted_names(path) if self._is_plain(path) else ():
@@ -234,7 +238,7 @@ class PosixStore(Store):
 
     @contextlib.contextmanager
     def _written_aside(self, parts: Iterable[Buffer]) -> Iterator[_Aside]:
-        """A hidden, locked file that holds `parts`, fsynced. It is always removed at the end."""
+        """Write `parts` to a hidden, locked file and fsync it. The hidden name is always removed at the end."""
         path, fd = self._new_file()
         try:
             size = self._write(path, fd, parts)
@@ -247,7 +251,7 @@ class PosixStore(Store):
                 os.unlink(path)
 
     def _new_file(self) -> tuple[str, int]:
-        """Make a hidden file, open and locked. `headrace doctor` may remove its empty folder, so try a few times."""
+        """Create, open and lock a hidden file. `headrace doctor` may remove its empty folder, so try a few times."""
         for _ in range(_PUBLISH_TRIES):
             with contextlib.suppress(FileNotFoundError):
                 folder = self._temporary_folder()
@@ -282,8 +286,9 @@ class PosixStore(Store):
         return folder
 
     def _sweep(self, folder: str, path: str, fd: int) -> None:
-        """Remove files of killed writers from `folder`, once per store. `path`, open as `fd`, is the file just made
-        there.
+        """Remove files of killed writers from `folder`, once per store.
+
+        `path`, open as `fd`, is the file that this writer has just made there.
         """
         if not self._swept:
             self._swept = True
@@ -327,7 +332,7 @@ class PosixStore(Store):
         return present == bytes(data)
 
     def _prune(self, folder: str) -> None:
-        """Remove folders that became empty, so that a prefix vanishes with its last object, as in S3."""
+        """Remove folders that became empty, so that a prefix disappears with its last object, as in S3."""
         while folder != self._root:
             try:
                 os.rmdir(folder)
@@ -359,7 +364,7 @@ class _OpenFile(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, path: str, fd: int | None) -> _OpenFile | None:
-        """The regular file that is open as `fd`; None, and `fd` closed, for anything else."""
+        """Wrap `fd` if it is a regular file. Otherwise close it and return None."""
         if fd is None:
             return None
         found = os.fstat(fd)
@@ -383,7 +388,7 @@ class _OpenFile(msgspec.Struct, frozen=True):
 
 
 def _sorted_names(path: str) -> list[tuple[str, bool]]:
-    """The (name, is a folder) of files and folders in `path`, in the order of the keys below them, without links."""
+    """List the files and folders in `path` as (name, is a folder), in the order of their keys, without links."""
     try:
         with os.scandir(path) as entries:
             kinds = [(e.name, e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)) for e in entries]
@@ -434,22 +439,24 @@ def _ancestors(folder: str) -> Iterator[str]:
 
 
 def _locked(fd: int, path: str) -> bool:
-    """Lock the new file at `path` while `fd` is open. False if another writer took it for a dead one's and removed
-    it.
+    """Lock the new file at `path` while `fd` is open.
+
+    Returns False if another writer removed the file first, because it was not locked yet.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: nothing is removed there
+    except OSError:  # a file system without locks: no writer removes files there
         return True
     return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
 
 
 def _remove_stale(folder: str, but: str, before: float) -> None:
-    """Remove hidden files of killed writers from before this time; a bounded number each time.
+    """Remove hidden files of killed writers that were last changed before the time `before`.
 
-    The age selects files, because earlier releases wrote without a lock. The lock tells whether the writer is dead.
+    One call examines at most `_STALE_SCAN` files. The age selects files, because earlier releases wrote without a lock.
+    The lock tells whether the writer is dead.
     """
     with os.scandir(folder) as entries:
         for entry in itertools.islice((entry for entry in entries if entry.path != but), _STALE_SCAN):
@@ -459,7 +466,10 @@ def _remove_stale(folder: str, but: str, before: float) -> None:
 
 
 def _remove_if_dead(path: str) -> None:
-    """Remove the hidden file unless its writer is alive. Raises `OSError` if it is, or if the file system cannot tell."""
+    """Remove the hidden file unless its writer is alive.
+
+    Raises `OSError` if the writer is alive, or if the file system cannot tell.
+    """
     fd = os.open(
         path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     )  # for writing: NFS requires that for a lock

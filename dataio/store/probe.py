@@ -1,7 +1,7 @@
 """Checks whether a store enforces preconditions. The check runs once per repository, before several writers share it.
 
-Invariants: the probe tests the server's behaviour, not its claims. It violates preconditions on purpose. If the server
-accepts a violation, preconditions are unsupported. The probe writes a few small objects with random names below `prefix`,
+Invariants: the probe tests the server's behaviour, not its claims. It violates a precondition on purpose. If the server
+accepts the violation, preconditions are unsupported. The probe writes small objects with random names below `prefix`,
 and deletes them.
 
 Failure behaviour: `probe_preconditions` returns the result, and raises only if the store cannot be used at all.
@@ -47,7 +47,7 @@ class Race:
 
 
 def probe_preconditions(store: Store, prefix: str = "") -> ProbeResult:
-    """Write one key twice, conditionally, with different bodies. If both succeed, the precondition is violated."""
+    """Write one key twice, conditionally, with different bodies. If both succeed, the store ignores preconditions."""
     with _scratch(store, prefix) as key:
         try:
             first = store.put_if_absent(key, _body())

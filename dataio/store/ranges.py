@@ -1,16 +1,16 @@
 """Ranged reads from a bucket into a caller's buffers.
 
-Purpose: a request has a fixed cost, so neighbouring ranges share one, and long ranges are read by several at once.
+Purpose: a request has a fixed cost, so ranges with small gaps share one. Several concurrent requests read long ranges.
 
 Invariants:
 
-* Ranges up to `GAP_BYTES` apart are read by one request of at most `SPAN_BYTES`. Longer ranges are cut.
+* Ranges with gaps of at most `GAP_BYTES` between them share one request of at most `SPAN_BYTES`. Longer ranges are cut.
 * At most `PARALLEL` requests are in flight for a call. All of them read the same version of the object.
-* A call of one request receives the body in its own memory, because that costs a third less CPU than a stream. Bodies of
-  several requests stream into the buffers.
+* If a call needs one request only, the body is received in new memory and then copied, because that costs a third less
+  CPU than a stream. The bodies of several requests are streamed into the buffers.
 
-Failure behaviour: the errors of `bucket_errors`. A range past the end is a `RangeError` with the object's size. A short body,
-or an object that was replaced during the call, is a `TransientError`.
+Failure behaviour: the errors of `bucket_errors`. A range past the end is a `RangeError` with the object's size. A
+short body, or an object that was replaced during the call, is a `TransientError`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Range = tuple[int, memoryview]
 
 
 class Span(msgspec.Struct, frozen=True):
-    """One request: the bytes [start, stop) of the object, and their targets. A target None is a gap that is dropped."""
+    """One request: the bytes [start, stop) of the object, and their targets. A gap has the target None."""
 
     start: int
     stop: int
@@ -45,7 +45,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 def plan(ranges: Sequence[Range]) -> list[Span]:
-    """The spans that read `ranges` (offset, buffer), which may be in any order and overlap."""
+    """Return the spans that read `ranges` of (offset, buffer). Ranges may be in any order and overlap."""
     spans: list[Span] = []
     for offset, buffer in sorted(_cut(ranges), key=lambda r: r[0]):
         last = spans[-1] if spans else None
@@ -64,7 +64,7 @@ def _cut(ranges: Sequence[Range]) -> Iterator[Range]:
 
 
 def read_ranges(client: BucketClient, key: str, name: str, ranges: Sequence[Range]) -> None:
-    """Fill every buffer of `ranges` from the object `key`, which errors call `name`."""
+    """Fill every buffer of `ranges` from the object `key`. Errors use `name` for the object."""
     reader = _Reader(
         client=client,
         key=key,
@@ -83,8 +83,9 @@ def read_ranges(client: BucketClient, key: str, name: str, ranges: Sequence[Rang
 def read_pieces(
     client: BucketClient, key: str, name: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]
 ) -> None:
-    """Read a range as long as `buffer`, at most `SPAN_BYTES`, and pass it to `take` in pieces through the start of
-    `buffer`.
+    """Read a range of the length of `buffer`, at most `SPAN_BYTES`, and pass it to `take` in pieces.
+
+    Each piece is copied to the start of `buffer` first.
     """
     reader = _Reader(client=client, key=key, name=name, ranges=[(offset, buffer)])
     data = memoryview(client.run(reader.read(plan(reader.ranges)[0])))
@@ -104,7 +105,7 @@ class _Reader:
         self._client, self._key, self._name, self._doing = client, key, name, f"reading {name}"
 
     async def read(self, span: Span) -> Buffer:
-        """The bytes of a span, in memory of their own."""
+        """Read the bytes of a span into new memory."""
         try:
             data = await self._client.read(self._doing, self._key, span.start, span.stop)
         except RangeError:
@@ -157,7 +158,7 @@ class _Scatter:
         self.count += len(data)
         while data:
             while not self._left:
-                self._left, self._target = next(self._segments, (len(data), None))  # no target for too many bytes
+                self._left, self._target = next(self._segments, (len(data), None))  # surplus bytes have no target
             n = min(self._left, len(data))
             if self._target is not None:
                 self._target[:n] = data[:n]

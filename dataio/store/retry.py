@@ -1,12 +1,12 @@
 """Retries with exponential back-off and full jitter, limited in attempts and in time. No other module retries.
 
-Invariants: only `TransientError` and its subclasses are retried. Retries are safe because every operation of the contract
-is idempotent. This includes `AmbiguousWriteError`, because the next attempt reads the object back before it decides. Back
-ends turn off the retries of their client libraries, so attempts are never multiplied.
+Invariants: only `TransientError` and its subclasses are retried. Retries are safe because every operation of the
+contract is idempotent. This includes `AmbiguousWriteError`, because the next attempt reads the object back before it
+decides. Back ends turn off the retries of their client libraries, so attempts are never multiplied.
 
-Failure behaviour: when attempts or time are used up, the last error is raised with its own class. Its text has the number
-of attempts and the seconds. `put_multipart` passes through, because its parts cannot be requested twice. A back end that
-sends parts retries each one with `call`.
+Failure behaviour: when attempts or time are used up, the last error is raised with its own class. Its text has the
+number of attempts and the seconds. `put_multipart` passes through, because its parts cannot be requested twice. A
+back end that sends parts retries each one with `call`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ T = TypeVar("T")
 class Policy(msgspec.Struct, frozen=True):
     """Limits on the attempts and their time.
 
-    The pause before attempt n+1 is uniform between 0 and `min(longest, first * 2**(n-1))`. No attempt begins after
-    `budget`, except the second one: a single request may use the whole budget before it times out.
+    The pause before attempt n+1 is drawn uniformly from 0 to `min(longest, first * 2**(n-1))`. No attempt begins after
+    `budget`, except the second one, because a single request may use the whole budget before it times out.
 
     Args:
         attempts: The most attempts.
@@ -46,10 +46,11 @@ class Policy(msgspec.Struct, frozen=True):
     budget: float = 15.0
 
     def pause(self, tries: int, draw: float, error: TransientError | None = None) -> float:
-        """Seconds to wait after `tries` failed attempts, the last with `error`; `draw` is in [0, 1).
+        """Return the seconds to wait after `tries` failed attempts, the last with `error`; `draw` is in [0, 1).
 
-        An overloaded store (`SlowDownError`) gets the pause that it asked for, plus some jitter, so that its clients do
-        not all return at once. If it named none, the pause is at least half of this attempt's longest one.
+        If an overloaded store (`SlowDownError`) asked for a pause, the result is that pause plus some jitter, so that
+        its clients do not all return at once. If it asked for none, the pause is at least half of this attempt's
+        longest one.
         """
         most = min(self.longest, self.first * 2.0 ** (tries - 1))
         if isinstance(error, SlowDownError):
@@ -101,7 +102,7 @@ class _Tries:
         self._began, self._count = clock.monotonic(), 0
 
     def failed(self, error: TransientError) -> float:
-        """Seconds until the next attempt. If there is none, raises the last error with its own class."""
+        """Return the seconds until the next attempt. If there is none, raise `error` again with its own class."""
         self._count += 1
         elapsed = self._clock.monotonic() - self._began
         pause = self._policy.pause(self._count, self._draw(), error)

@@ -1,17 +1,18 @@
-"""The storage contract on S3 and compatible servers: `bucket.BucketStore` with multipart uploads, listings and deletes.
+"""A store on S3 or a compatible server: `bucket.BucketStore` with multipart uploads, listings and deletes.
 
 Invariants:
 
 * `put_if_absent` is one single PUT with `If-None-Match: *`.
-* Only the requests of an upload are retried here; `retry.Retry` does the rest.
-* Content below one part is a single PUT. Otherwise at most `IN_FLIGHT` parts are being sent while one more is being
+* This module retries only the requests of an upload. `retry.Retry` retries all other operations.
+* Content that fits one part is a single PUT. Otherwise at most `IN_FLIGHT` parts are being sent while one more is being
   filled, so memory stays below (IN_FLIGHT + 2) parts.
-* Nothing of an upload is visible before it is completed.
+* Readers see nothing of an upload before it is completed.
 
-Failure behaviour: see `bucket` and `bucket_errors`. Any exception during an upload, also one of the stream or an interrupt,
-cancels its requests and aborts it. If the answer to the completion is lost, the nonce in the object's metadata settles it.
-More than `MAX_BYTES` is a `CapacityError`. A killed process leaves an unfinished upload, which is invisible but billed. With
-an `UploadLog` the next process aborts it. Give the bucket a lifecycle rule that aborts the others.
+Failure behaviour: see `bucket` and `bucket_errors`. Any exception during an upload, also one from the stream of parts
+or an interrupt, cancels its requests and aborts it. If the response to the completion is lost, the nonce in the
+object's metadata shows whether the upload was completed. More than `MAX_BYTES` is a `CapacityError`. A killed process
+leaves an unfinished upload, which is invisible but billed. With an `UploadLog` the next process aborts it. Give the
+bucket a lifecycle rule that aborts all others.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ from headrace.dataio.store.s3_config import S3Config, parse
 
 PART_BYTES = 8 * limits.MIB
 _PARTS_PER_SIZE, _SIZES = 2500, 4
-"""2,500 parts each of 8, 16, 32 and 64 MiB. S3 allows 10,000 parts; some servers want equal ones, as the first 20 GB
-are.
+"""2,500 parts each of 8, 16, 32 and 64 MiB. S3 allows 10,000 parts.
+
+Some servers require parts of equal size, which the first 20 GB have.
 """
 MAX_BYTES = sum(PART_BYTES << i for i in range(_SIZES)) * _PARTS_PER_SIZE
 IN_FLIGHT = 4
@@ -66,7 +68,7 @@ _part_sent = declare(
 _uploaded = declare("store.s3.uploaded", "all parts are uploaded, the upload is not completed; the object is as it was")
 _DELETE_BATCH = 1000
 _SORTED_LISTING = 1_000_000
-"""How many keys are sorted in memory for a server that does not list by key."""
+"""How many keys are sorted in memory for a server that does not list in key order."""
 
 
 class S3Store(BucketStore):
@@ -74,7 +76,7 @@ class S3Store(BucketStore):
 
     Args:
         config: The bucket and how to reach it.
-        policy: How parts of an upload are retried. Default: that of `Retry`.
+        policy: How the requests of an upload are retried. Default: `Policy()`.
     """
 
     _config: S3Config
@@ -132,7 +134,7 @@ class S3Store(BucketStore):
     # listing
 
     def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
-        """s3fs's answers, one for each page."""
+        """Yield s3fs's responses, one for each page."""
         more: dict[str, object] = {}
         while True:
             doing, wanted = f"listing {self._config.url}", {"Prefix": prefix, **more}
@@ -143,7 +145,7 @@ class S3Store(BucketStore):
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _infos(self, page: dict[str, Any]) -> Iterator[ObjectInfo]:
-        """The objects of a page. Names that are no valid keys, such as `folder/`, are skipped."""
+        """Yield the objects of a page. Names that are not valid keys, such as `folder/`, are skipped."""
         cut = len(self._config.prefix) + 1 if self._config.prefix else 0
         for entry in page.get("Contents", ()):
             info = listed_object(entry["Key"][cut:], Head(entry["Size"], entry["LastModified"]))
@@ -160,7 +162,7 @@ class S3Store(BucketStore):
 
 
 def _lists_by_folder(page: dict[str, Any]) -> bool:
-    """Whether the server sorts by folder. SeaweedFS does, so `a/b` comes before `a-b`; S3 compares whole keys."""
+    """Whether the server sorts folder by folder. SeaweedFS lists `a/b` before `a-b`. S3 compares whole keys."""
     headers = page.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     return str(headers.get("server", "")).startswith("SeaweedFS")
 
@@ -209,7 +211,7 @@ class _LogEntry:
 
 
 class Upload:
-    """One multipart upload. Used from one thread.
+    """One multipart upload. Not thread-safe.
 
     Args:
         client: Sends the requests.
@@ -267,7 +269,7 @@ class Upload:
     async def _complete(self) -> None:
         try:
             await self._retried("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": self._done})
-        except NoSuchUploadError as error:  # an earlier attempt may have completed it, and its answer was lost
+        except NoSuchUploadError as error:  # an earlier attempt may have completed it, but its response was lost
             with contextlib.suppress(NotFoundError):
                 head = await self._retried("head_object")
                 if head.get("Metadata", {}).get(_NONCE) == self._nonce:

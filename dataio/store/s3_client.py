@@ -1,16 +1,19 @@
-"""The client of S3 that serves everything, through s3fs, and the choice between it and the one of obstore.
+"""The s3fs client for S3, which supports every operation, and the choice between it and the obstore client.
 
-Purpose: s3fs is the default through fsspec. `obstore.ObstoreS3Client` extends this client with faster requests.
+Purpose: `S3Client` sends its requests through s3fs. `obstore.ObstoreS3Client` extends it with faster requests.
+`connect` chooses obstore if it is installed and supports the configuration, unless the user asks for one of the two.
 
 Invariants:
 
-* One call makes one request: the library's retries are off. (aiohttp repeats an idempotent request if a kept connection
-  turns out to be dead.) It ends within `S3Config.request_seconds`, even if the server sends a byte now and then.
+* One call makes one request: the library's retries are off. (aiohttp repeats an idempotent request if the server has
+  closed an idle connection.)
+* A request ends within `S3Config.request_seconds` and the time for its body, even if the server sends a byte now and
+  then.
 * If the server refuses the credentials and the chain has new ones, the request is sent once more.
 * s3fs is imported, and its client made, on first use.
 
-Failure behaviour: the errors of `bucket_errors`. A server that ignores ranges is an `UnsupportedError`. Insisting on
-obstore where it cannot serve is an `UnsupportedError` with the reason.
+Failure behaviour: the errors of `bucket_errors`. A server that ignores ranges is an `UnsupportedError`. If the user
+asks for obstore and it cannot be used, `connect` raises an `UnsupportedError` with the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ _logger = get_logger(__name__)
 
 
 def connect(config: S3Config) -> S3Client:
-    """The client for `config`, without sending a request."""
+    """Make the client for `config`, without sending a request."""
     if config.client == "s3fs":
         return S3Client(config)
     if importlib.util.find_spec("obstore") is None:
@@ -104,7 +107,7 @@ class S3Client(BucketClient):
         await self.call("put_object", doing, Key=key, Body=io.BytesIO(body), **more)
 
     async def list_page(self, doing: str, folder: str) -> list[tuple[str, Head]] | None:
-        """All keys below `folder` in any order, if one cheap request can tell them; else None."""
+        """Return all keys below `folder`, in any order, if one cheap request can list them; else None."""
         return None
 
     async def call(self, operation: str, doing: str, **parameters: object) -> dict[str, Any]:
@@ -125,13 +128,13 @@ class S3Client(BucketClient):
     async def _get_object(
         self, doing: str, where: Mapping[str, str], check: Callable[[Mapping[str, Any], int], None], pour: Pour
     ) -> str | None:
-        # no time limit is bound to a name: it refers to its task, so that a cancelled one would keep the caller's buffers
+        # time limits are not bound to names: each refers to its task, and a cancelled one would keep the caller's buffers
         with translated_s3(self.config, doing):
             client = await self._s3fs.client()
             async with asyncio.timeout(self._seconds()):
                 answer = await client.get_object(Bucket=self.config.bucket, **where)
             body = answer["Body"]
-            try:  # a body that is not read to its end drops the connection
+            try:  # closing a body before its end drops the connection
                 size = _length_of(answer, f"{doing}: {self.config.endpoint}")
                 check(answer, size)
                 async with asyncio.timeout(self._seconds(size)):
@@ -152,14 +155,14 @@ class S3Client(BucketClient):
                 async with asyncio.timeout(self._seconds()):
                     renewed = self._chain is not None and await self._chain.renew(used)
             if not renewed:
-                # some servers deny a write to a missing bucket; a listing tells the two apart
+                # some servers deny a write to a missing bucket; a listing then raises the error for that
                 await self._call("list_objects_v2", doing, {"MaxKeys": 1})
                 raise
         return await request()
 
 
 class _S3fs:
-    """s3fs's client. It does not refer to the `S3Client`, so that the latter can be garbage-collected."""
+    """Creates the s3fs client. It does not refer to the `S3Client`, so that the latter can be garbage-collected."""
 
     def __init__(self, config: S3Config, chain: CredentialChain | None) -> None:
         self._config, self._chain = config, chain

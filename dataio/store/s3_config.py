@@ -1,8 +1,8 @@
 """The configuration of an S3 store: a frozen description made from a URL, options and the AWS variables.
 
-Invariants: options win over variables, and variables over profiles. `S3Config.public` holds only options that are known
-not to be secret (`_PUBLIC`). Another process with its own credentials can open the same store from it. All other options
-are in `credentials`, which no repr shows.
+Invariants: options take precedence over variables, and variables over profiles. `S3Config.public` holds only options
+that are known not to be secret (`_PUBLIC`). Another process with its own credentials can open the same store from it.
+All other options are in `credentials`, which no repr shows.
 
 Failure behaviour: `UsageError` for an unknown option, a URL without a bucket, or secrets inside a URL.
 """
@@ -35,7 +35,7 @@ _PUBLIC: Mapping[str, frozenset[str] | None] = {
         )
     ),
 }
-"""Options that may be shown, recorded and sent to the daemon. For a mapping: the entries that may be."""
+"""Options that may be shown, recorded and sent to the daemon. For an option that is a mapping: its public entries."""
 _HEADRACE_OPTIONS = ("endpoint_url", "region", "path_style", "client")
 CLIENTS = ("s3fs", "obstore")
 
@@ -45,16 +45,13 @@ class S3Config:
     """A bucket and how to reach it.
 
     Args:
-        bucket: The bucket.
-        prefix: A key prefix without slashes at its ends; `""` for the bucket's root.
-        endpoint_url: The server's URL; None for AWS.
-        region: The region; None if it is not known.
-        path_style: Whether the bucket's name goes into the path of a URL, not into the host name.
-        options: Further options of s3fs, without secrets.
-        shareable: Whether another process can open the store from `public`.
-        credentials: Further options of s3fs that are secret, or may be.
-        ca_bundle: A file of certificates to trust. Default: those of the system.
-        client: One of `CLIENTS`, to insist on it. Default: the best available. It concerns this process only.
+        bucket: The bucket. prefix: A key prefix without slashes at its ends; `""` for the bucket's root.
+        endpoint_url: The server's URL; None for AWS. region: The region; None if it is not known. path_style: Whether
+        the bucket's name is in the path of a URL, not in the host name. options: Further options of s3fs, without
+        secrets. shareable: Whether another process can open the store from `public`. credentials: Further options of
+        s3fs that are secret, or may be. ca_bundle: A file of certificates to trust. Default: those of the system.
+        client: One of `CLIENTS`, which must be used. Default: the fastest available. Only this process uses the
+        setting.
     """
 
     bucket: str
@@ -81,7 +78,7 @@ class S3Config:
     def bucket_url(self) -> str:
         """The bucket's address, without a final slash.
 
-        A name with dots matches no wildcard certificate, so it goes into the path.
+        A bucket's name with dots matches no wildcard certificate, so it is then in the path.
         """
         address = (
             self.endpoint_url or f"https://s3.{self.region}.amazonaws.com{'.cn' if _in_china(self.region) else ''}"
@@ -123,7 +120,7 @@ class S3Config:
 
     @property
     def read_seconds(self) -> float:
-        """How long a server may be silent within a request."""
+        """How long a server may send nothing within a request, in seconds."""
         return float(str(_mapping(self.options, "config_kwargs").get("read_timeout", READ_SECONDS)))
 
     @property
@@ -133,12 +130,12 @@ class S3Config:
 
     @property
     def verify(self) -> object:
-        """False: trust any certificate. A string: a file of certificates to trust. None: those of the system."""
+        """Which certificates to trust: False for any, a string for those in a file, None for the system's."""
         given = _mapping(self.options, "client_kwargs").get("verify")
         return self.ca_bundle if given is None or given is True else given
 
     def unsupported_by_obstore(self) -> str | None:
-        """Why obstore cannot serve this configuration, for messages; None if it can."""
+        """Return why obstore cannot serve this configuration, for messages; None if it can."""
         given = _merged(self.options, self.credentials)
         config = _mapping(given, "config_kwargs")
         beyond = [
@@ -156,7 +153,7 @@ class S3Config:
         return f"{self.prefix}/{check_key(key)}" if self.prefix else check_key(key)
 
     def s3fs_arguments(self) -> dict[str, object]:
-        """Keyword arguments for `s3fs.S3FileSystem`: no retries, no caches, time-outs, addressing style."""
+        """Return the keyword arguments for `s3fs.S3FileSystem`: no retries, no caches, time-outs, addressing style."""
         arguments = _merged(dict(self.options), dict(self.credentials))
         return arguments | {
             "endpoint_url": self.endpoint_url,
@@ -173,7 +170,7 @@ class S3Config:
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
             "max_pool_connections": CONNECTIONS,
-            # Headrace's formats carry their own digests; servers differ in which checksums they accept
+            # Headrace's formats have their own digests, and servers differ in the checksums that they accept
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             "s3": {"addressing_style": style, "payload_signing_enabled": False},
@@ -253,8 +250,9 @@ def _check_endpoint(endpoint: str) -> None:
 
 
 def _style_of(options: Mapping[str, object], endpoint: str | None) -> bool:
-    """Whether to use path style: the default for every endpoint but Amazon's, as few servers have a host name per
-    bucket.
+    """Whether to use path style.
+
+    It is the default for every endpoint except Amazon's, because few servers have a host name for each bucket.
     """
     style = _mapping(_mapping(options, "config_kwargs"), "s3").get("addressing_style", "auto")
     return style == "path" or (style == "auto" and endpoint is not None and ".amazonaws.com" not in endpoint)
@@ -276,7 +274,7 @@ def _mapping(options: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 def _public(options: Mapping[str, object]) -> dict[str, object]:
-    """The options named in `_PUBLIC` whose values hold no secret, such as the password of a proxy."""
+    """Return the options named in `_PUBLIC`, except values that hold a secret, such as the password of a proxy."""
     found: dict[str, object] = {}
     for name, inner in _PUBLIC.items():
         if name not in options or (inner is None and has_secrets({name: options[name]})):
@@ -291,7 +289,7 @@ def _public(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def _hidden(options: Mapping[str, object], public: Mapping[str, object]) -> dict[str, object]:
-    """The nested `options` without those in `public`."""
+    """Return the nested `options` without those in `public`."""
     found: dict[str, object] = {}
     for name, value in options.items():
         shown = public.get(name)
@@ -305,7 +303,7 @@ def _hidden(options: Mapping[str, object], public: Mapping[str, object]) -> dict
 
 
 def _merged(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
-    """`base` with the entries of `over`, nested mappings merged."""
+    """Return `base` with the entries of `over`. Nested mappings are merged."""
     merged = dict(base)
     for name, value in over.items():
         below = merged.get(name)

@@ -1,7 +1,8 @@
-"""Which stores a stored document, or another process, may name, and with which options.
+"""Decides which stores a stored document or another process may name, and with which options.
 
-Purpose: a document's author is not its reader. The stores that a document names are opened with the reader's rights,
-and fsspec has file systems that write files, read local files, or send a token wherever an option says.
+Purpose: the author of a document may be another person than its reader. The reader opens the stores that a document
+names, with the reader's permissions. fsspec has file systems that write files, read local files, or send a token to
+any host that an option names.
 
 Invariants: a document may name only the schemes of `_MOUNTED`, and give only their options; other options are dropped.
 Another process (a client of the daemon) may also name the file systems of `_SENT`, without options. `public_socket`
@@ -47,12 +48,12 @@ def scheme_of(url: str) -> str:
 
 
 def mountable(url: str) -> bool:
-    """Whether a document may name a store of this scheme."""
+    """Whether a document may name a store with the scheme of `url`."""
     return scheme_of(url) in _MOUNTED
 
 
 def allowed_options(url: str, options: Mapping[str, object]) -> dict[str, Any]:
-    """The `options` that a document may give for the store at `url`."""
+    """Return those of `options` that a document may set for the store at `url`."""
     scheme = scheme_of(url)
     if scheme not in _MOUNTED:
         raise UnsupportedError(f"{url!r}: a document may name {', '.join(_MOUNTED)} only")
@@ -75,8 +76,9 @@ def sendable(url: str, options: Mapping[str, object]) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is on the public internet: not this machine, its networks, or its cloud's metadata
-    service.
+    """Whether an IP address is on the public internet.
+
+    Addresses of this machine, of its networks and of its cloud's metadata service are not.
     """
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
@@ -91,7 +93,7 @@ def is_public(address: str) -> bool:
 
 
 def public_socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket for one answer of `getaddrinfo`, or `PrivateAddressError`."""
+    """Create a socket for one result of `getaddrinfo`. Raises `PrivateAddressError` if its address is not public."""
     family, kind, protocol, _, target = address
     if not is_public(str(target[0])):
         raise PrivateAddressError(f"{target[0]} is not a public address")

@@ -1,21 +1,22 @@
-"""Wrappers of a store: metrics, a memory budget, pausable uploads, tracing. Retries are in `retry`, hedging in `hedge`.
+"""Wrappers of a store: metrics, a memory budget, pausable uploads, tracing.
 
 Purpose: a wrapper adds one behaviour to any store. `Wrapper` passes every operation to `inner` through one hook,
-`_through`.
+`_through`. The modules `retry` and `hedge` have two more wrappers.
 
 Invariants:
 
 * A wrapper that overrides nothing is transparent.
-* `_through` is called once per operation, with its name in the contract, the key (a listing's prefix; "" for
-  `delete_many`) and the bytes that it may hold in memory. A listing passes through it only for its first object. The
-  rest is streamed.
-* Metric labels are from small fixed sets: the back end's name, the operation, and `ok` or an error's code.
+* `_through` is called once per operation. It gets the operation's name in the contract, the key (a listing's prefix;
+  "" for `delete_many`) and the bytes that the operation may hold in memory. A listing passes through it only for its
+  first object. The other objects are streamed.
+* Metric labels are from small fixed sets: the back end's name, the operation, and `ok`, an error's code or `raised`.
 * The admitted requests never exceed a `Budget`. They are admitted in the order of arrival. A small request waits behind
   a large one, so that the large one is not starved.
 
-Failure behaviour: errors of the wrapped store pass through. A request above the whole budget, or one that finds the queue
-full, raises `CapacityError` at once. A request that waited longer than the budget's `timeout` raises `DeadlineError`. A
-stream of parts that reads under the same budget can block itself until then. Give the source of a copy another budget.
+Failure behaviour: errors of the wrapped store pass through. A request above the whole budget, or one that finds the
+queue full, raises `CapacityError` at once. A request that waited longer than the budget's `timeout` raises
+`DeadlineError`. A stream of parts that reads under the same budget can block itself until then. Give the source of a
+copy another budget.
 """
 
 from __future__ import annotations
@@ -115,12 +116,12 @@ class Wrapper(Store):
 
 
 class MetricsStore(Wrapper):
-    """Counts operations, their seconds and the payload bytes of the successful ones, under the label `backend`."""
+    """Counts operations, their duration and the bytes of the successful ones, under the label `backend`."""
 
     def __init__(self, inner: Store, backend: str, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(inner)
         self._backend, self._clock = backend, clock
-        # cached: looking a label up takes two locks, which costs more than a small read
+        # cached, because the look-up of a label takes two locks, which costs more than a small read
         self._requests = functools.cache(functools.partial(store_requests.labels, backend))
         self._seconds = functools.cache(functools.partial(store_seconds.labels, backend))
         self._bytes = functools.cache(functools.partial(store_bytes.labels, backend))
@@ -168,7 +169,7 @@ class MetricsStore(Wrapper):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         self._requests(
             "list", "ok"
-        )  # looked up now: the garbage collector may end this generator while it holds the look-up's lock
+        )  # looked up now: the garbage collector may close this generator in a thread that holds the look-up's lock
         self._seconds("list")
         with self._counted("list"):
             yield from self.inner.list(prefix)
@@ -196,7 +197,7 @@ class MetricsStore(Wrapper):
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One request: its cost in bytes, its deadline by the clock, and whether it is admitted."""
+    """One request: its cost in bytes, its deadline in seconds of the clock, and whether it is admitted."""
 
     cost: int
     deadline: float
@@ -205,9 +206,10 @@ class Ticket:
 
 @dataclass(slots=True)
 class Admission:
-    """The state of a budget: a queue in the order of arrival, without clock or threads.
+    """The state of a budget: a first-in, first-out queue. It uses no clock and no threads.
 
-    `bytes` and `requests` limit the requests in flight. `waiting` limits the queue. `timeout` limits each wait, in seconds.
+    `bytes` and `requests` limit the requests in flight. `waiting` limits the queue. `timeout` limits each wait, in
+    seconds.
     """
 
     bytes: int
@@ -219,7 +221,7 @@ class Admission:
     queue: deque[Ticket] = field(default_factory=deque)
 
     def ask(self, cost: int, now: float) -> Ticket:
-        """A ticket for `cost` bytes, admitted at once or queued."""
+        """Return a ticket for `cost` bytes, which is admitted at once or queued."""
         if cost > self.bytes:
             raise CapacityError(
                 f"one request of {format_bytes(cost)} is above the budget of {format_bytes(self.bytes)} in flight",
@@ -255,7 +257,7 @@ class Admission:
 
 
 class Budget:
-    """A limit on bytes and requests in flight, shared by all the `Limit` stores that use it. Safe between threads.
+    """A limit on bytes and requests in flight, shared by all the `Limit` stores that use it. Thread-safe.
 
     Args:
         bytes: The most bytes in flight.
@@ -289,7 +291,10 @@ class Budget:
 
     @contextlib.contextmanager
     def admitted(self, cost: int, doing: str) -> Iterator[None]:
-        """Wait until `cost` bytes and one request are free, and hold them for the block. `doing` is for the error."""
+        """Wait until the budget has `cost` bytes and one request free, and hold them for the block.
+
+        `doing` describes the operation in errors.
+        """
         with self._changed:
             ticket = self._state.ask(cost, self._clock.monotonic())
         try:
@@ -314,10 +319,10 @@ class Budget:
 
 
 class Limit(Wrapper):
-    """Keeps `inner` within `budget`.
+    """Keeps the requests to `inner` within `budget`.
 
-    Every operation declares the memory that it may hold: a buffer's size, a body's, `max_bytes` for `get`,
-    `MULTIPART_BYTES` for `put_multipart`, nothing for the others.
+    Every operation counts with the memory that it may hold: the size of a buffer or a body, `max_bytes` for `get`,
+    `MULTIPART_BYTES` for `put_multipart`, and nothing for the others.
     """
 
     def __init__(self, inner: Store, budget: Budget) -> None:

@@ -1,11 +1,11 @@
 """One object of the tier: reading it, writing it, and a writer's reservation of the budget.
 
-Invariants: an object gets its name only when it is complete and carries its label. `Writer.digest` covers the bytes
-that were given, not those on the disk. A reservation is a file that its writer holds locked, so it ends with the
-process.
+Invariants: a file gets an object's name only when it is complete and ends with its label. `Writer.digest` covers the
+bytes that the writer was given, not those on the disk. A reservation is a file that its writer keeps locked, so the
+reservation ends with the process.
 
-Failure behaviour: `CapacityError` if there is no space, `OSError` from the disk. A file without a valid label is no
-object.
+Failure behaviour: `CapacityError` if there is no space, and `OSError` from the disk. A file without a valid label
+counts as absent.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _label = msgspec.msgpack.Decoder(Label)
 
 
 class TierObject:
-    """An object that is open for reading. It stays readable after it was removed from the tier."""
+    """An object that is open for reading. It stays readable after its removal from the tier."""
 
     def __init__(self, fd: int, label: Label) -> None:
         self._fd, self.label = fd, label
@@ -116,7 +116,7 @@ class Writer:
         return bytes(self._digest.digest())
 
     def write(self, data: Buffer) -> None:
-        """Append; `CapacityError` if there is no room. `written` can still read the bytes written before."""
+        """Append `data`. On `CapacityError` or `OSError`, `written` can still read the bytes written before."""
         view = memoryview(data).cast("B")
         self._reserve(len(view))
         done = 0
@@ -126,12 +126,12 @@ class Writer:
         self.size += len(view)
 
     def written(self, piece: int = 4 * MIB) -> Iterator[bytes]:
-        """The bytes written so far, in pieces, to write them elsewhere instead."""
+        """Yield the bytes written so far, in pieces, so that the caller can write them to another store."""
         for at in range(0, self.size, piece):
             yield os.pread(self._fd, min(piece, self.size - at), at)
 
     def commit(self) -> Label:
-        """Add the label and the name: now it is an object."""
+        """Append the label, and give the file the object's name. From then on, readers find the object."""
         label = Label(self.source, self.key, self.size, self.digest)
         self._reserve(0)
         os.pwrite(self._fd, _trailer(label), self.size)
@@ -156,8 +156,9 @@ class Writer:
 
 
 class Reservation:
-    """A writer's share of the budget. It grows as the writer writes, and ends with the process at the latest. Not
-    thread-safe.
+    """A writer's share of the budget. Not thread-safe.
+
+    It grows as the writer writes, and ends with the process at the latest.
     """
 
     def __init__(self, directory: TierDirectory) -> None:
@@ -165,7 +166,7 @@ class Reservation:
         self._folder = directory.root / "writing" / secrets.token_hex(8)
         hidden = self._folder.with_name(
             f".{self._folder.name}"
-        )  # hidden until it is locked, so that no process takes it for a dead writer's
+        )  # hidden until it is locked, so that no process mistakes it for a dead writer's folder
         hidden.mkdir(mode=0o700)
         self._lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -183,9 +184,9 @@ class Reservation:
         self._used += size
 
     def commit(self, path: Path, source: str, key: str, size: int) -> None:
-        """Make the file an object, and release `size` bytes of the reservation.
+        """Give the file the object's name, and release `size` bytes of the reservation.
 
-        Under the tier's lock, so that a process that counts sees the bytes exactly once.
+        Both happen under the tier's lock, so that a process that adds up the tier's size counts the bytes exactly once.
         """
         with self._directory.locked():
             os.replace(path, self._directory.path_of(source, key))
@@ -205,7 +206,7 @@ class Reservation:
 
 
 def _trailer(label: Label) -> bytes:
-    """The bytes that follow the object's own in its file."""
+    """Encode the label and the fixed-size end of the file, which follow the object's bytes."""
     encoded = msgspec.msgpack.encode(label)
     return encoded + _TAIL.pack(len(encoded), MAGIC)
 
@@ -224,7 +225,7 @@ def open_at(path: Path, source: str, key: str) -> TierObject | None:
 
 
 def _read_label(fd: int) -> Label | None:
-    """The label after the bytes; None if it is not valid or does not fit them."""
+    """Read the label at the end of the file; None if it is invalid or does not match the file's size."""
     try:
         end = os.fstat(fd).st_size
         length, magic = _TAIL.unpack(os.pread(fd, _TAIL.size, max(end - _TAIL.size, 0)))
@@ -238,7 +239,7 @@ def _read_label(fd: int) -> Label | None:
 
 
 def claim_of(folder: Path) -> int | None:
-    """The bytes that a live writer may still write; None if the folder's writer is dead."""
+    """The bytes that a live writer has reserved and not yet committed; None if the folder's writer is dead."""
     try:
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -254,7 +255,7 @@ def claim_of(folder: Path) -> int | None:
 
 
 def _is_young(folder: Path) -> bool:
-    """Whether the folder is a few seconds old: earlier releases locked it a moment after they had made it."""
+    """Whether the folder is less than five seconds old: earlier releases locked it a moment after creating it."""
     try:
         return time.time() - folder.lstat().st_mtime < 5
     except OSError:

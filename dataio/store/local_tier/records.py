@@ -1,11 +1,15 @@
-"""The records of kept steps: their format, and which of them may be removed, in which order. Pure.
+"""The records of the steps in the tier: their format, and which steps may be removed, in which order.
 
-Invariants: a record names every object that its rank's manifest needs. Decoding builds only these types, within bounds.
-To make room a step is removed whole, with the records of all ranks. A step that is not known to be committed is removed
-only if it never can be, or if a newer step of the same run is committed for every rank that has a record of it. So no progress
-is lost with it.
+Invariants:
 
-Failure behaviour: `CorruptionError` for bytes that are no record, `UnsupportedError` for those of a newer version.
+* A record names every object that its rank's manifest needs.
+* Decoding creates only the types of this module, with bounded values.
+* When space is needed, a step is removed as a whole, with the records of all ranks.
+* A step that is not known to be committed is removed in two cases only: it can never be committed, or every rank with
+  a record of it has a newer committed step of the same run. So its removal loses no progress.
+* The functions do no I/O.
+
+Failure behaviour: `CorruptionError` for bytes that are no record, `UnsupportedError` for those of another version.
 """
 
 from __future__ import annotations
@@ -28,16 +32,16 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's part of a kept step.
+    """One rank's part of a step in the tier.
 
     Attributes:
         source: The store's URL.
-        own: The keys that this rank wrote, its manifest last.
+        own: The keys that this rank wrote, with its manifest last.
         references: Other keys that it needs: packs of earlier steps, and the decision object. (`leans` in the file.)
-        created: Unix time.
-        committed: Unix time; 0 if not known to be committed.
-        over: The step can never be committed.
-        guest: The copy came from a buddy, and is not sent on.
+        created: When the record was created, in Unix time.
+        committed: When the step was committed, in Unix time; 0 if it is not known to be committed.
+        over: Whether the step can never be committed.
+        guest: Whether the copy came from a buddy node. Such a copy is not sent to another node.
     """
 
     version: int = VERSION
@@ -57,7 +61,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> tuple[int, int]:
-        """The order of a run's steps."""
+        """The sort key for the steps of one run."""
         return self.timeline, self.step
 
     @property
@@ -88,7 +92,7 @@ def decode(data: bytes, where: str) -> Record:
 
 
 def as_guest(record: Record) -> Record:
-    """The same record, for a node that did not save the step."""
+    """Copy the record for a node that did not save the step."""
     return msgspec.structs.replace(record, guest=True)
 
 
@@ -97,21 +101,21 @@ Rank = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """The tier's budget: `bytes` in all, and `steps` of each run."""
+    """The tier's budget: `bytes` in total, and `steps` of each run."""
 
     bytes: int
     steps: int
 
 
 def removable_surplus(records: Iterable[Record], steps: int) -> list[Record]:
-    """The removable records of steps that are over, or older than their run's newest `steps` committed ones."""
+    """Return the removable records of steps that are `over`, or older than the newest `steps` committed ones."""
     known = list(records)
     newest = {rank: sorted(places, reverse=True)[:steps] for rank, places in _committed(known).items()}
     return [r for r in known if r.over or (_expendable(r, newest) and _too_old(r, newest, steps))]
 
 
 def removable_steps(records: Iterable[Record]) -> list[list[Record]]:
-    """The removable steps, oldest first, each with all its records."""
+    """Return the removable steps, oldest first, each with all its records."""
     known = list(records)
     newest = {rank: [max(places)] for rank, places in _committed(known).items()}
     steps: dict[tuple[str, str, str], list[Record]] = defaultdict(list)

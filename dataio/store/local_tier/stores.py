@@ -1,21 +1,24 @@
-"""The tier's two wrappers: `WriteThroughTier` for writers, `TierReader` for readers.
+"""The tier's two wrappers of a store: `WriteThroughTier` for writers, `TierReader` for readers.
 
-Purpose: a save's bytes are safe on the node at the speed of memory, however slow the store is. A restore reads them from
-the node.
+Purpose: a save writes its bytes to the node at the speed of memory, however slow the store is. A restore reads them
+from the node.
 
 Invariants:
 
-* `WriteThroughTier` writes an object to the tier first, and sends it to the store from the tier. `put_if_absent` returns
-  only after every object before it is in the store, byte for byte. So no object can refer to one that is not yet stored.
-  Until then a kept object is not visible in the store. Other operations, such as those of leases, go to the store
-  directly.
-* `TierReader` reads only objects from the tier for which `keeps(key)` holds. They never change. It does not check their
-  bytes: a reader that finds wrong bytes calls `invalidate` and reads again.
+* `WriteThroughTier` writes an object to the tier first, and sends it to the store from the tier in the background.
+* `put_if_absent` returns only after every earlier object is in the store, byte for byte. So no object can refer to one
+  that is not yet stored. Until then, an object of the tier may be missing in the store.
+* Other operations, such as those of leases, go to the store directly.
+* `TierReader` reads an object from the tier only if `keeps(key)` is true. Such objects never change. It does not check
+  their bytes: a reader that finds wrong bytes calls `invalidate` and reads again.
 
-Failure behaviour: if the tier is full, read-only or missing, the save continues without it, after one warning. The bytes of
-the current object that are already in the tier are sent to the store with the rest. The next `put_if_absent` raises an error
-of sending. A copy that is missing, short, unreadable or invalidated is dropped; the next copy is the buddy's, then
-the store's, whose errors are raised.
+Failure behaviour of writes: if the tier is full, read-only or missing, the save continues without it, after one
+warning. The bytes of the current object that are already in the tier are sent to the store with the rest. If sending
+an object fails, the next `put_if_absent` raises the error.
+
+Failure behaviour of reads: a missing copy is fetched from the buddy, or else read from the store. A read that fails,
+because the copy is too short or the disk has an error, goes to the store. `invalidate` removes a copy; then the buddy's
+copy is tried once, and then the store. Errors of the store are raised.
 """
 
 from __future__ import annotations
@@ -40,13 +43,13 @@ from headrace.dataio.store.wrappers import Wrapper
 _OPEN = 64
 """How many objects stay open."""
 FetchFromBuddy = Callable[[str, str], bool]
-"""Copies the object (source, key) from the buddy into the tier; returns whether it is there now."""
+"""Copies the object (source, key) from the buddy node into the tier. Returns whether the tier has it now."""
 
 
 class TierReader(Wrapper):
-    """Reads from `tier`, then from the buddy, then from `inner`. Safe between threads.
+    """Reads from `tier`, then from the buddy node, then from `inner`. Thread-safe.
 
-    `bytes` counts how many bytes came from "tier", "buddy" and "store".
+    `bytes` counts the bytes that came from "tier", "buddy" and "store".
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class TierReader(Wrapper):
             self._open[key] = held
             self._open.move_to_end(key)
             if len(self._open) > _OPEN:
-                self._open.popitem(last=False)  # the file closes with its last reader
+                self._open.popitem(last=False)  # the last reader closes the file
 
     def _lock_of(self, key: str) -> threading.Lock:
         with self._lock:
@@ -138,14 +141,14 @@ def _fill(held: TierObject, offset: int, buffer: memoryview) -> bool:
 
 Keeps = Callable[[str], bool]
 TROUBLE = (OSError, CapacityError)
-"""Errors after which a writer goes on without the tier."""
+"""Errors after which a writer continues without the tier."""
 _log = get_logger(__name__)
 
 
 class WriteThroughTier(Wrapper):
-    """Writes objects for which `keeps(key)` holds to `tier` first, and sends them to `inner` in the background.
+    """Writes objects to `tier` first if `keeps(key)` is true, and sends them to `inner` in the background.
 
-    A context manager that does not close `inner`. For one writing thread at a time.
+    It is a context manager that does not close `inner`. Only one thread at a time may write.
     """
 
     def __init__(self, inner: Store, tier: LocalTier, keeps: Keeps) -> None:
@@ -155,9 +158,9 @@ class WriteThroughTier(Wrapper):
         self._ends = ExitStack()
         self._pool = self._ends.enter_context(ThreadPoolExecutor(1, thread_name_prefix="headrace-send"))
         self.whole = True
-        """Whether every object so far was kept."""
+        """Whether every object so far was written to the tier."""
         self.send = True
-        """Whether kept objects are sent to the store. If not, an object that cannot be kept is an error."""
+        """Whether objects of the tier are sent to the store. If not, a write that the tier cannot take raises."""
         try:
             self._reservation = self._ends.enter_context(tier.reserve())
         except OSError as error:
@@ -186,13 +189,13 @@ class WriteThroughTier(Wrapper):
         return super().put_if_absent(key, data)
 
     def flush(self) -> None:
-        """Wait until every kept object is in the store; raise the error that prevented it."""
+        """Wait until every object of the tier is in the store. Raises the error that prevented it."""
         while self._sent:
             self._sent[0].result()
             self._sent.pop(0)
 
     def go_on_without(self, error: Exception) -> None:
-        """Go on without the tier."""
+        """Stop using the tier, after one warning."""
         self.whole = False
         warn_once(_log, f"the tier in {self._tier.root} cannot be used; the save goes to the store only: {error}")
 
@@ -215,7 +218,7 @@ class WriteThroughTier(Wrapper):
             return None
 
     def _fall_back(self, key: str, writer: Writer, rest: Iterable[Buffer], error: Exception) -> int:
-        """Write the object to the store directly: the bytes that the tier took, then the rest."""
+        """Write the object to the store directly: first the bytes that are already in the tier, then the rest."""
         self.go_on_without(error)
         try:
             if not self.send:
@@ -225,12 +228,12 @@ class WriteThroughTier(Wrapper):
             writer.discard()
 
     def send_to_store(self, label: Label) -> int:
-        """Send a kept object to the store."""
+        """Send an object from the tier to the store."""
         return super().put_multipart(label.key, checked(self._tier, label))
 
 
 def checked(tier: LocalTier, label: Label) -> Iterator[memoryview]:
-    """The object's bytes in pieces; `CorruptionError` at the end if they differ from those that were written."""
+    """Yield the object's bytes in pieces. Raises `CorruptionError` at the end if they differ from the written ones."""
     held, digest = tier.open(label.source, label.key), xxhash.xxh3_128()
     if held is None:
         raise CorruptionError(f"the tier's copy of {label.key} is gone", hint="save again")

@@ -1,17 +1,20 @@
-"""The tier's directory: whole objects of stores, records of the steps that need them, and the budget of both.
+"""The tier's directory: copies of whole objects, the records of the steps that need them, and the budget.
 
     objects/<hash>         an object's bytes, then its label, the label's length and `MAGIC`; named when complete
-    records/<hash>         `records.Record`, msgpack
-    writing/<token>/       a writer at work: its locked file `lock` holds the bytes that it may still write; partial
-    files
-    lock                   held while a process makes room or writes records
+    records/<hash>         `records.Record` in msgpack
+    writing/<token>/       one writer's partial files, and its locked file `lock` with the bytes that it has reserved
+    lock                   held while a process changes or counts the directory's content
 
-Invariants: a hash is BLAKE3 of store and key, so no external name is ever a path. Objects and reservations together never
-exceed `TierLimits.bytes`. The kernel releases a dead writer's lock, and its files are then removed. Nothing is fsynced.
-After a power failure a file without its label is no object, and readers check digests anyway.
+Invariants:
 
-Failure behaviour: `OSError` (no space, directory gone) is raised to the wrappers, which then continue without the tier. An
-object or record that cannot be read counts as absent, and is removed.
+* A hash is BLAKE3 of store and key, so a name from outside is never used as a path.
+* Objects and reservations together never exceed `TierLimits.bytes`.
+* The kernel releases the lock of a dead writer. `tidy` then removes the writer's files.
+* Nothing is fsynced. After a power failure, a file without its label counts as absent, and readers check digests.
+
+Failure behaviour: `OSError` (no space, no directory) is raised to the wrappers, which then continue without the tier.
+An object or record that cannot be read counts as absent. A record that cannot be decoded is renamed to
+`.bad-<name>`, with a warning.
 """
 
 from __future__ import annotations
@@ -44,14 +47,14 @@ from headrace.dataio.store.local_tier.records import (
 )
 
 STRAY_SECONDS = 1800.0
-"""How long an object may stay that no record needs yet, by the monotonic clock of the process that first saw it."""
+"""How long an object without a record may stay, by the monotonic clock of the process that first saw it."""
 LOCK_SECONDS, _POLL_SECONDS = 60.0, 0.002
 """How long a process waits for the directory's lock, which is held while a process scans the directory."""
 _log = get_logger(__name__)
 
 
 class LocalTier:
-    """The tier in the directory `root`, created if absent. Safe between processes and threads."""
+    """The tier in the directory `root`, which is created if absent. Threads and processes may share it."""
 
     def __init__(self, root: Path, limits: TierLimits) -> None:
         self.root, self.limits = private_directory(root), limits
@@ -73,11 +76,11 @@ class LocalTier:
         return found is not None
 
     def drop(self, source: str, key: str) -> None:
-        """Remove the object; an absent one is no error."""
+        """Remove the object. An absent object is not an error."""
         self.path_of(source, key).unlink(missing_ok=True)
 
     def keep(self, source: str, key: str, data: Buffer) -> None:
-        """Store a small object at once."""
+        """Store a small object that is complete in memory."""
         with self.reserve() as reservation:
             writer = reservation.writer(source, key)
             writer.write(data)
@@ -85,7 +88,7 @@ class LocalTier:
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[Reservation]:
-        """A writer's reservation for the block; empty at first."""
+        """Open an empty reservation for the block, and release it at the end."""
         made = Reservation(self)
         try:
             yield made
@@ -103,7 +106,7 @@ class LocalTier:
     def put_record(self, record: Record) -> None:
         """Write or replace the rank's record of the attempt.
 
-        A record that is known to be committed stays committed, even if a commit worker that was stopped for a while
+        A record that is known to be committed stays committed, even if a commit worker was stopped for a while and
         writes an older state later.
         """
         with self.locked():
@@ -125,8 +128,9 @@ class LocalTier:
                 path.unlink(missing_ok=True)
 
     def forget(self, records: Iterable[Record]) -> None:
-        """Remove these records, and the objects that no other record needs, whatever their state: the user asked for
-        it.
+        """Remove these records, and the objects that no other record needs.
+
+        The state of the records does not matter, because the user asked for the removal.
         """
         with self.locked():
             self._forget(list(records))
@@ -134,14 +138,15 @@ class LocalTier:
     # space
 
     def used(self) -> int:
-        """The bytes of objects, and those that writers may still write."""
+        """The bytes of all objects, plus those that writers have reserved."""
         with self.locked():
             return self._used()
 
     def make_room(self, size: int, claim: Callable[[int], None] = lambda _: None) -> None:
-        """Remove steps until `size` more bytes fit, then call `claim` with the bytes to reserve.
+        """Remove steps until `size` more bytes fit, then call `claim` with the number of bytes to reserve.
 
-        That is `size`, or `ROOM_BYTES` where they are free anyway. `CapacityError` if too little may be removed.
+        That number is `size`, or `ROOM_BYTES` if that is more and is free. Raises `CapacityError` if the removable
+        steps are too small.
         """
         with self.locked():
             missing = self._used() + size - self.limits.bytes
@@ -212,9 +217,10 @@ class LocalTier:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory's lock to count or change its content. Not reentrant.
+        """Hold the directory's lock, to count or change its content. Not reentrant.
 
-        `TimeoutError` after `LOCK_SECONDS`: another process was stopped while it held the lock, or its disk hangs.
+        Raises `TimeoutError` after `LOCK_SECONDS`. Then another process was stopped while it held the lock, or the disk
+        hangs.
         """
         with file_lock(self.root / "lock", LOCK_SECONDS, _POLL_SECONDS):
             yield
