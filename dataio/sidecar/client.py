@@ -2,7 +2,7 @@
 
 Invariant: importing this module loads neither msgspec messages nor sockets; `Sidecar` and `StagedJob` are loaded on
 first use.
-Failure behaviour: without a daemon, `open_reader` reads inside the process and logs so once.
+Failure behaviour: without a daemon, `open_reader` returns a reader that reads inside the process, and logs this once.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def __getattr__(name: str) -> object:
 
 
 def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter | None = None) -> ShardReader:
-    """A reader of `store`'s objects: through the node's sidecar while one answers, else by a cache inside this process.
+    """Open a reader of `store`'s objects. It reads through the node's sidecar if one answers, else inside this process.
 
-    The choice, and its reason, is logged once. When the sidecar dies the reader continues without it, and uses it again
-    when it is back; the bytes are the same.
+    The choice, and its reason, is logged once. When the sidecar dies, the reader continues without it, and uses it again
+    when it is back. The bytes are the same.
 
     Args:
         store: The store that holds the shards.
         sidecar: "auto" (the default socket, or none if HEADRACE_SIDECAR=off), the path of a socket, or None for no
-        sidecar.
+            sidecar.
         meter: Measures the loader that reads; its totals are reported to the sidecar.
 
     Returns:

@@ -1,11 +1,12 @@
 """A process's connection to the sidecar: requests, answers, and the events of staged jobs.
 
-Purpose: one socket shared by all threads of the process. A background thread receives events; a thread that sends a
-request receives its answer itself.
-Invariants: every wait has a deadline. Received descriptors are closed unless a request waits for them. While a request
-or a job is pending, a silent daemon is asked for its status after `PING_SECONDS`; if it stays silent it hangs, and the
-connection is closed. A connection does not survive `fork`: the child opens its own.
-Failure behaviour: when the connection breaks, every wait, now and later, raises `TransientError`. A staged job usually
+Purpose: one socket shared by all threads of the process. A background thread receives events. A thread that sends a
+request receives its answer itself, if no other thread is receiving.
+Invariants: every wait has a deadline. Received descriptors are closed unless a request waits for them. If the daemon is
+silent for `PING_SECONDS` while a request or a job is pending, it is asked for its status. If it does not answer within
+`HUNG_SECONDS`, it counts as hung, and the connection is closed. A connection does not survive `fork`: the child opens
+its own.
+Failure behaviour: when the connection breaks, every current and later wait raises `TransientError`. A staged job usually
 continues, but this process cannot know, so it must not write to the job's arena again.
 """
 
@@ -39,10 +40,11 @@ ANSWER_SECONDS = 30.0
 TICK_SECONDS = 1.0
 """Interval at which the background thread sends closed files, touched files and reports."""
 PING_SECONDS = 5.0
-"""How long the daemon may be silent while a request is pending, before it is asked for its status."""
+"""How long the daemon may be silent while a request or a job is pending, before it is asked for its status."""
 HUNG_SECONDS = 15.0
-"""How long it may take to answer that."""
+"""How long the daemon may then stay silent, before the connection is closed."""
 BATCH = 1024
+"""Maximum number of files in one message."""
 _TICK = struct.pack("@ll", int(TICK_SECONDS), 0)
 
 _log = get_logger(__name__)
@@ -59,7 +61,7 @@ class _Slot:
 
     def __init__(self, *, waits: bool) -> None:
         """`waits`: another thread receives the answer."""
-        self.waiting = threading.Lock() if waits else None  # an Event would cost several times as much
+        self.waiting = threading.Lock() if waits else None  # an Event costs several times as much
         if self.waiting is not None:
             self.waiting.acquire()
         self.answer: m.FromDaemon | None = None
@@ -67,7 +69,7 @@ class _Slot:
         self.done = False
 
     def wake(self) -> None:
-        """Called once, by the thread that removed the slot from the connection's table."""
+        """Mark the slot as done. The thread that removed it from the connection's table calls this once."""
         self.done = True
         if self.waiting is not None:
             self.waiting.release()
@@ -97,11 +99,11 @@ class Sidecar:
         self._broken: TransientError | None = None
         self._last_message, self._last_ping = time.monotonic(), 0.0
         self.closed_files: deque[int] = deque()
-        """Files to give back to the daemon. Finalizers append to it, from any thread at any time."""
+        """Files of which a hold has ended. Finalizers append to it, in any thread at any time."""
         self.touched_files: set[int] = set()
         self.forgotten: Callable[[int], None] = lambda _file: None
         self.reporting: Callable[[], m.Report | None] = lambda: None
-        """Called once a tick for the report to send, if the daemon supports reports."""
+        """Returns the report to send. Called once a tick, if the daemon supports reports."""
         self._reports = self.incremental = False
         self._thread = threading.Thread(target=self._receive, name="headrace-sidecar", daemon=True)
 
@@ -113,14 +115,14 @@ class Sidecar:
             sidecar: Path of the socket; "auto" is the default socket, None means no sidecar.
 
         Returns:
-            The connection, or None when no daemon answers or it belongs to another user.
+            The connection, or None if there is no sidecar, no daemon answers, or it belongs to another user.
         """
         path = paths.chosen(sidecar)
         if path is None:
             return None
         try:
             return cls._connect(path)
-        except (PermissionError, ConflictError) as error:  # another user's
+        except (PermissionError, ConflictError) as error:  # it belongs to another user
             warn_once(_log, f"this user may not use the sidecar on {path}: {getattr(error, 'strerror', error)}")
         except (OSError, HeadraceError) as error:
             _log.debug("no sidecar on %s: %s", path, error)
@@ -133,12 +135,12 @@ class Sidecar:
             sock.settimeout(CONNECT_SECONDS)
             wire.connect(sock, os.fspath(path), CONNECT_SECONDS)
             pid, uid = wire.peer(sock)
-            if uid not in (os.geteuid(), 0):  # root's is the service manager's, which passes it to the daemon
+            if uid not in (os.geteuid(), 0):  # root's service manager may have created the socket for the daemon
                 raise ConflictError(f"the sidecar on {path} belongs to user {uid}")
             wire.send_all(sock, wire.frame(m.encode(m.Hello(m.VERSION, os.getpid()))), (), CONNECT_SECONDS)
             found = cls(sock, path, pid)
             found._handshake()
-            # no Python timeout from here on: it would add a poll to every send and receive
+            # no Python timeout from here on, because it would add a poll to every send and receive
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
         except BaseException:
@@ -200,8 +202,11 @@ class Sidecar:
         return self._staged(answer)
 
     def follow(self, token: str) -> StagedJob:
-        """A job that was staged earlier, perhaps through another connection; `NotFoundError` when the daemon does not
-        know it."""
+        """A job that was staged earlier, perhaps through another connection.
+
+        Raises:
+            NotFoundError: The daemon does not know the job.
+        """
         answer, _ = self.call(lambda id: m.Follow(id, token))
         return self._staged(answer)
 
@@ -242,15 +247,17 @@ class Sidecar:
     def __repr__(self) -> str:
         return f"Sidecar({os.fspath(self.path)!r}, process {self.daemon_pid})"
 
-    # asking
+    # sending requests
 
     def call(
         self, build: Callable[[int], m.FromClient], descriptors: Sequence[int] = (), timeout: float = ANSWER_SECONDS
     ) -> tuple[Answer, tuple[int, ...]]:
-        """Send the message that `build` makes of a new id; returns its answer, and descriptors that are now the
-        caller's."""
-        # This thread receives its answer itself if no other thread is receiving, and starts before it sends: handing the answer
-        # over from the background thread would double the time of a round trip.
+        """Send the message that `build` returns for a new id, and wait for its answer.
+
+        Returns the answer and its descriptors, which the caller must close.
+        """
+        # This thread receives its answer itself if no other thread is receiving, and takes over before it sends. A handover
+        # from the background thread would double the time of a round trip.
         receives_itself = self._receiving.acquire(blocking=False)
         try:
             id, slot = next(self._ids), _Slot(waits=not receives_itself)
@@ -298,7 +305,7 @@ class Sidecar:
             with self._sending:
                 wire.send_all(self._sock, data, descriptors, timeout)
         except (OSError, DeadlineError) as error:
-            self._break(str(error))  # half a frame may have gone out
+            self._break(str(error))  # a part of a frame may have been sent
             self._raise_if_broken()
 
     def _raise_if_broken(self) -> None:
@@ -310,7 +317,7 @@ class Sidecar:
     # receiving
 
     def _wait(self, slot: _Slot, timeout: float) -> None:
-        """Wait until the slot has its answer; this thread receives it, unless the slot `waits`."""
+        """Wait until the slot has its answer. This thread receives it, unless another thread does (`slot.waiting`)."""
         if slot.waiting is not None:
             slot.waiting.acquire(timeout=timeout)
             return
@@ -330,9 +337,11 @@ class Sidecar:
             self._break(str(error))
 
     def _mute(self, events: int) -> None:
-        """Set the events that wake the background thread: 0 while another thread receives. The end of the connection
-        always does."""
-        try:  # noqa: SIM105  # twice in every round trip
+        """Set the events that wake the background thread: 0 while another thread receives.
+
+        The end of the connection always wakes it.
+        """
+        try:  # noqa: SIM105  # this runs twice in every round trip, and `suppress` is slower
             self._events.modify(self._fd, events)
         except (OSError, ValueError):  # the connection is closed
             pass
@@ -381,7 +390,7 @@ class Sidecar:
             if slot is not None:
                 slot.wake()
                 return
-            if isinstance(message, m.Opened) and frame.descriptors:  # too late: give the file back
+            if isinstance(message, m.Opened) and frame.descriptors:  # no request waits any more: end the hold
                 self.closed_files.append(message.file)
         elif isinstance(message, m.JobEvent):
             self._jobs.handle(message)
@@ -391,7 +400,7 @@ class Sidecar:
         wire.close_all(frame.descriptors)
 
     def _check_liveness(self) -> None:
-        """Close the connection if the daemon hangs, for example because it was stopped."""
+        """Raise `TransientError` if the daemon hangs, for example because it was stopped."""
         now = time.monotonic()
         if self._last_ping <= self._last_message:
             if now - self._last_message >= PING_SECONDS and (self._slots or self._jobs):
@@ -402,7 +411,7 @@ class Sidecar:
             raise TransientError(f"the daemon hangs: it has been silent for {now - self._last_message:.0f} s")
 
     def _housekeeping(self) -> None:
-        """Tell the daemon which files were closed, and which were read."""
+        """Tell the daemon which holds have ended, and which files were read."""
         with contextlib.suppress(TransientError):
             while closed := self._take_closed_files():
                 self.send(m.Closed(closed))
@@ -431,7 +440,7 @@ class Sidecar:
                 hint="staged checkpoints usually continue; do not write to their arenas; the next save finds completed work",
             )
             slots, self._slots = list(self._slots.values()), {}
-        if os.getpid() == self._pid:  # else it would end the parent's connection
+        if os.getpid() == self._pid:  # after a fork, the parent still uses the socket
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the background thread, which closes the socket
         for slot in slots:
@@ -455,10 +464,10 @@ _MAX_FACTOR = 8
 class AdaptivePoll:
     """Decides whether to poll for an answer before sleeping until it arrives.
 
-    The cache answers within tens of microseconds, and waking an idle processor may take as long; polling saves one of
-    the two wake-ups of a round trip. It lasts at most `SPIN_SECONDS`, is used only while answers usually arrive within
-    that time, and never on a machine with one processor, which the daemon needs. For one wait at a time. `polled`
-    counts waits that began with polling, `helped` those that ended during it.
+    The cache answers within tens of microseconds, and waking an idle processor may take as long. Polling saves one of the
+    two wake-ups of a round trip. It lasts at most `seconds`, and is used only while answers usually arrive within that
+    time. It is never used on a machine with one processor, which the daemon needs. Only one thread at a time may use the
+    object. `polled` counts waits that began with polling, `helped` those that ended during it.
 
     Adaptive spinning: Karlin, Li, Manasse, Owicki, SOSP 1991.
     """
@@ -473,11 +482,11 @@ class AdaptivePoll:
 
     @property
     def worth(self) -> bool:
-        """Whether to poll first now."""
+        """Whether the next wait should begin with polling."""
         return self._average < self.seconds and not self._one_processor
 
     def waited(self, seconds: float, *, polled: bool) -> None:
-        """Record a wait of `seconds`, infinity without an answer; `polled`: it began with polling."""
+        """Record a wait of `seconds` (infinity without an answer). `polled`: it began with polling."""
         self._average += (min(seconds, _MAX_FACTOR * self.seconds) - self._average) * _WEIGHT
         if polled:
             self.polled += 1

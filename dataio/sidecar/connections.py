@@ -1,10 +1,10 @@
-"""The daemon's clients: which may connect, what they send, and the state that the daemon keeps for each.
+"""The daemon's clients: it accepts connections, receives messages, and keeps the state of each client.
 
-Purpose: a thin shell around the sessions' state machines. It passes frames to a session, and the session's
+Purpose: input and output for the sessions' state machines. This module passes frames to a session, and the session's
 instructions to the service that executes them.
-Invariants: runs on the loop's thread and never blocks. A client's opens, held files and outbox are bounded, and
-everything it held is released when it disconnects. A client that does not read is disconnected when more than
-`OUTBOX_BYTES` wait for it. Received descriptors that were not passed on are closed with the connection.
+Invariants: runs on the loop's thread and never blocks. A client's opens, held files and outbox are bounded, and all its
+files are released when it disconnects. A client that does not read is disconnected when more than `OUTBOX_BYTES` wait
+for it. Received descriptors that were not passed on are closed with the connection.
 Failure behaviour: a client that breaks a rule, or whose socket fails, loses its connection; other clients are not
 affected. When no descriptor is left for a new client, the daemon tries again a second later.
 """
@@ -55,8 +55,11 @@ _log = get_logger(__name__)
 
 
 class ConnectionManager:
-    """All connections. `limit()` returns their maximum number, `status()` the daemon's status. `on_connect()` is called for each
-    new connection."""
+    """All connections.
+
+    `limit()` returns their maximum number, and `status()` the daemon's status. `on_connect()` is called for each new
+    connection.
+    """
 
     def __init__(
         self,
@@ -104,11 +107,11 @@ class ConnectionManager:
                 client.peer.close("")
 
     def dropped(self, file: int) -> None:
-        """The cache has dropped a file: tell the clients that hold it."""
+        """Tell the clients that hold this file that the cache has dropped it."""
         for client in list(self._clients.values()):
             client.execute(client.session.dropped(file))
 
-    # in and out
+    # connections
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -193,7 +196,7 @@ class ConnectionManager:
         if peer is None:
             return
         for instruction in instructions:
-            if type(instruction) is Send:  # the most common case, faster than a pattern
+            if type(instruction) is Send:  # the most common case; this is faster than a pattern
                 lease = instruction.lease
                 descriptor = lease.descriptor if isinstance(lease, Lease) else None
                 peer.send(m.encode(instruction.message), descriptor)
@@ -309,7 +312,7 @@ class ClientSocket:
             self._flush()
 
     def hang_up(self, reason: str) -> None:
-        """Close the connection after the outbox was sent."""
+        """Close the connection after the outbox was sent, at the latest after five seconds."""
         if not self.open:  # the client disconnected first
             return
         self._closing = True
@@ -357,7 +360,7 @@ class ClientSocket:
                 wire.close_all(frame.descriptors)
 
     def _try_send(self, data: bytes) -> bool:
-        """Try to send directly, which succeeds while the client reads; False if the frame must be queued."""
+        """Try to send without queueing, which succeeds while the client reads; False if the frame must be queued."""
         try:
             sent = wire.send(self._sock, data)
         except OSError:  # `_flush` reports it

@@ -2,11 +2,11 @@
 
 Purpose: the daemon's life cycle, from the lock of the socket to the drain, and its status. `connections`, `reads` and
 `staging` serve the clients' requests.
-Invariants: all state except the cache engine's belongs to the loop's thread. An idle daemon does not wake up
-(`Ticker`).
+Invariants: the daemon's state belongs to the loop's thread, except that of the cache engine, the open stores and the
+local tier, which have locks of their own. A daemon without clients and jobs records no history (`Ticker`).
 Failure behaviour: SIGTERM and SIGINT drain the daemon. It accepts no new clients or jobs, answers opens with
-`bypassed`, and finishes staged checkpoints within `drain_seconds`. Then `serve` returns True. It returns False when
-jobs are left; running workers continue without the daemon.
+`bypassed`, and waits up to `drain_seconds` for staged checkpoints. `serve` returns True if all of them have ended, else
+False; running workers continue without the daemon.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _log = get_logger(__name__)
 
 
 class Daemon:
-    """One daemon; `serve` runs it to its end."""
+    """One daemon. Call `serve` once."""
 
     def __init__(
         self, config: Config, opener: Callable[[Location], Store], reload: Callable[[], Config] | None = None
@@ -64,7 +64,7 @@ class Daemon:
         self._tier: TierService | None = None
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> bool:
-        """Run until SIGTERM or SIGINT. Returns whether every staged checkpoint was finished."""
+        """Run until SIGTERM or SIGINT. Returns whether every staged checkpoint has ended."""
         limit_malloc_arenas()
         self._inherited = systemd.listening()
         if self._inherited is not None:
@@ -239,7 +239,7 @@ class Daemon:
         return self._engine.stats(), self._engine.tier_stats()
 
     def _busy(self) -> bool:
-        """Whether the state may change without a new client: there are clients or jobs."""
+        """Whether there are clients or jobs, so the state may change without a new client."""
         return bool(len(self._clients) or self._jobs.busy)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
@@ -255,13 +255,13 @@ def _listen(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     sock.bind(os.fspath(path))
-    path.chmod(0o600)  # the directory is private already
+    path.chmod(0o600)  # an additional protection: the directory is private
     sock.listen(1024)
     return sock
 
 
 def _raise_descriptor_limit() -> int:
-    """Raise the limit of open descriptors to the hard limit; returns the new limit."""
+    """Raise the soft limit of open descriptors to the hard limit; returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
     if soft < wanted:
@@ -298,7 +298,7 @@ class Ticker:
         self._due = False
 
     def wake(self) -> None:
-        """Record a point of the current state, and further ones every `seconds`, because the state may change from now on."""
+        """The state may change from now on: record a point now, and further ones every `seconds`."""
         if not self._due:
             self._due = True
             self._record()

@@ -3,8 +3,8 @@
 Invariants: the socket lies in a directory that only its owner may enter. The process that holds the lock on
 `<socket>.lock` is the daemon of that socket. The kernel releases the lock when that process dies, so a dead daemon's
 socket can be taken over safely.
-Failure behaviour: `ConflictError` names the pid of the daemon that holds the socket; `AccessDeniedError` a directory
-that is not private.
+Failure behaviour: `ConflictError` names the pid of the daemon that holds the socket. `AccessDeniedError` names a
+directory that is not private.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ OFF = "off"
 
 
 def default_socket(environ: Mapping[str, str] = os.environ) -> Path:
-    """`$HEADRACE_SIDECAR`, or `headrace/sidecar.sock` in `$XDG_RUNTIME_DIR`, or in a directory of this user's in
-    /tmp."""
+    """The default path of the socket.
+
+    It is `$HEADRACE_SIDECAR`, else `headrace/sidecar.sock` in `$XDG_RUNTIME_DIR`, else `sidecar.sock` in this user's own
+    directory in /tmp.
+    """
     named = environ.get("HEADRACE_SIDECAR")
     if named and named != OFF:
         return Path(named)
@@ -35,16 +38,20 @@ def default_socket(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def chosen(sidecar: str | os.PathLike[str] | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The socket path for a client's `sidecar` argument, None for no sidecar. "auto" is the default socket, unless
-    `$HEADRACE_SIDECAR` is `off`."""
+    """The socket path for a client's `sidecar` argument; None for no sidecar.
+
+    "auto" is the default socket, unless `$HEADRACE_SIDECAR` is `off`.
+    """
     if sidecar != "auto":
         return None if sidecar is None else Path(sidecar)
     return None if environ.get("HEADRACE_SIDECAR") == OFF else default_socket(environ)
 
 
 def claim(socket: Path, *, keep: bool = False) -> int:
-    """Become the daemon of `socket`; returns the lock's descriptor, which must stay open until the daemon ends. A dead
-    daemon's socket file is removed, unless `keep` says that the service manager made it."""
+    """Become the daemon of `socket`; returns the lock's descriptor, which must stay open until the daemon ends.
+
+    A dead daemon's socket file is removed. With `keep` it stays, because the service manager created it.
+    """
     if len(os.fsencode(socket)) > SOCKET_PATH_BYTES:
         raise UsageError(
             f"{socket} is too long for a Unix socket: the limit is {SOCKET_PATH_BYTES} bytes",

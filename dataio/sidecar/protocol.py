@@ -2,8 +2,8 @@
 
 Invariants: every message is one tagged msgpack map of at most `limits.MESSAGE_BYTES`. No message contains code or
 secrets; a location is sent without credentials, because each side uses its own. A request has an `id`, which its answer
-repeats. `Stage` has two file descriptors and `Opened` at most one; no other message has any. The keys of the maps are
-fixed: a field with another name gives its key with `name=`.
+repeats. `Stage` has two file descriptors and `Opened` at most one; no other message has any. The keys of the maps never
+change: a field whose name differs from its key sets the key with `name=`.
 Failure behaviour: an invalid message raises `UsageError`, and its connection is closed.
 """
 
@@ -21,7 +21,7 @@ VERSION = 1
 NORMAL, PREEMPTION = 0, 1
 """Priorities of a staged checkpoint."""
 RANGES = 1024
-"""Ranges in one `Open` or `Announce`."""
+"""Maximum number of ranges in one `Open` or `Announce`."""
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
@@ -49,7 +49,7 @@ class Where(msgspec.Struct, frozen=True):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First message of a connection."""
+    """The first message of a connection. Answered by `Welcome` or `Refused`."""
 
     version: int
     pid: int
@@ -58,8 +58,8 @@ class Hello(Message, frozen=True, tag="hello"):
 class Open(Message, frozen=True, tag="open"):
     """Request ranges, (offset, length), of an object.
 
-    Answered by `Opened`, `Bypassed` or `Failed` once the ranges are in the cache, or after `deadline` seconds. `have` is
-    the file that the client holds for this object, 0 for none. Its descriptor is not sent again.
+    Answered by `Opened` once the ranges are in the cache, or by `Bypassed` or `Failed`, at the latest after `deadline`
+    seconds. `have` is the file that the client holds for this object, 0 for none. Its descriptor is not sent again.
     """
 
     id: Id
@@ -72,7 +72,7 @@ class Open(Message, frozen=True, tag="open"):
 
 
 class Announce(Message, frozen=True, tag="announce"):
-    """Announce the next reads, (key, offset, length), soonest first. At most `RANGES`. Not answered.
+    """Announce the next reads, (key, offset, length), soonest first. Not answered.
 
     The list replaces the last announcement. With `dropped` it is incremental: remove that many ranges from the start of
     the last list, and append these.
@@ -91,13 +91,13 @@ class Touched(Message, frozen=True, tag="touched"):
 
 
 class Closed(Message, frozen=True, tag="closed"):
-    """One hold on each of these files ended. Not answered."""
+    """One hold on each of these files has ended. Not answered."""
 
     files: Files
 
 
 class Stage(Message, frozen=True, tag="stage"):
-    """Stage a checkpoint. The message has the descriptors of the arena and of the put plan.
+    """Stage a checkpoint. The message has the descriptors of the arena and of the put plan, in this order.
 
     Answered by `Staged` or `Failed`.
     """
@@ -137,9 +137,10 @@ class AskStatus(Message, frozen=True, tag="status?"):
 
 
 class Report(Message, frozen=True, tag="report"):
-    """Totals of one loader or checkpointer since it began (docs/design/0003). A lost report does no harm.
+    """Totals of one loader or checkpointer since it began (docs/design/0003). Not answered.
 
-    Not answered.
+    A later report contains the totals of a lost one. `wall`, `wait`, `idle` and `stall` are in seconds, `read` is in
+    bytes, and `committed` is the Unix time at which `step` was committed.
     """
 
     source: Id
@@ -182,8 +183,8 @@ class Refused(Message, frozen=True, tag="refused"):
 class Opened(Message, frozen=True, tag="opened"):
     """The ranges are in `file`. Its read-only descriptor is attached, unless the client has it.
 
-    `present`: all runs, (first, end), that are in the file; a run that is present stays present. `once`: the cache has
-    dropped the file already, so close it after this read; no `Forget` follows. `also`: the present runs of some other
+    `present`: the runs of bytes, (first, end), that are in the file; a run that is present stays present. `once`: the
+    cache does not keep the file, so close it after this read; no `Forget` follows. `also`: the present runs of some other
     files that the client holds.
     """
 
@@ -202,7 +203,7 @@ class Bypassed(Message, frozen=True, tag="bypassed"):
 
 
 class Forget(Message, frozen=True, tag="forget"):
-    """The cache has dropped this file: close it when its last view is released."""
+    """The cache has dropped this file: the client should close it when its last view is released."""
 
     file: Id
 
@@ -215,7 +216,7 @@ class Staged(Message, frozen=True, tag="staged"):
 
 
 class Progress(Message, frozen=True, tag="progress"):
-    """Bytes that a job has processed, and its total."""
+    """The bytes that a job has processed so far, and their total."""
 
     token: Name
     done: Size

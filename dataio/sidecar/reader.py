@@ -1,6 +1,7 @@
 """Reads shards through the node's daemon, and falls back to reading without it.
 
-Purpose: the bytes come from a mapping of the daemon's cache file, so a byte is fetched once per node and never copied.
+Purpose: the bytes come from a mapping of the daemon's cache file. So the trainers of a node share what the daemon
+fetched, and `read` copies nothing.
 Invariants: the bytes are the same with and without the daemon. A view stays valid while it is referenced, even when the
 daemon evicts the file or dies. Ranges that are known to be present are read without a message to the daemon, and
 without waiting for another thread.
@@ -37,12 +38,13 @@ from headrace.dataio.store.base import Store
 
 RETRY_SECONDS = 3.0
 _CONNECT_SHARE = 0.05
-"""Maximum share of the time that is spent on connecting to a daemon that does not answer."""
+"""Maximum share of time that the reader spends on connecting to a daemon that does not answer."""
 OPEN_SECONDS = 60.0
 MAPPED_FILES = 128
 TALLY_READS = 64
+"""Number of reads after which their bytes are passed to the metrics."""
 NEW_SHARE = 4
-"""An announcement is sent when at least one part in this many of it is new."""
+"""An announcement is sent if at least 1/`NEW_SHARE` of it is new."""
 _ANNOUNCE_BYTES = limits.MESSAGE_BYTES - 16 * limits.KIB
 
 _log = get_logger(__name__)
@@ -50,8 +52,10 @@ _FROM_CACHE = metrics.cache_bytes.labels("cache")
 
 
 class _Hold:
-    """A hold on one of the daemon's files. When it is garbage-collected, the connection tells the daemon that the file
-    was closed."""
+    """A hold on one of the daemon's files.
+
+    When it is garbage-collected, the connection tells the daemon that the hold has ended.
+    """
 
     __slots__ = ("_connection", "_file")
 
@@ -63,8 +67,10 @@ class _Hold:
 
 
 class _Known:
-    """A mapped file of the daemon, and its present runs. `used`: it was read since it was last considered for
-    eviction."""
+    """A mapped file of the daemon, and its present runs.
+
+    `used`: it was read since it was last considered for eviction. `first` and `end` are its only run, if it has just one.
+    """
 
     __slots__ = ("end", "file", "first", "mapped", "present", "used", "whole")
 
@@ -74,8 +80,10 @@ class _Known:
         self.first, self.end = present[0] if len(present) == 1 else (0, 0)
 
     def views(self, ranges: Ranges) -> list[memoryview] | None:
-        """Read-only views, or None if not all is known to be present. The most common case first: this is on the path
-        of every read."""
+        """Read-only views, or None if some bytes are not known to be present.
+
+        Every read calls this, so the most common case, a single run, is checked first.
+        """
         whole, first, end, found = self.whole, self.first, self.end, list[memoryview]()
         for offset, length in ranges:
             if offset < first or offset + length > end:
@@ -95,7 +103,7 @@ class _Tally:
         self._reads = self._delivered = self._cached = 0
 
     def read(self, size: int, cached: int) -> None:
-        """`size` bytes were read, `cached` of them without asking the daemon."""
+        """Count `size` bytes that were read, `cached` of them without a request to the daemon."""
         with self._lock:
             self._delivered += size
             self._cached += cached
@@ -105,7 +113,7 @@ class _Tally:
         self.send()
 
     def send(self) -> None:
-        """Pass on what was counted."""
+        """Pass the counts to the metrics and the meter."""
         with self._lock:
             delivered, cached = self._delivered, self._cached
             self._reads = self._delivered = self._cached = 0
@@ -121,8 +129,7 @@ class _Tally:
 
 
 class SidecarReader:
-    """A `ShardReader` of `store` through the daemon at `sidecar`, or through a cache in this process while there is
-    none."""
+    """A `ShardReader` of `store` through the daemon at `sidecar`, or inside this process while no daemon answers."""
 
     def __init__(
         self, store: Store, sidecar: SidecarName, clock: Clock = SYSTEM_CLOCK, *, meter: LoaderMeter | None = None
@@ -175,14 +182,14 @@ class SidecarReader:
         return one_by_one(self, reads)
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
-        """Have the daemon prefetch what will be read next."""
+        """Make the daemon prefetch the ranges that will be read next."""
         connection = self._connected()
         if connection is None:
             self._fallback().announce(upcoming)
             return
         if self._announced_on is connection and (self._mostly_announced(upcoming) or self._all_known(upcoming)):
             return  # little or nothing is left to prefetch, as in most of a later epoch
-        with self._announcing:  # each continues the one before
+        with self._announcing:  # each announcement continues the one before
             try:
                 connection.send(self._announcement(connection, upcoming))
             except HeadraceError as error:
@@ -206,7 +213,7 @@ class SidecarReader:
     # through the daemon
 
     def _all_known(self, upcoming: Sequence[tuple[str, int, int]]) -> bool:
-        """Whether all of it is known to be present. Checks from the end, where missing ranges are."""
+        """Whether all ranges are known to be present. Checks from the end, where missing ranges are most likely."""
         name, first, end = "", 0, -1
         for key, offset, length in reversed(upcoming):
             if key != name:
@@ -217,13 +224,15 @@ class SidecarReader:
         return True
 
     def _mostly_announced(self, upcoming: Sequence[tuple[str, int, int]]) -> bool:
-        """Whether most of it was announced already: handling an announcement costs the daemon about a tenth of a
-        block's fetch."""
+        """Whether most of the list was announced already.
+
+        If so, it is not sent: handling an announcement costs the daemon about a tenth of a block's fetch.
+        """
         few = len(upcoming) // NEW_SHARE
         return few > 0 and bool(self._announced) and self._announced[-1] in upcoming[-few:]
 
     def _announcement(self, connection: Sidecar, upcoming: Sequence[tuple[str, int, int]]) -> m.Announce:
-        """The message for this list: only its new part, if the daemon knows the rest."""
+        """The message for this list. It has only the new part if the daemon knows the rest."""
         last = self._announced if self._announced_on is connection and connection.incremental else []
         self._announced_on = connection
         removed = dropped_count(last, list(upcoming))
@@ -293,8 +302,10 @@ class SidecarReader:
                     more.used = known.used
 
     def _evicted(self) -> _Known:
-        """The oldest entry that was not used since it was last considered (the clock algorithm), so reads need not
-        reorder."""
+        """Remove and return the oldest entry that was not used since it was last considered (the clock algorithm).
+
+        So reads need not reorder the entries.
+        """
         while True:
             key, known = self._known.popitem(last=False)
             if not known.used:
@@ -308,7 +319,7 @@ class SidecarReader:
             removed = [self._known.pop(key) for key in [k for k, known in self._known.items() if known.file == file]]
         del removed
 
-    # connecting, and falling back
+    # connecting and falling back
 
     def _connected(self) -> Sidecar | None:
         """The connection; reconnects when `RETRY_SECONDS` have passed."""

@@ -1,9 +1,9 @@
 """Reads that clients request from the daemon: opens, answered when the cache has the bytes, and announcements.
 
 Purpose: connects the sessions' state machines with the cache engine, and keeps the stores open that clients read from.
-Invariants: runs on the loop's thread, which never waits for a store: a store that must be opened first, and an open
-that must wait, continue in tasks and threads. Stores are opened with the daemon's own credentials. At most `limit` are
-open, and a store is never closed while an open of it is in progress.
+Invariants: runs on the loop's thread, which never waits for a store. A store is opened in another thread, and an open
+that must wait continues in a task. Stores are opened with the daemon's own credentials. At most `limit` stores are kept
+open, and none is closed while an open of it is in progress.
 Failure behaviour: any error of a location or a store goes only to the client that sent the request. `CapacityError`
 when all stores are in use. While the daemon drains, opens are answered with `bypassed` and announcements are dropped.
 """
@@ -66,7 +66,7 @@ class ReadService:
         self.draining = False
 
     def present(self, client: ClientState, request: m.Open) -> Lease | None:
-        """A lease if all ranges are present: the fast path of most reads, which uses no store."""
+        """A lease if all ranges are present, else None. The fast path of most reads: it uses no store."""
         if self.draining:
             return None
         try:
@@ -76,7 +76,7 @@ class ReadService:
         return self._engine.present(source, request.key, request.ranges, id(client))
 
     def grown(self, client: ClientState) -> session.Grown:
-        """Files with more present bytes than the client knows. Sending their runs saves requests."""
+        """Files with more present bytes than the client knows. If it gets their runs, it needs fewer requests."""
         return self._engine.grown(client.session.sent_runs)
 
     def open(self, client: ClientState, request: m.Open) -> None:
@@ -87,7 +87,7 @@ class ReadService:
         location = m.location(request.where)
         try:
             store = self._stores.acquire_open(location)
-        except Exception as error:  # as below
+        except Exception as error:  # for example, invalid options
             client.execute(client.session.open_failed(request.id, error))
             return
         if store is None:
@@ -107,7 +107,7 @@ class ReadService:
         client.execute(self._outcome(client, request.id, found))
 
     def prefetch(self, client: ClientState, request: m.Announce) -> None:
-        """Process an announcement."""
+        """Process an announcement. It is dropped while the store of an earlier one is being opened."""
         if self.draining or client.opening:
             return
         location = m.location(request.where)
@@ -160,8 +160,10 @@ class ReadService:
             self._await(waiting, future)
 
     def _await(self, waiting: _Waiting, future: Future[Lease | None]) -> None:
-        """Answer when the cache has the bytes. Results are delivered together: waking the loop costs as much as an
-        answer."""
+        """Answer when the cache has the bytes.
+
+        Results are delivered together, because waking the loop costs as much as an answer.
+        """
 
         def on_result(future: Future[Lease | None]) -> None:
             with self._results_lock:
@@ -220,7 +222,7 @@ class _Open:
 
 
 class StoreCache:
-    """The open stores by location. Thread-safe. `closing` is called before a store closes."""
+    """The open stores by location. Thread-safe. `closing` is called with a store's name before the store is closed."""
 
     def __init__(
         self, opener: Callable[[Location], Store], closing: Callable[[str], None] = lambda _: None, limit: int = 32
@@ -257,8 +259,11 @@ class StoreCache:
             self._open[source_of(location)].users -= 1
 
     def renew(self, replaced: Callable[[str, Store], None]) -> None:
-        """Reopen every store with the current credentials; `replaced` is called for each. The old ones are closed after
-        `CLOSE_DELAY_SECONDS`, when their requests are done. A store that cannot be reopened stays in use."""
+        """Reopen every store with the current credentials; `replaced` is called for each.
+
+        The old stores are closed after `CLOSE_DELAY_SECONDS`, so their requests have time to end. A store that cannot be
+        reopened stays in use.
+        """
         with self._lock:
             locations = {source: entry.store.location for source, entry in self._open.items()}
         for source, location in locations.items():

@@ -3,10 +3,10 @@
 States: *new* (only `Hello` is valid), *ready*, *over*. Events are the client's messages and the results of its
 requests. `connections` executes the instructions in order.
 
-Invariants: the descriptors of a message end up in exactly one instruction, which may be `Discard`. Every request of a
+Invariants: the descriptors of a message are in exactly one instruction, which may be `Discard`. Every request of a
 ready connection is answered once. A file that was sent is held until the client has closed it as often as it was sent,
-or until the connection ends. At most `OPENS` opens are in progress and `HELD` files held; a request above a limit gets
-a capacity error.
+or until the connection ends. At most `OPENS` opens and `RECALLS` fetches from the buddy are in progress, and the client
+has at most `HELD` holds on files; a request above a limit gets a capacity error.
 Failure behaviour: a message that the state does not allow, or with descriptors that it must not have, ends the
 connection.
 """
@@ -45,7 +45,7 @@ class Holdable(Protocol):
 
 
 class Send(msgspec.Struct, frozen=True):  # creating a dataclass takes five times as long
-    """Send the message; with `lease`, its read-only descriptor goes along."""
+    """Send the message, and the read-only descriptor of `lease` if there is one."""
 
     message: m.FromDaemon
     lease: Holdable | None = None
@@ -178,7 +178,7 @@ class Session:
                 return [Record(message)]
 
     def end(self) -> None:
-        """The connection has ended: release everything it held."""
+        """The connection has ended: release all files that it held."""
         self.state = "over"
         self._held.clear()
         self.sent_runs.clear()
@@ -189,20 +189,24 @@ class Session:
     # results
 
     def opened(self, request: int, lease: Holdable | None, grown: Grown = ()) -> list[Instruction]:
-        """The ranges of this open are in the cache; with None, the cache has no room for them. `grown`: files of `sent_runs`
-        of which more is present now."""
+        """Answer an open: its ranges are in the cache, or the cache has no room for them (`lease` is None).
+
+        `grown`: files of `sent_runs` that have more present bytes now.
+        """
         if request not in self._opens:
             return []
         have = self._opens.pop(request)
         return [Send(m.Bypassed(request))] if lease is None else self._send_opened(request, have, lease, grown)
 
     def can_open_now(self, request: m.Open) -> bool:
-        """Whether an open without descriptors may be answered by `opened_now`. If not, `received` handles it and
-        reports any error."""
+        """Whether an open without descriptors may be answered by `opened_now`.
+
+        If not, pass it to `received`, which reports any error.
+        """
         return self.state == "ready" and request.id not in self._opens and len(self._opens) < OPENS
 
     def opened_now(self, request: m.Open, lease: Holdable, grown: Grown = ()) -> list[Instruction]:
-        """The ranges were in the cache when the request arrived."""
+        """Answer an open whose ranges were in the cache when it arrived."""
         return self._send_opened(request.id, request.have, lease, grown)
 
     def _send_opened(self, request: int, have: int, lease: Holdable, grown: Grown) -> list[Instruction]:
@@ -233,7 +237,7 @@ class Session:
         return [Send(m.Staged(request, token))]
 
     def recalled(self, request: int, found: bool) -> list[Instruction]:
-        """The buddy's copy was fetched, or not."""
+        """The fetch of the buddy's copy has ended. `found`: whether the object is in the local tier now."""
         if self.state != "ready":
             return []
         self._recalls -= 1
@@ -251,12 +255,12 @@ class Session:
 
     @property
     def held(self) -> int:
-        """Files that the client holds."""
+        """Number of files that the client holds."""
         return len(self._held)
 
     @property
     def opens(self) -> int:
-        """Opens in progress."""
+        """Number of opens in progress."""
         return len(self._opens)
 
     # inside

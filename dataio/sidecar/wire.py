@@ -1,6 +1,6 @@
-"""Frames on a Unix stream socket, with file descriptors alongside.
+"""Frames on a Unix stream socket, with file descriptors.
 
-A frame is a 4-byte little-endian length, one byte that counts its descriptors, and the payload. Descriptors travel by
+A frame is a 4-byte little-endian length, one byte that counts its descriptors, and the payload. Descriptors are sent by
 SCM_RIGHTS with the frame's first bytes, so they arrive no later than the frame's end. The framer queues received
 descriptors, and each complete frame takes its own from the queue.
 
@@ -32,7 +32,7 @@ _ANCILLARY = socket.CMSG_SPACE((DESCRIPTORS + 2) * array.array("i").itemsize)
 CHUNK = 64 * limits.KIB
 _TRUNCATED, _CLOEXEC, _NOSIGNAL = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)
 _DONTWAIT = int(socket.MSG_DONTWAIT)
-"""As plain integers: arithmetic on the enum costs a microsecond per operation."""
+"""The flags as plain integers: arithmetic on the enum costs a microsecond per operation."""
 
 
 class Frame(NamedTuple):
@@ -136,7 +136,8 @@ def send(sock: socket.socket, data: memoryview | bytes, descriptors: Sequence[in
 def connect(sock: socket.socket, path: str, timeout: float) -> None:
     """Connect within `timeout` seconds.
 
-    A full accept queue is an error of a socket with a timeout; the call is then tried again.
+    On a socket with a timeout, `connect` fails at once when the accept queue is full. It is repeated until it succeeds or
+    the time is over.
     """
     until = time.monotonic() + timeout
     while True:
