@@ -21,11 +21,13 @@ def test_a_rank_copies_by_its_share_of_the_cores_up_to_eight(cores: int, ranks: 
     assert threads(cores, ranks) == expected
 
 
-@pytest.mark.parametrize(("told", "ranks"), [("", 1), ("many", 1), ("1", 1), (str(len(os.sched_getaffinity(0))), 0)])
+@pytest.mark.parametrize(
+    ("local_world_size", "ranks"), [("", 1), ("many", 1), ("1", 1), (str(len(os.sched_getaffinity(0))), 0)]
+)
 def test_the_share_is_by_what_the_launcher_says_of_this_node(
-    messages: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+    local_world_size: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", messages)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     cores = len(os.sched_getaffinity(0))
     assert copy_threads.num_copy_threads() == threads(cores, ranks or cores)
 
