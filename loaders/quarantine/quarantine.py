@@ -1,17 +1,17 @@
 """The quarantine of one loader: the samples that it skipped, and why.
 
-Purpose: one damaged sample costs itself and nothing else, and the log names it.
+Purpose: a damaged sample affects nothing but itself, and the log names it.
 
 Invariants:
-- Which samples are skipped is a pure function of the stored bytes and the order, never of timing. Every world size and
-  every resumed run skips and substitutes the same samples. A shared list enters by its version.
-- Wrong *bytes* (a checksum that does not match, a missing shard) mark the sample as known bad. It is skipped wherever
-  it comes up again, and its number is part of the loader's state, so a later repair does not change a run that goes on.
-- A *clip* that does not decode, or that needs a wrong piece of a file that is read in part, is skipped only there.
-  Other clips of the same video may be whole, and this rank does not know what other ranks read of it.
+- Which samples are skipped depends only on the stored bytes, the order and the version of a shared list, never on
+  timing. Every world size and every resumed run skips and substitutes the same samples.
+- If a sample's *bytes* are wrong (a wrong checksum, a missing shard), the sample is marked as known bad. It is skipped
+  wherever it appears again. Its id is part of the loader's state, so a later repair does not change a resumed run.
+- If only a *clip* cannot be decoded, or needs a wrong part of a file that is read in part, only that clip is skipped.
+  Other clips of the same video may be intact, and this rank does not know which parts of it other ranks read.
 
-Failure behaviour: `CorruptionError` once more than `limit` samples were skipped: then something larger is wrong. Each
-sample is logged once.
+Failure behaviour: `CorruptionError` if more than `limit` samples were skipped, since the cause is then not a single
+sample. Each sample is logged once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _log = get_logger(__name__)
 
 
 def skips_allowed(limit: float, samples: int) -> int:
-    """How many samples may be skipped: `limit` itself or, if it is below 1, that share of the epoch's `samples`, at
-    least one."""
+    """How many samples may be skipped.
+
+    This is `limit` itself or, if `limit` is below 1, that fraction of the epoch's `samples`, at least one.
+    """
     limit = checked("max_bad_samples", limit, float)
     if not 0 <= limit < math.inf or (limit >= 1 and limit != int(limit)):
         raise UsageError(f"max_bad_samples={limit!r} is neither a share nor a number", hint="use 0.01, or 100")
@@ -45,8 +47,8 @@ class Quarantine:
     Args:
         limit: how many samples may be skipped.
         on_first: called once for each skipped sample.
-        remember: called for each sample with wrong bytes, and its epoch. It returns True if it remembers the sample
-            from now on, so that states need not.
+        remember: called with each sample that has wrong bytes, and its epoch. It returns True if it stored the sample,
+            so that states need not.
     """
 
     def __init__(
@@ -65,19 +67,19 @@ class Quarantine:
     def mark_bad(self, ref: SampleRef, error: HeadraceError) -> None:
         """Never read this sample again. It is skipped at once, and listed when its batch is delivered.
 
-        The error is kept without its frames, which would keep the bytes that were read.
+        The error is stored without its traceback, which would keep the bytes that were read in memory.
         """
         with self._lock:
             self._known_bad.setdefault((ref.source, ref.sample.id), type(error)(error.message, hint=error.hint))
 
     def known_bad(self, ref: SampleRef) -> HeadraceError | None:
-        """Why this sample is not read any more, or None."""
+        """The error because of which this sample is not read any more, or None."""
         if ref.known_bad is not None and (listed := ref.known_bad.refuses(ref)) is not None:
             return listed
         return self._known_bad.get((ref.source, ref.sample.id))
 
     def deliver(self, skipped: Iterable[SkippedSample], epoch: int = 0) -> None:
-        """Count the samples that were skipped for a batch that the trainer receives now."""
+        """Record the samples that were skipped for the batch that the trainer receives now."""
         for one in skipped:
             metrics.quarantined_samples.labels(one.code).inc()
             which = (one.source, one.id)
@@ -98,18 +100,18 @@ class Quarantine:
 
     @property
     def skipped(self) -> tuple[SkippedSample, ...]:
-        """Every sample skipped since the loader was made or its state was loaded, once, in the order of the batches."""
+        """Each sample skipped since the loader was created or its state was loaded, in the order of the batches."""
         return tuple(self._delivered.values())
 
     def state(self) -> tuple[tuple[int, int], ...]:
-        """Source and number of the known bad samples of delivered batches that no shared list remembers."""
+        """Source and id of each known bad sample of the delivered batches, except those that a shared list stores."""
         found = {which for which, skipped in self._delivered.items() if skipped.permanent}
         return tuple(sorted((self._loaded | found) - self._remembered))
 
     def load(self, state: Sequence[tuple[int, int]]) -> None:
         """Restore what `state` returned."""
         known = dict[tuple[int, int], HeadraceError]()
-        if state:  # the first error of a process takes a millisecond to make
+        if state:  # creating the first error of a process takes a millisecond
             reason = CorruptionError("its bytes were found to be wrong before this run was resumed")
             known = dict.fromkeys(state, reason)
         with self._lock:

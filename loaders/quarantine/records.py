@@ -1,11 +1,16 @@
-"""Skipped samples, written down on this machine for people.
+"""Skipped samples, recorded on this machine for users to read.
 
-Purpose: `headrace quarantine` lists, during a run or after it, the samples that its loaders skipped, and why. Needs no
-torch.
-Invariants: a record is one line of JSON, appended by one write, so the ranks of a node share a file. It lies in a
-private directory of this machine, never in the dataset. No run reads it: the samples that a run trains on stay a
-function of the dataset's version and the loader's state. A file takes at most `FILE_BYTES`.
-Failure behaviour: a loader that cannot write goes on, and logs that once. Unreadable lines are passed over and counted.
+Purpose: `headrace quarantine` lists the samples that a run's loaders skipped, and why, during the run or after it.
+Needs no torch.
+
+Invariants:
+- A record is one line of JSON, appended by one write, so the ranks of a node can share a file.
+- The file is in a private directory of this machine, never in the dataset. It takes at most `FILE_BYTES`.
+- No run reads the records. The samples that a run trains on depend only on the dataset's version and the loader's
+  state.
+
+Failure behaviour: a loader that cannot write a record continues, and logs one warning. Readers skip and count
+unreadable lines.
 """
 
 from __future__ import annotations
@@ -33,15 +38,15 @@ class SkippedSample(msgspec.Struct, frozen=True, kw_only=True, rename={"permanen
     """A sample that was skipped.
 
     Args:
-        id: number of the sample in its dataset.
+        id: id of the sample in its dataset.
         key: key of the sample.
-        shard: object that holds the sample.
-        offset: where its first file begins in the shard, in bytes.
+        shard: object that contains the sample.
+        offset: byte offset of its first file in the shard.
         code: code of the error.
         reason: message of the error.
-        permanent: True if its bytes are wrong, False if one clip does not decode. Stored as "for_good".
+        permanent: True if the sample's bytes are wrong, False if one clip cannot be decoded. Stored as "for_good".
         dataset: URL of the dataset.
-        source: number of the dataset in the plan.
+        source: index of the dataset in the plan.
     """
 
     id: int
@@ -56,21 +61,22 @@ class SkippedSample(msgspec.Struct, frozen=True, kw_only=True, rename={"permanen
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A skipped sample as it was written, and the version of the dataset then."""
+    """A skipped sample, and the version of the dataset at that time."""
 
     skipped: SkippedSample
     version: int
 
     def to_json(self) -> str:
-        """One line."""
+        """The record as one line of JSON."""
         return json.dumps({**msgspec.to_builtins(self.skipped), "version": self.version}, ensure_ascii=False)
 
 
 def directory(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The directory of the records, or None if none are kept.
 
-    It is `$HEADRACE_QUARANTINE`, where `off` keeps none; by default `headrace/quarantine` in `$XDG_STATE_HOME` or
-    ~/.local/state. A user without a home directory, as in some containers, keeps none.
+    It is `$HEADRACE_QUARANTINE`; the value `off` keeps no records. The default is `headrace/quarantine` in
+    `$XDG_STATE_HOME` or ~/.local/state. For a user without a home directory, as in some containers, no records are
+    kept.
     """
     named = environ.get("HEADRACE_QUARANTINE")
     if named == OFF:
@@ -90,7 +96,7 @@ def file_of(folder: Path, dataset: str) -> Path:
 
 
 def write(skipped: SkippedSample, version: int, folder: Path | None) -> None:
-    """Append a record."""
+    """Append a record. Errors are logged, not raised."""
     if folder is None:
         return
     line = (Record(skipped, version).to_json() + "\n").encode()
@@ -112,7 +118,8 @@ def write(skipped: SkippedSample, version: int, folder: Path | None) -> None:
 
 
 def read(folder: Path, dataset: str | None = None) -> Iterator[Record | None]:
-    """The records of one dataset, or of all, oldest first; None for an unreadable line."""
+    """Yield the records of one dataset, or of all datasets, oldest first in each file. None stands for an unreadable
+    line."""
     paths = [file_of(folder, dataset)] if dataset is not None else sorted(folder.glob(f"*{_SUFFIX}"))
     for path in paths:
         if path.is_file():
@@ -121,7 +128,10 @@ def read(folder: Path, dataset: str | None = None) -> Iterator[Record | None]:
 
 
 def distinct(folder: Path, dataset: str | None = None) -> tuple[list[Record], int]:
-    """Each sample of each version once, and the number of unreadable lines. Records of wrong bytes win over others."""
+    """One record for each sample of each version, and the number of unreadable lines.
+
+    If a sample has several records, one of wrong bytes is preferred.
+    """
     found: dict[tuple[str, int, str], Record] = {}
     unreadable = 0
     for record in read(folder, dataset):
@@ -135,7 +145,7 @@ def distinct(folder: Path, dataset: str | None = None) -> tuple[list[Record], in
 
 
 def clear(folder: Path, dataset: str | None = None) -> int:
-    """Delete the records of one dataset, or of all. Returns how many files were deleted."""
+    """Delete the records of one dataset, or of all datasets. Returns how many files were deleted."""
     paths = [file_of(folder, dataset)] if dataset is not None else list(folder.glob(f"*{_SUFFIX}"))
     there = [path for path in paths if path.is_file()]
     for path in there:

@@ -2,7 +2,7 @@
 
 Purpose: train on every clip close to its own shape, without padding, and with about the same work in every step.
 
-The bucket of a clip is chosen by three rules, each among the buckets that the one before it left:
+Three rules choose the bucket of a clip. Each rule chooses among the buckets that the rule before it left:
 
 1. The nearest aspect ratio.
 2. The largest size that does not enlarge the clip; if there is none, the smallest.
@@ -13,10 +13,12 @@ of its frames, height and width, each divided by `patch` and rounded up. A bucke
 cost) clips, rounded down to a multiple of `multiple`. Ranks share it in contiguous parts that differ by one clip at
 most, and are equal for every world size that divides `multiple`.
 
-Invariants: each bucket is a stream with an `Order` of its own. `Interleave` spreads the batches of the buckets evenly
-over the epoch, with another start in every epoch. Each clip is taken once in an epoch, except clips that fill no whole batch
-of their bucket (with `drop_last`). The result is pure and does not depend on the world size. A seek costs O(log
-buckets).
+Invariants:
+- Each bucket is a stream with an `Order` of its own.
+- `Interleave` distributes the batches of the buckets evenly over the epoch, with a different start in every epoch.
+- Each clip is taken once in an epoch. With `drop_last`, clips that fill no complete batch of their bucket are dropped.
+- The result is pure and does not depend on the world size. A seek costs O(log buckets).
+
 Failure behaviour: `UsageError` for impossible buckets, for a budget below one clip of a bucket, and for a dataset that
 fills no batch.
 """
@@ -54,7 +56,7 @@ class Bucket:
 
     Args:
         size (tuple[int, int]): height and width in pixels, 1 to 16384 each.
-        frames (int | None): frames of a clip. Default: the loader's `Clip.frames`.
+        frames (int | None): number of frames of a clip. Default: the loader's `Clip.frames`.
 
     Raises:
         UsageError: for an impossible shape.
@@ -80,10 +82,10 @@ class Buckets:
     """Batches of clips of one shape each, with as many clips as a budget of tokens allows.
 
     Args:
-        buckets (tuple[Bucket, ...]): the shapes, each once, at most 256.
-        budget (int): tokens in a global batch at most.
-        patch (tuple[int, int, int]): frames, height and width of a token, in frames and pixels. Default: (1, 1, 1), so
-            tokens are pixels.
+        buckets (tuple[Bucket, ...]): the shapes, all different, at most 256.
+        budget (int): maximum number of tokens in a global batch.
+        patch (tuple[int, int, int]): frames, height and width of a token, in frames and pixels. Default: (1, 1, 1), one
+            token per pixel.
         multiple (int): the number of clips in a global batch is a multiple of this. Default: 1.
 
     Raises:
@@ -108,14 +110,14 @@ class Buckets:
             raise UsageError(f"{self} is not possible", hint="budget, multiple and patch are positive numbers")
 
     def cost(self, bucket: int, frames: int) -> int:
-        """Tokens of a clip; `frames` is the loader's, for buckets that name none."""
+        """Tokens of a clip. `frames` is the loader's number of frames, for buckets without their own."""
         one = self.buckets[bucket]
         sides = (one.frames or frames, *one.size)
         tokens = [-(-side // patch) for side, patch in zip(sides, self.patch, strict=True)]
         return tokens[0] * tokens[1] * tokens[2]
 
     def batch(self, bucket: int, frames: int) -> int:
-        """Clips of a global batch of this bucket."""
+        """Number of clips in a global batch of this bucket."""
         cost = self.cost(bucket, frames)
         count = self.budget // cost // self.multiple * self.multiple
         if count < 1:
@@ -127,16 +129,16 @@ class Buckets:
         return count
 
     def batches(self, frames: int) -> list[int]:
-        """Clips of a global batch of each bucket."""
+        """Number of clips in a global batch of each bucket."""
         return [self.batch(bucket, frames) for bucket in range(len(self.buckets))]
 
     def numbers(self, frames: int) -> list[int]:
-        """Everything except the order that decides the content of a batch."""
+        """Numbers that identify these buckets in states."""
         shapes = [n for bucket in self.buckets for n in (*bucket.size, bucket.frames or frames)]
         return [*shapes, self.budget, *self.patch, self.multiple]
 
     def assign(self, heights: I64, widths: I64, lengths: F64, frames: int) -> I64:
-        """The bucket of each video, from its height and width as shown and the number of frames it can give."""
+        """The bucket of each video, from its displayed height and width and the number of frames that it can provide."""
         shapes = np.array([bucket.size for bucket in self.buckets], np.float64)
         wanted = np.array([bucket.frames or frames for bucket in self.buckets], np.float64)
         away = np.abs(np.log(widths / heights)[:, None] - np.log(shapes[:, 1] / shapes[:, 0])[None, :])
@@ -149,7 +151,7 @@ class Buckets:
 
 
 def _largest(left: npt.NDArray[np.bool_], fits: npt.NDArray[np.bool_], value: F64) -> npt.NDArray[np.bool_]:
-    """In each row, the candidates `left` with the largest value that fits, or with the smallest if none fits."""
+    """In each row, the candidates `left` with the largest value that fits; if none fits, those with the smallest value."""
     some = (left & fits).any(axis=1, keepdims=True)
     largest = np.where(left & fits, value, -np.inf).max(axis=1, keepdims=True)
     smallest = np.where(left, value, np.inf).min(axis=1, keepdims=True)
@@ -161,11 +163,13 @@ def _largest(left: npt.NDArray[np.bool_], fits: npt.NDArray[np.bool_], value: F6
 class Durations:
     """Batches of recordings of one length each, within a budget of seconds.
 
-    A recording goes to the shortest length that holds it whole, else to the longest, which cuts it.
+    A recording gets the shortest length that holds all of it. A recording that is longer than all lengths is cut to the
+    longest one.
 
     Args:
-        seconds (tuple[float, ...]): the lengths in seconds, growing, at most 256.
-        budget (float): seconds of sound in a global batch at most, with the silence after its recordings.
+        seconds (tuple[float, ...]): the lengths in seconds, in increasing order, at most 256.
+        budget (float): maximum number of seconds of audio in a global batch, including the silence that pads its
+            recordings.
         multiple (int): the number of recordings in a global batch is a multiple of this. Default: 1.
 
     Raises:
@@ -191,11 +195,11 @@ class Durations:
             )
 
     def batches(self) -> list[int]:
-        """Recordings of a global batch of each bucket."""
+        """Number of recordings in a global batch of each bucket."""
         return [int(self.budget / one + _SAME) // self.multiple * self.multiple for one in self.seconds]
 
     def numbers(self) -> list[int]:
-        """Everything except the order that decides the content of a batch."""
+        """Numbers that identify these buckets in states."""
         return [*(round(one * 1e6) for one in (*self.seconds, self.budget)), self.multiple]
 
     def assign(self, seconds: F64) -> I64:
@@ -206,7 +210,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class Bucketed:
-    """A `Schedule` whose streams are the buckets that have samples. `name` identifies the buckets."""
+    """A `Schedule` whose streams are the buckets that have samples. `name` identifies the buckets in states."""
 
     evaluates: ClassVar[bool] = False
 
@@ -228,8 +232,8 @@ class Bucketed:
         shuffle: bool = True,
         drop_last: bool = True,
     ) -> Bucketed:
-        """Make one from the size of each bucket's global batches and the population of each bucket. `numbers` identify
-        the buckets in states."""
+        """The schedule for buckets with these global batch sizes and populations. `numbers` identify the buckets in
+        states."""
         there = tuple(bucket for bucket, population in enumerate(populations) if population.samples)
         orders = tuple(populations[bucket].order(batches[bucket], seed, shuffle) for bucket in there)
         made = cls(orders, there, short(key_of(*numbers)), drop_last, seed)

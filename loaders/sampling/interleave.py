@@ -1,30 +1,32 @@
-"""Several streams merged into one by fixed shares, evenly, without a table.
+"""Merge several streams into one by fixed shares, evenly and without a table.
 
-Purpose: `Interleave` says which stream fills place x of a merged stream, and how often it filled earlier places;
-buckets take batches this way. `Strata` says which stream fills slot s of batch t, and how often it filled a lane's
-slots of earlier batches; mixtures take samples this way. Both answer in O(log D) for D streams.
+Purpose: `Interleave` computes which stream fills place x of a merged stream, and how often that stream filled earlier
+places. Buckets are interleaved this way, batch by batch. `Strata` computes which stream fills slot s of batch t, and
+how
+often that stream filled a lane's slots of earlier batches. Mixtures are composed this way, sample by sample. Both take
+O(log D) for D streams.
 
-How `Interleave` works. Place x is the point u = (step * x + offset) mod Q of a circle of Q points, on which each stream
-owns an arc as long as its quota. `step` is about Q divided by the golden ratio and has no factor in common with Q
-(Weyl's sequence). Of all steps the golden one spreads the points of every stretch most evenly, exactly so where Q is a
-Fibonacci number. Counting the earlier places that fell on an arc is a sum of floors, which Euclid's algorithm gives in
+How `Interleave` works. Place x is mapped to the point u = (step * x + offset) mod Q of a circle of Q points. On the
+circle, each stream has an arc as long as its quota. `step` is about Q divided by the golden ratio and is coprime to Q
+(a Weyl sequence). Of all steps, this one distributes the points of every range of places most evenly, and exactly so if
+Q is a Fibonacci number. The number of earlier places on an arc is a sum of floors. Euclid's algorithm computes it in
 O(log Q) steps (Graham, Knuth, Patashnik, Concrete Mathematics, 3.5).
 
-How `Strata` works. The slots of a batch of G are G points on a circle, spread evenly over it. Each stream owns an arc
-as long as its share w, so it gets floor(w * G) or ceil(w * G) of them, however the points are turned. Each batch turns
-them by `step`, which is golden on the circle, on that of a lane's points and on that of one point's neighbourhood. So
-slots, lanes and the sum of batches hold every stream by its share. A lane's G / K points are evenly spread, too. By
-Hermite's identity (ibid., 3.2) one floor counts those on an arc, and sums of floors count all earlier ones.
-Neighbouring slots are far from each other, in the order of van der Corput's sequence (to the bases of the factors of
-G). So the slots of a rank are evenly spread. They are exactly even for most world sizes, such as powers of two that
-divide K, or G where K is 1.
+How `Strata` works. The slots of a batch of G are G evenly spaced points on a circle. Each stream has an arc as long as
+its share w. So it gets floor(w * G) or ceil(w * G) points, however the circle is rotated. Each batch rotates the points
+by `step`. The step has the golden ratio's property on three circles: the whole circle, the circle of one lane's points,
+and the circle of the points next to one point. So slots, lanes and the sum of batches all hold every stream in
+proportion to its share. The G / K points of a lane are evenly spaced, too. By Hermite's identity (ibid., 3.2) a single
+floor counts the points on an arc, and sums of floors count all earlier ones. Adjacent slots are far from each other on
+the circle, in the order of van der Corput's sequence (in the bases of the factors of G). So the slots of a rank are
+evenly distributed. They are exactly even for most world sizes, such as powers of two that divide K, or G if K is 1.
 
 Invariants:
-- `Interleave`: Q places in a row, wherever they begin, hold each stream exactly as often as its quota says. In any
-  stretch the number differs from the stream's share by a few at most.
+- `Interleave`: any Q consecutive places hold each stream exactly as often as its quota. In a range of any length, the
+  count differs from the stream's share by a few at most.
 - `Strata`: every batch, and every lane's part of a batch, holds a stream's share rounded down or up. Any number of
-  batches in a row holds its share give or take a few.
-- `before` agrees with `stream` and `streams` at every place. Nothing is drawn at random, so nothing is stored.
+  consecutive batches holds its share to within a few slots.
+- `before` agrees with `stream` and `streams` at every place. No random numbers are drawn, so nothing is stored.
 
 Failure behaviour: `UsageError` for quotas that are negative, all zero, or too many in sum, and for lanes that do not
 divide the batch.
@@ -42,15 +44,14 @@ from headrace.dataio.core.errors import UsageError
 from headrace.loaders.sampling.permutation import I64
 
 MAX_QUOTAS = 1 << 30
-"""Sum of the quotas at most: the sums of floors then fit 64 bits."""
+"""Maximum sum of the quotas. Up to it, the sums of floors fit 64 bits."""
 _LOOK = 64
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
 class Interleave:
-    """Streams 0 … D-1 by their `quotas`. Offsets, given with each question, start the circle elsewhere: lanes use their
-    own."""
+    """Streams 0 … D-1, merged by their `quotas`. The `offsets` argument of the methods rotates the circle."""
 
     quotas: tuple[int, ...]
 
@@ -65,16 +66,17 @@ class Interleave:
 
     @cached_property
     def step(self) -> int:
-        """Close to Q divided by the golden ratio, prime to Q, and of these the hardest to approximate by fractions."""
+        """Close to Q divided by the golden ratio and coprime to Q; of such numbers, the hardest to approximate by
+        fractions."""
         return golden(self.period)
 
     def stream(self, places: I64, offsets: int | I64 = 0) -> I64:
-        """Which stream stands at each place, 0 <= place < 2^62."""
+        """The stream at each place, 0 <= place < 2^62."""
         points = (self.step * (np.asarray(places, np.int64) % self.period) + offsets) % self.period
         return np.searchsorted(self._ends, points, side="right").astype(np.int64)
 
     def before(self, streams: I64, places: I64, offsets: int | I64 = 0) -> I64:
-        """How often `streams` stood at the places 0 … place-1. All three are broadcast."""
+        """How often `streams` occur at the places 0 … place-1. All three arguments are broadcast."""
         streams, places, offsets = np.broadcast_arrays(
             np.asarray(streams, np.int64), np.asarray(places, np.int64), np.asarray(offsets, np.int64)
         )
@@ -93,12 +95,12 @@ class Interleave:
 
 @lru_cache(maxsize=64)
 def golden(period: int) -> int:
-    """The step that spreads the points of every stretch most evenly over `period` places, each of which it reaches."""
+    """The step that visits all of `period` places and distributes the points of every range of places most evenly."""
     return evenly(0, 1, period)
 
 
 def evenly(step: int, modulus: int, factor: int) -> int:
-    """Of the steps that are `step` modulo `modulus`, one that spreads points evenly over `modulus * factor` places."""
+    """A step congruent to `step` modulo `modulus` that distributes points evenly over `modulus * factor` places."""
     wanted = round(factor * _GOLDEN)
     near = range(max(0, wanted - _LOOK), min(factor, wanted + _LOOK + 1))
     steps = (step + modulus * more for more in near)
@@ -110,8 +112,8 @@ def evenly(step: int, modulus: int, factor: int) -> int:
 
 
 def _quotients(a: int, b: int) -> int:
-    """The sum of the partial quotients of a / b: the smaller, the more evenly a step of a spreads points on b
-    places."""
+    """The sum of the partial quotients of a / b. The smaller it is, the more evenly a step of a distributes points over
+    b places."""
     total = 0
     while a:
         total, a, b = total + b // a, b % a, a
@@ -119,7 +121,8 @@ def _quotients(a: int, b: int) -> int:
 
 
 def floor_sums(counts: I64, modulus: int, step: int, offsets: I64) -> I64:
-    """For each element, the sum over 0 <= x < count of floor((step * x + offset) / modulus); nothing is negative."""
+    """For each element, the sum over 0 <= x < count of floor((step * x + offset) / modulus). No argument may be
+    negative."""
     n, b = np.broadcast_arrays(np.asarray(counts, np.int64), np.asarray(offsets, np.int64))
     n, b = n.copy(), b.copy()
     total, m, a = np.zeros(n.shape, np.int64), modulus, step
@@ -135,10 +138,10 @@ def floor_sums(counts: I64, modulus: int, step: int, offsets: I64) -> I64:
 
 @dataclass(frozen=True)
 class Strata:
-    """Streams 0 … D-1 by their `quotas` in batches of `batch` slots, of which each of `lanes` has an equal part in a
-    row.
+    """Streams 0 … D-1, merged by their `quotas` in batches of `batch` slots. Each lane has an equal contiguous part of
+    the slots.
 
-    `start` turns the first batch's points: any whole number.
+    `start` rotates the points of the first batch; it may be any integer.
     """
 
     quotas: tuple[int, ...]
@@ -153,14 +156,14 @@ class Strata:
             raise UsageError(f"{self.lanes} lanes do not divide a batch of {self.batch}")
 
     def streams(self, number: int, lanes: I64) -> I64:
-        """The streams in the slots of `lanes` in batch `number`: a row for each lane."""
+        """The streams in the slots of `lanes` in batch `number`, one row for each lane."""
         turned = (number * self._step + self.start) % self._circle
         inside = _spread(np.arange(self._each), self._each) * self._around
         points = (turned + self._first(lanes)[:, None] + inside) % self._circle
         return np.searchsorted(self._ends, points, side="right").astype(np.int64)
 
     def before(self, streams: I64, number: int, lanes: I64) -> I64:
-        """How often `streams` stood in the slots of `lanes` in the batches 0 … number-1. Arrays are broadcast."""
+        """How often `streams` filled the slots of `lanes` in the batches 0 … number-1. The arrays are broadcast."""
         streams, lanes = np.broadcast_arrays(np.asarray(streams, np.int64), np.asarray(lanes, np.int64))
         cycles, rest = divmod(number, self._around)
         length, end = np.asarray(self.quotas, np.int64)[streams] * self.batch, self._ends[streams]
@@ -176,7 +179,7 @@ class Strata:
 
     @cached_property
     def _around(self) -> int:
-        """From a lane's point to its next one; also the number of batches after which lanes begin again."""
+        """The distance between a lane's points; also the number of batches after which the lanes repeat."""
         return sum(self.quotas) * self.lanes
 
     @cached_property
@@ -197,7 +200,10 @@ class Strata:
 
 
 def _spread(places: I64, count: int) -> I64:
-    """A permutation of 0 … count-1 that spreads neighbours: digits to the bases of `count`'s factors, in reverse."""
+    """A permutation of 0 … count-1 that moves adjacent numbers far apart.
+
+    It reverses the digits of a number, in the mixed radix of the prime factors of `count`.
+    """
     rest, unit, found = places, count, np.zeros_like(places)
     for factor in _factors(count):
         unit //= factor
@@ -208,8 +214,7 @@ def _spread(places: I64, count: int) -> I64:
 
 @lru_cache(maxsize=64)
 def _factors(number: int) -> tuple[int, ...]:
-    """Return the prime factors, the largest first. World sizes that are powers of two then get whole blocks of the
-    number that they divide."""
+    """The prime factors, the largest first. Ranks of a world size that is a power of two then get contiguous blocks."""
     found, factor = list[int](), 2
     while factor * factor <= number:
         while number % factor == 0:
@@ -221,7 +226,7 @@ def _factors(number: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _turn(period: int, lanes: int, each: int) -> int:
-    """A step that is golden modulo `period`, modulo `period * lanes` and modulo `period * lanes * each`."""
+    """A step with the golden ratio's property modulo `period`, `period * lanes` and `period * lanes * each`."""
     step, modulus = golden(period), period
     for factor in (lanes, each):
         step, modulus = evenly(step, modulus, factor), modulus * factor

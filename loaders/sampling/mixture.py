@@ -1,27 +1,28 @@
-"""Several sources in one stream, by weights that may change with the step.
+"""Several sources in one stream, with weights that may change during the run.
 
-Purpose: `Mixture` describes several datasets as one. `Mixed`, its schedule, says which sample of which source fills any
-slot of any step, exactly and at once, although each source has its own size and its own epochs.
+Purpose: `Mixture` describes several datasets as one. `Mixed` is its schedule: it computes which sample of which source
+fills any slot of any step, exactly and without earlier steps. Each source keeps its own size and its own epochs.
 
-How. The stream has K lanes, as `Order` has them; slot s of a global batch of G belongs to lane floor(s * K / G). Every
-source with enough chunks is cut into the same lanes, so a node reads the same chunks of it in every epoch. `Strata`
-says which source fills each slot of a step, and how often that source was in the slot's lane before. Its y-th pick in
-lane k is position y * K + k of the source's own stream, which is its epochs 0, 1, 2, … in a row. A change of weights
-begins a segment, which continues the counts of the one before it.
+How it works. The stream has K lanes, as in `Order`; slot s of a global batch of G belongs to lane floor(s * K / G).
+Every source with enough chunks is divided into the same lanes, so a node reads the same chunks of it in every epoch.
+`Strata` computes which source fills each slot of a step, and how often that source was in the slot's lane before. The
+y-th sample that a source gives to lane k is position y * K + k of the source's own stream. That stream is the source's
+epochs 0, 1, 2, … in a row. A change of weights begins a segment, which continues the counts of the segment before it.
 
 Invariants, for any weights and changes:
-- No position of a source is skipped or taken twice, so between its epochs e and e + 1 every sample is taken once. Samples
-  near the seam may come a few positions early or late, since lanes are not in step.
-- Every batch holds the share of each source, rounded down or up. Steps together, and the parts of ranks, hold their
-  shares give or take a few samples.
+- No position of a source is skipped or taken twice, so each epoch of a source takes every sample once. At the boundary
+  of two epochs, samples may be taken a few positions early or late, since lanes do not advance in step.
+- Every batch holds the share of each source, rounded down or up. Consecutive steps together, and the parts of ranks,
+  hold their shares to within a few samples.
 - The position is one number, the step. The world size is not a parameter.
-- Sources are known by their names, which are part of the order and of the loader's state. The order in which they are
-  given is not.
+- Sources are identified by their names, which are part of the order and of the loader's state. The order in which
+  sources are given does not matter.
 
 A mixture never ends, so the length of its epoch is a definition: as many batches as all sources' samples fill once, or
-`epoch_batches`. With weights in proportion to sizes that is one epoch of each source. Steps keep counting over the
-ends of epochs, for changes of weights too.
-Failure behaviour: `UsageError` for impossible mixtures and weights, naming the source.
+`epoch_batches`. If the weights are in proportion to the sizes, that is one epoch of each source. The step count
+continues from one epoch of the mixture to the next, also for changes of weights.
+
+Failure behaviour: `UsageError` for impossible mixtures and weights, with the source's name.
 """
 
 from __future__ import annotations
@@ -47,34 +48,34 @@ from headrace.loaders.validation import checked
 MAX_NAME, MAX_SOURCES = 64, 1024
 MAX_SEGMENTS = 64
 RESOLUTION = 832_040
-"""Weights are multiples of 1 / RESOLUTION; a Fibonacci number, see `Interleave`."""
+"""Weights are multiples of 1 / RESOLUTION. It is a Fibonacci number; see `Interleave`."""
 _SOURCE, _START = 6, 7  # purposes of `key_of` that no other module uses
 MERGED = 2
-"""Version of the way sources are merged. Version 1, which states do not name, gave batches that were off by a few
-samples."""
+"""Version of the merging method, part of the state. Version 1, which states do not name, missed the shares of a batch
+by a few samples."""
 
 Weights = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several datasets as one, by weights.
+    """Several datasets as one, with weights.
 
-    Each source has its own epochs: a small one begins again while others continue. The epoch of the mixture, after
+    Each source has its own epochs: a small source begins again while others continue. The epoch of the mixture, after
     which a `for` loop ends, has `epoch_batches` batches.
 
     Args:
-        sources (Mapping[str, Dataset | str | os.PathLike]): datasets, views (`dataset.where(...)`), URLs or folders, by
-            name.
-        weights (Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None): how many samples are taken
-            from each source. A list of (step, weights), the first at step 0, is a curriculum; steps are global batches
-            since the start of the run. Default: the numbers of clips.
-        temperature (float): shares are proportional to weight ** (1 / temperature), so a high temperature favours small
-            sources. Default: 1.0.
+        sources (Mapping[str, Dataset | str | os.PathLike]): datasets, views (`dataset.where(...)`), URLs or
+            directories, by name.
+        weights (Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None): relative number of samples
+            taken from each source. A list of (step, weights), the first at step 0, is a curriculum; steps are global
+            batches since the start of the run. Default: the numbers of clips.
+        temperature (float): shares are proportional to weight ** (1 / temperature), so a high temperature increases the
+            shares of small sources. Default: 1.0.
         epoch_batches (int | None): global batches of an epoch. Default: as many as all sources' clips fill once.
 
     Raises:
-        UsageError: for an impossible mixture, naming the source.
+        UsageError: for an impossible mixture, with the source's name.
 
     Example:
         >>> mixture = Mixture({"films": clips, "shorts": clips}, weights={"films": 1, "shorts": 3})
@@ -103,8 +104,10 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Segment:
-    """From global step `step` on, samples are taken by `quotas`, in the order of the sources' names, `RESOLUTION` in
-    sum."""
+    """The weights from global step `step` on.
+
+    `quotas` are whole numbers that sum to `RESOLUTION`, in the order of the sources' names.
+    """
 
     step: int
     quotas: tuple[int, ...]
@@ -112,8 +115,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Mixed:
-    """A `Schedule` over `names`. Every order's batch is `lanes`; `batch` is the global one. Make one with
-    `Mixed.of`."""
+    """A `Schedule` over the sources `names`. Create one with `Mixed.of`.
+
+    `batch` is the global batch. The batch size of each source's own order is `lanes`.
+    """
 
     buckets: ClassVar[tuple[int, ...]] = ()
     evaluates: ClassVar[bool] = False
@@ -138,9 +143,9 @@ class Mixed:
         shuffle: bool = True,
         epoch_batches: int | None = None,
     ) -> Mixed:
-        """Sources by name, in global batches of `batch`.
+        """The schedule for sources by name, in global batches of `batch`.
 
-        `weights` default to the numbers of clips; a list of (step, weights) changes them at those steps, the first of
+        `weights` default to the numbers of clips. A list of (step, weights) changes them at those steps, the first of
         which is 0. A source's share is proportional to weight ** (1 / temperature).
         """
         counts = {name: population.virtual for name, population in sources.items()}
@@ -159,7 +164,7 @@ class Mixed:
         shuffle: bool,
         batches: int,
     ) -> Mixed:
-        """Make one from known segments, in epochs of `batches`. The other arguments are those of `of`."""
+        """Create one from known segments, with epochs of `batches` batches. The other arguments are those of `of`."""
         wanted = [population.order(batch, 0, False) for population in sources.values()]
         lanes = lanes_for(batch, max(-(-order.samples // order.chunk) for order in wanted))
         orders = tuple(
@@ -169,7 +174,7 @@ class Mixed:
         return cls(tuple(sources), orders, batch, lanes, segments, batches, seed)
 
     def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
-        """The part of `rank` in batch `number` of the mixture's `epoch`; `Share.epoch` holds the sources' own."""
+        """The part of `rank` in batch `number` of the mixture's `epoch`. `Share.epoch` holds the epochs of the sources."""
         if not 0 <= number < self.batches:
             raise UsageError(f"batch {number} is outside the epoch's {self.batches} batches")
         slots = np.asarray(part(self.batch, rank, world_size), np.int64)
@@ -186,7 +191,7 @@ class Mixed:
         return Share(stream, own_epoch, virtual, sizes=sizes(self.batch, world_size))
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
-        """How many samples each source gave before batch `number` of `epoch`."""
+        """How many samples each source has given before batch `number` of `epoch`."""
         step = epoch * self.batches + number
         segment = segment_at(self.segments, step)
         counts = self._bases[segment] + self._counts(segment, step)
@@ -203,7 +208,7 @@ class Mixed:
     # -- inside
 
     def _of_sources(self, stream: I64, pick: I64, lane: I64) -> tuple[I64, I64]:
-        """Epoch and virtual sample of the `pick`-th place that `lane` takes of each `stream`."""
+        """Epoch and virtual sample of the `pick`-th sample that `lane` takes from each `stream`."""
         epochs, virtual = np.empty_like(stream), np.empty_like(stream)
         for source in np.unique(stream).tolist():
             at = stream == source
@@ -217,20 +222,20 @@ class Mixed:
 
     @cached_property
     def _bases(self) -> list[I64]:
-        """For each segment, (lanes, sources): the picks before it."""
+        """For each segment, (lanes, sources): the number of samples taken before it."""
         bases = [np.zeros((self.lanes, len(self.names)), np.int64)]
         for number, segment in enumerate(self.segments[1:]):
             bases.append(bases[-1] + self._counts(number, segment.step))
         return bases
 
     def _counts(self, segment: int, step: int) -> I64:
-        """(lanes, sources): the picks from the start of `segment` up to `step`."""
+        """(lanes, sources): the number of samples taken from the start of `segment` up to `step`."""
         every, lanes = np.arange(len(self.names)), np.arange(self.lanes)
         return self._strata[segment].before(every[None, :], step - self.segments[segment].step, lanes[:, None])
 
 
 def _earlier(streams: I64) -> I64:
-    """How often the stream of each place occurs before it in its row."""
+    """How often each slot's stream occurs in earlier slots of its row."""
     order = np.argsort(streams, axis=1, kind="stable")
     ordered = np.take_along_axis(streams, order, axis=1)
     places = np.broadcast_to(np.arange(streams.shape[1]), streams.shape)
@@ -241,7 +246,10 @@ def _earlier(streams: I64) -> I64:
 
 
 def _endless(order: Order, places: I64) -> tuple[I64, I64]:
-    """Epoch and sample at `places` of all epochs in a row, lanes turned so that place i is one of lane i mod batch."""
+    """Epoch and sample at `places` of all epochs in a row.
+
+    Each batch is rotated, so that place i always belongs to lane i mod batch.
+    """
     epochs, positions = places // order.samples, places % order.samples
     turned = positions // order.batch * order.batch + places % order.batch
     positions = np.where(positions < order.full_batches * order.batch, turned, positions)
@@ -253,12 +261,12 @@ def _endless(order: Order, places: I64) -> tuple[I64, I64]:
 
 
 def segment_at(segments: Sequence[Segment], step: int) -> int:
-    """Return the index of the segment that holds `step`."""
+    """The index of the segment that contains `step`."""
     return bisect_right(segments, step, key=lambda segment: segment.step) - 1
 
 
 def length_of(epoch_batches: int | None, filled: int) -> int:
-    """Batches in an epoch: `epoch_batches`, or as many as all samples fill."""
+    """Number of batches in an epoch: `epoch_batches`, or as many as all samples fill."""
     epoch_batches = checked("epoch_batches", epoch_batches, int | None)
     if epoch_batches is not None and epoch_batches < 1:
         raise UsageError(
@@ -268,7 +276,7 @@ def length_of(epoch_batches: int | None, filled: int) -> int:
 
 
 def weights_digest(segments: Sequence[Segment], step: int) -> str:
-    """Identifies the weights before `step`; later ones may still be changed."""
+    """Identifies the weights before `step`. Later weights may still be changed."""
     used = [s for s in segments if s.step < step]
     return short(key_of(*(n for s in used for n in (s.step, *s.quotas)))) if used else "0"
 
@@ -276,7 +284,7 @@ def weights_digest(segments: Sequence[Segment], step: int) -> str:
 def segments_of(
     names: Sequence[str], weights: Weights | Sequence[tuple[int, Weights]], temperature: float
 ) -> tuple[Segment, ...]:
-    """Return the segments of `weights`, one for each change."""
+    """The segments of `weights`, one for each change."""
     if not 1 <= len(names) <= MAX_SOURCES:
         raise UsageError(f"a mixture has 1 to {MAX_SOURCES} sources, not {len(names)}")
     temperature = checked("temperature", temperature, float)
@@ -298,7 +306,8 @@ def segments_of(
 
 
 def quotas(names: Sequence[str], weights: Weights, temperature: float = 1.0) -> tuple[int, ...]:
-    """weight ** (1 / temperature) of each source as whole numbers, `RESOLUTION` in sum, by the largest remainders."""
+    """weight ** (1 / temperature) of each source as whole numbers that sum to `RESOLUTION`, rounded by largest
+    remainders."""
     for name in (*weights, *names):
         if name not in names or name not in weights:
             raise UsageError(

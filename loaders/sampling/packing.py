@@ -1,30 +1,30 @@
-"""Several recordings in one sequence of fixed length, so that little of it is padding.
+"""Several recordings in one sequence of fixed length, with little padding.
 
-Purpose: decide, from lengths alone, which recordings share a sequence. A sequence then takes the place of a sample in
-the order: it is shuffled, shared among ranks and resumed like a sample. `PackedPlan` joins sequences with datasets.
+Purpose: decide, from lengths alone, which recordings share a sequence. In the order, a sequence then takes the place of
+a sample: it is shuffled, assigned to ranks and resumed like a sample. `PackedPlan` connects sequences with datasets.
 
-How. Recordings longer than `capacity` are cut into pieces of that length and a rest, or left out. Consecutive pieces,
-`lookahead` of them at a time, are packed best fit decreasing (Johnson 1973): the longest first, each into the fullest
-sequence that still takes it. Windows of pieces do not depend on each other, so the packing is a pure function of the
-lengths, and a sequence's pieces are close to each other in their shard.
+How it works. Recordings longer than `capacity` are cut into pieces of that length and a rest, or left out. Groups of
+`lookahead` consecutive pieces, called windows, are packed by best fit decreasing (Johnson 1973): the longest piece
+first, each into the fullest sequence that still has room for it. Windows are packed independently. So the packing is a
+pure function of the lengths, and the pieces of a sequence are close to each other in their shard.
 
-With a key, pieces are first shuffled inside groups of `GROUP` windows, which begin elsewhere for every key. So other
-recordings share a sequence in each epoch, and are still close to each other.
+With a key, pieces are first shuffled within groups of `GROUP` windows. The boundaries of these groups depend on the
+key. So different recordings share a sequence in each epoch, and are still close to each other.
 
 Invariants:
 - Every piece is in exactly one sequence. No sequence is longer than `capacity`. The pieces of a sequence are in the
   order of their numbers. At most `lookahead` pieces are considered at a time.
-- Without a key (`repack_each_epoch=False`) the same recordings share a sequence in every epoch, and only the sequences
-  of a batch change.
-- The number of sequences depends on the key. Mixtures need the same number in all epochs, so all packings are brought
-  to one number (`with_spare_sequences`, `stretched`) by halving a few sequences. A packing that needs more is not used, nor,
-  elsewhere, one that fills no batch.
-- A position is (epoch, batch), so a packing of one epoch needs to know no other epoch.
+- Without a key (`repack_each_epoch=False`) the same recordings share a sequence in every epoch. Only the sequences of a
+  batch change.
+- The number of sequences depends on the key. A mixture needs the same number in all epochs. So all of its packings are
+  extended to one number (`with_spare_sequences`, `stretched`), by halving a few sequences. A packing that needs more
+  sequences is replaced by the first one. Without a mixture, so is a packing that fills no batch.
+- A position is (epoch, batch), so the packing of one epoch does not depend on other epochs.
 
-Cost: recordings are packed once, when a loader is opened; with `repack_each_epoch`, in every epoch. Two packings are
-kept.
+Cost: recordings are packed once, when a loader is opened; with `repack_each_epoch`, they are packed in every epoch. Two
+packings are kept.
 Failure behaviour: `UsageError` for an impossible capacity or lookahead, and when there is nothing to pack. A damaged
-piece has no substitute, since no other piece has its length: its stretch stays silent and is not listed.
+piece has no substitute, since no other piece has its length: its part of the row stays silent and is not listed.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ from headrace.loaders.validation import check_fields
 
 MAX_LOOKAHEAD = 65_536
 GROUP = 4
-"""Windows whose pieces are shuffled among each other."""
+"""Number of windows whose pieces are shuffled together."""
 MAX_CAPACITY = 1 << 40
 SPARE_EVERY, LEAST_SPARE = 200, 2
-"""When all packings need one number of sequences, one more is made for each `ROOM`, and at least `LEAST_ROOM`."""
+"""If all packings need the same number of sequences, one spare sequence is added for every `SPARE_EVERY` sequences, and
+at least `LEAST_SPARE` in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Whole recordings in rows of fixed length, several in a row.
+    """Packing of whole recordings, several to a row of fixed length.
 
     Args:
-        capacity (int): units in a row: samples of sound, columns of spectrograms, or tokens.
-        lookahead (int): recordings that are considered at a time, 1 to 65536. Default: 256.
-        long (str): "split" cuts recordings longer than `capacity` into several pieces, "drop" leaves them out. Default:
+        capacity (int): length of a row, in audio samples or spectrogram columns.
+        lookahead (int): number of recordings that are packed together, 1 to 65536. Default: 256.
+        long (str): "split" cuts recordings longer than `capacity` into several pieces; "drop" leaves them out. Default:
             "split".
-        repack_each_epoch (bool): let other recordings share a row in each epoch. Epochs then differ a little in length,
-            but those of a mixture's sources do not. Default: False.
+        repack_each_epoch (bool): combine recordings differently in each epoch. The number of rows then differs slightly
+            between epochs, except with a mixture. Default: False.
 
     Raises:
         UsageError: for an impossible packing.
@@ -92,7 +93,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`length` units from `start` of recording `sample`."""
+    """A part of recording `sample`: `length` units from unit `start` on."""
 
     sample: int
     start: int
@@ -101,7 +102,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Packed:
-    """The sequences: piece i of sequence s is row `ends[s-1] + i` of the three columns, int64."""
+    """The sequences. Piece i of sequence s is row `ends[s-1] + i` of the columns `samples`, `starts` and `lengths`
+    (int64)."""
 
     packing: Packing
     samples: I64
@@ -124,18 +126,20 @@ class Packed:
 
     @cached_property
     def waste(self) -> float:
-        """The share of all sequences that is padding, 0 … 1."""
+        """The fraction of all sequences that is padding, 0 … 1."""
         return 1.0 - int(self.lengths.sum()) / (len(self) * self.packing.capacity)
 
     @property
     def waste_alone(self) -> float:
-        """`waste` if every piece had a sequence of its own."""
+        """The value of `waste` if every piece had a sequence of its own."""
         return 1.0 - int(self.lengths.sum()) / (len(self.lengths) * self.packing.capacity)
 
 
 def stretched(packed: Packed, count: int) -> Packed | None:
-    """The same pieces in exactly `count` sequences, by halving some that hold several pieces; None if that is
-    impossible."""
+    """The same pieces in exactly `count` sequences, or None if that is impossible.
+
+    Some sequences that hold several pieces are halved.
+    """
     missing = count - len(packed)
     pieces = np.diff(packed.ends, prepend=0)
     able = np.flatnonzero(pieces > 1)
@@ -147,7 +151,7 @@ def stretched(packed: Packed, count: int) -> Packed | None:
 
 
 def with_spare_sequences(packed: Packed) -> Packed:
-    """The same pieces in a few more sequences, so that other packings of them can be stretched to the same number."""
+    """The same pieces in a few more sequences, so that `stretched` can bring other packings to the same number."""
     able = int((np.diff(packed.ends, prepend=0) > 1).sum())
     spared = stretched(packed, len(packed) + min(able, max(LEAST_SPARE, -(-len(packed) // SPARE_EVERY))))
     assert spared is not None
@@ -155,7 +159,7 @@ def with_spare_sequences(packed: Packed) -> Packed:
 
 
 def pack(lengths: Sequence[int] | I64, packing: Packing, key: U64 | None = None) -> Packed:
-    """The sequences of recordings 0 … N-1 of these lengths. With another `key`, other recordings share a sequence."""
+    """The sequences of recordings 0 … N-1 of these lengths. A different `key` combines the recordings differently."""
     counts = np.asarray(lengths, np.int64)
     if counts.size and counts.min() < 0:
         raise UsageError("a recording has a negative length")
@@ -183,7 +187,7 @@ def pack(lengths: Sequence[int] | I64, packing: Packing, key: U64 | None = None)
 
 
 def _shuffled(count: int, group: int, key: U64) -> I64:
-    """0 … count-1, shuffled inside groups of `group` neighbours; the first group is shorter."""
+    """0 … count-1, shuffled within groups of `group` consecutive numbers. The first group may be shorter."""
     refs = np.arange(count)
     short = int(key[0] % np.uint64(group)) + 1
     number = (refs + group - short) // group
@@ -193,7 +197,7 @@ def _shuffled(count: int, group: int, key: U64) -> I64:
 
 
 def _pieces(samples: I64, lengths: I64, capacity: int) -> tuple[I64, I64, I64]:
-    """Recordings cut into pieces: their samples, starts and lengths."""
+    """Cut recordings into pieces, and return the pieces' recordings, starts and lengths."""
     each = -(-lengths // capacity)
     owners = np.repeat(np.arange(len(samples)), each)
     nth = np.arange(len(owners)) - np.repeat(np.cumsum(each) - each, each)
@@ -202,7 +206,7 @@ def _pieces(samples: I64, lengths: I64, capacity: int) -> tuple[I64, I64, I64]:
 
 
 def _best_fit(sizes: list[int], capacity: int) -> Iterator[list[int]]:
-    """Bins of the numbers of `sizes`, in the order of their first number."""
+    """Pack pieces of these sizes into bins; yields each bin's piece numbers, in the order of the bins' first pieces."""
     bins = list[list[int]]()
     room = list[tuple[int, int]]()  # (room left, bin), sorted: the fullest bins first
     for piece in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
@@ -219,21 +223,23 @@ def _best_fit(sizes: list[int], capacity: int) -> Iterator[list[int]]:
 
 
 class Pack(msgspec.Struct, frozen=True):
-    """How recordings are packed, and a function that gives the length of each recording of a stream, in the packing's
-    unit."""
+    """How recordings are packed.
+
+    `lengths` returns the length of each recording of a stream, in the packing's unit.
+    """
 
     packing: Packing
     lengths: Callable[[Stream], I64]
 
 
 class PackedStream(Stream, frozen=True, eq=False):
-    """A stream whose recordings are packed. `Piece.sample` is an index into `ids`."""
+    """A stream of packed recordings. `Piece.sample` is an index into `ids`."""
 
     packed: Packed | None = None
 
     @classmethod
     def from_(cls, stream: Stream, how: Pack, key: U64 | None = None) -> PackedStream:
-        """The recordings of a stream, packed by `key`."""
+        """Pack the recordings of a stream. `key` seeds the shuffle of pieces; None packs them in order."""
         packed = pack(how.lengths(stream), how.packing, key)
         return cls(stream.dataset, stream.ids, stream.parts, stream.source, packed)
 
@@ -248,20 +254,22 @@ class PackedStream(Stream, frozen=True, eq=False):
 
     @property
     def population(self) -> Population:
-        """The stream for its order, with sequences in place of samples."""
+        """The population of the stream, with sequences in place of samples."""
         share = len(self.ids) / max(1, len(self.dataset))
         return Population(len(self.sequences), self.dataset.total_bytes * share / len(self.sequences))
 
 
 class RepackedStream(PackedStream, frozen=True, eq=False):
-    """A stream that is repacked for each of its epochs, always into the same number of sequences. `epochs` packs them,
-    and keeps the last ones."""
+    """A stream that is packed again for each of its epochs, always into the same number of sequences.
+
+    `epochs` returns the packing of an epoch, and caches the last ones.
+    """
 
     epochs: Callable[[int], Packed] | None = None
 
     @classmethod
     def repacked(cls, stream: Stream, how: Pack, key_at: Callable[[int], U64]) -> RepackedStream:
-        """`key_at` gives the key of each epoch."""
+        """Pack a stream for each epoch. `key_at` returns the key of an epoch."""
         lengths = how.lengths(stream)
         first = with_spare_sequences(pack(lengths, how.packing, key_at(0)))
 
@@ -278,7 +286,7 @@ class RepackedStream(PackedStream, frozen=True, eq=False):
 
 
 class PackedPlan(OrderPlan, frozen=True, eq=False):
-    """An `OrderPlan` over packed streams: `refs` are the pieces of its rows, row after row."""
+    """An `OrderPlan` over packed streams. `refs` are the pieces of its rows, row by row."""
 
     def refs(self, epoch: int, batches: range) -> list[list[SampleRef]]:
         return [self._batch(epoch, batch) for batch in batches]
@@ -321,8 +329,10 @@ class PackedPlan(OrderPlan, frozen=True, eq=False):
 
 
 class RepackedPlan(PackedPlan, frozen=True, eq=False):
-    """A plan with other sequences in every epoch; its own fields are those of the first epoch. `epochs` makes the
-    others, and keeps the last ones. Each has at least one batch."""
+    """A plan with different sequences in every epoch. Its own fields are those of epoch 0.
+
+    `epochs` returns the plan of an epoch, and caches the last ones. Each plan has at least one batch.
+    """
 
     epochs: Callable[[int], PackedPlan] | None = None
 

@@ -1,11 +1,11 @@
-"""The plan of a loader: joins a schedule, which works with numbers, with the datasets, which have the samples.
+"""The plan of a loader: connects a schedule, which computes positions, with the datasets, which contain the samples.
 
 Purpose: choose the schedule (plain, mixture, buckets, both, or an evaluation of any of them), build its streams, and
-look samples up in the datasets. All of these share one class, `OrderPlan`; only their schedules differ.
-Invariants: part n of a sample is number `Parts.first(sample) + n` of its stream. Trainers see only rows in the streams'
-`ids`. A sample's substitute is a neighbour in its chunk and stream, the same for every epoch and world size. The rank
-decides only the share that it takes.
-Failure behaviour: `UsageError` when there is nothing to deliver, or when a batch size is given along with buckets.
+look samples up in the datasets. All of these use one class, `OrderPlan`, with different schedules.
+Invariants: part n of a sample is number `Parts.first(sample) + n` of its stream. Trainers see only the samples in the
+streams' `ids`. A sample's substitute is a sample of the same chunk and stream, the same one for every epoch and world
+size. The rank decides only which share of a batch it takes.
+Failure behaviour: `UsageError` if there is nothing to deliver, or if a batch size is given together with buckets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ F64 = npt.NDArray[np.float64]
 
 
 class Parts:
-    """How many parts each sample has: one number for all, or an array with one for each."""
+    """The number of parts of each sample: one number for all samples, or an array with one number for each."""
 
     def __init__(self, samples: int, each: int | I64) -> None:
         self.each = each
@@ -45,7 +45,7 @@ class Parts:
         self.total = samples * each if isinstance(each, int) else int(each.sum())
 
     def split(self, virtual: I64) -> tuple[I64, I64]:
-        """The sample of each number of the order, and which of its parts it is."""
+        """The sample of each virtual sample, and which of the sample's parts it is."""
         if self._ends is None:
             samples, numbers = np.divmod(virtual, self.each)
             return samples, numbers
@@ -53,18 +53,18 @@ class Parts:
         return samples, virtual - self._ends[samples] + self.of(samples)
 
     def of(self, samples: I64) -> I64:
-        """How many parts these samples have."""
+        """The number of parts of each of these samples."""
         return np.full(len(samples), self.each) if isinstance(self.each, int) else self.each[samples]
 
     def first(self, sample: int) -> int:
-        """The number in the order of a sample's first part."""
+        """The virtual sample that is a sample's first part."""
         if self._ends is None or isinstance(self.each, int):
             return sample * int(self.each)
         return int(self._ends[sample] - self.each[sample])
 
 
 class Stream(msgspec.Struct, frozen=True, eq=False):
-    """A list of samples of one dataset, by their numbers `ids`. `source` is the number of the dataset in the plan."""
+    """Samples of one dataset. `ids` are the samples' ids, and `source` is the index of the dataset in the plan."""
 
     dataset: Dataset
     ids: I64
@@ -77,19 +77,19 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def population(self) -> Population:
-        """The stream as its order needs it."""
+        """The numbers from which the stream's order is computed."""
         each = max(1, self.parts.total // max(1, len(self.ids)))
         return Population(
             len(self.ids), sample_bytes=self.dataset.total_bytes / len(self.dataset), clips=each, total=self.parts.total
         )
 
     def choose(self, rows: I64) -> Stream:
-        """The stream of some of these samples, given by indices into `ids`."""
+        """The stream of some of these samples. `rows` are indices into `ids`."""
         parts = self.parts.each if isinstance(self.parts.each, int) else self.parts.each[rows]
         return Stream.of(self.dataset, self.ids[rows], parts, self.source)
 
     def substitute(self, order: Order, ref: SampleRef, attempt: int) -> SampleRef | None:
-        """The same part of a neighbour, as the chunks of `order` group the samples."""
+        """The same part of another sample in the same chunk of `order`."""
         (number,), (part,) = self.parts.split(np.array([ref.virtual]))
         each = max(1, self.parts.total // len(self.ids))
         alone = Order(len(self.ids), order.batch, max(1, order.chunk // each), lanes=order.lanes, window=order.window)
@@ -107,12 +107,12 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
 
     Args:
         streams: the streams of the schedule.
-        schedule: which position of which stream fills each slot.
-        what: describes the parts, for the fingerprint.
-        seed: of the order.
+        schedule: computes which position of which stream fills each slot.
+        what: description of the parts, for the fingerprint.
+        seed: seed of the order.
         rank: this rank.
         world_size: number of ranks.
-        names: of the sources of a mixture.
+        names: names of the sources of a mixture.
     """
 
     streams: tuple[Stream, ...]
@@ -142,7 +142,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         return self.schedule.orders[0]
 
     def of(self, epoch: int) -> OrderPlan:
-        """The plan of this epoch; most plans are the same in all epochs."""
+        """The plan of this epoch. Most plans are the same in all epochs."""
         return self
 
     def batches_in(self, epoch: int) -> int:
@@ -155,11 +155,11 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def samples(self) -> int:
-        """Number of samples in all streams."""
+        """The number of samples in all streams."""
         return sum(len(stream.ids) for stream in self.streams)
 
     def refs(self, epoch: int, batches: range) -> list[list[SampleRef]]:
-        """Samples of all batches are looked up together: one by one it takes twice as long."""
+        """The samples of all batches are looked up together, since one lookup for each batch takes twice as long."""
         shares = [self.schedule.share(epoch, batch, self.rank, self.world_size) for batch in batches]
         streams, epochs, everything = (
             np.concatenate([getattr(share, name) for share in shares]) for name in ("stream", "epoch", "virtual")
@@ -192,7 +192,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         return entries
 
     def fingerprint(self, epoch: int, batch: int) -> Fingerprint:
-        """Everything except the position that decides the batches up to this position."""
+        """Everything that determines the batches up to this position, except the position."""
         taken = self.schedule.taken(epoch, batch)
         sources = [
             Identity(one.version, one.digest, taken.get(name))
@@ -208,7 +208,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 def samples_with(dataset: Dataset, column: str, what: str, *, without: Collection[str] = ()) -> I64:
-    """The numbers of the samples whose `column` is neither null nor one of `without`. `what` names it in the error if
+    """The ids of the samples whose `column` is neither null nor in `without`. `what` describes them in the error if
     there are none."""
     if not len(dataset):
         raise UsageError(f"no sample of {dataset.url} is left", hint="loosen the condition of the view")
@@ -233,28 +233,28 @@ def samples_with(dataset: Dataset, column: str, what: str, *, without: Collectio
 
 
 def column(dataset: Dataset, name: str, ids: I64) -> F64:
-    """A column of these samples, in float64."""
+    """The values of a column for these samples, as float64."""
     values = dataset.columns([name])[name].combine_chunks()
     return np.asarray(values.to_numpy(zero_copy_only=False), np.float64)[ids]
 
 
 _PACK = 11  # a purpose of `key_of` that no other module uses
 Find = Callable[[Dataset], tuple[I64, int | I64]]
-"""Returns the samples of a dataset that a loader can use, and how many parts each has."""
+"""Returns the ids of the samples that a loader can use, and the number of parts of each."""
 Sort = Callable[[Stream], I64]
 """Returns the bucket of each sample of a stream."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How batches are put together.
+    """How batches are composed.
 
     Args:
         batch_size: samples in a rank's batch; None with buckets.
-        rank, world_size: of this process.
-        seed: of everything that is drawn.
+        rank, world_size: rank of this process, and number of ranks.
+        seed: seed of all random numbers.
         shuffle: shuffle in every epoch.
-        drop_last: leave out the epoch's last, short batch.
-        evaluate: take every sample once, in order, with the tail.
+        drop_last: drop the epoch's last global batch if it is incomplete.
+        evaluate: deliver every sample once, in order, including the last incomplete batch.
     """
 
     batch_size: int | None
@@ -274,8 +274,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bucketing(msgspec.Struct, frozen=True):
-    """The sizes of each bucket's global `batches`, a function that sorts samples into buckets, and `numbers` that
-    identify both in states."""
+    """How samples are assigned to buckets.
+
+    Args:
+        batches: the global batch size of each bucket.
+        sort: returns the bucket of each sample of a stream.
+        numbers: identify the buckets in states.
+    """
 
     batches: Sequence[int]
     sort: Sort
@@ -290,7 +295,7 @@ def make_plan(
     buckets: Bucketing | None = None,
     pack: Pack | None = None,
 ) -> OrderPlan:
-    """Plan the samples that `find` returns for each of the datasets. `what` describes their parts, for the state."""
+    """Plan the samples that `find` returns for each dataset. `what` describes their parts in the state."""
     if buckets is not None and how.batch_size is not None:
         raise UsageError("with buckets, the budget decides how large batches are", hint="leave batch_size out")
     streams: dict[str, Stream] = {
@@ -319,15 +324,15 @@ def _packed(streams: Mapping[str, Stream], how: Sampling, pack: Pack) -> dict[st
 
 
 def _keys(how: Sampling, name: str) -> Callable[[int], U64]:
-    """Gives the key by which a source of a mixture is packed in one of its own epochs."""
+    """A function that returns the packing key of a mixture's source for one of the source's own epochs."""
     return lambda epoch: key_of(_PACK, how.seed, epoch, *name.encode())
 
 
 def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pack) -> RepackedPlan:
-    """A plan with other sequences in every epoch; the sequences of two epochs are kept.
+    """A plan with different sequences in every epoch. The plans of two epochs are cached.
 
-    With a tiny dataset, a packing may fill no batch. Such an epoch uses the first packing, so that planning ahead need
-    not search for an epoch that has batches.
+    With a very small dataset, a packing may fill no batch. Such an epoch uses the first packing, so planning ahead does
+    not have to search for an epoch with batches.
     """
     from headrace.loaders.sampling.packing import PackedPlan, PackedStream, RepackedPlan
 
@@ -419,9 +424,9 @@ DatasetLike = str | os.PathLike[str] | Dataset
 
 
 class OpenDatasets(msgspec.Struct, frozen=True):
-    """The open datasets of a loader, by name. Without a mixture there is one, named "".
+    """The open datasets of a loader, by name. Without a mixture there is one dataset, named "".
 
-    `owned` are the datasets that were opened here; `close` closes only these.
+    `owned` are the datasets that `open_datasets` opened; `close` closes only these.
     """
 
     datasets: Mapping[str, Dataset]
@@ -436,13 +441,14 @@ class OpenDatasets(msgspec.Struct, frozen=True):
 def open_datasets(
     source: DatasetLike | Mixture, version: int | str | None, options: Mapping[str, Any] | None, trust_mounts: bool
 ) -> OpenDatasets:
-    """Open every dataset that `source` names. If one cannot be opened, those that were opened before it are closed.
+    """Open every dataset that `source` names. If one cannot be opened, the datasets that were opened before it are
+    closed.
 
     Args:
-        source: URL, folder, open dataset, or mixture of these.
-        version: number or tag; only together with one URL.
-        options: arguments of the stores; only together with URLs.
-        trust_mounts: let datasets name other places for their shards.
+        source: URL, directory, open dataset, or a mixture of these.
+        version: number or tag; only with a single URL.
+        options: options for the stores; only with URLs.
+        trust_mounts: allow datasets to keep their shards in other places.
     """
     mixture: Mixture | None = None
     sources: Mapping[str, DatasetLike]

@@ -1,19 +1,20 @@
 """The interface of all orders of samples: which rank gets which samples in global batch t.
 
-Purpose: separate the arithmetic of orders from the loader that reads, decodes and delivers. A loader has one or more
+Purpose: separate the computation of orders from the loader that reads, decodes and delivers. A loader has one or more
 *streams* (a dataset, a source of a mixture, a bucket). Each is a list of samples with an `Order` of its own. A
-`Schedule` says which position of which stream fills each slot of a batch. Two schedules are here: `Plain`, one dataset,
-and `Evaluation`, every sample once.
+`Schedule` computes which position of which stream fills each slot of a batch. This module contains two schedules:
+`Plain` for one dataset, and `Evaluation`, which delivers every sample once.
 
-How evaluation works. Padding the last batch would count samples twice, and dropping it would leave some out, so metrics
-would not be exact. Samples come in the order of their numbers, in global batches of one size. The last batch may be
-short and is shared as evenly as possible. All ranks take equally many steps, so collectives and DDP stay in step. In a
-short step some ranks may get fewer samples, or none: they are *dry*, and every rank knows which. Streams follow each
-other, each with a tail of its own, so every batch is of one stream and figures per source need no sorting.
+How evaluation works. Padding the last batch would count samples twice, and dropping it would leave samples out, so
+metrics would not be exact. Instead, samples are delivered in the order of their ids, in global batches of one size. The
+last batch may be short, and is shared as evenly as possible. All ranks take the same number of steps, so collectives
+and DDP stay synchronized. In a short step some ranks may get fewer samples, or none. A rank without samples is *dry*,
+and every rank knows which ranks are. Streams follow each other, and each ends with its own short batch. So every batch
+belongs to one stream, and metrics per source need no sorting.
 
-Invariants of every schedule: `share` is pure. The shares of ranks 0 … W-1 put together are the global batch, the same
-for every W. The ranks' shares differ by one clip at most, and are equal where W divides the batch. In an evaluation,
-only the last step of a stream has dry ranks.
+Invariants of every schedule: `share` is pure. The concatenated shares of ranks 0 … W-1 are the global batch, the same
+for every W. The ranks' shares differ by one clip at most, and are equal if W divides the batch. In an evaluation, only
+the last step of a stream has dry ranks.
 Failure behaviour: `UsageError` for a rank or a batch out of range.
 """
 
@@ -34,7 +35,7 @@ from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.permutation import I64, key_of, short
 
 AT_ONCE = 1024
-"""Positions of a rank that are computed at once."""
+"""Number of a rank's positions that are computed together."""
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -42,10 +43,10 @@ class Share(msgspec.Struct, frozen=True):
 
     Args:
         stream: int64 array, the stream of each slot.
-        epoch: int64 array, the stream's own epoch.
+        epoch: int64 array, the epoch of that stream.
         virtual: int64 array, the virtual sample in the stream.
         sizes: the lengths of all ranks' shares.
-        bucket: of the batch, if there are buckets.
+        bucket: bucket of the batch, if there are buckets.
     """
 
     stream: I64
@@ -64,14 +65,14 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Schedule(Protocol):
-    """The global batches of each of the epochs 0, 1, …"""
+    """The global batches of the epochs 0, 1, …"""
 
     @property
     def batches(self) -> int: ...
 
     @property
     def orders(self) -> Sequence[Order]:
-        """The orders of the streams, which also decide substitutes and the seed of clips."""
+        """The orders of the streams, which also determine substitutes and the seed of clips."""
         ...
 
     @property
@@ -81,11 +82,12 @@ class Schedule(Protocol):
 
     @property
     def evaluates(self) -> bool:
-        """Whether every sample is taken once, and some ranks may get none."""
+        """Whether every sample is taken once, so that some ranks may get no sample."""
         ...
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
-        """How many samples each source of a mixture gave before batch `number` of `epoch`; empty without a mixture."""
+        """How many samples each source of a mixture has given before batch `number` of `epoch`. Empty without a
+        mixture."""
         ...
 
     def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
@@ -93,21 +95,21 @@ class Schedule(Protocol):
         ...
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
-        """Everything except samples and seed that decides the order up to batch `number` of `epoch`, in plain JSON
+        """Everything that determines the order up to batch `number` of `epoch`, except samples and seed, as plain JSON
         types.
 
-        It is short, and equal only if the order is equal.
+        It is short. Equal descriptions mean equal orders.
         """
         ...
 
 
 class Population(msgspec.Struct, frozen=True):
-    """A stream in numbers.
+    """The size of a stream.
 
     Args:
         samples: number of samples.
-        sample_bytes: their mean size in bytes.
-        clips: about how many clips each has.
+        sample_bytes: mean size of a sample in bytes.
+        clips: approximate number of clips of each sample.
         total: number of clips. Default: samples * clips.
     """
 
@@ -118,7 +120,7 @@ class Population(msgspec.Struct, frozen=True):
 
     @property
     def virtual(self) -> int:
-        """The number of clips: the stream's virtual samples."""
+        """The number of clips, which are the stream's virtual samples."""
         return self.samples * self.clips if self.total is None else self.total
 
     def order(self, batch: int, seed: int, shuffle: bool) -> Order:
@@ -130,7 +132,7 @@ class Population(msgspec.Struct, frozen=True):
 
 
 class Plain(msgspec.Struct, frozen=True):
-    """One dataset: its order, with or without the tail of the epoch."""
+    """The schedule of one dataset: its order, with or without the incomplete last batch."""
 
     buckets: ClassVar[tuple[int, ...]] = ()
     evaluates: ClassVar[bool] = False
@@ -164,8 +166,10 @@ class Plain(msgspec.Struct, frozen=True):
 
 
 def _ahead(order: Order, epoch: int, number: int, rank: int, world_size: int) -> I64:
-    """Return `order.batch_of`, computed for several batches at once: numpy takes as long for one position as for a
-    hundred."""
+    """The result of `order.batch_of`, computed for several batches together.
+
+    numpy needs as long for one position as for a hundred.
+    """
     each = max(1, AT_ONCE * world_size // order.batch)
     found = _few(order, epoch, number // each * each, each, rank, world_size)
     at = number % each
@@ -174,7 +178,7 @@ def _ahead(order: Order, epoch: int, number: int, rank: int, world_size: int) ->
 
 @lru_cache(maxsize=8)
 def _few(order: Order, epoch: int, first: int, count: int, rank: int, world_size: int) -> tuple[I64, ...]:
-    """`count` batches from `first` on, or as many as there are."""
+    """`count` batches from batch `first` on, or as many as exist."""
     last = min(first + count, order.full_batches + bool(order.tail))
     slots = [order.slots(number, rank, world_size) for number in range(first, last)]
     if not slots:
@@ -195,7 +199,8 @@ def ordered_share(
     *,
     ahead: bool = False,
 ) -> Share:
-    """A share of a batch from one stream. `ahead`: the next batches will be asked for as well."""
+    """The share of a batch that comes from one stream. With `ahead`, the following batches are computed too, and
+    cached."""
     where = (epoch, number, rank, world_size)
     virtual = _ahead(order, *where) if ahead else order.batch_of(*where)
     size = order.batch if number < order.full_batches else order.tail
@@ -209,7 +214,7 @@ def ordered_share(
 
 
 def orders_digest(orders: Sequence[Order], *more: int) -> str:
-    """Return a digest of the orders of several streams, without their samples and the seed."""
+    """A digest of the orders of several streams, without their number of samples and seed."""
     return short(key_of(*(n for o in orders for n in (o.chunk, o.lanes, o.window, o.shuffle)), *more))
 
 
@@ -227,8 +232,10 @@ def sizes(size: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A `Schedule` whose epochs are all the same. Make one with `Evaluation.of`. `buckets` are those of the streams,
-    and `name` identifies all buckets."""
+    """A `Schedule` that is the same in every epoch. Create one with `Evaluation.of`.
+
+    `buckets` are the buckets of the streams. `name` identifies all buckets in states.
+    """
 
     evaluates: ClassVar[bool] = True
 
@@ -246,8 +253,10 @@ class Evaluation:
         buckets: Sequence[int] = (),
         numbers: Sequence[int] = (),
     ) -> Evaluation:
-        """Make one from streams and the sizes of their global batches. The seed is for clips that begin at random;
-        `numbers` identify the buckets."""
+        """The schedule for these streams, with these global batch sizes.
+
+        The seed is used for clips with a random start. `numbers` identify the buckets in states.
+        """
         pairs = zip(populations, batches, strict=True)
         orders = tuple(one.order(batch, seed, shuffle=False) for one, batch in pairs)
         return cls(orders, tuple(buckets), short(key_of(*numbers)) if numbers else "")
@@ -275,5 +284,5 @@ class Evaluation:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """The batch after the last batch of each stream."""
+        """For each stream, the number of the batch after its last batch."""
         return list(accumulate(order.full_batches + (order.tail > 0) for order in self.orders))

@@ -1,17 +1,18 @@
-"""A loader's state: its position, and a fingerprint of everything that decides the batches.
+"""A loader's state: its position, and a fingerprint of everything that determines the batches.
 
-Purpose: resume exactly, on any number of ranks, from a few bytes.
+Purpose: resume exactly, on any number of ranks, from a state of a few bytes.
+
 Invariants:
-- A state is JSON, as `json.dumps` writes it, of less than `MAX_BYTES`, and about 45 bytes more for each source of a
-  mixture. Samples that are quarantined without a shared list take more.
+- A state is JSON. As `json.dumps` writes it, it takes less than `MAX_BYTES`, plus about 45 bytes for each source of a
+  mixture. Quarantined samples that no shared list stores take more.
 - It is the same on every rank, and its keys do not depend on the position.
 - The position counts the global batches that the trainer received.
-- To be short, the global batch, or the digest of the buckets, is the first value of "order". Version and digest of a
-  shared list of bad samples, such as "17:0123abcd", are the first value of "quarantine". If that is not short enough,
-  digests replace the descriptions of clip and order.
+- To save space, the global batch, or the digest of the buckets, is the first value of "order". Version and digest of a
+  shared list of bad samples, such as "17:0123abcd", are the first value of "quarantine". If the state is still too
+  long, digests replace the descriptions of clip and order.
 
-Failure behaviour: `MismatchError` names the field, the saved value and the value here. `UsageError` if it is not a
-state.
+Failure behaviour: `MismatchError` with the field, the saved value and the current value. `UsageError` if a value is not
+a state.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DIGEST_CHARACTERS = 10
 """Enough to distinguish versions of a user's own datasets. It does not protect against deliberate collisions."""
 MAX_BYTES = 200
 MAX_COUNT = 1 << 32
-"""The most epochs, and the most batches in one. With more, positions would not fit 64 bits."""
+"""Maximum number of epochs, and of batches in an epoch. Above it, positions would not fit 64 bits."""
 _HINTS = {
     "quarantine_list": "give the loader the list that the interrupted run had",
     "global_batch": "keep batch_size times world size as it was",
@@ -49,7 +50,7 @@ _FIRST = ("global_batch", "buckets")
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Identifies the samples of a source. Of a mixture's source, `taken` samples were delivered."""
+    """Identifies the samples of a source. With a mixture, `taken` is the number of samples that the source has given."""
 
     version: int
     digest: str
@@ -57,11 +58,11 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What must be equal for a position to mean the same samples, and the same frames of them.
+    """Everything that must match so that a position means the same samples, and the same frames of them.
 
     Args:
         sources: the dataset, or the sources of a mixture by name.
-        seed: of the order.
+        seed: seed of the order.
         order: description of the schedule.
         clip: description of the parts.
     """
@@ -72,7 +73,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     clip: Any
 
     def values(self) -> dict[str, Any]:
-        """In plain JSON types, in the order in which differences are reported."""
+        """The fingerprint as plain JSON types, in the order in which differences are reported."""
         return {**self._identity(), "seed": self.seed, "clip": parts(self.clip), **plain(dict(self.order))}
 
     def _identity(self) -> dict[str, Any]:
@@ -87,8 +88,8 @@ class Position(msgspec.Struct, frozen=True):
 
     Args:
         epoch: the current epoch.
-        batch: global batches of it that were delivered.
-        quarantine: known bad samples, as (source, number).
+        batch: number of its global batches that were delivered.
+        quarantine: known bad samples, as (source, id).
         listed: version and digest of the list of bad samples that the epoch follows, if any.
     """
 
@@ -99,7 +100,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A field whose value differs; a missing value is None."""
+    """A field with different values in the state and here. A missing value is None."""
 
     field: str
     saved: Any
@@ -127,18 +128,18 @@ def dump(fingerprint: Fingerprint, position: Position) -> dict[str, Any]:
 
 
 def _bytes(state: Mapping[str, Any]) -> int:
-    """Bytes of the JSON, without the sources of a mixture, which may be many."""
+    """Length of the JSON, without the sources of a mixture, which may be many."""
     return len(json.dumps({**state, "sources": {}} if "sources" in state else state))
 
 
 def _stand_in(value: Any) -> str:
-    """Four characters for a value. Another value has the same ones with a probability of 2^-24."""
+    """Four characters that replace a value. Two different values have the same four with a probability of 2^-24."""
     digest = blake3.blake3(json.dumps(value, sort_keys=True).encode()).digest(3)
     return base64.urlsafe_b64encode(digest).decode()
 
 
 def load(fingerprint: Callable[[int, int], Fingerprint], state: Mapping[str, Any]) -> Position:
-    """The position in `state`, if its fingerprint equals the one here at that position."""
+    """The position in `state`. Raises `MismatchError` unless its fingerprint equals `fingerprint` at that position."""
     saved, position = read(state)
     for difference in differences(fingerprint(position.epoch, position.batch), saved):
         raise mismatch(difference)
@@ -152,7 +153,7 @@ def mismatch(difference: Difference) -> MismatchError:
 
 
 def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
-    """The saved fingerprint's fields, and the position."""
+    """The fields of the saved fingerprint, and the position."""
     if (
         not isinstance(state, Mapping)
         or {"seed", "epoch", "batch"} - set(state)
@@ -177,7 +178,7 @@ def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
 
 
 def resolved(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved fields, with digests replaced by the values here that they stand for."""
+    """The saved fields. Digests that match values of `here` are replaced by these values."""
     found = dict(saved)
     for name in {"clip", "order", "buckets"} & set(here) & set(saved):
         stand_in = _stand_in(here[name])
@@ -187,7 +188,7 @@ def resolved(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any
 
 
 def _quarantine(values: Any) -> tuple[tuple[int, str] | None, list[list[Any]]]:
-    """Version and digest of the list that is followed, if any, and the other samples as [source, number]."""
+    """Version and digest of the list that is followed, if any, and the other samples as [source, id]."""
     rest = list(values) if isinstance(values, list) else [values]
     named = _LISTED.fullmatch(rest[0]) if rest and isinstance(rest[0], str) else None
     listed = None if named is None else (int(named[1]), named[2])
@@ -206,7 +207,7 @@ def differences(fingerprint: Fingerprint, saved: Mapping[str, Any]) -> Iterator[
 
 
 def _of_sources(here: Mapping[str, Sequence[Any]], saved: Mapping[str, Any]) -> Iterator[Difference]:
-    """Differences of versions and digests; the counters follow from the rest."""
+    """Differences of versions and digests. The counters follow from the other fields, so they are not compared."""
     if sorted(here) != sorted(saved):
         yield Difference("sources", sorted(saved), sorted(here))
     for name in here:
@@ -217,8 +218,11 @@ def _of_sources(here: Mapping[str, Sequence[Any]], saved: Mapping[str, Any]) -> 
 
 
 def parts(described: Any) -> Any:
-    """The description of parts: the values of a dataclass in order, to nine digits, without the defaults after the
-    last string."""
+    """The description of parts for a state.
+
+    For a dataclass, it is the list of its values, with floats rounded to nine digits. Defaults after the last string
+    are left out.
+    """
     if not dataclasses.is_dataclass(described) or isinstance(described, type):
         return plain(described)
     fields = dataclasses.fields(described)
@@ -229,7 +233,7 @@ def parts(described: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Tuples as lists, as they come back from JSON."""
+    """`value` with lists in place of tuples, as JSON returns them."""
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
