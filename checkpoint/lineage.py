@@ -1,16 +1,18 @@
 """Which timeline a trainer saves in, and which steps its saves reference.
 
-A trainer that starts has no timeline. Its first save opens one or joins that of another writer in the process; so
-does the first save after a restore that begins a branch (`headrace.checkpoint.repository.writers` has the rules). A
-restore alone changes nothing. The first save references the step before it, or a step of another run that the trainer
-started from; later saves reference the trainer's own last step.
-Invariant: a lease protects the restored step, and the step at which a timeline begins, until this trainer has
-committed a step of its own. A timeline is opened only while that lease lives and after the step was seen, so no
-collection removes its start.
-Failure behaviour: `ConflictError` when another trainer took over the run, when the parent step was removed, or when a
-step that was restored as the latest while the store was unreachable is not the latest. A removed step of another run
-is not referenced, which costs only space. A process without write access takes no lease. The lease of a process that
-dies expires.
+A trainer that starts has no timeline. Its first save opens a timeline, or joins that of another writer in the process.
+So does the first save after a restore that begins a branch. `headrace.checkpoint.repository.writers` has the rules. A
+restore alone changes nothing.
+
+The first save references the step before it, or a step of another run that the trainer started from. Later saves
+reference the trainer's own last step.
+Invariant: a lease protects the restored step, and the step at which a timeline begins, until this trainer has committed
+a step of its own. A timeline is opened only while that lease is alive, and after the lease was written and the step was
+found. So no collection removes the step at which it begins.
+Failure behaviour: `ConflictError` if another trainer took over the run or if the parent step was removed.
+`ConflictError` also if a step was restored as the latest while the store was unreachable, and is not the latest. A
+removed step of another run is not referenced, which costs only space. A process without write access takes no lease.
+The lease of a process that dies expires.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from headrace.dataio.store.base import Store
 Origin = str | tuple[str, int] | None
 """Another run, or a step of one."""
 _ERROR_BYTES = 400
-"""The most bytes of the error text in rank 0's message."""
+"""The maximum length of the error text in rank 0's message, in bytes."""
 _LOOKS = 5
-"""Attempts to find the latest step while retention removes the step that was found."""
+"""How many times the latest step is searched for while retention removes the step that was found."""
 
 
 class Ticket(msgspec.Struct, array_like=True, frozen=True):
@@ -52,8 +54,8 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
 class Lineage:
     """The timeline and the referenced steps of one trainer.
 
-    `timeline` is 0 until the trainer has saved. `again`: the next save may be of a step that its timeline already has.
-    Not thread-safe, except `prepare` and `release`.
+    `timeline` is 0 until the trainer has saved. `again`: the timeline may already have the step of the next save. Not
+    thread-safe, except `prepare` and `release`.
     """
 
     def __init__(self, store: Store, run: str, origin: Origin = None) -> None:

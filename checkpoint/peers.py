@@ -1,14 +1,14 @@
 """Detects killed ranks and lost nodes, so that the other ranks can abort a save instead of waiting for a manifest.
 
-- Ranks on one node look at each other's processes in `/proc`.
+- Ranks on one node check each other's processes in `/proc`.
 - Nodes form a ring: each rank keeps a TCP connection (`PeerConnection`) to a rank of the next node (its `PeerProbe`).
-  No data is sent. The kernel resets the connections of a process that ends; a lost node answers nothing.
+  No data is sent. The kernel resets the connections of a process that ends. A lost node does not answer.
 
-Invariant: a rank counts as ended only if its very process has ended (a zombie counts, another process with the same
-number does not). `ENDED` and `SILENT` are reported only for a rank that was connected before, and only after a second
-connection was refused or not answered. A node counts as silent only when its kernel does not answer; while a process
-there has merely ended, the node's daemon may still be storing its part. A probe listens at the address from which
-this node reaches the job's master, and never reads or accepts.
+Invariant: a rank counts as ended only if its process has ended. A zombie counts as ended. Another process with the same
+pid does not count as the rank. `ENDED` and `SILENT` are reported only for a rank to which a connection was open. A
+second connection must also have been refused, reset or not answered. A node counts as silent only if its kernel does
+not answer. If only a process there has ended, the node's daemon may still be storing that process's part. A probe
+listens at the address from which this node reaches the job's master. It never accepts a connection or reads from one.
 Failure behaviour: a rank that cannot be observed, for example behind a firewall, counts as alive.
 """
 
@@ -68,7 +68,7 @@ class PeerProbe:
 
 
 class PeerConnection:
-    """A connection to another rank's probe. It never blocks; callers poll `state`. All times are in seconds."""
+    """A connection to another rank's probe. It never blocks: callers poll `state`. All times are in seconds."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class PeerConnection:
         state = _peek(connection)
         if state == _OPEN:
             self._connected, self._reconnected = True, 0.0
-        elif self._reconnected:  # the line broke, and this is a second one
+        elif self._reconnected:  # the first connection broke, and this is the second
             if state in (_REFUSED, _RESET):
                 return ENDED
             if state == _LOST or self._clock.monotonic() - self._reconnected >= self._answer:
@@ -187,7 +187,8 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 _CARD = struct.Struct(f">8sQQ{ADDRESS_BYTES}s")
-"""A rank's card: a digest of its node and pid namespace, its pid, its start time, and the address of its probe."""
+"""A digest of a rank's node and pid namespace, its pid and start time, and the address of its probe.
+"""
 
 
 class Peers:
@@ -238,7 +239,7 @@ class Peers:
 def watched_rank(places: Sequence[bytes], rank: int) -> int | None:
     """The rank of the next node that `rank` watches; None if there is only one node. This is a pure function.
 
-    The ranks of a node watch different ranks, as far as the next node has enough ranks.
+    The ranks of a node watch different ranks if the next node has enough ranks.
     """
     nodes = list(dict.fromkeys(places))
     if len(nodes) < 2:
@@ -249,7 +250,7 @@ def watched_rank(places: Sequence[bytes], rank: int) -> int | None:
 
 
 def card(probe: PeerProbe | None = None) -> bytes:
-    """This process's card: its node, pid, start time and probe; always the same size."""
+    """This process's entry for `Peers`: its node, pid, start time and probe. The size is always the same."""
     return _CARD.pack(_place(), os.getpid(), _started(os.getpid()), probe.address if probe else bytes(ADDRESS_BYTES))
 
 

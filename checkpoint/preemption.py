@@ -1,10 +1,10 @@
-"""The last save before the machine is taken away: a signal requests it, and it must be committed within a deadline.
+"""The last save before the machine is preempted: a signal requests it, and it must be committed within a deadline.
 
 A signal may arrive in the middle of `optimizer.step()`, where no state is consistent. So the handler only records it,
 and the training loop calls `reached(step)` between two steps. With several ranks, signals arrive at different times.
-Every call therefore completes an exchange of one bit that the call before has begun. All ranks stop at the same step,
-and no call waits for other ranks. If a save of that step is in flight already, the ranks wait for it. If no rank saw
-its commit, all ranks save the step again.
+Each call therefore starts an exchange of one bit and completes the exchange of the call before. So all ranks stop at
+the same step. A call waits for other ranks only until they have made the call before. If a save of that step is in
+flight already, the ranks wait for it. If no rank saw its commit, all ranks save the step again.
 Invariant: `outcome` is "committed" only after the step's COMMIT was seen. A failed save raises no error, because the
 loop ends in any case. The exit code, the log and the report file contain the outcome.
 Failure behaviour: `UsageError` outside the main thread, where Python accepts no signal handlers. A step that takes
@@ -33,11 +33,11 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.log import get_logger
 
 SAVED, NOT_SAVED = 99, 98
-"""Exit codes of a trainer that stops on request: the state is committed, or it is not and a restart uses an older step."""
+"""Exit codes of a trainer that stops on request: the state is committed, or a restart uses an older step."""
 DEADLINE_SECONDS = 100.0
 REPORT_VARIABLE = "HEADRACE_PREEMPTION_REPORT"
 _VOTE_SECONDS = 10.0
-"""Extra seconds to wait for ranks that began to wait for their save later."""
+"""Extra seconds to wait for ranks that began later to wait for their save."""
 _log = get_logger(__name__)
 
 
@@ -60,7 +60,10 @@ class Saver(Protocol):
 
 
 class BitExchange:
-    """An exchange of one bit per rank that never blocks: `any` returns, on all ranks alike, the result of the call before."""
+    """An exchange of one bit per rank. `any` returns the result of the call before, which is the same on all ranks.
+
+    It waits only for ranks that have not made the call before.
+    """
 
     def __init__(self, world_size: int) -> None:
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None

@@ -5,12 +5,12 @@
 - `assign_readers` and `rounds`: which rank reads a chunk that several ranks need.
 - `overlaps`, `offset_in`, `copy_overlap` and `overlap_blocks`: which bytes of one shard belong to another shard.
 
-A shard is a `Box` in the global tensor. Meshes play no part, so a step can be restored onto any mesh, placement and
+A shard is a `Box` in the global tensor. Meshes are not used, so a step can be restored onto any mesh, placement and
 number of ranks.
 
-A range of a shard's row-major bytes is a list of at most 2 n - 1 boxes (n: the dimensions, plus one for the bytes of an
-element): part of a row, whole rows, part of a row, and the same again in each inner dimension. Each box is intersected
-with the target shard and copied as one strided block.
+A range of a shard's row-major bytes is a list of at most 2 n - 1 boxes. Here n is the number of dimensions, plus one
+for the bytes of an element. The boxes are part of a row, whole rows, part of a row, and the same again in each inner
+dimension. Each box is intersected with the target shard and copied as one strided block.
 
 Invariant: all of this is pure, and gives the same answer on every rank without communication. Each (tensor, box) has
 one writer. Each chunk that several ranks need has one reader. `coverage_error` returns None only for boxes that are
@@ -66,7 +66,7 @@ def overlaps(source: Box, target: Box, item_bytes: int, start: int, length: int)
 def offset_in(source: Box, target: Box, item_bytes: int, start: int, length: int) -> int | None:
     """The byte offset in shard `target` at which `length` bytes from byte `start` of shard `source` lie contiguously.
 
-    None when it does not hold all of them, or not as one run.
+    None if `target` does not hold all of them, or not contiguously.
     """
     if source == target:
         return start
@@ -80,9 +80,9 @@ def offset_in(source: Box, target: Box, item_bytes: int, start: int, length: int
 def copy_overlap(
     source: Box, target: Box, item_bytes: int, start: int, payload: memoryview, memory: memoryview | bytearray
 ) -> None:
-    """Copy the part of `payload` that belongs to shard `target` into `memory`. `payload` is `source` from byte `start` on.
+    """Copy the part of `payload` that belongs to shard `target` into `memory`.
 
-    `memory` is the whole of `target`, row-major.
+    `payload` holds the bytes of `source` from byte `start` on. `memory` holds all of `target`, row-major.
     """
     into = np.frombuffer(memory, np.uint8)
     given = np.frombuffer(payload, np.uint8)
@@ -99,8 +99,12 @@ def overlap_blocks(
 ) -> Iterator[tuple[int, tuple[int, ...], _Slices, _Slices]]:
     """The overlap of a byte range of `source` with `target`, as strided blocks.
 
-    Each: where in the run it begins, its extents (the bytes of an element last), and the part of it that goes to which
-    part of the target's.
+    Each block is a tuple of four values:
+
+    - the offset of the block's box in the byte range,
+    - the extents of the box, with the bytes of an element last,
+    - the slices of the box that belong to `target`,
+    - the slices of `target` that they go to.
     """
     done = 0
     for (_, extent), found in _walk(source, target, item_bytes, start, length):
@@ -170,7 +174,10 @@ Held = tuple[str, int, Sequence[int]]
 
 
 def assign_writers(held: Iterable[Held]) -> dict[str, int]:
-    """The rank that writes each tensor: by bytes, the largest first. A rank may leave out tensors that it does not hold."""
+    """The rank that writes each tensor, balanced by bytes. The largest tensors are assigned first.
+
+    A rank may leave out tensors that it does not hold.
+    """
     groups: dict[tuple[int, ...], list[tuple[int, str]]] = defaultdict(list)
     for name, nbytes, ranks in held:
         groups[tuple(ranks)].append((-nbytes, name))
@@ -203,7 +210,9 @@ def needs_bitmap(needed: Sequence[int], count: int) -> bytes:
 
 
 def assign_readers(needs: Sequence[bytes], sizes: Sequence[int]) -> list[SharedChunk]:
-    """All chunks that more than one rank needs, in order; the rank with the least to read so far reads the next.
+    """All chunks that more than one rank needs, in order.
+
+    Of the ranks that need a chunk, the rank with the fewest bytes to read so far reads it.
 
     `needs`: every rank's bitmap. `sizes`: bytes of every chunk.
     """
@@ -221,7 +230,7 @@ def assign_readers(needs: Sequence[bytes], sizes: Sequence[int]) -> list[SharedC
 
 
 def rounds(given: Sequence[SharedChunk], sizes: Sequence[int]) -> Iterator[list[SharedChunk]]:
-    """The chunks in rounds of at most `ROUND_BYTES`, which bounds the memory."""
+    """The chunks in rounds of at most `ROUND_BYTES`, to limit the memory that a round needs."""
     turn: list[SharedChunk] = []
     held = 0
     for each in given:

@@ -2,10 +2,10 @@
 
 - A chunk is at most 4 MiB. Chunk boundaries lie on a grid of the *global* tensor, so the same weights give the same
   chunks under another sharding.
-- A shard that is one run of the tensor's row-major bytes uses the grid of those bytes.
-- A shard that is cut in an inner dimension (columns) is stored in bands of that dimension. Each band has its own
-  grid. The width of a band depends only on the global shape and the dimension, so every rank that holds a whole band
-  makes the same chunks of it.
+- A shard that is one contiguous range of the tensor's row-major bytes uses the grid of those bytes.
+- A shard that is cut in an inner dimension (columns) is stored in bands of that dimension. Each band has its own grid.
+  The width of a band depends only on the global shape and the dimension. So every rank that holds a whole band cuts it
+  into the same chunks.
 - Small tensors share the chunks of one common stream, which comes first in the arena.
 
 Invariant: the pieces of a shard are in order, without gaps or overlaps. The same list of tensors always gives the
@@ -29,11 +29,14 @@ from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import KIB, MIB
 
 CHUNK_BYTES = 4 * MIB
-"""Chunks of large tensors; also the most that any chunk may hold."""
+"""Size of the chunks of large tensors. It is also the maximum size of any chunk."""
 FINE_CHUNK_BYTES = 1 * MIB
-"""Chunks of tensors below `FINE_BELOW`, and of the stream of small tensors: a finer grid survives resharding better."""
+"""Size of the chunks of tensors below `FINE_BELOW`, and of the stream of small tensors.
+
+With a finer grid, more chunks stay the same after resharding.
+"""
 FINE_BELOW = 128 * MIB
-"""Bytes of the *global* tensor.
+"""A limit on the size of the *global* tensor, in bytes.
 
 A tensor of this size has 32 chunks or more, and another world size cuts only a few of them.
 """
@@ -59,7 +62,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
     local: tuple[int, ...]
 
     def overlaps(self, other: Box) -> bool:
-        """Whether both hold a common element of the same global tensor."""
+        """Whether both shards have an element in common."""
         edges = zip(self.offset, self.local, other.offset, other.local, strict=True)
         return all(max(a, b) < min(a + n, b + m) for a, n, b, m in edges)
 
@@ -75,7 +78,7 @@ def cut_dim(box: Box) -> int:
 
 
 def run_start(box: Box, item_bytes: int) -> int | None:
-    """The byte of the global tensor at which the shard begins; None when the shard is not one run of its bytes."""
+    """The byte of the global tensor at which the shard begins; None if the shard is not contiguous in it."""
     if box.local == box.shape:
         return 0  # a fast path: most tensors are whole, and planning a save calls this several times for each
     if any(n != 1 for n in box.local[: cut_dim(box)]):
@@ -127,7 +130,7 @@ _RUN_BYTES = 256
 
 
 def bands(box: Box, item_bytes: int) -> tuple[Box, ...]:
-    """The bands in which the shard is stored; the shard itself if it is one run of the tensor's bytes."""
+    """The bands in which the shard is stored; only the shard itself if it is contiguous in the global tensor."""
     dim = cut_dim(box)
     if 0 in box.local or run_start(box, item_bytes) is not None:
         return (box,)
@@ -142,7 +145,10 @@ def inside(band: Box, shard: Box) -> tuple[slice, ...]:
 
 
 def width(shape: Sequence[int], dim: int, item_bytes: int) -> int:
-    """How many indices of dimension `dim` a band has: a power of two, for bands of about a fine chunk."""
+    """The number of indices of dimension `dim` in a band.
+
+    It is a power of two, chosen so that a band has about the size of a fine chunk.
+    """
     inner = math.prod(shape[dim + 1 :]) * item_bytes
     column = math.prod(shape[:dim]) * inner
     wanted = max(FINE_CHUNK_BYTES, column * shape[dim] // _MOST) // column
@@ -150,7 +156,7 @@ def width(shape: Sequence[int], dim: int, item_bytes: int) -> int:
 
 
 def pieces(box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, length) in the shard's own bytes of every chunk of the shard."""
+    """(start, length) of every chunk, in the shard's own bytes."""
     size = math.prod(box.local) * item_bytes
     if not size:
         return
@@ -208,7 +214,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`offsets[i]` is where tensor i starts; the small stream is [0, small_bytes); `total` bytes in all."""
+    """Places of tensors in the arena: tensor i starts at `offsets[i]`. Bytes [0, small_bytes) are the small stream."""
 
     offsets: tuple[int, ...]
     small_bytes: int
@@ -216,7 +222,7 @@ class Layout:
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """A run of arena bytes that becomes one chunk."""
+    """A range of arena bytes that becomes one chunk."""
 
     at: int
     length: int
@@ -261,7 +267,7 @@ def is_small(nbytes: int) -> bool:
 
 
 def cut_all(specs: Sequence[TensorSpec], layout: Layout) -> tuple[list[Piece], list[list[PieceSpan]]]:
-    """All chunks of the arena, and for each tensor the runs of chunks that make up its bytes."""
+    """All chunks of the arena, and for each tensor the parts of chunks that make up its bytes."""
     found = [Piece(start, length) for start, length in cut(layout.small_bytes, FINE_CHUNK_BYTES)]
     spans: list[list[PieceSpan]] = []
     for spec, at in zip(specs, layout.offsets, strict=True):

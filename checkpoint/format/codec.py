@@ -1,17 +1,17 @@
 """How the bytes of a chunk are stored: raw, zstd, byte planes with zstd, or the difference from another chunk.
 
 - *Byte planes*: the first bytes of all elements come first, then all second bytes, and so on. Floating-point numbers
-  compress better this way, because sign and exponent hardly differ between neighbours.
-- *Difference*: XOR with a base chunk, then byte planes and zstd. bf16 weights of one step earlier shrink to about an
-  eighth. The stored bytes are a length of two bytes, the `Link` to the base (msgpack) and the compressed difference.
-  The base is never a difference itself. The manifest also names the base's chunk and pack, which protects both from
-  retention.
+  compress better in this order, because signs and exponents of neighbours are similar.
+- *Difference*: XOR with a base chunk, then byte planes and zstd. A difference of bf16 weights from those of one step
+  earlier takes about an eighth of their size. The stored bytes are a length of two bytes, the `Link` to the base
+  (msgpack) and the compressed difference. The base is never a difference itself. The manifest also names the base's
+  chunk and pack, which protects both from retention.
 
 `headrace.checkpoint.saving.compression` chooses the codec.
 Invariant: `unpack` returns the bytes whose BLAKE3 digest the chunk carries, or None. Digests are of the raw bytes.
 Callers of `decode_difference` compare the digest themselves.
-Failure behaviour: None for a wrong digest, a bad frame or a wrong length; sizes are checked before memory is
-allocated.
+Failure behaviour: functions return None for a wrong digest, a damaged frame or a wrong length. Sizes are checked before
+memory is allocated.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ _LINK_BYTES = 512
 
 
 class Link(msgspec.Struct, array_like=True, frozen=True):
-    """The base: `raw` bytes with this digest, stored as `stored` bytes at `offset` of the pack `packs/<attempt>/<name>.pack`."""
+    """The base: `raw` bytes with this digest.
+
+    They are stored as `stored` bytes at `offset` of the pack `packs/<attempt>/<name>.pack`.
+    """
 
     digest: bytes
     attempt: str

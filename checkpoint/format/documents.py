@@ -3,7 +3,7 @@
 They are: repo, timeline, lease, decision (the object `fate`), COMMIT, and the records in `gc/`.
 Invariant: every document carries a version, a nonce and, as its last entry, its own digest
 (`headrace.dataio.core.json`; documents of older versions have none). No document holds a secret. A reader checks the
-version first. It ignores unknown fields, so a minor addition stays readable.
+version first. It ignores unknown fields, so documents with additional fields stay readable.
 Failure behaviour: `UnsupportedError` for a newer version; `CorruptionError` naming the object for an unreadable
 document.
 """
@@ -24,7 +24,10 @@ from headrace.dataio.store.base import Store
 
 VERSION = 1
 FORMAT_SUFFIX = "-checkpoint"
-"""Before this suffix is the name that the software had when it created the repository. Readers accept any name."""
+"""The end of a repository's format name.
+
+The text before it is the name that the software had when it created the repository. Readers accept any name.
+"""
 FORMAT = f"headrace{FORMAT_SUFFIX}"
 
 
@@ -90,10 +93,10 @@ class Timeline(Document, frozen=True, kw_only=True):
 
 
 class Lease(Document, frozen=True, kw_only=True):
-    """A lease on an attempt. `until` is in seconds since the epoch, `life` in seconds.
+    """A lease on an attempt. `until`: when it expires, in seconds since the epoch. `life`: its lifetime in seconds.
 
-    A collection must not remove `bases` while the lease is alive. A lease that references another run has version 2, so
-    that a collector that looks for bases only in the lease's own run refuses it.
+    A collection must not remove `bases` while the lease is alive. A lease that references another run has version 2. A
+    collector that supports only bases in the lease's own run therefore refuses it.
     """
 
     newest: ClassVar[int] = 2
@@ -108,7 +111,7 @@ class Lease(Document, frozen=True, kw_only=True):
 
 
 class Decision(Document, frozen=True, kw_only=True):
-    """`outcome` is "commit" or "abort"; `manifests` are the hexadecimal BLAKE3 digests of the rank manifests, by rank."""
+    """`outcome`: "commit" or "abort". `manifests`: the hexadecimal BLAKE3 digests of the ranks' manifests, by rank."""
 
     attempt: str
     outcome: str = msgspec.field(name="fate")
@@ -117,7 +120,7 @@ class Decision(Document, frozen=True, kw_only=True):
 
 
 class Commit(Document, frozen=True, kw_only=True):
-    """Names the attempt that is the step. With `tombstone` the step was removed and never returns."""
+    """Names the attempt that is the step. With `tombstone`, the step was removed and can never be saved again."""
 
     step: int
     attempt: str = ""
@@ -140,7 +143,10 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class PendingDelete(Document, frozen=True, kw_only=True):
-    """Steps that a collector is about to remove. `policy`: applied again before the removal; None: unconditional."""
+    """Steps that a collector is about to remove.
+
+    The collector applies `policy` again before the removal. None: it removes the steps unconditionally.
+    """
 
     steps: tuple[StepOfRun, ...]
     policy: Policy | None = None

@@ -1,12 +1,14 @@
 """A rank's manifest: its tensors, the chunks of the tensors, the packs that hold the chunks, and the Python values.
 
-The rows are excluded from Python's garbage collector (`gc=False`): they hold plain values only, and creating
-thousands of them would trigger collections of the trainer's whole heap.
-Invariant: a manifest that `decode` returned is consistent: the spans of every tensor add up to its bytes, every span
-lies in its chunk, every chunk in a pack, and no two chunks of a pack overlap. Readers first compare the manifest with
-its BLAKE3 digest in the decision.
-Failure behaviour: `UnsupportedError` for a newer version; `CorruptionError` naming the manifest and the entry for
-everything else. Sizes are checked before memory is allocated.
+Invariant: a manifest that `decode` returned is consistent. The spans of every tensor add up to its bytes, and every
+span lies in its chunk. Every chunk lies in a pack, and no two chunks of a pack overlap. Readers first compare the
+manifest with its BLAKE3 digest in the decision.
+
+The rows are excluded from Python's garbage collector (`gc=False`). They hold plain values only, and creating thousands
+of them would trigger collections of the trainer's whole heap.
+
+Failure behaviour: `UnsupportedError` for a newer version. `CorruptionError`, which names the manifest and the entry,
+for everything else. Sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from headrace.dataio.core.errors import CapacityError, CorruptionError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES, MIB, format_bytes
 
 MAX_BYTES = JSON_DOCUMENT_BYTES
-"""The most bytes of a manifest's object; a conditional write takes no more."""
+"""The maximum size of a manifest's object, in bytes. A conditional write accepts no more."""
 MAX_RAW_BYTES = 64 * MIB
-"""The most bytes of a decompressed manifest: half a million tensors, or two terabytes of state, for each rank."""
+"""The maximum size of a decompressed manifest, in bytes: half a million tensors, or two terabytes of state, per rank.
+"""
 PACK_BYTES = 256 * MIB
-"""The most payload bytes of a pack."""
+"""The maximum number of payload bytes in a pack."""
 RAW, ZSTD = 0, 1
 PLANES = {2: 2, 3: 4, 4: 8}
 """Byte-plane codecs, each with its element width in bytes (note 0011)."""
@@ -146,7 +149,7 @@ _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def version_for(codecs: Iterable[int], tree: bytes = b"") -> int:
-    """The lowest version that has chunks with these codecs and this tree."""
+    """The lowest version that supports chunks with these codecs and this tree."""
     if tree.startswith(NEWER_TREE):
         return WITH_VALUES
     found = set(codecs)
@@ -207,7 +210,7 @@ def _decompressed(frame: bytes) -> bytes:
 
 
 class _Unsound(Exception):
-    """A flaw inside a manifest; `decode` raises it as `CorruptionError`."""
+    """An error inside a manifest. `decode` raises it as `CorruptionError`."""
 
 
 def _require(condition: bool, what: str) -> None:
@@ -282,7 +285,10 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def _check_tensor(t: Tensor, chunks: tuple[Chunk, ...]) -> None:
-    """Runs for every tensor at every restore, so messages are formatted only for a flaw."""
+    """Check one tensor.
+
+    This runs for every tensor at every restore, so messages are formatted only if there is an error.
+    """
     if (what := _flaw(t)) is not None:
         raise _Unsound(what)
     held = 0

@@ -4,7 +4,7 @@ An attempt id is a ULID: 26 characters that sort by time of creation (48 bits of
 Invariant: building and parsing a key are inverse. Numbers are zero-padded, so listing order is numeric order. Two ids
 never collide in practice, so an id names one attempt of one save.
 Failure behaviour: `UsageError` for a run name, a step or an id that cannot be part of a key. Parsing an unknown key
-returns None, so other objects in the same directory or bucket do no harm.
+returns None, so other objects in the same directory or bucket are ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _PACK_KEY = re.compile(rf"packs/([0-9A-Z]{{26}})/({_PACK_NAME.pattern})\.pack")
 
 
 def check_run(run: str, what: str = "run") -> str:
-    """Return `run` if it is a valid name of a run or tag: letters, digits, dot, dash, underscore, at most 128 characters."""
+    """Return `run` if it is a valid name of a run or tag.
+
+    A name consists of letters, digits, dots, dashes and underscores, and has at most 128 characters.
+    """
     if not isinstance(run, str) or not _RUN.fullmatch(run):
         raise UsageError(
             f"{run!r:.200} cannot name a {what}", hint="use letters, digits, '.', '-' and '_', at most 128 of them"
@@ -79,7 +82,7 @@ def decision(run: str, number: int, at: int, attempt_id: str) -> str:
 
 
 def lease(attempt_id: str, holder: str = "") -> str:
-    """`holder`: random digits of a process whose lease on the attempt names other bases than the saver's lease."""
+    """The key of a lease. `holder`: random digits of a process whose lease names other bases than the saver's lease."""
     return f"{leases_of(attempt_id)}{'-' if holder else ''}{holder}.json"
 
 
@@ -93,7 +96,10 @@ def pack(attempt_id: str, name: str) -> str:
 
 
 def pack_name(rank: int, worker: str, number: int) -> str:
-    """`worker`: 8 hexadecimal digits that each writing process draws, so that two processes never write the same pack."""
+    """The name of a pack. `worker`: 8 random hexadecimal digits.
+
+    Each writing process chooses its own, so that two processes never write the same pack.
+    """
     return f"{rank}-{worker}-{number}"
 
 
@@ -149,12 +155,12 @@ _PATTERN = re.compile(rf"[0-7][{_DIGITS}]{{25}}")
 
 
 def new_id(clock: Clock = SYSTEM_CLOCK) -> str:
-    """A fresh id."""
+    """A new id."""
     return id_from_bytes(int(clock.time() * 1000).to_bytes(6, "big") + os.urandom(10))
 
 
 def id_from_bytes(raw: bytes) -> str:
-    """The text of 16 bytes."""
+    """The id that 16 bytes represent."""
     number = int.from_bytes(raw, "big")
     return "".join([_DIGITS[number >> shift & 31] for shift in range(125, -1, -5)])
 

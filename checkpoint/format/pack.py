@@ -1,9 +1,13 @@
 """Packs: objects that hold many chunks, up to 256 MiB of payload.
 
-Layout: the chunks, each on a 4 KiB boundary; then the footer table (msgpack); then a trailer of 64 bytes with magic,
-version, the footer's place, and the BLAKE3 digest of footer and trailer.
+Layout:
+
+- the chunks, each on a 4 KiB boundary,
+- the footer: a table of the chunks (msgpack),
+- a trailer of 64 bytes: magic, version, offset and length of the footer, and the BLAKE3 digest of everything from the
+  footer on.
 Invariant: a pack is written once, as a stream from the memory of its chunks, and never changed.
-Failure behaviour: `read_table` raises `CorruptionError` naming the pack when footer, trailer or length are not as
+Failure behaviour: `read_table` raises `CorruptionError`, which names the pack, if footer, trailer or length are not as
 written. Readers check the payload chunk by chunk.
 """
 
@@ -86,7 +90,7 @@ def write_all(
 
 
 class _Timed:
-    """Iterates over the parts of a pack, and reports to `took` how long the store took for each part and for the end."""
+    """Iterates over the parts of a pack. Reports to `took` how long the store took for each part and for the end."""
 
     def __init__(self, parts: Iterator[Buffer], took: Took) -> None:
         self._parts, self._took, self._given = parts, took, (0, time.perf_counter())

@@ -1,14 +1,14 @@
 """Files whose ranges are read into and written from GPU memory by cuFile, and a probe that tests whether cuFile works.
 
-`Direct` says which tensors cuFile can reach, and opens files for them. `CUFILE` is the real one; tests replace it with
+`Direct` tells which tensors cuFile can reach, and opens files for them. `CUFILE` uses cuFile; tests replace it with
 host memory and an ordinary file. `probe` writes and reads back a small file and compares every byte. So "available"
-means that cuFile worked on this machine and file system at that time. cuFile's compatibility mode, which copies
-through host memory, counts as available and is reported.
+means that cuFile worked on this machine and file system at that time. Its compatibility mode, which copies through host
+memory, counts as available and is reported.
 Invariant: the bytes are the same whichever path they take.
 Failure behaviour: `TransientError` for a transfer that failed or was cut short; `UsageError` for a tensor that is not
 contiguous. `probe` never raises for a missing capability; its verdict gives the reason in one line.
 
-Source: NVIDIA's cuFile API, by torch's binding `torch.cuda.gds`.
+cuFile is called through PyTorch's binding `torch.cuda.gds`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace.dataio.store.base import Store
 
 FILE = "file://"
 ALIGNMENT = 4096
-"""cuFile transfers ranges whose offset and length are multiples of this directly; it copies others."""
+"""cuFile directly transfers ranges whose offset and length are multiples of this. It copies other ranges."""
 
 
 class CuFile(Protocol):
@@ -205,7 +205,7 @@ _DRIVER = Path("/proc/driver/nvidia-fs/version")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether cuFile works, and in one line how, or why not."""
+    """Whether cuFile works, and one line that tells how, or why not."""
 
     available: bool
     reason: str

@@ -1,13 +1,13 @@
 """Restores raw chunks from packs into GPU memory by cuFile.
 
-cuFile reads a chunk into a device buffer. The chunk is copied to the host, hashed, and only then copied to the
-tensors by the device. Host tensors that share the chunk are filled from the host copy. `GdsStore` wraps the directory
-store; only raw chunks take this path.
+cuFile reads a chunk into a device buffer. The chunk is copied to the host and hashed. Only then does the device copy it
+to the tensors. Host tensors that share the chunk are filled from the host copy. `GdsStore` wraps the directory store;
+only raw chunks take this path.
 Invariant: only bytes with the right digest reach a caller's memory. At most `_THREADS` chunks are in flight. A tensor
-takes this path only if all of its chunks are raw and aligned; others go through host memory.
+is read in this way only if all of its chunks are raw and aligned. Other tensors go through host memory.
 Failure behaviour: after a damaged chunk or a failed transfer, the store reads the chunk again, also from its other
-copies. If all are damaged, `CorruptionError` is raised. `direct_for` never raises: where cuFile cannot be used it
-returns None and logs the reason once.
+copies. If all are damaged, `CorruptionError` is raised. `direct_for` never raises. If cuFile cannot be used, it returns
+None and logs the reason once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DirectReader:
         return [place for place in given if not any(use.want in targets for use in place[1].uses)]
 
     def _targets(self, given: Sequence[Place]) -> dict[int, torch.Tensor]:
-        """The wanted tensors to fill by cuFile, by number, viewed as their shape plus one dimension of an element's bytes.
+        """The wanted tensors to fill by cuFile, by number, each as a view with a last dimension for an element's bytes.
 
         A tensor is left out if one of its chunks is not given (another rank sends it), is not raw or is not aligned.
         """

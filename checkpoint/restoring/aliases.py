@@ -1,4 +1,4 @@
-"""Check tensors of the state that share memory. A step must hold the same content for all of them.
+"""Check tensors of the state that share memory: a step must hold the same content for all of them.
 
 A tied model can be restored from a step in which the weights were not tied, if they were equal. Only tensors that share
 memory and have different names in the step are compared. Their chunks' digests usually decide. Otherwise, the contents
@@ -72,7 +72,7 @@ def _overlapping(targets: Sequence[Target]) -> Iterator[list[Target]]:
 
 
 def _same_chunks(group: Sequence[Target]) -> bool:
-    """Whether all are the same view, and the step's digests show that it holds the same bytes for them."""
+    """Whether all targets are the same view, and the step's digests show that it holds the same bytes for them."""
     looks = {(*_look(target.tensor), target.box, target.saved.dtype) for target in group}
     return len(looks) == 1 and all(_chunks(each.saved) == _chunks(group[0].saved) for each in group[1:])
 
@@ -90,7 +90,7 @@ def _chunks(saved: Saved) -> list[tuple[object, ...]]:
 
 
 def _compare(store: Store, step: Step, group: Sequence[Target]) -> None:
-    """Write all of them into temporary memory of the same layout. Then compare each with the bytes in that memory."""
+    """Write all targets into temporary memory of the same layout. Then compare each with the bytes in that memory."""
     reaches = [tensors.byte_range(target.tensor) or (0, 0) for target in group]
     start = min(begin for begin, _ in reaches) // _ALIGN * _ALIGN
     memory = tensors.empty_like("uint8", (max(end for _, end in reaches) - start,))

@@ -43,11 +43,14 @@ class Sink(Protocol):
     """Memory for one tensor."""
 
     def open(self) -> memoryview:
-        """Return writable memory for exactly the tensor's bytes, row-major. Called once, before the first byte is read."""
+        """Return writable memory for exactly the tensor's bytes, row-major.
+
+        The reader calls it once, before it reads the first byte.
+        """
         ...
 
     def close(self) -> None:
-        """Finish the tensor. Called once, after all bytes are written."""
+        """Finish the tensor. The reader calls it once, after all bytes are written."""
         ...
 
 
@@ -64,7 +67,7 @@ class ReadsDirectly(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A global tensor of a step as one rank sees it. `shards` holds its shards, each with the manifest that lists it."""
+    """A global tensor of a step as one rank sees it. `shards`: its shards, each with the manifest that lists it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -85,7 +88,10 @@ class Want:
 
 
 class ChunkUse(msgspec.Struct, gc=False):
-    """The part of a chunk that one request needs: `length` bytes from byte `start`. In `shard`, they begin at byte `at`."""
+    """The part of a chunk that one request needs: `length` bytes from byte `start`.
+
+    In `shard`, these bytes begin at byte `at`.
+    """
 
     want: int
     shard: Box
@@ -95,7 +101,10 @@ class ChunkUse(msgspec.Struct, gc=False):
 
 
 class NeededChunk(msgspec.Struct, gc=False, eq=False):
-    """A chunk to read, with all its uses, in the form that `fetch` accepts. `direct`: the use whose memory it is read into."""
+    """A chunk to read, with all its uses, in the form that `fetch` accepts.
+
+    `direct`: the use into whose memory the chunk is read.
+    """
 
     chunk: Chunk
     uses: list[ChunkUse] = msgspec.field(default_factory=list)
@@ -138,7 +147,10 @@ def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
 
 
 class LeasedStep(contextlib.AbstractContextManager[Step]):
-    """A context manager that opens a step and holds a lease on it. Garbage collection of this object also releases it."""
+    """A context manager that opens a step and holds a lease on it.
+
+    If the object is garbage-collected, the lease is released too.
+    """
 
     def __init__(self, store: Store, run: str, base: Base, clock: Clock = SYSTEM_CLOCK) -> None:
         self._store, self._run, self._base, self._clock = store, run, base, clock
@@ -247,7 +259,10 @@ class ChunkReader:
         return None
 
     def use(self, pack: str, wanted: NeededChunk, payload: memoryview | None) -> None:
-        """Copy a chunk's bytes to its uses, except the use that it was read into. `payload` is None for a damaged chunk."""
+        """Copy a chunk's bytes to its uses, except the use into whose memory it was read.
+
+        `payload` is None for a damaged chunk.
+        """
         if payload is None:
             if (damaged_part := self.direct_memory(pack, wanted) if wanted.direct else None) is not None:
                 damaged_part[:] = bytes(len(damaged_part))

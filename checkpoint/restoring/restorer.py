@@ -187,7 +187,10 @@ class Restorer:
         return GdsStore(reader, self._direct) if self._direct is not None and reader is self._store else reader
 
     def _require_matches(self, selection: Selection) -> None:
-        """Raise an error for a pattern without a match. With several ranks, log it: it may be meant for another rank."""
+        """Raise an error for a pattern without a match.
+
+        With several ranks, only log it, because the pattern may be meant for another rank.
+        """
         if not selection.unmatched or not selection.strict:
             return
         message = f"include has patterns without a match: {', '.join(map(repr, selection.unmatched[:8]))}"

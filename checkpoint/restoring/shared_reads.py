@@ -1,9 +1,9 @@
 """Several ranks read one step together. A chunk that more than one rank needs is read from the store once.
 
 - From a store outside the node, one rank reads each such chunk and sends it to the others.
-- From a directory on the node's own disk or memory, the ranks use the page cache instead. It is faster than any process
-  group. The rank that would have read the chunk asks the kernel to load it (`prefetch`). Every rank then reads it from
-  the page cache.
+- From a directory on the node's own disk or in its memory, the ranks use the page cache instead. It is faster than any
+  process group. One rank asks the kernel to load each such chunk (`prefetch`). Every rank then reads it from the page
+  cache.
 
 A directory counts as the node's own only if the kernel reports a file system for disks or memory.
 
@@ -54,7 +54,7 @@ _Needed = dict[int, tuple[str, NeededChunk]]
 class SharedReads:
     """The ranks' common knowledge of their reads in a restore.
 
-    `marked`: at least one rank has set its mark.
+    `marked`: at least one rank called `compare` with `mark=True`.
     `on_node`: the store is on each rank's own node.
     `places`: every chunk of the step, by pack and offset, with its size, in the same order on every rank.
     `shared`: for each reader, the chunks that several ranks need.
@@ -190,8 +190,10 @@ _FILE = "file://"
 NODE_BYTES = 8
 _MIN_THREADS, _MAX_THREADS = 2, 8
 _WAITING_THREADS = 4
-"""The least number of threads of one rank for reads from another machine, or of all ranks of a node for reads from a
-disk. Such threads mostly wait."""
+"""The minimum number of threads of one rank for reads from another machine. Such threads mostly wait.
+
+For reads from a disk, it is the minimum for all ranks of a node together.
+"""
 
 
 def on_this_node(store: Store) -> bool:

@@ -1,4 +1,4 @@
-"""Build saved values that the state does not hold yet, and the plan of a restore (`Fit`).
+"""Builds saved values that the state does not hold yet. Defines the plan of a restore (`Fit`).
 
 Invariant: building a value reads nothing. The plan lists its tensors, and they are read later. Equal references share
 one tensor, and views share their memory again.
@@ -74,7 +74,7 @@ class Builder:
         return node
 
     def tensor(self, name: str, model: Any = None) -> Any:
-        """A new tensor, to be read later; placed like `model` if given."""
+        """A new tensor, to be read later. If `model` is given, the tensor has its placement."""
         if name not in self._built:
             dtype, shape = self.meta(name)
             if model is None:

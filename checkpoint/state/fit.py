@@ -1,4 +1,6 @@
-"""Compare a saved state with the state to restore into, and plan the restore. `Selection` chooses the entries to restore.
+"""Compare a saved state with the state to restore into, and plan the restore.
+
+`Selection` chooses the entries to restore.
 
 A pattern of a selection is a path in the state. `*` matches any characters, including slashes. `?` and `[...]` work as
 in a shell. "model" and "model/*" match the whole model. "*/lora_*" matches every nested entry whose name begins with

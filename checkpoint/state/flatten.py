@@ -2,8 +2,8 @@
 
 Objects are recognised by their methods (`state_dict` and `load_state_dict`). `share` then joins tensors that are
 overlapping views of the same memory. They are saved once, as one tensor of bytes from the first to the last byte that
-any of them uses. Nodes of the tree describe the views, so a restore shares the memory again. Views that do not overlap
-are saved separately.
+any of them uses. Nodes of the tree describe the views, so the views share memory again after a restore. Views that do
+not overlap are saved separately.
 
 Invariants:
 
@@ -11,8 +11,8 @@ Invariants:
 - Modules, optimizers and schedulers are replicated. With several ranks, each of their tensors is written once, and so
   is each shard of a DTensor. Everything else is rank-local.
 - Entries that are the same view of the same memory are saved as one tensor.
-- The bytes of joined views are at most twice the bytes of the views themselves. Views that are further from each other
-  are saved one by one.
+- The bytes of joined views are at most twice the bytes of the views themselves. Otherwise, the views are saved
+  separately.
 Failure behaviour: `UsageError` names the path of a value that cannot be saved.
 """
 
@@ -44,7 +44,10 @@ from headrace.dataio.core.errors import UsageError
 
 
 class Leaf(msgspec.Struct, frozen=True, gc=False):
-    """One tensor of a state. `replicated`: it belongs to all ranks. `first`: the lowest rank that holds it writes it."""
+    """One tensor of a state.
+
+    `replicated`: it belongs to all ranks. `first`: the lowest rank that holds it writes it.
+    """
 
     name: str
     local: LocalTensor
@@ -75,8 +78,8 @@ def never(path: str) -> bool:
 def flatten(state: object, replicated_path: Callable[[str], bool] = never) -> Flat:
     """Flatten `state`, a dict. Tensors are referenced, not copied.
 
-    `replicated_path` tells whether the entry at a path is the same on all ranks. It adds to the rules for modules,
-    optimizers, schedulers and DTensors.
+    `replicated_path` tells whether the entry at a path is the same on all ranks. Modules, optimizers, schedulers and
+    DTensors are replicated in any case.
     """
     if not isinstance(state, dict):
         raise UsageError(
@@ -140,7 +143,7 @@ class _Flattener:
         return PartsNode(parts.kind, parts.values, inner)
 
     def _add(self, leaf: Leaf) -> str:
-        """The name that the tensor is saved under. The same view of the same memory takes the name of the earlier leaf."""
+        """The name under which the tensor is saved. The same view of the same memory gets the name of the earlier leaf."""
         if leaf.local.memory is not None:
             name = self._memory.setdefault((leaf.local.memory, leaf.local.box, leaf.replicated), leaf.name)
             if name != leaf.name:

@@ -1,8 +1,8 @@
 """Check that the ranks that hold the same tensor hold the same bytes.
 
 One rank writes each replicated tensor. Without this check, a rank that has diverged would go unnoticed. Causes are a
-hardware fault, a gradient that was not reduced, or another seed. The next restore would repair or spread the
-difference.
+hardware fault, a gradient that was not reduced, or a different seed. The next restore would remove the difference, or
+spread it to all ranks.
 
 The check has two steps:
 
@@ -36,9 +36,12 @@ from headrace.checkpoint.state.tensors import as_bits, memory_of
 BLOCKS, BLOCK_BYTES = 16, 1024
 POLICIES = ("off", "warn", "error")
 _SET = 4096
-"""The most tensors whose hashes are combined into one. These hashes are exchanged together if the combined one differs."""
+"""The maximum number of tensors whose hashes are combined into one.
+
+If the combined hashes differ, the ranks exchange all of these tensors' hashes.
+"""
 _NAMED = 64
-"""The most tensors that a report names."""
+"""The maximum number of tensors that a report names."""
 
 
 class Exchange(Protocol):

@@ -8,8 +8,8 @@ Invariant: exactly one of the ranks that hold a tensor, or a shard of one, write
 Empty shards are not written, except for tensors without elements.
 
 Failure behaviour: `UsageError` names the path of a value that cannot be saved. All ranks raise the same
-`MismatchError`, which names the tensor, in two cases: ranks hold it in different types or shapes, or no rank holds some
-part of it.
+`MismatchError`, which names the tensor, in two cases: ranks hold it with different types or shapes, or its shards do
+not cover it exactly.
 """
 
 from __future__ import annotations
@@ -150,13 +150,19 @@ class Exchange(Protocol):
 
 
 def flatten_state(given: object, replicated: Callable[[str], bool] = state.never) -> FlatState:
-    """Split `given` into tensors and a document, without communication. `replicated`: as `replicated_path` of `flatten`."""
+    """Split `given` into tensors and a document, without communication.
+
+    `replicated`: as `replicated_path` of `flatten`.
+    """
     flat = share(state.flatten(given, replicated))
     return FlatState(tree.encode(flat.tree), flat.leaves)
 
 
 class SavePlanner:
-    """Plans the saves of one trainer. A plan that depends only on the state's structure is reused until the structure changes."""
+    """Plans the saves of one trainer.
+
+    A plan depends only on the state's structure. It is reused until the structure changes on any rank.
+    """
 
     def __init__(self) -> None:
         self._structure: Structure | None = None

@@ -1,4 +1,4 @@
-"""PyTorch objects in a checkpoint: the tensors that can be stored, their bytes, and the states of modules and optimizers.
+"""PyTorch objects in a checkpoint: storable tensors, their bytes, and the states of modules and optimizers.
 
 Invariant: `describe` accepts exactly the tensors whose bytes can be copied and restored bit for bit. These are dense
 tensors with their own memory and the local parts of DTensors, of a type listed in
@@ -105,7 +105,7 @@ def kind_of(value: object) -> str:
 
 
 def unwrap(value: object) -> Any:
-    """The module inside DistributedDataParallel, DataParallel or torch.compile. Any other object is returned unchanged."""
+    """The module inside DistributedDataParallel, DataParallel or torch.compile; any other object is returned unchanged."""
     while isinstance(value, (DistributedDataParallel, DataParallel)):
         value = value.module
     return getattr(value, "_orig_mod", value) if isinstance(value, torch.nn.Module) else value
@@ -129,7 +129,10 @@ def load_state(kind: str, value: Any, loaded: object) -> None:
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
-    """Restore the saved types. PyTorch casts an optimizer's tensors to their parameter's type on load, which loses bits."""
+    """Restore the saved types of an optimizer's tensors.
+
+    PyTorch casts these tensors to their parameter's type on load, which loses bits.
+    """
     params = parameters_of(optimizer)
     numbers = [i for group in loaded["param_groups"] for i in group["params"]]
     for param, number in zip(params, numbers, strict=True):
@@ -269,7 +272,10 @@ class TensorSink:
 
     @property
     def direct_target(self) -> torch.Tensor | None:
-        """The tensor, if the bytes are exactly its memory. A reader that can write there does not need to open the sink."""
+        """The tensor, if the bytes are exactly its memory; else None.
+
+        A reader that can write into the tensor does not need to open the sink.
+        """
         return self._tensor if self._dtype == self._tensor.dtype and self._tensor.is_contiguous() else None
 
     def open(self) -> memoryview:

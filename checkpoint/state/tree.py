@@ -29,8 +29,10 @@ MAX_DEPTH = 64
 MAX_BYTES = 32 * MIB
 """The largest document: half of a manifest."""
 MAX_CONTAINERS = 8_000_000
-"""The most lists and dicts in a document. In memory they take far more space than in the document. The count that is
-checked is an upper bound."""
+"""The maximum number of lists and dicts in a document. In memory, they take far more space than in the document.
+
+The check compares an upper bound of their number with it.
+"""
 _INT64 = 1 << 63
 _DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c"}
 _DICT_TYPES: dict[str, type[dict[Any, Any]]] = {"d": dict, "o": OrderedDict, "c": Counter}

@@ -34,7 +34,10 @@ from headrace.checkpoint.state.tree import PLAIN, ValueNode
 from headrace.dataio.core.errors import CorruptionError, MismatchError, UnsupportedError
 
 _MAX_BITS = 14_284
-"""The largest integer in such a value, in bits, like Python's limit on number strings. Division of larger ones is slow."""
+"""The largest integer in such a value, in bits. Division of larger integers is slow.
+
+It corresponds to Python's limit on the length of number strings, 4,300 digits.
+"""
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 _NUMPY_DTYPE = re.compile(r"[<>|](?:[biufc][0-9]{1,2}|[SU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
 
@@ -115,7 +118,10 @@ def _name(kind: type) -> str:
 
 
 def _find(name: str) -> type | None:
-    """The class of this name, or None if it is not loaded. Reads namespaces only, because attribute access could import."""
+    """The class of this name, or None if it is not loaded.
+
+    The function reads namespaces only, because attribute access could import a module.
+    """
     module, _, path = name.partition(":")
     found: object = sys.modules.get(module)
     for part in path.split("."):

@@ -6,11 +6,12 @@
   unreachable, or whose saver died.
 
 Invariants: the sidecar names the tier's directory. Without a sidecar the store itself is read. A step that is restored
-while the store is unreachable was committed and is complete in the node's tier and its buddy's. The ordinary commit
-protocol decides about unfinished steps, under a lease that names the bases *before* they are checked. An attempt that
-can no longer be committed is marked as over; this module deletes nothing from the tier.
-Failure behaviour: a sidecar that does not answer counts as no tier. Their errors are logged; the next
-restore tries again.
+while the store is unreachable was committed. The tiers of this node and of its buddy together hold all of it. (The
+buddy is another node, which keeps a copy of this node's tier.) The ordinary commit protocol decides about unfinished
+steps, under a lease that names the bases *before* they are checked. If an attempt can no longer be committed, its
+record is marked as over. This module deletes nothing from the tier.
+Failure behaviour: a sidecar that does not answer counts as no tier. Errors while unfinished steps are sent or committed
+are logged, and the next restore tries again.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ from headrace.dataio.store.local_tier.tier import LocalTier
 RECALL_SECONDS = 600.0
 """Timeout in seconds for the transfer of one object from the buddy."""
 TURN_SECONDS = 600.0
-"""Seconds that one call of `send_unfinished` waits in total for other processes of the node that are sending."""
+"""The total time in seconds that one call of `send_unfinished` waits for other sending processes of the node."""
 _POLL = 0.1
 STALE_SECONDS = 5 * 24 * 3600.0
 """Older attempts count as over, because a collector may remove their packs when they are a week old."""
 _CANDIDATES = 4
-"""The most unfinished attempts of one run that are tried, newest first."""
+"""The maximum number of unfinished attempts of one run that are tried, newest first."""
 _log = get_logger(__name__)
 
 
@@ -95,13 +96,13 @@ class NodeTier:
             return False
 
     def send(self, store: Store, run: str) -> None:
-        """On every rank, before a step is looked up: fetch the buddy's records, then send unfinished attempts."""
+        """Fetch the buddy's records, then send unfinished attempts. All ranks call it before a step is looked up."""
         if self.local_tier is not None:
             self.recall(store.location.url, "")
             send_unfinished(store, self.local_tier, run, self.recall)
 
     def find(self, store: Store, run: str, step: int | str | Base) -> Found | None:
-        """On one rank, after all ranks have called `send`: the step to restore; None if the run has none."""
+        """The step to restore; None if the run has none. One rank calls it after all ranks have called `send`."""
         try:
             if self.local_tier is not None:
                 commit_unfinished(store, self.local_tier, run)
@@ -172,7 +173,7 @@ def log_sources(reader: Store, step: int) -> None:
 
 
 def send_unfinished(store: Store, local_tier: LocalTier, run: str, recall: FetchFromBuddy) -> None:
-    """On every rank: upload the objects of unfinished attempts that this node's tier has and the store lacks."""
+    """Upload the objects of unfinished attempts that this node's tier has and the store lacks. All ranks call it."""
     until = time.monotonic() + TURN_SECONDS
     for record in unfinished(local_tier, store.location.url, run):
         with (
@@ -184,7 +185,10 @@ def send_unfinished(store: Store, local_tier: LocalTier, run: str, recall: Fetch
 
 
 def commit_unfinished(store: Store, local_tier: LocalTier, run: str) -> None:
-    """On one rank, after all ranks have called `send_unfinished`: commit the newest attempt that is now complete in the store."""
+    """Commit the newest attempt that is now complete in the store.
+
+    One rank calls it after all ranks have called `send_unfinished`.
+    """
     tried = set[str]()
     for record in unfinished(local_tier, store.location.url, run):
         if record.attempt in tried:
@@ -301,7 +305,10 @@ def _require_bases(store: Store, local_tier: LocalTier, record: Record, bases: S
 
 
 def _lease(store: Store, record: Record, bases: Sequence[Base]) -> LeaseKeeper:
-    """A lease on the attempt with this process's own key: a saver on another node may still hold a lease with other bases."""
+    """A lease on the attempt with a key of this process.
+
+    A saver on another node may still hold a lease that names other bases.
+    """
     holder = os.urandom(4).hex()
     return LeaseKeeper(
         store, record.attempt, run=record.run, timeline=record.timeline, step=record.step, bases=bases, holder=holder

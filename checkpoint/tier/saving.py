@@ -1,8 +1,8 @@
 """Keeps a save in the node's local tier while it is written to the store.
 
-Purpose: a worker writes to `TierSave.store`. So packs are in the tier before they are in the store.
+A worker writes to `TierSave.store`. So packs are in the tier before they are in the store.
 Invariants: a record is written when this rank's packs and manifest are in the tier. It is marked as committed only
-after COMMIT was read. After the tier has failed, the save works as if there were no tier.
+after COMMIT was read. After an error of the tier, the save works as if there were no tier.
 Failure behaviour: if the tier cannot be written, the rest of the save ignores it, and that is logged.
 """
 
@@ -67,7 +67,7 @@ class TierSave:
         self._writer.send = False
 
     def send_pending(self, encoded: bytes | None) -> None:
-        """If an earlier worker of this save finished its manifest (`encoded`), send the packs that only the tier has."""
+        """Send the packs that only the tier has, if an earlier worker finished this save's manifest (`encoded`)."""
         if encoded is None:
             return
         p = self._plan
