@@ -6,19 +6,19 @@ keep their keys.
 
 Invariants:
 
-* `index` makes one pass over each shard (`tar_scanner`). Memory is bounded by four read-ahead windows, the samples of one
-  shard and the samples of one index part. Disk space is bounded by the members that are copied for probing. Neither
-  depends on the size of a shard.
-* Keys are WebDataset's keys. With `keys="shard"`, the shard's own path comes first. Use it for collections whose sample
-  numbers start again in every shard.
+* `index` makes one pass over each shard (`tar_scanner`). Memory is bounded by four read-ahead windows, the samples of
+  one shard and the samples of one index part. Disk space is bounded by the members that are copied for probing
+  (`tar_scanner.SPOOL_BYTES`). Neither depends on the size of a shard.
+* Keys are WebDataset's keys. With `keys="shard"`, the shard's path is put in front of them. Use it for collections
+  whose sample numbers start again in every shard.
 * The index describes the bytes that were read. A shard whose size or time changes during indexing stops the indexing.
 * Nothing is visible before the version document, which is written last.
 
 Failure behaviour: a sample that cannot be used is skipped. A shard that is damaged, compressed or missing, or that
-holds something that a shard must not hold, is skipped as a dataset_store. Both are reported with the shard, the reason and the
-offset. With `strict`, they are errors. Equal keys in two shards raise `UsageError`. An existing dataset raises
-`ConflictError`. A store that stays unreachable ends the indexing, since a dataset that silently lacks shards would be
-worse.
+holds a member that a shard must not hold, is skipped completely. The report gives the reason, and the offset if there
+is one. With `strict`, the first of them raises its error. Equal keys in two shards raise `UsageError`. An existing
+dataset raises `ConflictError`. If a store cannot be reached, indexing stops, because the dataset would otherwise lack
+shards.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class _Indexer:
         return UsageError(f"there is nothing to index: {why}", hint="give tar shards with members called <key>.<ext>")
 
     def _scan(self, shard: SourceShard, pool: ProbePool) -> list[Sample]:
-        """Return the samples of one shard by offset. A faulty shard has none."""
+        """Return the samples of one shard, ordered by offset. A damaged shard is skipped, and returns no samples."""
         before = self._reporter.counts()
         try:
             samples = TarScanner(shard, self._reporter, self._prefix_keys).scan(pool)
@@ -219,7 +219,7 @@ class _Indexer:
 class UniqueKeys:
     """Finds equal keys in two shards.
 
-    It holds 8 bytes per sample, and checks whenever the number of samples has doubled.
+    It holds the 8-byte hash of each key, and checks whenever the number of samples has doubled.
     """
 
     def __init__(self, shards: Sequence[SourceShard]) -> None:
@@ -235,7 +235,7 @@ class UniqueKeys:
             self._next_check = 2 * len(self._hashes)
 
     def check(self) -> None:
-        """Raise `UsageError` if two keys are equal."""
+        """Raise `UsageError` if the hashes of two keys are equal."""
         hashes = np.frombuffer(self._hashes, np.uint64) if self._hashes else np.empty(0, np.uint64)
         order = np.argsort(hashes, kind="stable")
         same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])

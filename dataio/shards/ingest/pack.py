@@ -1,22 +1,22 @@
 """`pack` and `append` turn media files into a version of a dataset.
 
-Purpose: gather the inputs, make a plan, pack its units on this machine or on many machines, store the index, publish
-the version.
+Purpose: gather the inputs, make a plan, pack its units on this machine or on many machines, store the index, and
+publish the version.
 
 Invariants:
 
-* Nothing is visible before the version document, which is written last. A packer that dies leaves at most objects that
-  no version names.
-* Run again with the same input, the packer continues after the last finished unit. The result is byte for byte equal to
-  that of an uninterrupted run. If the version exists already, the packer finds it and does nothing.
+* Nothing is visible before the version document, which is written last. If a packer crashes, the objects that it stored
+  remain, but no version names them.
+* If the same call is made again after an interruption, it continues after the last finished unit. The result is byte
+  for byte equal to that of an uninterrupted run. If the version exists already, the call only opens it.
 * The same input gives the same shards, byte for byte, under the same names, and the same index. A shard's name holds
-  its unit and a digest of its contents. Racing packers therefore never overwrite each other's shards with other bytes,
-  and one of them publishes.
+  its unit and a digest of its contents. Concurrent packers therefore never overwrite each other's shards with other
+  bytes, and exactly one of them publishes the version.
 * Memory is bounded, except for the names of all files. The packer holds the metadata of two units, the rows of one
   index part and a few megabytes of payload, regardless of the size of the files.
-* Temporary files (from recipes and tars) take disk space for one unit, in `TMPDIR`.
-* The index describes the bytes that were stored. A file that changes between being described and being sent stops the
-  packing.
+* Temporary files (from recipes, tars and remote inputs) take disk space for one unit, in `TMPDIR`.
+* The index describes the bytes that were stored. If a file changes after it was described and before it is stored,
+  `pack` raises `TransientError`.
 
 Failure behaviour: a file that cannot be packed is skipped and reported with its reason. With `strict`, it is an error.
 `pack` raises `ConflictError` if a dataset exists already. `append` raises it if the dataset already has one of the
@@ -150,11 +150,11 @@ def append(
     """Add media files to the dataset at `url` as its next version, and open that version.
 
     `pack` explains the arguments that both functions have. The existing samples stay as they are, and the new samples
-    come after them. Racing appenders all succeed, one after the other.
+    come after them. Concurrent calls of `append` all succeed, one after the other.
 
     Args:
         message (str): the message of the new version. By default, it gives the number of samples.
-        trust_mounts (bool): let the dataset refer to other places, as for `Dataset`. The default is False.
+        trust_mounts (bool): let the dataset refer to other locations, as for `Dataset`. The default is False.
 
     Returns:
         The new version of the dataset, with a `report`.
@@ -343,7 +343,7 @@ class _UnitRunner:
         self.resumed = 0
 
     def published(self) -> versions.VersionDocument | None:
-        """Return the version that an earlier, interrupted call made from this same plan, or None."""
+        """Return the document of the version that an earlier call made from the same plan, or None."""
         if not self.units or not self.journal.done() >= set(range(len(self.units))):
             return None
         document, _ = versions.load(self.store)
@@ -354,7 +354,7 @@ class _UnitRunner:
     def run(
         self, engine: unit_packer.Engine, workers: int | None, reporter: _PackReporter, stores: SourceStores
     ) -> Sequence[WorkerReport]:
-        """Pack the units that have no record."""
+        """Pack the units that the journal has no record of."""
         left = []
         done = self.journal.done()
         for unit in self.units:
@@ -409,7 +409,7 @@ class _UnitRunner:
 
 
 class _PackReporter:
-    """Counts finished groups for `progress`, and applies `strict` to the inputs that could not be gathered."""
+    """Counts finished groups for `progress`. With `strict`, raises the error of the first input that was skipped."""
 
     def __init__(self, gathered: Gathered, strict: bool, progress: Callable[[Progress], None] | None) -> None:
         self.gathered, self.skipped, self._progress = gathered, gathered.skipped, progress

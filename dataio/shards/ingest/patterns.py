@@ -7,14 +7,14 @@ Invariants:
 * `*`, `?` and `[…]` match within one folder, `**` across folders.
 * A URL that names a folder rather than an object means every tar below the folder.
 * `a::b` is a list.
-* Each folder that is named becomes one store. If there are more than `MAX_MOUNTS`, parent folders replace their
+* Each folder that a pattern names becomes one store. If there are more than `MAX_MOUNTS`, parent folders replace their
   children.
 * From a glob or a folder, only objects with a tar's name are taken. The others (Parquet files, statistics) are reported
   as `ignored`. An object that the user names is taken under any name.
 * There are at most `MAX_SHARDS` shards. The result depends only on names, and it is sorted.
 
 Failure behaviour: `pipe:` and other addresses that are commands raise `UnsupportedError`. A pattern that finds nothing
-raises `NotFoundError`. If a pattern finds some of its objects, the missing ones are reported as `missing`, since failed
+raises `NotFoundError`. If only some of a pattern's objects exist, the others are reported as `missing`, since failed
 writers leave gaps.
 """
 
@@ -69,7 +69,7 @@ class FoundShards:
 
 @dataclass(frozen=True, slots=True)
 class _ParsedPattern:
-    """What to look for in the store `root`. `name` is a key, a glob, or `""` for every object."""
+    """The objects to find in the store `root`. `name` is a key, a glob, or `""` for every object."""
 
     root: str
     name: str
@@ -235,9 +235,9 @@ class _StoreSearch:
         return count
 
     def add_named(self, names: Sequence[str]) -> int:
-        """Add the objects with these keys, and the tars in folders with these names.
+        """Add the objects with these keys, and return the number of tars found.
 
-        Return the number of tars found.
+        If there are at most `_MAX_STATS` names, a name without an object is also tried as a folder of tars.
         """
         if len(names) <= _MAX_STATS:
             return sum(self._add_one(name) for name in names)

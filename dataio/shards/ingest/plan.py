@@ -1,7 +1,7 @@
 """The plan of a pack, and the journal of its finished units.
 
-Purpose: `units` decides, before any file is read, which groups of files go into which shards. `Journal` records each
-unit that is packed, so that an interrupted pack can continue after the last finished unit. The journal stays in the destination
+Purpose: `units` divides the groups of files into units before any file is read. `Journal` records each unit that is
+packed, so that an interrupted pack can continue after the last finished unit. The journal stays in the destination
 until the version exists:
 
 ```
@@ -13,17 +13,18 @@ Invariants:
 
 * The plan depends only on the names, sizes and times of the inputs, the recipe and the other settings, and the library
   versions. Equal plans have equal names (`digest`).
-* A unit is a run of at most `UNIT_GROUPS` neighbouring groups, whose unchanged files would fill one shard. With a
-  recipe, they would fill four shards, since the results are smaller.
+* A unit is a run of at most `UNIT_GROUPS` adjacent groups, whose unchanged files would fill one shard. With a recipe,
+  they would fill four shards, since the results are smaller.
 * The shards of a unit depend only on the unit. Any process can therefore pack the units in any order, and pack a unit
   again.
 * The packer writes a unit's record after it has stored the unit's shards. Every shard that a record names therefore
   exists.
 * Records are immutable and depend only on the plan. Two packers of one plan write the same records.
-* Readers use nothing in the folder `packing/`.
+* Readers never use the folder `packing/`.
 
-Failure behaviour: planning raises nothing. The packer of a unit detects files that have changed since. A damaged record
-counts as absent, and the packer packs its unit again. You can delete the folder of a pack that will never be resumed.
+Failure behaviour: planning raises nothing. The packer detects files that have changed since the plan was made. A
+damaged record counts as absent, and the packer packs its unit again. You can delete the folder of a pack that will
+never be resumed.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ FORMAT = 1
 UNIT_GROUPS = 20_000
 
 Step = Callable[[int, int, int], None]
-"""A callback. Its arguments are the groups, bytes and skipped groups that were finished since the last call."""
+"""A callback. Its arguments count the groups, bytes and skipped groups that were finished since the last call."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How every unit is packed.
+    """The settings that apply to every unit.
 
     `salt` goes into the names of shards, so that a later version does not reuse the names of an earlier version's
     shards.

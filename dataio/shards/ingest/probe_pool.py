@@ -1,11 +1,12 @@
-"""The pool of worker processes that read and convert media. If libav hangs or crashes on a file, only that file is lost.
+"""The pool of worker processes that read and convert media, so that libav may hang or crash on a file.
 
-Purpose: the pool first copies files in stores into the scratch folder of their group. Then it sends the group to a
-worker.
+Purpose: the pool first copies remote files into the scratch folder of their group. Then it sends the group to a worker.
+If the worker hangs or crashes, only that group fails.
 
 Invariants:
 
-* At most `_SAMPLES_PER_WORKER` samples per worker are in flight. As many groups are copied at once.
+* At most `_SAMPLES_PER_WORKER` groups per worker are in flight. The remote files of all of them are copied
+  concurrently.
 * Results come in the order of the groups.
 * `headrace.dataio.shards.workers.worker_pool` enforces the time limits and restarts workers.
 
@@ -51,7 +52,7 @@ _COMMAND = run_module("headrace.dataio.shards.workers.worker", "probe")
 def seconds_for(group: Group, recipe: Recipe = _UNCHANGED) -> float:
     """Return the time limit for a sample in seconds.
 
-    It is one minute plus one second per 4 MiB. To re-encode, it is ten minutes plus one second per 128 KiB.
+    It is one minute plus one second per 4 MiB. For re-encoding, it is ten minutes plus one second per 128 KiB.
     """
     if recipe.codec is not None:
         return 600.0 + group.bytes / (128 * limits.KIB)
@@ -142,7 +143,7 @@ class ProbePool:
         return Span(span.ext, path)
 
     def close(self) -> None:
-        """Kill the workers at once, and abort the copies."""
+        """Kill the workers immediately, and abort the copies."""
         if self._stores is not None:
             self._stores.stop()
         self._pool.close()

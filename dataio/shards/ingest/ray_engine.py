@@ -6,13 +6,13 @@ Invariants:
 
 * Actors open the store and the files by the caller's names, so both must be reachable from every machine.
 * Credentials come from the environment of each machine. They are never sent.
-* Messages between the caller and the actors are msgpack.
-* At most two units wait at an actor.
-* Ray restarts an actor that dies with its machine, and the actor packs its unit again.
+* Units, settings and results are sent as msgpack.
+* At most `_UNITS_PER_ACTOR` units are in flight for each actor.
+* If an actor or its machine fails, Ray restarts the actor, and the actor packs its unit again.
 
-Failure behaviour: a store that was opened with secrets raises `UnsupportedError`. An error in an actor is raised here
-as the same error. An actor that dies repeatedly raises `TransientError`. Units that were recorded stay recorded, and
-the next pack continues after them.
+Failure behaviour: a store that was opened with secrets raises `UnsupportedError`. The caller raises an error in an
+actor as the same error. An actor that fails repeatedly raises `TransientError`. The records of finished units remain,
+and the next pack continues after them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by ray at import
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads this at import
 
 import ray
 import ray.exceptions
@@ -47,7 +47,7 @@ _RESTARTS = 3
 
 
 class _UnitResult(msgspec.Struct, frozen=True, kw_only=True):
-    """An actor's answer. If packing failed, `code`, `message` and `hint` are those of the error."""
+    """An actor's result. If packing failed, `code`, `message` and `hint` are those of the error."""
 
     worker: str
     groups: int = 0
@@ -60,7 +60,7 @@ class _UnitResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PackActor:
-    """The actor: it packs units on a machine of the cluster."""
+    """The Ray actor, which packs units on a machine of the cluster."""
 
     def __init__(self, *, url: str, options: dict[str, Any], plan: str, settings: bytes) -> None:
         self._store = open_store(url, storage_options=options)
@@ -108,7 +108,7 @@ def run(
     step: Step,
     stores: SourceStores,
 ) -> Sequence[WorkerReport]:
-    """Pack on the cluster that `RAY_ADDRESS` names, or that the caller has joined.
+    """Pack on the cluster that the process is connected to, or else on the cluster that `RAY_ADDRESS` names.
 
     Without a cluster, pack on this machine.
     """

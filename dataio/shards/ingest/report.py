@@ -30,8 +30,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """The work of one machine's packer: prepared groups of input files, their bytes, and its working time in
-    seconds."""
+    """The work of one packing worker: the number of input groups, their bytes, and its working time in seconds."""
 
     name: str
     groups: int
@@ -41,9 +40,10 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """`samples` and `bytes` are totals of the written shards. `notes` are remarks about packed samples.
+    """The report of `pack`, `append` or `index`.
 
-    `resumed` is the number of units of the plan that an earlier, interrupted run of the same pack had finished.
+    `samples` and `bytes` are totals of the shards. `notes` are remarks about the samples. `resumed` is the number of
+    units of the plan that an earlier, interrupted run of the same pack had finished.
     """
 
     files: int
@@ -60,8 +60,10 @@ class PackReport:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of packing: processed groups of files and their bytes, with the totals. Skipped groups are
-    included."""
+    """The progress of packing: finished groups of files and their bytes, with the totals.
+
+    `samples` and `bytes` include skipped groups.
+    """
 
     samples: int
     samples_total: int

@@ -1,16 +1,15 @@
 """The stores of a pack's inputs: finding objects, and copying them to the worker's machine.
 
-Purpose: `pack` accepts `s3://bucket/folder`, globs, manifests and tars in stores like local ones. It accepts every
-other URL that `open_store` opens, too.
+Purpose: `pack` accepts folders, globs, manifests and tars in stores like local ones. It accepts `s3://bucket/folder`
+and every other URL that `open_store` opens.
 
 Invariants:
 
 * `SourceStores` opens one store per bucket, at first use, with this process's own credentials or `options`.
 * It copies an object in parts of `_COPY_BYTES`, so memory is bounded regardless of the object's size.
-* `is_url` tells a URL from a path.
 
 Failure behaviour: errors of a store pass through, since no input is at fault if a store cannot be reached. An object
-that shrinks or vanishes while it is copied raises `TransientError`.
+that shrinks or disappears while it is copied raises `TransientError`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ WILDCARD = re.compile(r"[*?\[]")
 
 
 def is_url(text: str) -> bool:
-    """Return whether `text` names an object in a store rather than a local file."""
+    """Return whether `text` is a URL of an object in a store, rather than a local path or a file URL."""
     return _URL.match(text) is not None
 
 
@@ -101,7 +100,7 @@ class SourceStores:
         return Matches(f"{bucket}/{literal.rpartition('/')[0]}".rstrip("/"), found, from_glob=True)
 
     def stat_many(self, urls: Iterable[str]) -> dict[str, FileStat]:
-        """Return the size and time of those objects that exist."""
+        """Return the size and the modification time of those objects that exist."""
         by_bucket: dict[str, set[str]] = {}
         for url in urls:
             bucket, key = _split_url(url)
@@ -149,7 +148,7 @@ class SourceStores:
                     if self._stopped.is_set():
                         raise TransientError(f"copying {url} was cancelled", hint=_RETRY_HINT)
                     file.write(read_at(offset + at, min(_COPY_BYTES, length - at)))
-        except (NotFoundError, RangeError) as error:  # the object vanished or shrank
+        except (NotFoundError, RangeError) as error:  # the object disappeared or shrank
             raise TransientError(
                 f"{url} changed while it was being packed: {error.message}", hint=_RETRY_HINT
             ) from error
@@ -169,7 +168,7 @@ class SourceStores:
             return self._stores[bucket]
 
     def stop(self) -> None:
-        """Abort the copies that are running, each after its current piece."""
+        """Abort the copies in progress, each after its current part."""
         self._stopped.set()
 
     def close(self) -> None:

@@ -6,8 +6,8 @@ files with keys. Paths and URLs are plain strings here.
 Invariants:
 
 * The result depends only on names, not on the order in which a file system lists them. Groups are sorted by key.
-* A key is the path relative to the source, without the last suffix. For a folder, it is relative to the folder; for a
-  glob, to the folder before the first wildcard; for a file, to the file's folder.
+* A key is the path relative to the source, without the last suffix. For a folder, it is relative to the folder. For a
+  glob, it is relative to the folder before the first wildcard. For a file, it is the file's stem.
 * In keys, dots, backslashes and control characters become `_`. A tar reader that cuts at the first dot then finds the
   same key.
 * A file that is named twice counts once, under the first source that names it.
@@ -18,13 +18,13 @@ Invariants:
   row's key, or else the path relative to the manifest.
 * A `.tar` gives the samples that it holds, under their keys in the tar. Only its headers are read here. The worker
   processes read the members, one sample at a time.
-* `exclude` is the URL of the dataset that `pack` writes. `gather` leaves out its files, unless the user names a file
-  itself.
+* `exclude` is the URL of the dataset that `pack` writes. `gather` leaves out the files of that dataset, except a file
+  that the user names as a source.
 * A sample needs at least one media file. In a folder, other files with its stem become its members. Files that belong
   to no media file are reported as `ignored`. Hidden files and symbolic links to folders are ignored without a report.
 
 Failure behaviour: a source that does not exist, or a glob without a match, raises `NotFoundError`. Equal keys raise
-`UsageError` with both paths. A manifest that cannot be understood raises `UsageError`. Errors of a store pass through.
+`UsageError` with both paths. An invalid manifest raises `UsageError`. Errors of a store pass through.
 These inputs are reported as `Skipped`: a file that is not regular, a broken link, a name that is not UTF-8, a row whose
 file is missing, a damaged tar, an unreadable folder.
 """
@@ -79,7 +79,7 @@ class Group:
     fields: str | None = None
 
     def members(self) -> tuple[Span, ...]:
-        """Return the files in the form that a worker takes."""
+        """Return the files as the spans that a worker takes."""
         spans = self.spans or ((0, -1),) * len(self.files)
         return tuple(Span(ext, path, *span) for (ext, path), span in zip(self.files, spans, strict=True))
 
@@ -100,7 +100,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _InputFile:
-    """A file or an object that a source gives. Its key is relative to `root`."""
+    """A file or an object found in a source. Its key is relative to `root`."""
 
     root: str
     path: str
@@ -330,7 +330,7 @@ def _expand_url(source: str, stores: SourceStores, skipped: list[Skipped]) -> It
 
 
 def _sidecar_paths(path: str) -> list[str]:
-    """Return the paths that would be sidecar files of a manifest's media file."""
+    """Return the paths at which a manifest's media file may have sidecar files."""
     return [f"{os.path.splitext(path)[0]}.{ext}" for ext in SIDECARS]
 
 

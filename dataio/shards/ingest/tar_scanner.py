@@ -1,14 +1,17 @@
-"""Reads one tar from beginning to end for `index`: hashes the members, and describes the samples. Also reports progress.
+"""Reads one tar from beginning to end for `index`: hashes its members and describes its samples.
+
+Purpose: `TarScanner` makes the index rows of one shard. `IndexReporter` reports progress, and collects skipped samples
+and remarks.
 
 Invariants:
 
-* Members to be probed (media, `.txt`, `.json`) are copied to a temporary folder, where the worker processes read them.
-  The folder holds at most `SPOOL_BYTES` and one sample.
-* A sample is a run of neighbouring members with the same key, as in WebDataset.
+* Members to be probed (media, images, `.txt`, `.json`) are copied to a temporary folder, where the worker processes
+  read them. The folder holds at most `SPOOL_BYTES` and one sample.
+* A sample is a run of adjacent members with the same key, as in WebDataset.
 * The samples of a shard are held in memory. There are at most `MAX_SHARD_SAMPLES`.
 
 Failure behaviour: a sample that cannot be used is skipped, and reported with its offset. A shard that is damaged or
-compressed, or that holds something that a shard must not hold, raises `CorruptionError` or `UnsupportedError`. A full
+compressed, or that holds a member that a shard must not hold, raises `CorruptionError` or `UnsupportedError`. A full
 temporary folder raises `CapacityError`.
 """
 
@@ -110,7 +113,7 @@ class IndexReporter:
         return _Counts(self.samples, self.members, len(self.skipped), len(self.notes))
 
     def reset_to(self, counts: _Counts) -> None:
-        """Forget everything that was reported after `counts` were taken, except the progress."""
+        """Discard everything that was reported since `counts` returned these counts, except the progress."""
         self.samples, self.members = counts.samples, counts.members
         del self.skipped[counts.skipped :], self.notes[counts.notes :]
 
@@ -122,7 +125,7 @@ class IndexReporter:
         self.skipped.append(item)
 
     def step(self, bytes_of_shard: int) -> None:
-        """Report progress: `bytes_of_shard` bytes of the current shard are read."""
+        """Report that `bytes_of_shard` bytes of the current shard were read."""
         if self._progress is not None:
             at = self.done + bytes_of_shard
             self._progress(
@@ -173,7 +176,7 @@ class TarScanner:
         self._rows: list[tuple[int, Sample]] = []
 
     def scan(self, pool: ProbePool) -> list[Sample]:
-        """Read the shard and return its samples by offset."""
+        """Read the shard and return its samples, ordered by offset."""
         shard = self._shard
         with (
             ReadAhead(shard.store, shard.store_key, shard.size) as ahead,
@@ -227,7 +230,7 @@ class TarScanner:
             raise UnsupportedError(f"{self._shard.url}: more than {MAX_SHARD_SAMPLES} samples in one shard")
 
     def _describe(self, batch: Iterator[_RawSample], pool: ProbePool) -> None:
-        """Probe the samples that have copied members. The answers come in the order of the requests."""
+        """Probe the samples that have copied members. The pool returns the answers in the order of the requests."""
         by_group: dict[int, _RawSample] = {}
 
         def groups() -> Iterator[Group]:
@@ -288,7 +291,7 @@ _NO_MEDIA = Description(files=(), duration=0.0, video=None, audio=None, text=Non
 def _with_heads(members: list[Member], facts: Description) -> Iterator[Member]:
     """Yield the members with the heads and marks that the workers found.
 
-    The digests stay those of the bytes that this pass read.
+    The digests remain those that the scanner computed.
     """
     found = {file.ext: file.pieces for file in facts.files if file.pieces is not None}
     for member in members:
@@ -299,9 +302,9 @@ def _with_heads(members: list[Member], facts: Description) -> Iterator[Member]:
 
 
 def _batches(samples: Iterator[_RawSample]) -> Iterator[Iterator[_RawSample]]:
-    """Divide the samples into batches. Each copies at most `SPOOL_BYTES` and one sample.
+    """Divide the samples into batches. The copied members of a batch take at most `SPOOL_BYTES` and one sample.
 
-    The caller must exhaust a batch before it takes the next.
+    The caller must exhaust a batch before it requests the next.
     """
     for first in samples:
         yield _one_batch(itertools.chain([first], samples))

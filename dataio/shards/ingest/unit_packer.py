@@ -8,13 +8,13 @@ Invariants:
 * A shard is named by its unit and a digest of its contents. The packer closes it before the sample that would exceed
   the size limit.
 * The packer does not send a shard that is already stored under its name.
-* The index rows describe the bytes that were stored. A file that changes between being described and being sent stops
-  the packing.
+* The index rows describe the bytes that were stored. If a file changes after it was described and before it is stored,
+  the packer raises `TransientError`.
 * An engine packs and records every unit that it is given, in any order. The dataset does not depend on the engine.
 
 Failure behaviour: a group that cannot be prepared goes into the unit's `skipped`. With `strict`, its error is raised. A
-full scratch folder raises `CapacityError`, and no sample is skipped for it. Recorded units stay recorded. An unknown
-engine raises `UsageError`. An engine that is not installed raises `UnsupportedError`.
+full scratch folder raises `CapacityError`, and skips no sample. The records of finished units remain after an error. An
+unknown engine raises `UsageError`. An engine that is not installed raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def pack_units(
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A sample that is stored when its shard is full."""
+    """A sample that waits until its shard is full."""
 
     key: str
     clip: Clip

@@ -1,16 +1,16 @@
 """`verify` checks that every stored byte of a dataset version is unchanged, and that samples of its media decode.
 
-Purpose: check documents, index parts and shards from the top down, each against the digests and rows one level above
-it. With a second copy, repair damaged objects and check them again.
+Purpose: check documents, index parts and shards, in this order. Each is checked against the digests that the objects
+before it hold. With a second copy, repair damaged objects and check them again.
 
 Invariants:
 
 * Shards are streamed. Memory is a few windows of a few megabytes per thread, one index part, and the rows of a shard.
 * Nothing is written without `repair`.
 * Every run on a version decodes the same samples, on every machine, because the choice depends only on the hashes of
-  the keys. A share chooses each sample by its own hash, so a later version keeps the choice. A number chooses the
-  samples with the smallest hashes, so new samples in a later version may replace some of them. Memory is proportional
-  to that number.
+  the keys. A share such as 1% chooses each sample by its own hash, so the choice is the same in later versions. A
+  number chooses the samples with the smallest hashes, so new samples in a later version may replace some of them.
+  Memory is proportional to that number.
 
 What is checked:
 
@@ -20,7 +20,7 @@ What is checked:
 * every member's checksum;
 * with `decode`, that the chosen samples decode to the end as the index says.
 
-Failure behaviour: damage is a finding, not an error. If the version's own document is damaged and no copy has it, there
+Failure behaviour: damage is a finding, not an error. If the version's own document is damaged and not repaired, there
 is nothing to check against, and `verify` raises `CorruptionError`. Without a dataset, it raises `NotFoundError`. It
 also raises transient errors.
 """
@@ -278,7 +278,7 @@ def _keys(opened: OpenIndex) -> Iterator[str]:
 
 
 def sample_chooser(amount: str, keys: Callable[[], Iterable[str]]) -> Callable[[str], bool]:
-    """Return a function that says whether the sample with a key is chosen.
+    """Return a function of a sample's key that returns whether the sample is chosen.
 
     `amount` is a share such as `2.5%`, or a number. `keys` returns all keys. It is called only for a number.
     """

@@ -1,8 +1,8 @@
 """Verifies the documents and the index of a dataset, and finds objects that no version names.
 
 Invariants: the documents of all versions are checked, since tags and lineage refer to them. Index parts are checked
-only for the version in question. With a copy, a bad object is replaced and checked again at once, so that the objects
-below it can be checked.
+only for the version that `verify` was called for. With a copy, a damaged object is replaced and checked again
+immediately, so that the objects that it names can be checked.
 Failure behaviour: damage is a finding. Transient errors are raised.
 """
 
@@ -35,12 +35,12 @@ from headrace.dataio.store.mounts import PREFIX
 Check = Callable[[bytes, str], object]
 
 _DATA_FOLDERS = ("shards/", "index/")
-"""The folders whose objects are used only through versions."""
+"""The folders whose objects readers find only through version documents."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
 
 def with_repair(made: ObjectReport, repaired: bool, unrepaired: str) -> ObjectReport:
-    """Return the report with the outcome of the repair."""
+    """Return a copy of the report with the result of the repair."""
     return msgspec.structs.replace(made, repaired=repaired, unrepaired=unrepaired)
 
 
@@ -187,7 +187,7 @@ def _read_bitmaps(store: Store, key: str, document: VersionDocument) -> list[Fin
 def find_orphans(store: Store, document: VersionDocument) -> list[str]:
     """Return the shards and index objects that no version names.
 
-    If a version cannot be read, this returns none, since that version may name them.
+    If a version cannot be read, this returns an empty list, because that version may name some of them.
     """
     named = _named_objects(document)
     for number in versions.list_versions(store):

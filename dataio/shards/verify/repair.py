@@ -3,7 +3,9 @@
 Invariants:
 
 * Only whole objects are written, atomically. Every byte with a checksum is checked while it is written.
-* An intact member is never taken from the copy. A member that is damaged in both is never written.
+* If a shard's own headers are intact, only its damaged members are taken from the copy. If they are not, the shard is
+  rebuilt from the copy, and members that are damaged in the copy are taken from the shard.
+* If a member is damaged in both, the shard is not written.
 * A copy of another dataset is refused.
 * Objects in mounted stores are never written.
 
@@ -43,7 +45,8 @@ class NotRepairable(Exception):
 def check_copy(store: Store, copy: Store) -> None:
     """Raise `UsageError` unless `copy` is a second copy of the dataset in `store`.
 
-    The nonces in the two `dataset.json` are compared if both are readable. That of the copy must be readable.
+    The nonces in both files `dataset.json` must be equal, if the one of `store` is readable. The one of `copy` must be
+    readable.
     """
     nonces = [_nonce(store), _nonce(copy)]
     if copy.location.url == store.location.url:
@@ -98,7 +101,8 @@ def repair_bitmaps(store: Store, copy: Store, key: str, ranges: Sequence[RowBitm
 def repair_shard(store: Store, copy: Store, wanted: Shard, rows: Sequence[IndexedMember], own: ShardCheck) -> None:
     """Replace a shard with an intact one.
 
-    The headers come from an intact tar, the dataset's or the copy's. Each member comes from a tar in which it is intact.
+    The headers come from the dataset's shard or from the copy's, whichever has intact headers. Each member comes from a
+    shard in which it is intact.
     """
     _check_not_mounted(wanted.key)
     try:
@@ -124,7 +128,7 @@ def repair_shard(store: Store, copy: Store, wanted: Shard, rows: Sequence[Indexe
 def _merged(base: Store, other: Store, bad: set[int], shard: Shard, rows: Sequence[IndexedMember]) -> Iterator[bytes]:
     """Yield the shard's bytes from `base`, but the members at the offsets `bad` from `other`.
 
-    If a member is wrong, this raises before the end.
+    If a member does not match its checksum, raise `CorruptionError` before the end, so that the object is not replaced.
     """
     at = 0
     for member in sorted(rows, key=lambda w: w.offset):

@@ -1,4 +1,4 @@
-"""What `verify` found. Programs, the table on the terminal, `--json` and the exit code all use these types.
+"""The report of `verify`. Programs, the table on the terminal, `--json` and the exit code all use these types.
 
 Invariant: each object that the version names has exactly one report. A report lists at most `LISTED` findings, but
 counts all.

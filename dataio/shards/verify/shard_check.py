@@ -1,11 +1,11 @@
 """Reads one shard from end to end and compares it with the index.
 
-Purpose: `verify` and `repair` learn from it whether the shard is an intact tar whose headers match the index, and which
-members' bytes are right. They also learn whether the index has the right digests of the members' pieces.
+Purpose: for `verify` and `repair`, find out whether the shard is an intact tar whose headers match the index, and which
+members have wrong bytes. The check also compares the digests of pieces in the index with those of the bytes.
 
 Invariants:
 
-* Memory is that of `ReadAhead` and the shard's rows.
+* Memory holds the windows of `ReadAhead` and the shard's rows.
 * Every member that the index names is hashed, even after a damaged header. The findings therefore name all affected
   samples.
 * Members that no row names (removed samples, names that are not keys) are not hashed.
@@ -48,8 +48,8 @@ class IndexedMember:
 class ShardCheck:
     """The result of a check.
 
-    `intact` means that the size, the headers and the end are right. `bad_offsets` holds the offsets of members whose bytes are
-    wrong or missing.
+    `intact` means that the size, the headers and the end are right. `bad_offsets` holds the offsets of members whose
+    bytes are wrong or missing.
     """
 
     bytes: int = 0
@@ -81,7 +81,7 @@ class ShardCheck:
 def check_shard(
     store: Store, shard: Shard, wanted: Sequence[IndexedMember], step: Callable[[int], None] = lambda _: None
 ) -> ShardCheck:
-    """Read the shard and compare it with the rows. `step` is called with the number of bytes just passed."""
+    """Read the shard and compare it with the rows. `step` is called with the number of bytes since the last call."""
     result = ShardCheck()
     try:
         size = store.stat(shard.key).size
@@ -104,7 +104,7 @@ def check_shard(
 
 
 def check_members(store: Store, shard: Shard, wanted: Iterable[IndexedMember]) -> set[int]:
-    """Return the offsets of those members that are wrong in this shard. It reads only these members."""
+    """Read only these members of a shard, and return the offsets of those with wrong or missing bytes."""
     result = ShardCheck()
     try:
         size = store.stat(shard.key).size
