@@ -1,6 +1,6 @@
 """The parts of Arrow that opening a dataset needs, without the slow imports of `pyarrow.compute` and `pyarrow.parquet`.
 
-Purpose: `pyarrow.compute` generates about three hundred documented functions at import. `pyarrow.parquet` imports
+Purpose: `pyarrow.compute` generates about three hundred functions with docstrings at import. `pyarrow.parquet` imports
 Arrow's file systems, including the clients of four cloud stores. Each takes longer than importing the rest of pyarrow,
 and would delay the first sample of every process that reads a dataset.
 Invariants:
@@ -29,7 +29,7 @@ _TYPES = {bool: pa.bool_(), int: pa.int64(), str: pa.string()}
 
 
 def _scalar(value: Any) -> Any:
-    """Convert a value with an explicit type. To infer the type, Arrow would import more modules."""
+    """Convert a value to a scalar of an explicit type. To infer the type, Arrow would import more modules."""
     kind = _TYPES.get(type(value))
     return value if kind is None else pa.scalar(value, kind)
 
@@ -81,7 +81,7 @@ def rows(table: Any, numbers: Any) -> Any:
 
 
 class ParquetReader:
-    """The Parquet file in `data`. `metadata` is the metadata of its footer, if the caller has read it before."""
+    """Reads the Parquet file in `data`. `metadata` is the metadata of its footer, if the caller has already read it."""
 
     def __init__(self, data: Any, metadata: Any = None) -> None:
         self._reader = _parquet.ParquetReader()
@@ -96,8 +96,10 @@ class ParquetReader:
 
 
 def leaf_columns(metadata: Any, columns: Collection[str]) -> list[int]:
-    """The numbers of the leaf columns that store these columns. A list or a struct is stored as one or more leaf
-    columns."""
+    """The numbers of the leaf columns that store these columns.
+
+    A list or a struct is stored as one or more leaf columns.
+    """
     schema = metadata.schema
     return [n for n in range(metadata.num_columns) if schema.column(n).path.partition(".")[0] in columns]
 

@@ -1,8 +1,8 @@
 """Row pages: a second copy of an index part's rows, for looking up samples by number.
 
-Purpose: a batch of a shuffled epoch needs rows from all over the index. In Parquet, each row costs reading a row group
-of about a thousand rows, column by column. In this section, each row costs one page of a few dozen rows. Reading pages
-needs neither Arrow nor its memory.
+Purpose: a batch of a shuffled epoch needs rows from all over the index. To read one row from the Parquet columns, a
+reader reads a row group of about a thousand rows, column by column. To read it from the pages, a reader reads one page
+of a few dozen rows, without Arrow.
 
 ```
 page       one msgpack array of rows, compressed with zstd                  `PAGE_ROWS`, or fewer if rows are long
@@ -14,11 +14,11 @@ document gives the position of the section and the digest of the directory.
 
 Invariants:
 
-* A page holds the same values as the row groups do for its rows (`headrace verify` compares them). Pages also hold
-  pieces, key-frame positions and audio starts, which row groups do not have (`without_page_fields`).
+* For its rows, a page holds the same values as the row groups (`headrace verify` compares them). Pages also hold values
+  that row groups do not have: pieces, key-frame positions, audio start times and audio marks (`without_page_fields`).
 * The same samples give the same bytes.
 * A page is never unpacked beyond the size in the directory, or beyond `MAX_UNPACKED_BYTES`.
-* A row is checked like the rows of tables (`checks`) before the caller gets it.
+* A row is checked like the rows of tables (`rows.check`) before the caller gets it.
 
 Failure behaviour: `CorruptionError` naming the part, the page or the row, and what is wrong with it.
 """
@@ -56,13 +56,16 @@ from headrace.dataio.shards.sample import (
 )
 
 SHORT_DIGEST = 16
-"""Length in bytes of the digest of one piece of an object. It is short because an object has many pieces."""
+"""The length in bytes of the digest of one page or block. It is short because an object has many of them."""
 PAGE_ROWS = 64
 PAGE_BYTES = 64 * limits.KIB
 """A page is full when it has `PAGE_ROWS` rows, or at least `PAGE_BYTES` bytes before compression."""
 MAX_UNPACKED_BYTES = 128 * limits.MIB
-"""The largest unpacked size that a page may declare. It allows for a full page and the longest row, one with 2,000,000
-key frames. The pieces of a file take at most 16 KiB."""
+"""The largest unpacked size that a page may declare.
+
+It has room for a full page and the longest row, which has 2,000,000 key frames. The digests of a file's pieces take at
+most 16 KiB.
+"""
 _DIRECTORY_ENTRY = np.dtype([("rows", "<u4"), ("stored", "<u4"), ("unpacked", "<u4"), ("digest", f"V{SHORT_DIGEST}")])
 I64 = npt.NDArray[np.int64]
 
@@ -136,7 +139,7 @@ class _AudioWithMarks(_Audio, array_like=True, gc=False):
 
 
 class _Files(msgspec.Struct, array_like=True, gc=False):
-    """The start of a row. A reader that needs only the bytes of files decodes no more than this."""
+    """The first fields of a row. A reader that needs only the bytes of files decodes only these."""
 
     shard: str
     members: list[tuple[str, _Natural, _Natural, _Natural]]
@@ -148,7 +151,7 @@ class _Row(_Files, array_like=True, gc=False):
     video: _VideoWithPositions | None
     audio: _AudioWithMarks | None
     text: str | None
-    fields: str | None  # a JSON object: its numbers may be larger than msgpack's
+    fields: str | None  # a JSON object, because its integers may be too large for msgpack
 
 
 class _Pieces(msgspec.Struct, array_like=True, gc=False):
@@ -257,8 +260,10 @@ def _encode_page(rows: Sequence[bytes]) -> bytes:
 
 
 class _ThreadDecompressor(threading.local):
-    """One decompressor for each thread. Threads cannot share one, and creating one takes as long as the rest of
-    unpacking a page."""
+    """One decompressor for each thread.
+
+    Threads cannot share a decompressor, and creating one takes as long as the rest of unpacking a page.
+    """
 
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor()
@@ -268,8 +273,10 @@ _thread_decompressor = _ThreadDecompressor()
 
 
 class Directory:
-    """The positions of a part's pages, and the rows that they hold. Errors name the part `name`. The part has `rows`
-    rows."""
+    """The positions of a part's pages, and the rows that they hold.
+
+    The part has `rows` rows. Errors call it `name`.
+    """
 
     def __init__(self, section: Section, data: bytes | memoryview, rows: int, name: str) -> None:
         self._name = name

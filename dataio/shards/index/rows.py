@@ -1,18 +1,18 @@
-"""The rows of the sample index: their schema, the conversion of samples to rows and back, and the checks of stored rows.
+"""The rows of the sample index: their schema, the conversion from and to samples, and the checks of stored rows.
 
-Purpose: readers learn from the index where each sample lies and what it holds, without opening a shard. An index part
-is a Parquet file with one row for each sample.
+Purpose: the index tells readers the position and the contents of each sample, so that they need not open a shard. An
+index part is a Parquet file with one row for each sample.
 Invariants:
 
-* `SCHEMA` defines all columns. The columns of a stream are null together if a sample does not have that stream.
+* `SCHEMA` defines all columns. If a sample does not have a stream, all columns of that stream are null.
 * The footer of a part holds the digest of each block of `BLOCK_BYTES` before it, under `BLOCKS`. So any range of a part
   can be checked without the rest.
 * Readers use rows only after `check`: members lie inside their shards, sizes are positive, and streams are complete.
-  `check` works on whole columns, because reading one sample checks its whole row group. Most checks cost nothing when
-  the rows are valid. A check is skipped if its columns were not read.
+  `check` works on whole columns, because reading one sample checks its whole row group. Most checks take little time
+  when the rows are valid. A check is skipped if its columns were not read.
 
-Failure behaviour: `CorruptionError` names the index part, the first bad row and the column. Nothing of a bad part is
-returned.
+Failure behaviour: `CorruptionError` names the index part, the first invalid row and the column. A table with an invalid
+row is never returned.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from headrace.dataio.shards.sample import AudioInfo, Color, Files, KeyFrame, Mem
 BLOCK_BYTES = 64 * limits.KIB
 BLOCKS_SUFFIX = b".blocks"
 BLOCKS = b"headrace" + BLOCKS_SUFFIX
-"""The key of the footer entry with the blocks' BLAKE3 digests: `BLOCK_DIGEST` bytes of each, in base64. Readers accept
-any name before the suffix, because the software had another name when it wrote the oldest indexes."""
+"""The key of the footer entry with the blocks' BLAKE3 digests: `BLOCK_DIGEST` bytes of each, in base64.
+
+Readers accept any name before the suffix, because Headrace had another name when it wrote the oldest indexes.
+"""
 BLOCK_DIGEST = SHORT_DIGEST
 
 _MEMBER = pa.struct(
@@ -104,7 +106,7 @@ _NOT_NEGATIVE = ("bytes", "duration", "video_stream", "duration_pts", "audio_str
 
 I64 = npt.NDArray[np.int64]
 RowNumbers = I64 | range | None
-"""The row numbers that errors name. None: the positions in the table."""
+"""The row numbers that errors give. None means the positions in the table."""
 
 
 # --- Sample -> row -> Sample
@@ -183,15 +185,14 @@ def samples_of(table: Any, numbers: Sequence[int]) -> Iterator[Sample]:
 
 
 def files_of(table: Any) -> Iterator[Files]:
-    """The positions of the files of each checked row, converted whole columns at a time. There must be at least one
-    row."""
+    """Convert checked rows to the positions of their files, whole columns at a time. There must be at least one row."""
     ends, members = _members(table)
     for shard, (first, end) in zip(table["shard"].to_pylist(), pairwise(ends), strict=True):
         yield Files(shard, members[first:end])
 
 
 def _members(table: Any) -> tuple[list[int], list[Member]]:
-    """The boundaries of each row in the list of all members (starting with 0), and that list."""
+    """The list of all members, and before it the boundaries of the rows in that list, starting with 0."""
     column = table["members"]
     members = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
     ends = [0, *accumulate(pc.list_value_length(members).to_pylist())]
@@ -227,7 +228,7 @@ def has_file(lists: Any, ext: str) -> npt.NDArray[np.bool_]:
 
 
 def block_digests(data: bytes | bytearray | memoryview) -> list[bytes]:
-    """The digests of every `BLOCK_BYTES` of `data`; the last block may be short."""
+    """The digest of each block of `BLOCK_BYTES` of `data`. The last block may be shorter."""
     view = memoryview(data)
     blocks = (view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES))
     return [short_digest(block) for block in blocks]
@@ -237,8 +238,10 @@ def block_digests(data: bytes | bytearray | memoryview) -> list[bytes]:
 
 
 def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards: Mapping[str, int]) -> Any:
-    """Check a whole index part and return its Arrow table. `shards` gives the size of every shard that rows may
-    name."""
+    """Check a whole index part and return its Arrow table.
+
+    `shards` gives the size of every shard that rows may name.
+    """
     found = digest(data)
     if found != expected_digest:
         raise CorruptionError(f"{name}: BLAKE3 is {found}, the dataset version says {expected_digest}")
@@ -312,7 +315,10 @@ class _Columns:
         return [column for column in columns if column in self._columns]
 
     def fail_where(self, bad: Any, column: str, why: str, rows: Any = None) -> None:
-        """Raise for the first true value of `bad`. `rows` maps positions in `bad` to rows if they differ."""
+        """Raise `CorruptionError` for the first true value of `bad`, if any.
+
+        `rows` maps positions in `bad` to rows if they differ.
+        """
         first = pc.index(bad, True).as_py() if not isinstance(bad, np.ndarray) else _first_true(bad)
         if first >= 0:
             row = first if rows is None else int(rows[first])

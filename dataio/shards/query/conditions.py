@@ -1,22 +1,23 @@
-"""Conditions: one boolean SQL expression over the index, validated before it runs. Views hold the samples that meet one.
+"""Conditions: boolean SQL expressions over the index, which are validated before they run.
 
 Purpose: users write the condition of `Dataset.where` in SQL. `parse` rejects everything that is not a condition.
-`matching` lets DuckDB evaluate the condition over Arrow columns. This package reads these columns through the store and
-checks them. DuckDB itself reads no files.
+`matching` lets DuckDB evaluate the condition over Arrow columns. A `View` holds the samples that meet a condition.
+Headrace reads the columns through the store and checks them. DuckDB itself reads no files.
 Invariants:
 
-* DuckDB's parser parses the text, and `parse` walks the tree. Only the kinds of expressions and the functions listed
-  here are allowed. So a condition cannot contain a sub-query, a file, a setting or another statement.
+* DuckDB parses the text, and `parse` walks the syntax tree. Only the kinds of expressions and the functions listed here
+  are allowed. So a condition cannot contain a subquery, a file, a setting or another statement.
 * Every column is one of `COLUMNS` or a promoted field.
-* DuckDB runs `Predicate.sql` over a table with exactly the columns that the text needs. A few parts are read at a time,
-  so memory does not grow with the dataset. The resulting rows are in the order of the samples' numbers.
+* DuckDB runs `Predicate.sql` over a table with exactly the columns that the text needs. A few parts are read at a time.
+  Apart from the selected row numbers, memory does not grow with the dataset. The resulting rows are in the order of the
+  samples' numbers.
 * The digest of a view covers the version's document, the conditions and the selected rows. So equal digests mean equal
   samples.
-* A value is at most `GROWTH` times as long as the values that it is made of, because DuckDB's memory limit does not
-  count texts.
+* A string that a condition builds is at most `GROWTH` times as long as its inputs, because DuckDB's memory limit does
+  not count strings.
 
-Failure behaviour: `UsageError` quoting the text, if it is not a condition or fails on a value (a cast). For an unknown
-column, it suggests similar names. Read errors are passed on.
+Failure behaviour: a text that is not a condition, or fails on a value (a cast), raises `UsageError`, which quotes it.
+For an unknown column, the error suggests similar names. Read errors are passed on.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from headrace.dataio.store.base import Store
 TEXT_BYTES = 16 << 10
 GROWTH = 64
 ROW = "__row"
-"""The column with the row numbers. A promoted field with this name is available as `fields."__row"` only."""
+"""The column with the row numbers. A promoted field with this name is available only as `fields."__row"`."""
 _EXAMPLE = "write one SQL expression, such as: duration > 2 and height >= 720 (see headrace filter --help)"
 
 COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -85,8 +86,10 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Predicate:
-    """A validated condition. `sql` selects `__row` from the table `part`, which has the columns `columns` and
-    `__row`."""
+    """A validated condition.
+
+    `sql` selects `__row` from the table `part`, which has the columns `columns` and `__row`.
+    """
 
     text: str
     columns: tuple[str, ...]
@@ -95,7 +98,10 @@ class Predicate:
 
 @dataclass(frozen=True)
 class View:
-    """The selected rows of each part (`rows`), and the total bytes of their members (`bytes`)."""
+    """The samples of a version that meet its conditions.
+
+    `rows` are the selected rows of each part, and `bytes` the total bytes of their members.
+    """
 
     index: OpenIndex
     rows: Sequence[RowNumbers]
@@ -129,7 +135,8 @@ class View:
 def narrow(store: Store, document: VersionDocument, opened: OpenIndex, lineage: Lineage, condition: str) -> View:
     """Make a view of the samples in `opened` that meet `condition`.
 
-    `lineage` is that of the view to narrow. For a version, it names the version as its source, without conditions.
+    `lineage` is the lineage of the view to filter. To filter a version, pass a lineage that names the version as its
+    source and has no conditions.
     """
     found = list(matching(opened, document, condition))
     rows = [rows for rows, _ in found]
@@ -171,7 +178,10 @@ def matching(opened: OpenIndex, document: VersionDocument, text: str) -> Iterato
 
 
 def rows_with_keys(opened: OpenIndex, keys: Iterable[str]) -> tuple[list[tuple[RowNumbers, int]], set[str]]:
-    """For each part, the rows of samples with one of these keys, and their bytes. Also the keys that no sample has."""
+    """For each part, the rows of samples with one of these keys, and the total bytes of their members.
+
+    Also returns the keys that no sample has.
+    """
     missing = set(keys)
     wanted, found = pa.array(sorted(missing), pa.string()), list[tuple[RowNumbers, int]]()
     for number, table in enumerate(opened.tables(["key", "bytes"])):
@@ -286,7 +296,7 @@ def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
 
 
 def quote(text: str) -> str:
-    """The condition as errors quote it, at most 200 characters of it."""
+    """The condition as errors quote it, cut to 200 characters."""
     return repr(text if len(text) <= 200 else text[:200] + "…")
 
 
@@ -295,7 +305,7 @@ def _unreadable(text: str, why: str) -> UsageError:
 
 
 def _tree(connection: Any, text: str) -> Mapping[str, Any]:
-    """Parse the condition inside a fixed statement. `UsageError` if the text adds anything else to that statement."""
+    """Parse the condition inside a fixed statement. Raise `UsageError` if the text adds more to it than a condition."""
     wrapped = f"SELECT 1 FROM part WHERE (\n{text}\n)"
     try:
         found = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [wrapped]).fetchall()[0][0])
@@ -318,7 +328,10 @@ def _tree(connection: Any, text: str) -> Mapping[str, Any]:
 
 
 def _references(tree: Mapping[str, Any], text: str) -> Iterator[list[str]]:
-    """Yield the columns that the tree names, as paths. `UsageError` for anything in the tree that is not allowed."""
+    """Yield the columns that the tree names, as paths.
+
+    Raise `UsageError` if the tree contains an expression that is not allowed.
+    """
     waiting: list[Any] = [tree]
     while waiting:
         node = waiting.pop()
@@ -354,7 +367,7 @@ def _allow(node: Mapping[str, Any], text: str) -> None:
 
 
 def _growth(tree: Mapping[str, Any]) -> float:
-    """An upper bound for the length of a value, divided by the length of the values that it is made of."""
+    """An upper bound for the length of a string that the condition builds, divided by the length of its inputs."""
     longer, joined, waiting = 1.0, 0, [tree]
     while waiting:
         node: Any = waiting.pop()

@@ -1,8 +1,8 @@
 """The index of an open version: it maps sample numbers to rows and keeps little in memory.
 
 Purpose: opening reads only the version document. Rows and columns are read on demand, so opening costs the same for
-10^7 samples as for 10. A version may use only some rows of an index part, because removals and saved views rewrite no
-part: a bitmap names the remaining rows.
+10^7 samples as for 10. Removals and saved views do not rewrite index parts. Instead, a bitmap gives the rows of a part
+that remain in the version.
 Invariants:
 
 * Number i is the i-th remaining row, in the order of the document's parts.
@@ -12,11 +12,11 @@ Invariants:
 * All data is checked when it is read.
 * If some of the parts are in a remote store, up to `_CONCURRENT_PARTS` parts are read concurrently.
 * Bit i of a bitmap (least significant first) stands for row i of its part. Bitmaps are compressed with zlib. One object
-  holds the bitmaps of all parts that a version changed. The version document names the range, the digest and the count
-  of each.
+  holds the bitmaps of all parts that a version changed. The version document gives the range, the digest and the row
+  count of each.
 
 Failure behaviour: any method that reads may raise `CorruptionError` naming the part, or one of the store's errors. A
-bitmap of the wrong size is not unpacked further than its size. An `OpenIndex` is safe to share between threads.
+bitmap is never unpacked further than the size that its part needs. Threads can share an `OpenIndex`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ T = TypeVar("T")
 
 
 class OpenIndex:
-    """The samples of `document`. `chosen` restricts them to these rows of each part (None: all rows of that part)."""
+    """The samples of `document`, looked up by number.
+
+    `chosen` restricts them to these rows of each part (None: all rows of that part).
+    """
 
     def __init__(
         self, store: Store, document: VersionDocument, chosen: Sequence[RowNumbers | None] | None = None
@@ -124,7 +127,7 @@ class OpenIndex:
     def compare(self) -> dict[int, str]:
         """Check the tables as `check` does, and compare each part's pages with its tables.
 
-        Returns a description of the first problem for each part whose pages are unreadable or differ from its tables.
+        For each part whose pages are unreadable or differ from its tables, return a description of the first problem.
         Values that tables do not hold (`without_page_fields`) are not compared.
         """
         from headrace.dataio.shards.index.rows import samples_of  # imports Arrow
@@ -201,13 +204,13 @@ class OpenIndex:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_remote(self, part: int) -> bool:
-        """Whether a part is not a local file. All parts in one mount are alike, so only one of them is opened."""
+        """Whether a part is not a local file. All parts in one mount are in one store, so only one part is opened."""
         key = self._document.index[part].key
         mount = key.removeprefix(PREFIX).partition("/")[0] if key.startswith(PREFIX) else ""
         if mount not in self._remote:
             try:
                 file = self._store.open_file(key)
-            except NotFoundError:  # the read that follows reports it
+            except NotFoundError:  # the following read reports it
                 return False
             if file is not None:
                 os.close(file)
@@ -236,7 +239,7 @@ def encode_bitmap(rows: RowNumbers, of: int) -> bytes:
 
 
 def decode_bitmap(data: bytes, of: int, count: int, name: str) -> RowNumbers:
-    """The rows of a bitmap that `encode_bitmap` made. Errors name it `name`. There must be `count` rows."""
+    """The rows in a bitmap from `encode_bitmap`, of which there must be `count`. Errors name the part `name`."""
     size = (of + 7) // 8
     try:
         unpacked = zlib.decompressobj().decompress(data, size + 1)

@@ -1,12 +1,15 @@
-"""Looking up rows of an index part in its pages.
+"""Looks up rows of an index part in its pages.
 
-Purpose: the rows of a batch lie all over the index. Each row costs reading one page of a few dozen rows. The directory
-of a part is read once. If the pages are small in total (`READ_WHOLE_BYTES`), all of them are read with the directory.
+Purpose: the rows of a batch are spread over the whole index. To read one row, the reader reads one page of a few dozen
+rows. The directory of a part is read once. If the pages are small in total (`READ_WHOLE_BYTES`), all of them are read
+with the directory.
+
 Invariants: every byte is checked against a digest before it is used. The version document holds the digest of the
 directory, and the directory holds the digests of the pages. `PageCache` is an LRU cache for the pages of all parts, and
 its size is bounded. Results do not depend on the cache.
+
 Failure behaviour: `CorruptionError` naming the part. A missing part is also corruption, because the version document
-names it. `PageReader` is safe to share between threads. Two threads may read the same page twice.
+names it. Threads can share a `PageReader`. Two threads may then read the same page twice.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ READ_WHOLE_BYTES = 256 * limits.KIB
 """If the pages of a part have at most this many bytes in total, they are read together with the directory, in one
 request."""
 _CHECKED_PAGES = 128
-"""Number of pages that `check` reads at a time."""
+"""The number of pages that `check` reads at a time."""
 I64 = npt.NDArray[np.int64]
 Page = list[msgspec.Raw]
 
 
 def name_of(store: Store, part: IndexPart) -> str:
-    """The name of a part in errors."""
+    """The name of a part for error messages."""
     return f"{store.location.url}: {part.key}"
 
 
@@ -54,7 +57,10 @@ def read_ranges(store: Store, part: IndexPart, ranges: Sequence[tuple[int, memor
 
 
 class PageCache:
-    """An LRU cache of pages of all parts. It holds up to `max_bytes` unpacked bytes, and always at least the newest page."""
+    """An LRU cache of the pages of all parts.
+
+    It holds up to `max_bytes` unpacked bytes, and always at least the newest page.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._held = max_bytes, 0
@@ -100,7 +106,7 @@ class PageReader:
         return [self._rows.files(raw, row) for raw, row in zip(self._raw(rows), rows.tolist(), strict=True)]
 
     def check(self) -> None:
-        """Read and unpack all pages, `_CHECKED_PAGES` at a time. None of them enters the cache."""
+        """Read, check and unpack all pages, `_CHECKED_PAGES` at a time, without caching them."""
         for start in range(0, len(self._directory), _CHECKED_PAGES):
             pages = range(start, min(start + _CHECKED_PAGES, len(self._directory)))
             for page, stored in zip(pages, self._stored(pages), strict=True):

@@ -1,16 +1,16 @@
-"""Storing samples as index parts.
+"""Stores samples as index parts.
 
-Purpose: a packer or indexer adds samples in the order of their numbers, and gets the parts' entries for the version
+Purpose: `pack` and `index` add samples in the order of their numbers, and get the parts' entries for the version
 document.
 Invariants:
 
-* A part has at most `PART_ROWS` rows, and is stored once the weight of its rows reaches `PART_WEIGHT`. So a part is
-  never larger than what readers accept (`documents.PART_BYTES`), and writing it takes no more memory than that.
-* A part is written in row groups of `rows_per_group` rows, so reading one sample costs one small read.
+* A part has at most `PART_ROWS` rows, and is stored once the weight of its rows reaches `PART_WEIGHT`. This bounds the
+  memory for writing a part, and keeps every part below the size that readers accept (`documents.PART_BYTES`).
+* A part is written in row groups of `rows_per_group` rows, so one sample can be read in one small read.
 * A second copy of the rows, in pages (`headrace.dataio.shards.index.pages`), lies between the row groups and the
   footer.
 * The same samples give the same bytes. The key of a part holds a digest of its bytes. So equal rows give equal objects,
-  and different rows never replace each other.
+  and a part never overwrites a different part.
 
 Failure behaviour: the store's errors are passed on. No version document names the parts that were stored before the
 error.
@@ -36,25 +36,29 @@ from headrace.dataio.store.base import Store
 
 PART_ROWS = 50_000
 PART_WEIGHT = 32 * limits.MIB
-"""The approximate size of a part's rows before compression, in bytes. 50,000 clips have fewer, 1,000 films have
-more."""
+"""The approximate size in bytes at which a part is stored, before compression.
+
+50,000 short clips have fewer bytes, and 1,000 long videos have more.
+"""
 FIELD_NAMES = 256
 """The most promoted fields that are recorded for a part. The first ones in order of their names are recorded."""
 GROUP_ROWS = 1024
 GROUP_BYTES = limits.MIB
 MIN_GROUP_ROWS = 64
-"""A row group has `GROUP_ROWS` rows. It has fewer if rows are long (a film has thousands of key frames), so that it
-takes about `GROUP_BYTES`. It has at least `MIN_GROUP_ROWS`."""
+"""A row group has `GROUP_ROWS` rows. If rows are long (a long video has thousands of key frames), it has fewer, so that
+it takes about `GROUP_BYTES`. It has at least `MIN_GROUP_ROWS`."""
 STATISTICS = ("video_ext", "audio_codec")
 """The columns with statistics (minimum, maximum, null count) in the footer, in addition to the key. All rows of a part
 often have the same value in these columns."""
 _LONG = ("key", "text", "fields", "members", "key_frames")
-"""The columns with long pages, which are compressed with zstd. Unpacking zstd costs each page a fixed time, which does
-not pay off for short pages."""
+"""The columns with long Parquet pages, which are compressed with zstd.
+
+Decompressing zstd takes a fixed time for each page, which does not pay off for short pages.
+"""
 
 
 class PartWriter:
-    """Stores samples as parts, numbered from `first`. The caller adds samples in the order of their numbers."""
+    """Stores samples as parts, numbered from `first`. The caller adds the samples in the order of their numbers."""
 
     def __init__(self, store: Store, first: int) -> None:
         self._store, self._first = store, first
@@ -163,7 +167,8 @@ def write_part(samples: Sequence[Sample]) -> EncodedPart:
 
 
 def write_table(table: Any, samples: Iterable[Sample] | None = None) -> EncodedPart:
-    """Encode rows with `SCHEMA` as an index part. `samples` are the same rows as samples, if the caller has them."""
+    """Encode a table with `SCHEMA` as an index part. `samples` are the same rows as `Sample` objects, if the caller has
+    them."""
     import pyarrow.parquet as pq  # imports Arrow's file systems, which readers do not need
 
     codecs = {path: "zstd" if path.partition(".")[0] in _LONG else "lz4" for path in pc.leaf_paths(SCHEMA)}
@@ -173,7 +178,7 @@ def write_table(table: Any, samples: Iterable[Sample] | None = None) -> EncodedP
         SCHEMA,
         compression=codecs,
         compression_level={path: 6 for path, codec in codecs.items() if codec == "zstd"},
-        use_dictionary=False,  # a dictionary adds one page to unpack for each column, and saves no bytes
+        use_dictionary=False,  # a dictionary adds one page to decompress for each column, and saves no bytes
         # no other statistics are used, and those of long texts would make every footer long
         write_statistics=["key", *STATISTICS],
         store_schema=True,
@@ -206,7 +211,7 @@ def constant_values(data: bytes) -> dict[str, str]:
     statistics."""
     metadata, found = pc.ParquetReader(data).metadata, dict[str, str]()
     for name in STATISTICS:
-        # also the number of the leaf column, because columns with lists come last
+        # this is also the number of the leaf column, because columns with several leaf columns come last
         number = SCHEMA.get_field_index(name)
         statistics = [metadata.row_group(group).column(number).statistics for group in range(metadata.num_row_groups)]
         if statistics and all(one is not None and one.has_min_max and not one.null_count for one in statistics):

@@ -1,4 +1,4 @@
-"""The index of an open version as Arrow tables, with little in memory.
+"""Reads the index of an open version as Arrow tables, and keeps little in memory.
 
 Purpose: operations on many samples (conditions, plans by length or shape, checks) read columns of the index parts.
 Samples of parts without pages (`page_reader`) are looked up in row groups. `PartReader` reads as little of a part as
@@ -6,9 +6,8 @@ possible: the footer once, and then the column chunks that a caller needs. If th
 every read needs it, so the reader reads both together.
 Invariants:
 
-* Row numbers are those of the parts. `remaining_rows` returns the rows of a part that are samples.
-* Row groups that a caller needs at the same time are read together, up to `GROUPS_PER_READ`. This takes less time and
-  only one round trip.
+* Row numbers count the rows of a part, including removed rows. `remaining_rows` returns the rows that are samples.
+* Row groups that a caller needs at the same time are read together, up to `GROUPS_PER_READ`, in one round trip.
 * Row groups that were read together are also cached together, decoded. The cache is an LRU cache of `CACHE_BYTES`.
 * Up to `READERS` part readers stay open. The least recently used one is closed first.
 * Results do not depend on the cache.
@@ -16,11 +15,11 @@ Invariants:
   footer, and the footer holds the digests of the blocks before it. Ranges lie inside the file. `rows.check` checks the
   rows as far as the columns that were read allow. `checked` reads and checks everything, including the order of the
   samples across parts and unique keys.
-* Only the ranges that were read take memory. Keys of large indexes are streamed to DuckDB, so finding repeated keys
-  takes the memory of a hash table of the keys.
+* Only the ranges that were read take memory. Keys of large indexes are streamed to DuckDB, which holds a hash table of
+  the keys to find repeated ones.
 
 Failure behaviour: any method that reads may raise `CorruptionError` naming the part, or one of the store's errors. A
-missing part is also corruption, because the version document names it. `Tables` is safe to share between threads.
+missing part is also corruption, because the version document names it. Threads can share a `Tables` object.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ GROUPS_PER_READ = 8
 GROUP_BYTES = 1 << 30
 """The largest unpacked size that a row group may declare."""
 _MAX_KEYS_IN_ARROW = 1_000_000
-"""With more samples, DuckDB looks for repeated keys, because Arrow would hold all keys in memory."""
+"""With more samples, DuckDB finds repeated keys, because Arrow would hold all keys in memory."""
 _GAP_BLOCKS = 4
 """The largest gap between two needed blocks, in blocks, that is read with them in one request."""
 _THREADS = min(8, 2 * (os.cpu_count() or 1))
@@ -71,9 +70,9 @@ GroupRun = tuple[int, tuple[int, ...]]
 
 
 class Tables:
-    """The tables of `document`'s parts. `remaining_rows` returns the rows of a part that are samples (None: all rows).
+    """Tables of the index parts of `document`, which has `samples` samples.
 
-    There are `samples` samples in total.
+    `remaining_rows` returns the rows of a part that are samples (None: all rows).
     """
 
     def __init__(
@@ -164,8 +163,10 @@ class Tables:
     def _check_order(
         self, table: Any, places: Mapping[str, int], last: tuple[int, int] | None
     ) -> tuple[int, int] | None:
-        """Check that samples are in ascending order of (shard, offset). `last` is the position of the row before
-        `table`."""
+        """Check that samples are in ascending order of (shard, offset).
+
+        `last` is the position of the row before `table`. Return the position of the last row.
+        """
         if not table.num_rows:
             return last
         used = pc.unique(table["shard"])
@@ -210,9 +211,9 @@ class Tables:
         """Read the first of these row groups, and return its table and the row groups that the table holds, in
         ascending order.
 
-        A cached table also holds the row groups that were read with the first one. Otherwise, other row groups of
-        `groups` are read with it. The table leaves out columns without any value, because looking them up takes as long
-        as the others.
+        If the first one is cached, its table also holds the row groups that were read with it. Otherwise, up to
+        `GROUPS_PER_READ` of `groups` are read together. The table leaves out columns without any value, because a
+        lookup takes as long in an empty column as in any other.
         """
         with self._lock:
             which = self._holding.get((part, groups[0]))
@@ -262,8 +263,10 @@ def repeated_keys(tables: Iterable[Any]) -> list[str]:
 
 
 class PartReader:
-    """Reads one index part. The constructor reads and checks the footer. `shards` gives the size of every shard of the
-    version."""
+    """Reads one index part. `shards` gives the size of every shard of the version.
+
+    The constructor reads and checks the footer.
+    """
 
     def __init__(self, store: Store, part: IndexPart, shards: Mapping[str, int]) -> None:
         self._store, self._part, self._shards = store, part, shards
@@ -286,8 +289,7 @@ class PartReader:
         """For each row group, the number of the row after its last row."""
 
     def read(self, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None) -> Any:
-        """A checked table of these columns (None: all) of these row groups (None: all), in the given order of
-        columns."""
+        """Read and check a table of these columns (None: all), in this order, of these row groups (None: all)."""
         chosen = range(self._metadata.num_row_groups) if groups is None else groups
         names = index.SCHEMA.names if columns is None else list(columns)
         if not len(chosen):
@@ -350,8 +352,10 @@ class PartReader:
         return ranges
 
     def _fetch(self, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
-        """Map a buffer of the file's size, and fill and check these ranges. The other bytes are zero and take no
-        memory."""
+        """Return a memory map of the file's size in which these ranges are read and checked.
+
+        The other bytes are zero and take no memory.
+        """
         data = mmap.mmap(-1, self._part.size)
         limit, view = self._part.size - self._part.footer, memoryview(data)
         runs = _runs({b for start, end in ranges for b in _blocks_of(start, end)})

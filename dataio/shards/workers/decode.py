@@ -1,15 +1,15 @@
 """Decodes members of samples in a worker process: to the end, to find faults, or in parts, for a preview.
 
-Invariants of checks (`DecodeJob`): these are faults: errors that the decoder reports, frames that it marks as damaged,
-and counts that differ from the index. The worker holds one picture at a time. It cannot see damage that the decoder
-conceals silently and without losing a frame.
+Invariants of checks (`DecodeJob`): the worker reports three kinds of faults: errors of the decoder, frames that the
+decoder marks as damaged, and counts that differ from the index. It holds the frames of one packet at a time. It does
+not detect damage that the decoder conceals without an error and without losing a frame.
 
 Invariants of previews (`PicturesJob`): pictures are JPEG, upright, and evenly spread over the video. To reach a
 picture, the worker decodes at most `_MAX_DECODED` frames after the preceding key frame. If that is not enough, it takes
-the last frame that it decoded. An outline covers all of the audio, and its memory does not grow with the length.
+the last frame that it decoded. A waveform covers all of the audio, and its memory does not grow with the length.
 
-Failure behaviour: bad media raise nothing. The answer to a check counts and names the faults. A preview leaves out what
-cannot be decoded, and its answer gives the reason.
+Failure behaviour: damaged media raise no error. The answer to a check counts and describes the faults. A preview leaves
+out the pictures that cannot be decoded, and its answer gives the reason.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _reason(error: Exception) -> str:
 
 
 def _preview(job: PicturesJob) -> Pictures:
-    """Make the pictures, or the outline of the audio."""
+    """Make the pictures, or the waveform of the audio."""
     try:
         with open_media(job.path) as container:
             if job.video_stream is not None:

@@ -1,4 +1,4 @@
-"""Decoding jobs for `verify` and `preview`: their messages, and how callers hand members of samples to a worker.
+"""Decoding jobs for `verify` and `preview`: their messages, and the copies of members for a worker.
 
 Purpose: callers read a member from the store, check its digest, and write it to a temporary file. A worker
 (`headrace.dataio.shards.workers.decode`) then decodes the file. Callers never load libav.
@@ -7,7 +7,7 @@ Invariants:
 
 * Messages are msgpack with checked types. A path names a file that the caller wrote whole, with the right checksum.
 * A temporary file exists only while a worker uses it. A member larger than `COPY_BYTES` is not copied.
-* The worker has one minute, and more for long and for large files.
+* The time limit of a job is at least one minute. It grows with the duration and the size of the sample.
 
 Failure behaviour: wrong bytes, a crash and a malformed answer raise `CorruptionError`. A hang raises `DeadlineError`. A
 member that is too large, or a full temporary folder, raises `CapacityError`. Faults of a file are part of the answer.
@@ -45,7 +45,10 @@ class DecodeJob(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
 
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True, tag="decoded"):
-    """The faults of the file, in words. It is empty if everything decodes as the index says."""
+    """The answer to a `DecodeJob`: descriptions of the file's faults.
+
+    There are none if everything decodes as the index says.
+    """
 
     faults: tuple[str, ...]
 
@@ -53,7 +56,7 @@ class Decoded(msgspec.Struct, frozen=True, kw_only=True, tag="decoded"):
 class PicturesJob(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
     """Make `count` pictures evenly spread over a video, each at most `width` by `height` pixels.
 
-    Without a video stream, make the outline of the audio from `count` peaks.
+    Without a video stream, compute `count` peaks of the audio, for a waveform.
     """
 
     path: str
@@ -67,9 +70,9 @@ class PicturesJob(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
 
 
 class Pictures(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
-    """JPEG files in the order of time, or peaks from 0 to 1.
+    """The answer to a `PicturesJob`: JPEG files in the order of time, or peaks from 0 to 1.
 
-    `fault` gives the reason if there are fewer than asked for.
+    `fault` gives the reason if pictures or peaks are missing.
     """
 
     jpegs: tuple[bytes, ...] = ()
@@ -83,7 +86,7 @@ Job = DecodeJob | PicturesJob
 Answer = Decoded | Pictures
 
 HELLO, COMMAND = DECODE_HELLO, run_module("headrace.dataio.shards.workers.worker", "decode")
-"""What a `WorkerPool` needs to start these workers."""
+"""The arguments with which a `WorkerPool` starts these workers."""
 encode = msgspec.msgpack.Encoder().encode
 decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
@@ -100,7 +103,10 @@ def seconds_for(sample: Sample) -> float:
 
 @contextlib.contextmanager
 def local_copy(store: Store, sample: Sample, ext: str) -> Iterator[str]:
-    """Write this member to a temporary file, verify its checksum, and yield the file's path."""
+    """Write this member to a temporary file, verify its checksum, and yield the file's path.
+
+    The file is deleted when the `with` block ends.
+    """
     member = member_reader.find_member(sample, ext)
     if member.length > COPY_BYTES:
         raise CapacityError(

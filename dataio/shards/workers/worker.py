@@ -1,16 +1,17 @@
-"""The process that reads untrusted media. It answers requests on standard input until that ends.
+"""The worker process that reads untrusted media. It answers requests on standard input until the input ends.
 
 Purpose: `python -m headrace.dataio.shards.workers.worker probe` prepares files for `pack` and `index`. With `decode`,
 it decodes members for `verify` and `preview`.
 
 Invariants:
 
-* The worker answers each frame with one frame (a 4-byte length, then msgpack).
-* It dies with the process that started it.
-* It may use `limits.PROBE_MEMORY_BYTES` for data, and it holds one decoded picture at a time.
+* The worker first sends its hello message. Then it answers each message with one message (a 4-byte length, then
+  msgpack).
+* The kernel kills the worker when the process that started it ends (on Linux).
+* Allocations fail above `limits.PROBE_MEMORY_BYTES` of data.
 
-Failure behaviour: errors of libav become part of the answer. A crash or a hang ends only this process. Its `WorkerPool`
-detects that and continues with a new process.
+Failure behaviour: errors of libav become part of the answer. A crash or a hang affects only this process. Its
+`WorkerPool` detects that and continues with a new process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import IO
 from headrace.dataio.core import limits
 
 PROBE_HELLO, DECODE_HELLO = b"headrace probe 1", b"headrace media 1"
-"""The first frame of each kind of worker."""
+"""The first message of each kind of worker."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -59,9 +60,9 @@ def read_frame(source: IO[bytes]) -> bytes | None:
 
 
 def serve(hello: bytes, answer: Callable[[bytes], bytes]) -> None:
-    """Send `hello`, then answer each message on standard input until that ends."""
+    """Send `hello`, then answer each message on standard input until the input ends."""
     with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # text that a library prints must not look like an answer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # text that a library prints must not mix with the answers
         write_frame(out, hello)
         while (frame := read_frame(sys.stdin.buffer)) is not None:
             write_frame(out, answer(frame))

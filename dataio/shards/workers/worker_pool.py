@@ -2,14 +2,15 @@
 
 Invariants:
 
-* A pool has at most `workers` processes. It starts them when it needs them. A worker handles one request at a time.
+* A pool has at most `workers` processes. It starts each when it is first needed. A worker handles one request at a
+  time.
 * Every request has a time limit, and its answer has a size limit.
-* Workers die with this process.
-* An answer is bytes that the caller's `decode` turns into checked types.
+* Workers end when this process ends.
+* An answer is bytes that the caller's `decode` converts to checked types.
 
-Failure behaviour: a request that takes too long raises `DeadlineError`. A request that ends its worker, or whose answer
-is malformed, raises `CorruptionError`. That worker is killed, and the next request gets a new one. If a worker cannot
-start at all, no file is at fault, and the pool raises `UnsupportedError`.
+Failure behaviour: a request that takes too long raises `DeadlineError`. A request that crashes its worker, or whose
+answer is malformed, raises `CorruptionError`. That worker is killed, and the next request gets a new one. If a worker
+cannot start at all, no file is at fault, and the pool raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class WorkerPool:
 
     Args:
         command: the command that starts one process, usually `run_module(…)`.
-        hello: the first frame that each process sends.
+        hello: the first message that each process sends.
         workers (int): the most processes. None means one per core.
         answer_bytes (int): the size limit of an answer in bytes. The default is 16 MiB.
     """
@@ -62,7 +63,7 @@ class WorkerPool:
         self._closing = False
         for _ in range(self.workers):
             self._idle.put(None)
-        # only these threads start processes: "dies with its parent" refers to the thread that started it
+        # only these threads start processes: the kernel kills a worker when the thread that started it ends
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="media")
 
     def ask(self, request: bytes, seconds: float, decode: Callable[[bytes], T]) -> T:
@@ -91,7 +92,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Kill all workers at once."""
+        """Kill all workers immediately."""
         self._closing = True
         for worker in list(self._all):
             worker.kill()
@@ -149,8 +150,8 @@ class _Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)  # the time limit covers a worker that does not read, too
-        with contextlib.suppress(OSError):  # the kernel refuses a larger pipe to a user with many pipes
+        os.set_blocking(self._in, False)  # so that the time limit also applies to a worker that does not read
+        with contextlib.suppress(OSError):  # the kernel refuses to enlarge a pipe if the user has many pipes
             fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     def start(self, hello: bytes) -> None:
@@ -211,14 +212,14 @@ class _Worker:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End the process. A thread that waits on its pipes then returns."""
+        """Kill the process. A thread that waits on its pipes then returns."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """End the process and close the pipes. A second call does nothing.
+        """Kill the process and close the pipes. A second call does nothing.
 
-        Call this only when no thread uses the pipes, since other files may get their numbers next.
+        Call this only when no thread uses the pipes, because the kernel may give their file descriptors to other files.
         """
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
