@@ -3,8 +3,8 @@
 Invariant: a handle changes once from staging to staged, and once from there to committed or failed. `result` returns
 only for committed saves. All methods of a handle may be called from any thread, any number of times. A step is saved
 once in a timeline. If the caller did not fetch the error of a save, the checkpointer raises it once.
-Failure behaviour: `result` raises the save's error every time. A wait that times out raises `DeadlineError` and
-changes nothing. In a forked child, waiting for a save of the parent raises `UsageError` at once. `Saves` raises
+Failure behaviour: `result` raises the save's error every time. A wait that times out raises `DeadlineError` and changes
+nothing. In a forked child, waiting for a save of the parent raises `UsageError` immediately. `Saves` raises
 `ConflictError` for a step that is already saved.
 """
 
@@ -142,9 +142,10 @@ class Handle:
             copy.wait(timeout)
 
     def staged(self, timeout: float | None = None) -> None:
-        """Return once the state may change again and the save is handed over to the sidecar or a thread of this process.
+        """Return once the state may change again and the save is handed over.
 
-        If `committed_by` is "sidecar", killing this process after that does not stop the save.
+        A save is handed over to the sidecar or to a thread of this process. If `committed_by` is "sidecar", killing
+        this process after that does not stop the save.
         """
         self._require_own()
         if not self.done:

@@ -50,9 +50,9 @@ from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
 _HINT_BYTES, _SLOW_SPEED = 64 << 20, 300e6
-"""If a save of at least this many bytes is slower than this many bytes per second, the next save gets its speed as a hint.
+"""The next save gets the speed of a slow save as a hint, so that it can compress from its first byte on.
 
-With the hint, the next save can compress from its first byte on.
+A save is slow if it has at least this many bytes and stores fewer than this many bytes per second.
 """
 
 _ABORT_SECONDS = 30.0
@@ -127,7 +127,7 @@ class Saver:
             return handle
 
     def _wait_or_watch(self, state: dict[str, Any], copying: Copying | SlicedState) -> None:
-        """With lazy staging, make the optimizers wait for the copy. Otherwise, wait here until all slices are copied."""
+        """With lazy staging, make the optimizers wait for the copy. Else, wait here until all slices are copied."""
         self._optimizer_gate.watch(optimizers_in(state) if self._options.lazy else (), copying)
         if not self._options.lazy:
             self._optimizer_gate.pass_all()
@@ -378,7 +378,10 @@ class Saver:
             self._aborting.start()
 
     def _abort(self, attempt: Attempt, error: BaseException) -> None:
-        """Abort the attempt, so that the other ranks stop waiting, unless it is over already or may still be committed."""
+        """Abort the attempt, so that the other ranks stop waiting.
+
+        An attempt that has ended, or that may still be committed, is not aborted.
+        """
         if self._ranks.world_size == 1 or isinstance(error, ConflictError | FinalError | LocalOnlyError):
             return
         with contextlib.suppress(Exception):  # the original error of this rank must not be hidden

@@ -85,7 +85,10 @@ class _Attached:
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **more: Any
     ) -> str:
-        """As `Accelerator.save_state`. Returns after the state is copied. The folder appears when the step is committed."""
+        """As `Accelerator.save_state`, but returns after the state is copied.
+
+        The folder appears when the step is committed.
+        """
         accelerator, settings = self._accelerator, self._accelerator.project_configuration
         automatic = bool(settings.automatic_checkpoint_naming)
         folder = self._next() if automatic else Path(os.path.abspath(os.fspath(output_dir)))  # type: ignore[arg-type]
@@ -157,7 +160,7 @@ class _Attached:
     def _before_saving(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         self._refill_lists()
         self._state = self._full_state(models) | {"rng": RNG()}
-        weights.clear()  # nothing is left for Accelerate to write
+        weights.clear()  # so Accelerate has no weights to write
         self._empty_lists()
 
     def _before_loading(self, models: list[Any], input_dir: str) -> None:

@@ -1,4 +1,4 @@
-"""Lightning: `Trainer(plugins=[RepositoryIO("s3://bucket/ckpt", run="exp42")])` saves its checkpoints to the repository.
+"""Lightning: `Trainer(plugins=[RepositoryIO("s3://bucket/ckpt", run="exp42")])` saves checkpoints to the repository.
 
 - Lightning gathers the state on rank 0 and chooses file names. Each file is a small text that names the step, so
   `ckpt_path=` and the retention of ModelCheckpoint work as usual.
@@ -188,7 +188,10 @@ def _local(path: str | os.PathLike[str]) -> Path:
 
 
 def _has_links(folder: Path) -> bool:
-    """Whether ModelCheckpoint keeps `last.ckpt` as a link. It points the link to the new file as soon as saving returns."""
+    """Whether ModelCheckpoint keeps `last.ckpt` as a symbolic link.
+
+    It points the link to the new file as soon as `save_checkpoint` returns.
+    """
     return any(entry.is_symlink() for entry in os.scandir(folder))
 
 
@@ -197,9 +200,10 @@ _load = pl_saving.pl_load
 
 
 def _load_file(path: Any, map_location: Where = None, weights_only: bool | None = None) -> Any:
-    """Replaces the load function of `load_from_checkpoint`. If the file names a step, the step is read from the repository.
+    """Replaces the load function of `load_from_checkpoint`.
 
-    A file that does not exist yet may belong to a save in flight, so the function waits for those saves first.
+    If the file names a step, the step is read from the repository. A file that does not exist yet may belong to a save
+    in flight, so the function waits for those saves first.
     """
     if isinstance(path, (str, os.PathLike)) and not os.path.exists(path):
         for io in list(_instances):

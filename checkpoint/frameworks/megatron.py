@@ -203,7 +203,10 @@ def _grouped(sharded_state_dict: Any) -> Any:
 
 
 def _for_dcp(flat: Any, *, loading: bool) -> dict[str, Any]:
-    """The state by sharded key, in the form for DCP. Objects become plain values, because Megatron-Core would pickle them."""
+    """The state by sharded key, in the form for DCP.
+
+    Objects become plain values, because Megatron-Core would pickle them.
+    """
     tensors = {key: found for key, found in flat.items() if isinstance(found[0], ShardedTensor)}
     objects = {key: found for key, found in flat.items() if isinstance(found[0], ShardedObject)}
     made: dict[str, Any] = mcore.mcore_to_pyt_state_dict(tensors, loading)

@@ -436,7 +436,10 @@ def _install(hidden: Path, path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a name. A folder is hidden first, because a framework would treat a partly removed folder as a checkpoint."""
+    """Remove a name.
+
+    A folder is hidden first, because a framework would treat a partly removed folder as a checkpoint.
+    """
     if path.is_dir() and not path.is_symlink():
         replaced = path.with_name(f".{path.name}.{'0' * 26}.replaced")
         _delete(replaced)

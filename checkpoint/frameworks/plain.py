@@ -1,7 +1,7 @@
-"""Convert small Python objects to values that a document can hold. Tensors, arrays and byte streams become tagged bytes.
+"""Convert small Python objects to values that a document can hold.
 
-The Megatron-Core adapter uses this module for generator states and quantisation scales. Large tensors should be tensors
-of the state.
+Tensors, arrays and byte streams become tagged bytes. The Megatron-Core adapter uses this module for generator states
+and quantisation scales. Large tensors should be tensors of the state.
 
 Invariant: `unpacked(packed(x))` equals `x` and has the same types. Nothing is pickled. Tensors are returned in main
 memory.

@@ -1,4 +1,4 @@
-"""torch_checkpointing (Meta): `RepositoryManager(url, run="exp42", config=...)` replaces its `CheckpointManager(config)`.
+"""Meta's torch_checkpointing: `RepositoryManager(url, run="exp42", config=...)` replaces `CheckpointManager(config)`.
 
 A job of one rank can also use the `Storage` back-end alone:
 `CheckpointManager.Config(storage_config=RepositoryStorageConfig(url, run=...))`. With several ranks,
@@ -269,7 +269,10 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         return super().save(f"step-{step}@{agreed.hex()}", checkpoint)
 
     def load(self, checkpoint_id: Any, into: Mapping[str, Any] | None = None, **more: Any) -> Mapping[str, Any]:
-        """As `CheckpointManager.load`. The name may be "latest". This unpickles files, as the module's docstring warns."""
+        """As `CheckpointManager.load`. The name may be "latest".
+
+        This unpickles files, as the module's docstring warns.
+        """
         found, error = None, None
         try:
             step = checkpoint_id if checkpoint_id == "latest" else step_of(checkpoint_id)
@@ -295,7 +298,10 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
 
 
 def finish(args: CallbackArgs) -> None:
-    """The `pre_finalize_callback` of a `CheckpointManager` with this storage. It runs after this rank wrote all its files."""
+    """The `pre_finalize_callback` of a `CheckpointManager` with this storage.
+
+    It runs after this rank has written all of its files.
+    """
     args.storage.finish(Path(args.path))
 
 

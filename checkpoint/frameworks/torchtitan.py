@@ -1,4 +1,6 @@
-"""torchtitan: `RepositoryCheckpointManager.Config(enable=True, url="s3://bucket/ckpt", run="exp42", ...)` replaces
+"""torchtitan's checkpoint manager, with the repository as storage.
+
+`RepositoryCheckpointManager.Config(enable=True, url="s3://bucket/ckpt", run="exp42", ...)` replaces
 `CheckpointManager.Config(...)`.
 
 All settings of torchtitan's manager keep their meaning: `interval`, `async_mode`, `exclude_from_loading`,

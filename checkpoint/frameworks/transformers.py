@@ -269,7 +269,10 @@ def _to_next_batch(loader: Any) -> None:
 
 
 class _Moved(IterableDataset[Any]):
-    """Wraps a loader for the Trainer. After a resume the loader continues by itself, so the Trainer must not skip batches."""
+    """Wraps a loader for the Trainer.
+
+    After a resume, the loader continues at its saved position, so the Trainer must not skip batches.
+    """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

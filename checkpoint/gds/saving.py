@@ -3,8 +3,8 @@
 `DeviceSlices` is a `SlicedState` with a second ring in device memory. The device gathers a slice there and copies it
 once to the host, where it is hashed. If the chunk is stored raw, the pack writer finds the device slot by the address
 of the host bytes. It then writes the bytes from the device slot.
-Invariant: the bytes in a device slot equal those of its host slot while the worker holds a view. cuFile writes only
-whole blocks of 4 KiB at aligned offsets. Everything else is written from the host.
+Invariant: the bytes in a device slot equal those of its host slot while the worker holds a view. The pack writer uses
+cuFile to write only whole blocks of 4 KiB at aligned offsets. It writes everything else from the host.
 Failure behaviour: as `SlicedState`; a failed transfer raises `TransientError` and fails the save.
 """
 
@@ -62,7 +62,7 @@ class DeviceSlices(SlicedState):
         super().__init__(arena, tensors, specs=specs, layout=layout)
 
     def twin(self, data: Buffer) -> torch.Tensor | None:
-        """The device slot that belongs to a host slot, if both hold the same bytes. This is the `Twin` of these slices."""
+        """The device slot that belongs to a host slot, if both hold the same bytes. It is a `Twin`."""
         view = np.frombuffer(data, np.uint8)
         slot = view.ctypes.data - self._start
         return self._ring[slot // CHUNK_BYTES][: len(view)] if slot in self._twins else None

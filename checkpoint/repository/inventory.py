@@ -2,8 +2,8 @@
 
 Order: tombstones first, then attempts and decisions, then packs. A step becomes a tombstone only when no process can
 start to reference it. So attempts that reference the step are seen if attempts are listed *after* tombstones. A listing
-is not a snapshot. It may miss a change that happens during the listing, but not an older one. A lease that was seen
-before and is not listed is looked up by name, because a listing of tmpfs may miss a file that is being replaced.
+is not a snapshot. It may miss a change that happens during the listing, but not an older one. A listing of tmpfs may
+miss a file that is being replaced. A lease that was seen before and is not listed is therefore looked up by name.
 Invariant: a `Reader` reads each document that never changes only once. It drops the document when the object is
 deleted.
 Failure behaviour: errors of the store are raised; an unreadable document raises `CorruptionError`. The collection then

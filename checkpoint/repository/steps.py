@@ -2,9 +2,9 @@
 
 Invariant: a step exists if its COMMIT names an attempt and is not a tombstone. A reader that finds an attempt whose
 decision is "commit" writes its COMMIT before it answers.
-Failure behaviour: `UnsupportedError` for a newer format and for a checkpoint in DCP's own files. The text of
-`MissingStepError` lists what exists instead. `CorruptionError` for unreadable documents. A reader without write access
-logs that once and sees only committed steps.
+Failure behaviour: `UnsupportedError` for a newer format and for a checkpoint in DCP's own files. `CorruptionError` for
+unreadable documents. The text of `MissingStepError` lists what exists instead. If a reader has no write access, this is
+logged once, and the reader finds only steps that have a COMMIT.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def missing(store: Store, run: str, step: int | None = None) -> MissingStepError
 
 
 def warn_of_mistakes(store: Store, run: str) -> None:
-    """Warn if the run has no step, although there are other runs or other files: its name or the URL may be mistyped."""
+    """Warn if the run has no step, but other runs or files exist: its name or the URL may be mistyped."""
     if read_repo(store) is None:
         if files := _other_files(store):
             _log.warning(
@@ -303,7 +303,7 @@ def _latest(store: Store, run: str) -> Base | None:
 
 
 def _newest_listed(store: Store, run: str) -> tuple[int, int]:
-    """(timeline, step) of the newest listed step that has a COMMIT, a tombstone or a decision, in the newest timeline."""
+    """(timeline, step) of the newest listed step of the newest timeline that has a COMMIT, a tombstone or a decision."""
     number = max(timeline.numbers(store, run), default=0)
     listed = scan(store, run, number) if number else {}
     return number, max((at for at, seen in listed.items() if seen.committed or seen.decided), default=-1)

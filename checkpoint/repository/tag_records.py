@@ -1,4 +1,4 @@
-"""The records of tags in the repository, and the steps that they name. `headrace.checkpoint.repository.tags` writes them.
+"""The records of tags, and the steps that they name. `headrace.checkpoint.repository.tags` writes them.
 
     tags/<name>.json                the first record of a tag, number 0
     tags/_<name>.<number>.json      records of its moves and its removal, version 2
@@ -75,7 +75,7 @@ def listed(store: Store, name: str = "") -> dict[str, list[tuple[int, ObjectInfo
 def current_records(store: Store, name: str = "") -> dict[str, list[Tag]]:
     """The current records of all tags, or of one, by name: the records since the tag's last removal, newest first.
 
-    The first record is the tag. The others are earlier values, which stay until the move is confirmed; a policy keeps
+    The first record is the tag. The others are earlier values, which stay until the move is confirmed. A policy keeps
     their steps, too.
     """
     for _ in range(_LOOKS):

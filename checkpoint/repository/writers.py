@@ -16,8 +16,8 @@ changes nothing.
 Invariant: only a save opens a timeline. It is the first save of a writer that is new to the run, or a save that begins
 a branch. If two writers of a job save at the same time, one opens the timeline and the other finds it.
 
-Failure behaviour: `ConflictError` in three cases: another job has taken the timeline over, the job's timeline already
-has the step, or retention keeps removing the step to begin at. `CorruptionError` as in `timeline`.
+Failure behaviour: `ConflictError` if another job has taken the timeline over, or if the job's timeline already has the
+step. `ConflictError` also if retention keeps removing the step to begin at. `CorruptionError` as in `timeline`.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _advise(mapped: mmap.mmap) -> None:
 def _current_device() -> contextlib.AbstractContextManager[object]:
     """A context manager that sets the caller's CUDA device in another thread.
 
-    A new thread starts on device 0. Registering memory there would create a CUDA context of some hundred MiB on that
+    A new thread starts on device 0. Registering memory there would create a CUDA context of several hundred MiB on that
     device, which belongs to another rank.
     """
     if not torch.cuda.is_available():
@@ -118,7 +118,7 @@ class Staging:
         self._owned = self._closed = False
 
     def fits(self, layout: Layout) -> bool:
-        """Whether the whole state fits into the arena at once."""
+        """Whether the whole state fits into the arena."""
         return self.limit is None or layout.total <= self.limit
 
     @property

@@ -2,10 +2,10 @@
 
 For every tensor with new chunks, each candidate codec compresses three short samples of the tensor's first new chunk.
 The upload speed is measured during the upload: bytes divided by the time spent waiting for the store. Storing a raw
-byte takes 1/upload seconds. Compression and upload overlap, so storing a compressed byte takes the longer of two times:
-the time to compress it, divided by the number of threads, and its compressed size/upload. The codec with the shortest
-time is chosen. Raw is chosen unless another codec is clearly faster. With "delta", a difference from the base chunk is
-one more candidate, and the time to read the base counts.
+byte takes 1/upload seconds. Compression and upload overlap, so storing a byte compressed takes the longer of two times.
+One is the time to compress it, divided by the number of threads. The other is its compressed size divided by the upload
+speed. The codec with the shortest time is chosen. Raw is chosen unless another codec is clearly faster. With "delta", a
+difference from the base chunk is one more candidate, and the time to read the base counts.
 Invariant: until the upload speed is known everything is stored raw. So a save takes no longer than without
 compression, except for the samples.
 Failure behaviour: it raises no errors of its own.
@@ -39,7 +39,10 @@ _KEY_FRAME = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A codec's measured result for a tensor: compressed size over raw size, and seconds for each raw byte on one core."""
+    """A codec's measured result for a tensor.
+
+    `ratio`: compressed size over raw size. `seconds`: time to compress one raw byte on one core.
+    """
 
     kind: int
     ratio: float
@@ -47,7 +50,10 @@ class Sample:
 
 
 def decide(samples: Sequence[Sample], upload: float | None, threads: int) -> int:
-    """Choose the codec for a tensor; `upload` in bytes per second, None while it is unknown. This is a pure function."""
+    """Choose the codec for a tensor. This is a pure function.
+
+    `upload`: the upload speed in bytes per second; None while it is unknown.
+    """
     if not upload:
         return RAW
     raw = max(1 / upload, _HASH_SECONDS / threads)

@@ -1,4 +1,4 @@
-"""Copies one state into the arena: at once (eager), or during the next forward and backward pass (lazy).
+"""Copies one state into the arena: before `save` returns (eager), or during the next training step (lazy).
 
 A training step reads parameters in its forward and backward pass. It writes them, and the optimizer's own tensors,
 only in `optimizer.step()`. So lazy staging copies those tensors late, and `OptimizerGate` makes the optimizer wait,
@@ -6,8 +6,8 @@ before its step, for the rest of the copy. Everything else (buffers, generators,
 before `save` returns. Threads copy main memory piece by piece. Copies from a CUDA device run on their own stream. A
 thread that waits for the copy also copies pieces.
 Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began. A tensor is copied late
-only if it shares memory with a parameter or state tensor of an optimizer in the saved state, or with a frozen
-parameter. PyTorch's version counters show whether the trainer wrote it during the copy.
+only if it shares memory with a frozen parameter, or with a parameter or state tensor of an optimizer in the saved
+state. PyTorch's version counters show whether the trainer wrote it during the copy.
 Failure behaviour: `wait` raises `UsageError` naming a tensor that was written during the copy, and any error of the
 copy, to every caller. After an error nothing writes into the arena. An error of the copy fails the save, never the
 optimizer.

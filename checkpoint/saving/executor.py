@@ -3,8 +3,8 @@
 Invariant: after a transient error the executor first asks the repository whether the step was committed. An arena
 that a lost worker may still be reading is not reused. Two workers of one save do no harm: their packs have different
 names, and the first manifest counts.
-Failure behaviour: without a sidecar, or if it refuses, this process saves and logs that once. Errors of the save are
-raised.
+Failure behaviour: if no sidecar answers, or if it refuses the save, this process saves and logs the reason once. Errors
+of the save are raised.
 """
 
 from __future__ import annotations

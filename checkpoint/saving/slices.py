@@ -31,7 +31,10 @@ from headrace.dataio.core.errors import DeadlineError, TransientError, UsageErro
 from headrace.dataio.core.limits import MIB, format_bytes
 
 LEAST_BYTES = 64 * MIB
-"""16 chunks: those that the worker holds (8 hashed ahead, those being hashed, one being written), and free slots to copy into."""
+"""The smallest ring: 16 chunks.
+
+The worker holds 8 chunks that are hashed ahead, those being hashed, and one being written. The rest are free slots.
+"""
 
 
 @dataclass(frozen=True, slots=True)

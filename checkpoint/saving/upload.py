@@ -46,7 +46,10 @@ _first_pack = declare("ckpt.first-pack", "one pack is there: invisible, garbage 
 
 
 class ArenaBytes(Protocol):
-    """A staged arena: a memoryview of all of it, or an object such as `SlicedState` that returns each piece once, in order."""
+    """A staged arena.
+
+    It is a memoryview of all of it, or an object such as `SlicedState` that returns each piece once, in order.
+    """
 
     def __len__(self) -> int: ...
     def __getitem__(self, at: slice, /) -> memoryview: ...

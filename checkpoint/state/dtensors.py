@@ -21,8 +21,7 @@ from headrace.dataio.core.errors import UnsupportedError
 
 _MOST_BOXES = 16384
 _boxes: dict[tuple[object, ...], tuple[Box, bool]] = {}
-"""Cache by shape, mesh, this rank's coordinate and placements. Threads may write concurrently, because they write equal
-values."""
+"""Cache by shape, mesh, this rank's coordinate and placements. Threads may write it: they write equal values."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class _Flattener:
         return PartsNode(parts.kind, parts.values, inner)
 
     def _add(self, leaf: Leaf) -> str:
-        """The name under which the tensor is saved. The same view of the same memory gets the name of the earlier leaf."""
+        """The name under which the tensor is saved. The same view of the same memory has the earlier leaf's name."""
         if leaf.local.memory is not None:
             name = self._memory.setdefault((leaf.local.memory, leaf.local.box, leaf.replicated), leaf.name)
             if name != leaf.name:

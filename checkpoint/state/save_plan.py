@@ -8,7 +8,7 @@ Invariant: exactly one of the ranks that hold a tensor, or a shard of one, write
 Empty shards are not written, except for tensors without elements.
 
 Failure behaviour: `UsageError` names the path of a value that cannot be saved. All ranks raise the same
-`MismatchError`, which names the tensor, in two cases: ranks hold it with different types or shapes, or its shards do
+`MismatchError`, which names the tensor, in two cases. Ranks hold it with different types or shapes, or its shards do
 not cover it exactly.
 """
 

@@ -105,7 +105,7 @@ def kind_of(value: object) -> str:
 
 
 def unwrap(value: object) -> Any:
-    """The module inside DistributedDataParallel, DataParallel or torch.compile; any other object is returned unchanged."""
+    """The module inside DistributedDataParallel, DataParallel or torch.compile; else the object itself."""
     while isinstance(value, (DistributedDataParallel, DataParallel)):
         value = value.module
     return getattr(value, "_orig_mod", value) if isinstance(value, torch.nn.Module) else value

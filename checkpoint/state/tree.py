@@ -79,8 +79,10 @@ class PartsNode:
 
 @dataclass(frozen=True, slots=True)
 class ValueNode:
-    """Stands for a value of a type listed in `headrace.checkpoint.state.values`. `about` is plain; only `value` may
-    hold tensors."""
+    """Stands for a value of a type listed in `headrace.checkpoint.state.values`.
+
+    `about` is plain. Only `value` may hold tensors.
+    """
 
     kind: str
     about: object

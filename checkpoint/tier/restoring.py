@@ -6,10 +6,10 @@
   unreachable, or whose saver died.
 
 Invariants: the sidecar names the tier's directory. Without a sidecar the store itself is read. A step that is restored
-while the store is unreachable was committed. The tiers of this node and of its buddy together hold all of it. (The
-buddy is another node, which keeps a copy of this node's tier.) The ordinary commit protocol decides about unfinished
-steps, under a lease that names the bases *before* they are checked. If an attempt can no longer be committed, its
-record is marked as over. This module deletes nothing from the tier.
+while the store is unreachable was committed. The tiers of this node and of its buddy together hold all of it. The buddy
+is another node, which keeps a copy of this node's tier. The ordinary commit protocol decides about unfinished steps.
+Its lease names the bases *before* they are checked. If an attempt can no longer be committed, its record is marked as
+over. This module deletes nothing from the tier.
 Failure behaviour: a sidecar that does not answer counts as no tier. Errors while unfinished steps are sent or committed
 are logged, and the next restore tries again.
 """
