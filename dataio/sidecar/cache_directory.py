@@ -34,12 +34,12 @@ class CacheDirectory:
 
     @classmethod
     def claim(cls, path: Path, keep: bool) -> CacheDirectory:
-        """Create the directory when absent. With `keep`, try to take the lock that allows keeping files."""
+        """Create the directory if it is absent. With `keep`, try to take the lock that allows keeping files."""
         private_directory(path)
         return cls(path, _lock(path) if keep else None)
 
     def budget(self, asked: int) -> int:
-        """`asked`, or nine tenths of the free space plus the kept files, if that is less."""
+        """The smaller of `asked` and the room on the disk: nine tenths of the free space plus the kept files."""
         disk = os.statvfs(self.path)
         room = disk.f_bavail * disk.f_frsize // 10 * 9 + self._kept_bytes()
         if room < asked:

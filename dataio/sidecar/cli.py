@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.dataio.store.local_tier.records import Record
 
 COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "headrace.checkpoint.saving.commit_worker")}
-"""The command that runs a staged job, by its kind. A string, since this layer must not import what it starts."""
+"""The command that runs a staged job, by the job's kind. It names the module, which this layer must not import."""
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:

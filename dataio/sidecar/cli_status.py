@@ -51,7 +51,7 @@ def ask(options: argparse.Namespace) -> State:
     if found is None:
         where = options.socket or default_socket()
         with translate_os_errors(f"asking at {where}"), contextlib.suppress(FileNotFoundError):
-            os.stat(where)  # raises where this user may not look
+            os.stat(where)  # raises if this user may not access the directory
         raise NotFoundError(f"no sidecar answers on {where}", hint="start one: headrace sidecar run")
     with found:
         return found.status()
@@ -98,8 +98,10 @@ def _cache(state: State) -> Text:
 
 
 def cache_lines(state: State) -> list[Text]:
-    """Lines about the tiers (if there are several), prefetching (once a read was announced) and jobs that fetch from
-    stores."""
+    """Lines about the tiers, prefetching, and jobs that fetch from stores.
+
+    Tiers are listed if there are several, and prefetching once an announced read was requested.
+    """
     return [*_tiers(state["cache"]), *_prefetch(state.get("prefetch", {})), *_fetching(state.get("fetching", {}))]
 
 
@@ -162,7 +164,7 @@ def _tier(state: State) -> list[Text]:
 
 
 def _kept(step: State) -> str:
-    """Run and step, with notes about commit and copies."""
+    """The run and the step, with notes: whether the step is committed, and how many ranks' parts are copied."""
     notes = [] if step["committed"] else ["not committed"]
     if step["guest"]:
         notes.append("for a buddy")

@@ -3,10 +3,10 @@
 Purpose: goodput, data wait and save stall of each job over the last minute, and over the last ten minutes for the
 charts; and the progress of every staged checkpoint.
 Invariants: totals only grow, even if reports are lost, repeated or reordered. A process counts once, however many
-loaders and checkpointers it has. Jobs, processes, sources and history are bounded (docs/design/0003). At most
-`KEPT_SAVES` ended saves are remembered; a save in flight is remembered until it ends.
-Failure behaviour: above a bound a job is counted as "other", and a process or source is not counted. A result without
-run or step is a save without a committed step.
+loaders and checkpointers it has. Jobs, processes, sources (loaders and checkpointers) and history are bounded
+(docs/design/0003). At most `KEPT` ended saves are remembered; a save in flight is remembered until it ends.
+Failure behaviour: above the bound, a further job is counted as "other", and a further process or source is not counted.
+If the result of a save names no run or no step, the save counts, but no step is recorded as committed.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ from dataclasses import dataclass, field, fields
 from headrace.dataio.sidecar import protocol as m
 
 JOBS, PROCESSES, DEPARTED, SOURCES = 32, 2048, 256, 64
+"""Maximum numbers of jobs, of connected and of disconnected processes, and of sources of one process."""
 OTHER = "other"
 POINT_SECONDS = 2.0
 POINTS = 300
 WINDOW_POINTS = 30
-"""One minute: the window of a job's figures."""
+"""The window of a job's figures: one minute."""
 SMOOTH_POINTS = 5
-"""Ten seconds: the window of one chart point."""
+"""The window of one chart point: ten seconds."""
 FORGET_SECONDS = 600.0
+"""How long a job without a connected process is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over a job's processes: times in seconds, sizes in bytes, and counts."""
+    """Sums over a job's processes.
+
+    `wall`, `wait` and `stall` are in seconds. `read` counts delivered bytes. `waited` counts requested bytes that were not
+    in the cache yet.
+    """
 
     wall: float = 0.0
     wait: float = 0.0
@@ -57,7 +63,7 @@ class Totals:
 
     @property
     def goodput(self) -> float | None:
-        """The share of wall time spent computing; None when no loader ran."""
+        """The share of wall time that was spent computing; None if no loader ran."""
         return self.compute / self.wall if self.wall > 0 else None
 
 
@@ -131,7 +137,7 @@ class JobStats:
         self._job(found.job).seen = self._clock()
 
     def waited(self, process: int, size: int) -> None:
-        """`process` asked for bytes that were not in the cache yet."""
+        """`process` requested `size` bytes that were not in the cache yet."""
         if process in self._processes:
             self._processes[process].waited += size
         else:  # it has not reported yet
@@ -145,14 +151,14 @@ class JobStats:
         return found.job if found else None
 
     def commit(self, run: str, step: int, committed: float) -> None:
-        """A step of `run` was committed, at this Unix time."""
+        """A step of `run` was committed at the Unix time `committed`."""
         job = self._job(self._name(plain(run)))
         job.seen = self._clock()
         if committed > job.committed:
             job.step, job.committed = step, committed
 
     def ended(self, connection: int, process: int) -> None:
-        """The connection is over; with its last one a process becomes history."""
+        """The connection has ended. After its last one, a process only counts in its job's totals."""
         found = self._processes.get(process)
         if found is None:
             return
@@ -164,7 +170,10 @@ class JobStats:
                 self._departed.popitem(last=False)
 
     def tick(self) -> None:
-        """One more point of every job's history: every `POINT_SECONDS`, or later where nothing happens."""
+        """Add a point to every job's history. Missing points since the last one are filled in if nothing has changed.
+
+        Called every `POINT_SECONDS`, or later while the daemon is idle.
+        """
         now, sums = self._clock(), self._sums()
         busy = {process.job for process in self._processes.values()}
         for name, job in list(self._jobs.items()):
@@ -178,7 +187,7 @@ class JobStats:
                 job.points.extend((then, before) for then in slept(last, now) if before == sums[name])
             job.points.append((now, sums[name]))
 
-    # questions
+    # queries
 
     def jobs(self, now: float) -> list[dict[str, object]]:
         """The status page's figures of each job; `now` is Unix time."""
@@ -190,11 +199,11 @@ class JobStats:
         return self._sums()
 
     def commits(self) -> dict[str, float]:
-        """When each job's newest step was committed, Unix time."""
+        """The Unix time at which each job's newest step was committed."""
         return {name: job.committed for name, job in self._jobs.items() if job.step is not None}
 
     def history(self) -> dict[str, list[dict[str, object]]]:
-        """Per job, oldest first: `age` in seconds and the rates of the ten seconds before."""
+        """The chart points of each job, oldest first: `age` in seconds, and the rates of the ten seconds before."""
         now = self._clock()
         return {name: list(_points(list(job.points), now)) for name, job in sorted(self._jobs.items())}
 
@@ -245,8 +254,10 @@ class JobStats:
         return found
 
     def _rename(self, process: _Process, run: str) -> None:
-        """A run's name replaces that of its process group. The group's history moves along if no other process is in
-        it."""
+        """Give the process's job the name of its run, which replaces that of its process group.
+
+        The run gets the group's history if no other process is in the group.
+        """
         old, new = process.job, self._name(run)
         if old == new:
             return
@@ -283,13 +294,13 @@ def rates(done: Totals, seconds: float) -> dict[str, float | None]:
 
 
 def slept(last: float, now: float) -> list[float]:
-    """The times of the chart points between two that were taken, at most as many as are kept."""
+    """The times of the missing chart points between the last one and `now`, at most `POINTS`."""
     missing = min(round((now - last) / POINT_SECONDS) - 1, POINTS)
     return [now - POINT_SECONDS * number for number in range(missing, 0, -1)]
 
 
 def plain(name: str) -> str:
-    """A name that can be a label: printable, at most 64 characters, never empty."""
+    """The name as a metric label: printable, at most 64 characters, never empty."""
     return "".join(c for c in name if c.isprintable())[:64] or OTHER
 
 
@@ -326,14 +337,14 @@ class _Save:
 
 
 class SaveStats:
-    """The staged checkpoints. `committed(run, step, when)` is called for every step that a job has committed."""
+    """The staged checkpoints. Calls `committed(run, step, when)` for every step that a job has committed."""
 
     def __init__(self, committed: Callable[[str, int, float], None], clock: Callable[[], float] = time.time) -> None:
         self._committed, self._clock = committed, clock
         self._saves: OrderedDict[str, _Save] = OrderedDict()
         self.outcomes = {"committed": 0, "failed": 0}
         self.room: Callable[[], Mapping[str, float]] = dict
-        """The room for arenas, and how much waits for it."""
+        """Returns the counts of the job service (`JobService.room`)."""
 
     def listener(
         self,
@@ -342,14 +353,16 @@ class SaveStats:
         phase: Callable[[], str] = lambda: "running",
         trouble: Callable[[], str] = lambda: "",
     ) -> Callable[[m.JobEvent], None]:
-        """Add a save; returns the listener for its events. `phase` returns its job's state, `trouble` why it is tried
-        again."""
+        """Add a save; returns the listener for its events.
+
+        `phase` returns its job's state. `trouble` returns why the job is retried, or an empty string.
+        """
         name = "".join(c for c in about if c.isprintable())
         self._saves[token] = save = _Save(name, self._clock(), phase=phase, trouble=trouble)
         return lambda event: self._on_event(save, event)
 
     def listed(self) -> list[dict[str, object]]:
-        """Saves in flight first, then those that ended, newest first."""
+        """The saves in flight, then those that ended; both newest first, at most `LISTED`."""
         for token in [token for token, save in self._saves.items() if save.ended is None and save.phase() == "gone"]:
             del self._saves[token]
         order = sorted(self._saves.values(), key=lambda save: (save.ended is not None, -save.accepted))

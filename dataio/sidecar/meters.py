@@ -1,9 +1,9 @@
 """The trainer's side of the reports: meters of a loader and a checkpointer.
 
 Purpose: measure how long the trainer waited for data and how long `save` stalled it, with two clock readings per batch.
-Invariant: a report has the totals up to now, including a wait in progress. A meter does not refer to its loader or
-checkpointer, and sends nothing: the connection asks for the report once a second.
-Failure behaviour: none; without a daemon the report is not requested.
+Invariants: a report has the totals up to now, including a wait in progress. A meter does not refer to its loader or
+checkpointer. It sends nothing itself: the connection calls `report` once a second.
+Failure behaviour: it raises no errors. Without a daemon, the report is not requested.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def group_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def group_of(process: int) -> str:
-    """The name of a process's group; an own name if the process has ended or is in another pid namespace."""
+    """The name of a process's group. A process that has ended or is in another pid namespace gets a name of its own."""
     try:
         return f"process group {os.getpgid(process)}"
     except OSError:
@@ -40,8 +40,10 @@ def group_of(process: int) -> str:
 
 
 class LoaderMeter:
-    """Measures one loader. The iterating thread calls `asked` when it requests a batch and `got` when it has one or
-    fails."""
+    """Measures one loader. Thread-safe.
+
+    The iterating thread calls `asked` when it requests a batch, and `got` when it has the batch or the request fails.
+    """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -54,7 +56,7 @@ class LoaderMeter:
         self._steps = self._samples = self._read = 0
 
     def asked(self) -> None:
-        """The trainer begins to wait."""
+        """The trainer begins to wait for a batch."""
         with self._lock:
             self._asked = self._clock.monotonic()
             if self._began is None:
@@ -71,12 +73,12 @@ class LoaderMeter:
             return waited
 
     def read(self, size: int) -> None:
-        """`size` bytes were delivered; may be called from any thread."""
+        """Count `size` delivered bytes."""
         with self._lock:
             self._read += size
 
     def report(self) -> m.Report | None:
-        """The totals up to now; None before the first batch was asked for."""
+        """The totals up to now; None before the first batch was requested."""
         from headrace.dataio.sidecar import protocol as m
 
         with self._lock:
@@ -108,14 +110,14 @@ class SaveMeter:
         self._committed = 0.0
 
     def stalled(self, seconds: float) -> None:
-        """`save` stalled the trainer for `seconds`."""
+        """Count a call of `save`, which stalled the trainer for `seconds`."""
         with self._lock:
             self._stall, self._saves = self._stall + seconds, self._saves + 1
 
     def committed(self, step: int, when: float, waited: float = 0.0) -> None:
-        """The step was committed at this Unix time.
+        """Record that the step was committed at the Unix time `when`.
 
-        `waited`: seconds for which its copy stalled the trainer after `save` had returned.
+        `waited`: seconds for which the step's copy stalled the trainer after `save` had returned.
         """
         with self._lock:
             self._step, self._committed = step, max(when, 0.0)

@@ -1,7 +1,7 @@
 """The daemon's Prometheus metrics, collected on each scrape: jobs, saves, the cache, the local tier and its buddies.
 
-Invariants: every metric's name contains its unit, and its set of label names is fixed. Label values are outcomes,
-reasons, tiers, remembered runs, and jobs (at most 33 at a time), so all sets are bounded.
+Invariants: every metric's name contains its unit, and its label names are fixed. Label values are outcomes, reasons,
+tiers, remembered runs, and jobs (at most 33 at a time), so their number is bounded.
 Failure behaviour: a metric whose value is unknown, or whose component the daemon does not run, is left out.
 """
 
@@ -163,7 +163,7 @@ def _add(family: GaugeMetricFamily, job: str, value: object) -> None:
 
 
 class TierMetrics(Collector):
-    """Metrics of the local tier and its buddies. The tier registers them while it is open."""
+    """Metrics of the local tier and its buddies. `TierService` registers this collector while it runs."""
 
     def __init__(self, status: Callable[[], Mapping[str, Any]]) -> None:
         self._status = status

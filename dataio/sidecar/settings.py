@@ -1,7 +1,8 @@
 """The daemon's configuration: one list of names for the flags, the environment and the configuration file.
 
-Purpose: `cache_bytes` is `--cache-bytes`, `HEADRACE_SIDECAR_CACHE_BYTES`, and the key `cache_bytes` of the TOML file
-that `--config` or `HEADRACE_SIDECAR_CONFIG` names. The first of these that has a value wins. `Config` is the result.
+Purpose: the setting `cache_bytes` can be given as the flag `--cache-bytes`, as the variable
+`HEADRACE_SIDECAR_CACHE_BYTES`, or as the key `cache_bytes` of a TOML file, which `--config` or
+`HEADRACE_SIDECAR_CONFIG` names. They take precedence in this order. `Config` is the result.
 Invariant: nothing is ignored: an unknown key, in the file or in the environment, is an error, and so is an invalid
 value.
 Failure behaviour: `UsageError` names the setting, where it was given, and the allowed values.
@@ -31,8 +32,10 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. `parse` converts text to the value; `default` is text too, or None if it is determined at the
-    start."""
+    """One setting.
+
+    `parse` converts text to the value. `default` is text too, or None if the default is determined at the start.
+    """
 
     name: str
     parse: Callable[[str], object]
@@ -83,7 +86,7 @@ def _size(text: str) -> int:
 
 
 def _no_more(parse: Callable[[str], int]) -> Callable[[str], int]:
-    """A parser for a limit; `off` means none and gives 0."""
+    """A parser for a limit. `off` means no limit, and its value is 0."""
     return lambda text: 0 if text == "off" else parse(text)
 
 
@@ -310,7 +313,7 @@ RESTART = (
 
 @dataclass(frozen=True, slots=True)
 class CacheTier:
-    """A directory of the cache and its maximum size in bytes; None for `cache_bytes`."""
+    """A directory of the cache, and its maximum size in bytes; None means `cache_bytes`."""
 
     path: Path
     bytes: int | None = None

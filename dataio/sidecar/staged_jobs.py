@@ -1,7 +1,7 @@
 """The trainer's side of staged checkpoints: one `StagedJob` each, updated by the connection's thread.
 
-Invariants: every wait has a deadline. Events that arrive before the thread that staged the job has its token are kept,
-at most `EARLY_EVENTS` of them.
+Invariants: every wait has a deadline. An event may arrive before the thread that staged the job has its token. Such
+events are kept, at most `EARLY_EVENTS` of them.
 Failure behaviour: when the connection breaks, every wait raises `TransientError`. The job usually continues, but this
 process cannot know, so it must not write to the arena again.
 """
@@ -22,7 +22,7 @@ EARLY_EVENTS = 1024
 
 
 class StagedJob:
-    """A checkpoint that the daemon owns: it is committed even if this process dies."""
+    """A checkpoint that the daemon owns: the daemon finishes it even if this process dies."""
 
     def __init__(self, token: str) -> None:
         self.token = token
@@ -34,11 +34,11 @@ class StagedJob:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(done, total) in the job's unit, usually bytes; (0, 0) before its first report."""
+        """(done, total) in the job's unit, which is bytes for a checkpoint; (0, 0) before its first report."""
         return self._progress
 
     def wait_released(self, timeout: float | None = None) -> None:
-        """Wait until the trainer may write to the arena again: the job has read it, or is over.
+        """Wait until the trainer may write to the arena again: the job has read it, or has ended.
 
         Args:
             timeout: Seconds; None for a day.
@@ -109,7 +109,7 @@ class StagedJobs:
         return bool(self._jobs)
 
     def follow(self, token: str) -> StagedJob:
-        """The job with this token, with the events that have arrived already."""
+        """Follow the job with this token. Events that have arrived already are applied."""
         job = StagedJob(token)
         with self._lock:
             early = [event for event in self._early if event.token == token]

@@ -1,8 +1,8 @@
 """Clients' requests about checkpoints: staging, following, the status page, fetching from a buddy.
 
 Purpose: connects the sessions' state machines with the jobs.
-Invariants: runs on the loop's thread. Jobs belong to the daemon: when a client disconnects, only the jobs that were not
-yet acknowledged to it are withdrawn. A job's trace span is recorded once, when the job ends.
+Invariants: runs on the loop's thread. Jobs belong to the daemon: when a client disconnects, only those of its jobs that
+still wait for room are withdrawn. A job's trace span is recorded once, when the job ends.
 Failure behaviour: when a plan is refused, the client gets the error.
 """
 

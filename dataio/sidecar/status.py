@@ -1,11 +1,12 @@
 """The contents of the status page: jobs, saves, rates, charts, and the latest warnings and errors.
 
-Invariants: `status` fits into one message of the socket; only `history` is long, and is served over HTTP alone. Chart
-points are taken while the daemon is busy and when the status is requested; the points in between are filled in, as
-nothing changed. All state belongs to the loop's thread, except log records. At most `KEPT_MESSAGES` different log
-messages are kept, cut to `MESSAGE_CHARS` characters; repeated messages are counted. The loggers have removed secrets
-before.
-Failure behaviour: none; the oldest messages are dropped first.
+Invariants: `status` fits into one message of the socket. `history` may be longer, and is served over HTTP only. Chart
+points are recorded while the daemon is busy and when the status is requested. The points in between are filled in,
+because nothing changed. All state belongs to the loop's thread, except log records. At most `KEPT_MESSAGES` different
+log messages are kept, cut to `MESSAGE_CHARS` characters; repeated messages are counted. The loggers remove secrets
+before this module gets a message.
+Failure behaviour: if there are too many messages, the oldest ones are dropped. `CapacityError` if a status does not fit
+into a message even with empty lists.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ _Point = tuple[float, int, Totals]
 
 
 class StatusView(Collector):
-    """Between `start` and `close` it collects log messages and serves the metrics. `figures()` returns those of the
-    cache."""
+    """The status page's data. `figures()` returns the cache's statistics.
+
+    Between `start` and `close`, it collects log messages and serves the metrics.
+    """
 
     def __init__(self, figures: Callable[[], Figures], clock: Callable[[], float] = time.monotonic) -> None:
         self._figures, self._clock = figures, clock
@@ -58,7 +61,7 @@ class StatusView(Collector):
         REGISTRY.unregister(self)
 
     def tick(self) -> bool:
-        """Take a chart point; returns whether anything changed since the last one."""
+        """Record a chart point; returns whether anything has changed since the last one."""
         self.job_stats.tick()
         now, fetched, delivered = self._clock(), int(self._figures()[0]["fetched_bytes"]), self._delivered()
         moved = bool(self._points) and self._points[-1][1:] != (fetched, delivered)
@@ -68,7 +71,7 @@ class StatusView(Collector):
         return moved
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not collect before there is a cache."""
+        """Return nothing. Otherwise registering this collector would call `collect` before there is a cache."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -77,7 +80,7 @@ class StatusView(Collector):
         return self._metrics.collect()
 
     def status(self, now: float) -> dict[str, object]:
-        """`now` is Unix time."""
+        """The current figures of jobs and saves, and the latest messages. `now` is Unix time."""
         self._catch_up()
         recent = list(self._points)[-WINDOW_POINTS // 6 - 1 :]
         return {
@@ -99,7 +102,7 @@ class StatusView(Collector):
         return {"point_seconds": POINT_SECONDS, "node": node, "jobs": self.job_stats.history()}
 
     def _catch_up(self) -> None:
-        """Fill in the points of the time in which none was taken."""
+        """Fill in the missing chart points, if none was recorded for a while."""
         if self._points and self._clock() - self._points[-1][0] > 1.5 * POINT_SECONDS:
             self.tick()
 
@@ -145,7 +148,7 @@ class _LogMessage:
 
 
 class RecentMessages(logging.Handler):
-    """A handler of the logger `headrace`."""
+    """A log handler that keeps the latest warnings and errors."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -160,7 +163,7 @@ class RecentMessages(logging.Handler):
             self._messages.popitem(last=False)
 
     def latest(self, now: float) -> list[dict[str, object]]:
-        """Newest first; `age_seconds` before `now`, which is Unix time."""
+        """The messages, newest first. `age_seconds` is relative to `now`, which is Unix time."""
         self.acquire()
         try:
             return [

@@ -1,8 +1,8 @@
-"""The daemon's read-only HTTP endpoint on loopback: /livez, /readyz, /metrics, /status.json, /history.json and a page
-at /.
+"""The daemon's read-only HTTP endpoint on loopback.
 
+Purpose: serves /livez, /readyz, /metrics, /status.json, /history.json, and the status page at /.
 Invariants: the server listens on loopback only. It answers only GET and HEAD of these paths, and no request changes
-anything. It refuses a request whose Host is not a name of loopback, so another site's page cannot read this one by
+anything. It refuses a request whose Host is not a name of loopback, so a page of another site cannot read this one by
 pointing its domain here (DNS rebinding). The page may connect only to this server, and runs only its own script. Any
 user of the machine may read /livez, /readyz and /metrics. The other paths reveal file paths, so only the daemon's user
 and root may read them.
@@ -108,9 +108,8 @@ class StatusServer:
             return _response(405, _TEXT, b"only GET\n", "Allow: GET, HEAD\r\n")
         path = rest.split(b" ")[0].split(b"?")[0]
         if path in _PATHS.split() and path not in _PUBLIC_PATHS:
-            async with (
-                self._lookup_lock
-            ):  # with many connections the kernel's table is long, so one lookup runs at a time
+            # with many connections the kernel's table is long, so only one lookup runs at a time
+            async with self._lookup_lock:
                 user = await asyncio.to_thread(user_of, connection)
             if user not in (os.geteuid(), 0):
                 return _response(403, _TEXT, b"this is for the daemon's user and root\n")
@@ -137,7 +136,7 @@ class StatusServer:
 
 
 def user_of(connection: socket.socket) -> int | None:
-    """The uid of the process at the other end of a loopback connection; None when that end is closed."""
+    """The uid that owns the other end of a loopback connection; None if that end is closed."""
     ends = [_end(*address) for address in (connection.getpeername(), connection.getsockname())]
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         _, *addresses, state, _, _, _, user, _ = line.split(maxsplit=8)
@@ -152,13 +151,16 @@ def _end(host: str, port: int) -> str:
 
 
 def is_own(fields: bytes) -> bool:
-    """Whether every Host in a request's head is a name of loopback. Browsers always send one, so none is accepted too."""
+    """Whether every Host header of a request is a name of loopback.
+
+    A request without one is accepted too, because browsers always send it.
+    """
     return all(_OWN_NAME.fullmatch(host) for host in _HOST.findall(fields))
 
 
 @cache
 def page() -> Page:
-    """The document, assembled from its parts once."""
+    """The status page, assembled from its parts once."""
     folder = resources.files("headrace.dataio.sidecar") / "page"
     parts = {name: (folder / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
     body = parts["html"].replace("/*css*/", parts["css"]).replace("/*js*/", parts["js"])

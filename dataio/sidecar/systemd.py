@@ -2,9 +2,9 @@
 
 Purpose: the service manager creates the listening socket, so clients that connect while the daemon starts or restarts
 wait in the kernel's queue.
-Invariants: the daemon uses passed descriptors only when `$LISTEN_PID` is its own pid. With several, it uses the one
-named `sidecar` in `$LISTEN_FDNAMES`. It calls `listen` again, so clients see its pid and not the manager's. Messages
-are sent only to `$NOTIFY_SOCKET`. The daemon's loop sends the watchdog message at half the interval of
+Invariants: the daemon uses passed descriptors only if `$LISTEN_PID` is its own pid. If there are several, it uses the
+one that is named `sidecar` in `$LISTEN_FDNAMES`. It calls `listen` again, so clients see its pid and not the manager's.
+Messages are sent only to `$NOTIFY_SOCKET`. The daemon's loop sends a watchdog message twice in every interval of
 `$WATCHDOG_USEC`, so systemd restarts a daemon whose loop hangs.
 Failure behaviour: `UsageError` for a descriptor that is not a listening Unix stream socket with a path. A notification
 that cannot be delivered is dropped.
@@ -94,7 +94,10 @@ def notify(state: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def ready(environ: Mapping[str, str] = os.environ) -> None:
-    """Report that the daemon serves, and start the watchdog messages if systemd expects them. Call it on the loop."""
+    """Report that the daemon is ready, and start the watchdog messages if systemd expects them.
+
+    Call it on the loop.
+    """
     if notify("READY=1", environ) and (every := _interval(environ)):
         _alive(asyncio.get_running_loop(), every, environ)
 

@@ -2,10 +2,10 @@
 
 Purpose: the daemon calls `put` when it accepts a job, and `drop` when the job's arena is released. A new daemon calls
 `take` to get the arenas of the jobs that it continues.
-Invariant: the daemon starts the keeper process when there is a descriptor to hold. When there is none it disconnects,
-so the keeper exits. The daemon keeps ownership of its own descriptors. Not thread-safe.
-Failure behaviour: a keeper that died is restarted and gets all descriptors again. Jobs also run without a keeper, which
-is logged once, but they are lost if the daemon and the worker both die.
+Invariants: the daemon starts the keeper process when there is a descriptor to hold. When there is none, it disconnects,
+and the keeper exits. The daemon remains the owner of its own descriptors. Not thread-safe.
+Failure behaviour: a keeper that died is replaced, and the new one gets all descriptors. If no keeper can be started,
+this is logged once, and jobs run without it. Then a job loses its arena if the daemon and the worker both die.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class FdKeeper:
             self._disconnect()
 
     def take(self) -> dict[str, int]:
-        """The descriptors that an earlier daemon left. The caller owns these copies; the keeper holds its own until `drop`."""
+        """The descriptors that an earlier daemon left, by name.
+
+        The caller owns these copies, which must stay open until `drop`. The keeper holds its own until then.
+        """
         found: dict[str, int] = {}
         with contextlib.suppress(OSError, HeadraceError):
             if self._sock is None:
@@ -139,7 +142,7 @@ class FdKeeper:
             listening.listen(8)
             command = [sys.executable, "-I", "-S", keeper_process.__file__, str(self._folder)]
             quiet = subprocess.DEVNULL
-            subprocess.run(  # it exits at once and leaves a daemon process behind
+            subprocess.run(  # it exits at once; its child is the keeper
                 command,
                 stdin=listening.fileno(),
                 stdout=quiet,

@@ -2,10 +2,11 @@
 
 Purpose: adds jobs to the `JobTable` and passes them to the `Runner`. An accepted job runs to its end even if the
 client, its worker or this daemon dies. Its events go to its listeners.
-Invariants: `answer` gets a job only after the job is journaled and its arena is kept. Some finished jobs are remembered
-for clients that reconnect. All state belongs to one thread; files and the keeper belong to another.
-Failure behaviour: a descriptor of the wrong kind, an unknown command, a full queue or an arena without room refuses the
-job and closes both descriptors. The runner handles jobs whose worker fails.
+Invariants: `answer` gets a job only after the job is in the journal and its arena in the keeper. The last finished jobs
+are remembered for clients that reconnect. All state belongs to one thread; files and the keeper belong to another.
+Failure behaviour: a job is refused, and both its descriptors are closed, if a descriptor has the wrong type, the job's
+kind is unknown, the queue is full, or there is no room for the arena. The runner handles jobs whose worker fails. If no
+keeper can be started, jobs are accepted without it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,11 @@ _log = get_logger(__name__)
 
 
 class JobService:
-    """Not thread-safe. `call(f)` must run `f` on the thread that uses this object; other threads pass events through it.
-    `later(seconds, f)` must run `f` there too, and return a function that cancels it."""
+    """The daemon's staged checkpoints. Not thread-safe.
+
+    `call(f)` must run `f` on the thread that uses this object; other threads pass events through it. `later(seconds, f)`
+    must run `f` on the same thread, and return a function that cancels the call.
+    """
 
     def __init__(
         self,
@@ -87,11 +91,9 @@ class JobService:
         urgent: bool = False,
         wait: float = 0.0,
     ) -> Job | None:
-        """Accept a job now, or when there is room within `wait` seconds; takes ownership of its descriptors in any
-        case.
+        """Accept a job now, or within `wait` seconds when there is room. Takes ownership of both descriptors in any case.
 
-        `answer` is called with the job once it is durable, or with the error. Returns None if the job was refused at
-        once.
+        `answer` is called with the job once it is durable, or with the error. Returns None if the job was refused at once.
         """
         token = uuid.uuid4().hex
         try:
@@ -120,7 +122,7 @@ class JobService:
         return job
 
     def withdraw(self, job: Job) -> None:
-        """The client of a job that waits for room has disconnected: drop the job."""
+        """The job's client has disconnected: drop the job if it still waits for room."""
         if self._table.has(job) and self.schedule.state(job.token) == "waiting":
             _log.warning(
                 "%s was withdrawn while it waited for room: its trainer has exited", job.entry.about or job.token
@@ -150,8 +152,10 @@ class JobService:
     # queries
 
     def find(self, token: str) -> Job:
-        """The job with this token; `NotFoundError` if it is unknown or its arena is lost, so its trainer stages it
-        again."""
+        """The job with this token.
+
+        `NotFoundError` if it is unknown, or if its arena is lost: then its trainer stages it again.
+        """
         return self._table.find(token)
 
     def follow(self, job: Job, listener: Listener) -> None:
@@ -179,12 +183,11 @@ class JobService:
 
     @property
     def busy(self) -> int:
-        """Number of jobs that are not over."""
+        """Number of jobs that have not ended."""
         return len(self._table.jobs)
 
     def state(self, job: Job) -> str:
-        """waiting, taken, queued, running, committing, retrying, lost, done or failed; gone if it continues as another
-        job."""
+        """The job's state, as `JobTable.state` describes."""
         return self._table.state(job)
 
     def trouble(self, job: Job) -> str:
@@ -192,7 +195,7 @@ class JobService:
         return job.trouble.message if job.trouble is not None else ""
 
     def room(self) -> dict[str, float]:
-        """Counts of the schedule and the retries."""
+        """Counts of the schedule and of the retries."""
         retries = {"retries": self._runner.retries, "retry_limit_seconds": self._runner.retry_schedule.limit}
         return {**self.schedule.room(), **retries}
 
@@ -226,7 +229,7 @@ class JobService:
         return size
 
     def _keep(self, job: Job) -> None:
-        """Journal the job and pass its arena to the keeper, in the thread for files."""
+        """Write the job to the journal and pass its arena to the keeper, in the thread for files."""
         job.cancel_wait()
 
         def keep() -> None:
@@ -260,7 +263,10 @@ class JobService:
         self._runner.advance()
 
     def _restaged(self, job: Job) -> Job:
-        """The earlier job that had lost its arena, if `job` is the same checkpoint; else `job`."""
+        """The earlier job for the same checkpoint, if it had lost its arena; else `job`.
+
+        The earlier job gets the arena, and `job` is forgotten.
+        """
         same = [old for old in self._table.jobs.values() if old.lost and old.entry.plan_digest == job.entry.plan_digest]
         if not same:
             return job

@@ -1,12 +1,12 @@
-"""The daemon's staged checkpoints: one `Job` each, and the `JobTable` that accepting and running share.
+"""The daemon's staged checkpoints: one `Job` each, and the `JobTable` that `JobService` and `Runner` share.
 
-Purpose: holds the jobs that are not over and the last `KEPT` that are, with their places in the schedule, their journal
-entries and their kept arenas.
-Invariants: a job is in at most one of the two tables. A removed job has no place in the schedule. `arena` and `plan`
-are descriptors that the job owns, -1 for none. All state belongs to one thread; a second one, `files`, uses the journal
-and the keeper.
-Failure behaviour: if a job's files cannot be removed, they are left to the next daemon, which finds that the job is
-over.
+Purpose: holds the jobs that have not ended and the last `KEPT` that have, with their states in the schedule, their
+journal entries and their arenas in the keeper.
+Invariants: a job is in at most one of the two tables. A removed job is not in the schedule. `arena` and `plan` are
+descriptors that the job owns, -1 for none. All state belongs to one thread; a second one, `files`, uses the journal and
+the keeper.
+Failure behaviour: if a job's files cannot be removed, they are left to the next daemon, which finds that the job has
+ended.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ class JobTable:
         self.finished: OrderedDict[str, Job] = OrderedDict()
 
     def find(self, token: str) -> Job:
-        """The job with this token; `NotFoundError` if it is unknown or its arena is lost, so its trainer stages it
-        again."""
+        """The job with this token.
+
+        `NotFoundError` if it is unknown, or if its arena is lost: then its trainer stages it again.
+        """
         job = self.jobs.get(token) or self.finished.get(token)
         if job is None or job.lost:
             raise NotFoundError(
@@ -53,12 +55,14 @@ class JobTable:
         return job
 
     def has(self, job: Job) -> bool:
-        """Whether the job is not over."""
+        """Whether the job has not ended."""
         return self.jobs.get(job.token) is job
 
     def state(self, job: Job) -> str:
-        """waiting, taken, queued, running, committing, retrying, lost, done or failed; gone if it continues as another
-        job."""
+        """The job's state: one of the schedule's states, or "lost", "done", "failed" or "gone".
+
+        A "gone" job continues as the earlier job for the same checkpoint.
+        """
         if job.outcome is not None:
             return "done" if isinstance(job.outcome, m.Done) else "failed"
         if not self.has(job):
@@ -71,7 +75,7 @@ class JobTable:
             listener(event)
 
     def settle(self, job: Job, outcome: m.Done | m.JobFailed) -> None:
-        """Set the job's outcome."""
+        """Set the job's outcome, and pass it to the listeners."""
         job.outcome, job.lost = outcome, False
         if isinstance(outcome, m.JobFailed):
             _log.error("%s: %s", job.entry.about or job.token, outcome.message)
@@ -79,7 +83,7 @@ class JobTable:
         job.listeners.clear()
 
     def finish(self, job: Job) -> None:
-        """The job has an outcome and no worker: remove it."""
+        """Move a job that has an outcome and no worker to the finished jobs."""
         self.release_arena(job)
         self.forget(job)
         self.clean(job.token)
@@ -92,14 +96,14 @@ class JobTable:
         self.schedule.remove(job.token)
 
     def release_arena(self, job: Job) -> None:
-        """Release the arena."""
+        """Release the job's arena, here and in the keeper."""
         self.schedule.released(job.token)
         if job.arena >= 0:
             fd, job.arena = job.arena, -1
             self.files.submit(self._drop, job.token, fd)
 
     def clean(self, token: str) -> None:
-        """Remove the job's journal entry and its kept arena."""
+        """Remove the job's files from the journal, and its arena from the keeper."""
         self.files.submit(self._clean, token)
 
     def close(self) -> None:
@@ -133,20 +137,20 @@ class Job:
     """Cancels its wait for room."""
     released: bool = False
     lost: bool = False
-    """The daemon and the worker died, and the arena is lost; the trainer may still have it."""
+    """Whether the daemon and the worker died and the arena was lost. The trainer may still have the arena."""
     done: int = 0
     total: int = 0
     outcome: m.Done | m.JobFailed | None = None
     failures: int = 0
-    """Number of failure events; `entry.failures` of them are handled."""
+    """Number of failure events; `entry.failures` of them were handled."""
     trouble: m.JobFailed | None = None
     """The failure after which the job is retried."""
     next_try: float = 0.0
-    """The time of the next try, on the monotonic clock."""
+    """The time of the next retry, on the monotonic clock."""
     bad_lines: int = 0
     listeners: list[Listener] = field(default_factory=list)
     waiting: list[Listener] = field(default_factory=list)
-    """The listeners that wait for the outcome and act on it."""
+    """The listeners of clients that wait for the outcome and act on it."""
 
     @property
     def token(self) -> str:

@@ -7,11 +7,12 @@ Each job has these files, named by its token:
 - `.events` and `.log`: the worker's output
 - `.progress`: state that a worker leaves for its successor
 
-An entry is 8 bytes of magic, a length, msgpack, and the XXH3-64 of all bytes before.
+An entry is 8 bytes of magic, a length, msgpack, and the XXH3-64 of all bytes before it.
 Invariants: an entry exists only if its plan does, and both are on the disk before `record` returns. A worker is alive
 exactly as long as its `.events` file is locked; its pid may have been reused. The files contain no secrets.
-Failure behaviour: an entry that is torn, foreign, too new or too large is logged and moved to `refused/`, which keeps
-the last `REFUSED`. Files without an entry are removed. `CorruptionError` for a plan that differs from the recorded one.
+Failure behaviour: an entry is logged and moved to `refused/` if it is incomplete or too large, if a newer version wrote
+it, or if it belongs to another user or job. `refused/` keeps the last `REFUSED` entries. Files without an entry are
+removed. `CorruptionError` for a plan that differs from the recorded one.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's start in clock ticks since boot; together with `pid` it identifies the process."""
     tries: int = 0
     failures: int = 0
-    """Number of workers that reported a failure after which the job is retried."""
+    """Number of workers that reported a failure after which the job was retried."""
     failing_since: float = 0.0
-    """When the first of these failed; Unix seconds."""
+    """The Unix time at which the first of them failed."""
 
 
 class _Head(msgspec.Struct):
@@ -71,7 +72,7 @@ class _Head(msgspec.Struct):
 
 
 class Journal:
-    """The entries in `folder`, which is created when absent. Only the daemon that holds the socket uses it."""
+    """The entries in `folder`, which is created if it is absent. Only the daemon that holds the socket uses it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = private_directory(folder)
@@ -83,11 +84,11 @@ class Journal:
         self._sync()
 
     def update(self, entry: Entry) -> None:
-        """Replace the entry. Not synced: the changed fields are of use only until the machine restarts."""
+        """Replace the entry. It is not synced, because the changed fields are needed only until the machine restarts."""
         self._write(f"{entry.token}.job", _encode(entry), sync=False)
 
     def remove(self, token: str) -> None:
-        """Remove the files of a job that is over. The entry goes first, so no entry lacks its files."""
+        """Remove the files of a job that has ended. The entry is removed first, so no entry lacks its files."""
         for kind in KINDS:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.folder / f"{token}.{kind}")

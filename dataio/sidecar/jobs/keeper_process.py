@@ -1,17 +1,18 @@
 """A process that holds descriptors for a daemon that may die. It uses only the standard library, so it is small.
 
-Invariant: a descriptor is held from `put` until `drop`, also when no daemon is connected. The keeper serves only
+Invariants: a descriptor is held from `put` until `drop`, also while no daemon is connected. The keeper serves only
 processes of its own user. It holds at most `HELD` descriptors, under names of at most 64 characters.
-Failure behaviour: without a connected process, the keeper exits
+Failure behaviour: while no process is connected, the keeper exits in these cases:
 
-- when it holds nothing (before the first connection only after `FIRST_SECONDS`);
-- when it was alone for `ALONE_SECONDS`;
-- when its socket was unlinked, because no process can connect any more.
+- It holds nothing. (Before the first connection, it waits `FIRST_SECONDS`.)
+- No process has been connected for `ALONE_SECONDS`.
+- Its socket was unlinked, so no process can connect any more.
 
-A message that it does not understand ends that connection.
+An invalid message ends its connection.
 
 Messages are packets: `put NAME` with one descriptor, `drop NAME`, `take NAME`, `list`, `who`. Answers are `ok` or `no`.
-`ok` has the descriptor for `take`, names separated by spaces for `list`, and the keeper's pid for `who`.
+The `ok` for `take` has the descriptor, the one for `list` the names, separated by spaces, and the one for `who` the
+keeper's pid.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _PACKET = 64 << 10
 
 
 class KeeperProcess:
-    """Serves `listening` until one of the conditions for exit holds."""
+    """Serves `listening` until the keeper must exit."""
 
     def __init__(self, listening: socket.socket, folder: int, alone: float) -> None:
         """`folder`: a descriptor of the directory that contains the socket `listening` as `keeper`."""
@@ -125,8 +126,10 @@ class KeeperProcess:
 
 
 def main() -> None:
-    """`keeper_process.py FOLDER [SECONDS]`, with the listening socket as standard input. The process exits at once, and
-    an orphaned child serves."""
+    """`keeper_process.py FOLDER [SECONDS]`, with the listening socket as standard input.
+
+    The process exits at once; its child serves.
+    """
     if os.fork():
         os._exit(0)
     with socket.socket(fileno=os.dup(0)) as listening:

@@ -1,8 +1,8 @@
-"""Sealed memory files: how an arena and a put plan pass from the trainer to the daemon.
+"""Sealed memory files, in which a trainer passes an arena and a put plan to the daemon.
 
-Invariant: a file that `check_arena` or `check_plan` accepts cannot shrink, so reading its mapping cannot kill the
+Invariants: a file that `check_arena` or `check_plan` accepts cannot shrink, so reading its mapping cannot kill the
 reader (SIGBUS). A plan cannot change either.
-Failure behaviour: `UsageError` names the problem of a descriptor. The contents are not read before the check.
+Failure behaviour: `UsageError` says what is wrong with a descriptor. The contents are not read before the check.
 """
 
 from __future__ import annotations

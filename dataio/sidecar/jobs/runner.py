@@ -1,14 +1,15 @@
-"""Runs accepted jobs: starts, follows, replaces and retries their workers until every job is over.
+"""Runs accepted jobs: starts, follows, replaces and retries their workers until every job has ended.
 
-Purpose: starts what the schedule allows, and applies a worker's events and its exit to its job.
-Invariants: a job has at most one worker at a time, and gets further ones until it has an outcome. Only the reading of a
-worker's output has its own thread; everything else runs on the thread that `call` and `later` use.
+Purpose: starts the jobs that the schedule allows, and applies a worker's events and its exit to its job.
+Invariants: a job has at most one worker at a time, and gets further ones until it has an outcome. A thread per worker
+reads the worker's output; everything else runs on the thread that `call` and `later` use.
 Failure behaviour:
 
 - A killed worker is replaced. The job fails when `TRIES` workers were killed.
 - If a worker exits without "done" or "failed", the job fails. The reason is the worker's last lines on standard error.
 - If a worker reports a failure that may not recur, the job is retried as the retry schedule allows. If a client waits
   for the outcome, it gets the error instead.
+- If a worker cannot be started, its job fails with the reason.
 - A line that is not an event is counted and ignored.
 """
 
@@ -38,7 +39,7 @@ _log = get_logger(__name__)
 
 
 class Runner:
-    """Calls `accept(job)` for a waiting job when there is room for it."""
+    """Runs the jobs of `table`. Calls `accept(job)` for a waiting job when there is room for it."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Runner:
         self._cancel_check: Callable[[], None] = lambda: None
 
     def find_worker(self, job: Job) -> None:
-        """Find the state of an earlier daemon's job: over, running, without a worker, or without its arena."""
+        """Continue an earlier daemon's job: follow its worker if that is alive; else read its events and start another."""
         fd = self._table.journal.open(job.token, "events")
         try:
             alive = is_locked(fd)
@@ -85,7 +86,7 @@ class Runner:
         self._pause_others()
 
     def _pause_others(self) -> None:
-        """Close the gate for other jobs while urgent ones run. Repeats itself while the gate must be closed."""
+        """Close the gate for other jobs while urgent ones run. Schedules itself again while the gate must be closed."""
         self._cancel_check()
         closed = self._table.schedule.holds_back(time.monotonic())
         self._gate.close_for_others(closed)
@@ -150,7 +151,7 @@ class Runner:
             self._table.settle(job, failure(job, event))
 
     def _ended(self, job: Job, end: End) -> None:
-        """The worker has exited: the job is over, or gets another one."""
+        """The worker has exited: end the job, or start another worker, now or later."""
         if job.outcome is not None:
             self._finish(job)
         elif job.trouble is not None and job.failures > job.entry.failures:
@@ -197,8 +198,10 @@ class Runner:
             self.advance()
 
     def _give_up(self, job: Job) -> None:
-        """No trainer staged the job again. A last worker finishes the work that needs no arena, or cleans up and reports the
-        loss."""
+        """Start a last worker for a lost job that no trainer has staged again.
+
+        The worker finishes the work that needs no arena, or it cleans up and reports the loss.
+        """
         if job.lost and self._table.has(job):
             job.lost = False
             self._table.schedule.requeue(job.token)

@@ -1,21 +1,21 @@
-"""Which staged checkpoints are accepted, run or held back, and when a failed one is tried again. Sans-I/O.
+"""Which staged checkpoints are accepted, started or paused, and when a failed one is retried. Sans-I/O.
 
 A job is in one of these states:
 
 - *waiting*: its arena does not fit into the budget; the daemon has not accepted it
-- *taken*: it is being journaled
+- *taken*: it has room, and is being written to the journal
 - *queued*, *running*
 - *committing*: its manifest is written; it waits for other ranks and needs no slot
 - *retrying*: its worker failed; it is queued again after a pause
 
 Urgent jobs are a class of their own, with slots, a queue and a budget as large as those of the other jobs.
-Invariants: the arenas that are held never exceed the budget of their class, except those of adopted jobs. Within a
-class jobs are served in order of arrival, so small ones do not starve a large one. At most `running` jobs run and
-`queued` wait; committing jobs need a slot only beyond `COMMITTING`. The pauses of `RetrySchedule` grow to `longest`,
-with jitter, so the nodes of a cluster do not retry a store at the same time. The last try begins at most `limit`
-seconds after the first failure.
-Failure behaviour: `CapacityError` when the arena is larger than the budget, when the queue is full, or when a job that
-may not wait has no room.
+Invariants: the arenas that are held never exceed the budget of their class. Only adopted jobs and a reduced budget are
+exceptions. Within a class, jobs are served in order of arrival, so small ones do not starve a large one. In each class,
+at most `running` jobs run and at most `queued` wait. Committing jobs need a slot only if there are more than
+`COMMITTING` of them. The pauses of `RetrySchedule` grow to `longest`, with jitter, so the nodes of a cluster do not
+retry a store at the same time. The last retry begins at most `limit` seconds after the first failure.
+Failure behaviour: `CapacityError` if the arena is larger than the budget, the queue is full, or there is no room for a
+job that may not wait.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Schedule:
         self._items: dict[str, _Item] = {}
         self._held_since: float | None = None
 
-    # what happens
+    # events
 
     def offer(self, token: str, size: int, *, urgent: bool, may_wait: bool) -> bool:
-        """Add a job. Returns True if it is taken, False if it waits for room, which `may_wait` allows."""
+        """Add a job. Returns True if it is taken, or False if it waits for room, which `may_wait` allows."""
         self._check_admissible(size, urgent)
         fits = not self._tokens_in("waiting", urgent) and self._held_bytes(urgent) + size <= self.budget
         if not fits and not may_wait:
@@ -91,10 +91,10 @@ class Schedule:
         """Remove a job that ended or was withdrawn."""
         self._items.pop(token, None)
 
-    # what follows
+    # decisions
 
     def take(self) -> list[str]:
-        """Take the waiting jobs that fit now; returns their tokens."""
+        """Mark the waiting jobs for which there is room now as taken; returns their tokens."""
         taken = []
         for urgent in (True, False):
             for token in self._tokens_in("waiting", urgent):
@@ -115,7 +115,7 @@ class Schedule:
         return started
 
     def holds_back(self, now: float) -> bool:
-        """Whether jobs that are not urgent must pause now."""
+        """Whether jobs that are not urgent must pause at `now`: while an urgent one runs, at most `HOLD_SECONDS`."""
         if not self._tokens_in("running", urgent=True):
             self._held_since = None
             return False
@@ -123,7 +123,7 @@ class Schedule:
             self._held_since = now
         return now - self._held_since < HOLD_SECONDS
 
-    # numbers
+    # queries
 
     def state(self, token: str) -> str:
         return self._items[token].state
@@ -169,16 +169,21 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class RetrySchedule:
-    """When a failed job is retried. `first` and `longest` bound the pause, `limit` the time since the first failure; all
-    in seconds."""
+    """When a failed job is retried.
+
+    `first` and `longest` bound the pause before a retry. `limit` bounds the time since the first failure. All are in
+    seconds.
+    """
 
     limit: float = 3600.0
     first: float = 1.0
     longest: float = 60.0
 
     def pause(self, failures: int, elapsed: float, draw: float) -> float | None:
-        """Seconds until the next try after `failures` failures, the first of them `elapsed` seconds ago. None when the
-        job must not be retried. `draw` is a random number in [0, 1)."""
+        """Seconds until the next retry; None if the job must not be retried.
+
+        The job has failed `failures` times, for the first time `elapsed` seconds ago. `draw` is a random number in [0, 1).
+        """
         left = self.limit - elapsed
         if left <= 0:
             return None

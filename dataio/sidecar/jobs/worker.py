@@ -1,9 +1,9 @@
 """The process that runs one job, its events, and how its daemon or the next one follows it.
 
-A job's command gets `--arena-fd N --plan-fd M --progress-fd P --gate-fd G` and exactly those descriptors. -1 means
-none: there is no arena after its release (only the work in the progress file is left), and no gate for an urgent job.
-The worker runs in its own session and writes its events to standard output, which is the job's `.events` file. An event
-is one JSON object per line:
+A job's command gets `--arena-fd N --plan-fd M --progress-fd P --gate-fd G`, and inherits exactly those descriptors. -1
+means none. There is no arena after its release: then only work that the progress file lists is left. There is no gate
+for an urgent job. The worker runs in its own session and writes its events to standard output, which is the job's
+`.events` file. An event is one JSON object per line:
 
 - `{"event": "progress", "done": int, "total": int}`
 - `{"event": "released"}`: the trainer may write to the arena again, and the job can be finished without it
@@ -16,7 +16,8 @@ Invariants: the worker holds the lock on the events file from before its first i
 can tell whether it is alive. A new daemon reads the file from its beginning, so it sees all events that the old daemon
 saw.
 Failure behaviour: a line that is longer than `LINE_BYTES` or is not an event is counted and ignored. The daemon kills a
-worker that writes more than `OUTPUT_BYTES`. A worker that cannot be started ends at once, with the reason.
+worker that it has started if the worker writes more than `OUTPUT_BYTES`. If a worker cannot be started, `Worker.start`
+raises.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class End:
 
 
 class Worker:
-    """A worker that this daemon started, or an earlier one (`process` is None)."""
+    """A worker that this daemon started, or an earlier one (then `process` is None).
+
+    `start` is the offset of the worker's first event in the events file.
+    """
 
     def __init__(
         self, journal: Journal, token: str, *, process: subprocess.Popen[bytes] | None, start: int = 0
@@ -100,8 +104,10 @@ class Worker:
         return self._process.pid if self._process is not None else 0
 
     def follow(self, on_line: Callable[[bytes], object]) -> End:
-        """Pass every line to `on_line` until the worker ends. If an earlier daemon started the worker, that includes the
-        lines of the workers before it."""
+        """Pass every line to `on_line` until the worker ends. Returns how it ended.
+
+        If an earlier daemon started the worker, this includes the lines of the workers before it.
+        """
         lines, at = Lines(), self._start
         try:
             while True:
@@ -155,7 +161,7 @@ class Worker:
 
 
 def _at_a_lines_start(events: int) -> int:
-    """The end of the file. If the previous worker died within a line, this ends that line first."""
+    """The size of the file. If the previous worker died within a line, that line is ended first."""
     size = os.fstat(events).st_size
     return size + os.write(events, b"\n") if size and os.pread(events, 1, size - 1) != b"\n" else size
 
@@ -171,7 +177,7 @@ LINE_BYTES = 32 << 10
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A decoded line. `event` decides which fields are used."""
+    """A decoded line. Which fields are used depends on `event`."""
 
     event: str
     done: m.Size = 0

@@ -1,5 +1,11 @@
-"""The daemon's side of the local tier (docs/design/0005).
+"""The daemon's side of the local tier, and its buddies (docs/design/0005).
 
-`tier_service` combines `server` (accepts copies), `client` (sends them) and `buddy_fetch` (fetches them). `config` and
-`protocol` are shared.
+A *buddy* is the daemon of another node that keeps copies of this node's steps. A *guest* is a node whose copies this
+daemon keeps.
+
+- `tier_service`: the whole, as the daemon uses it
+- `server`: accepts copies from guests, and returns them
+- `client`: sends copies to the buddy
+- `buddy_fetch`: fetches copies from the buddy
+- `config`, `protocol`: shared by the others
 """

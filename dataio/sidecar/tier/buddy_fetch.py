@@ -1,13 +1,13 @@
 """Fetches objects from the buddy that a trainer on this node lacks, and prefetches those that it will need next.
 
-Purpose: a restore requests one object after the other. The record that names the first object names all of them, so
-they are fetched over several connections while the trainer reads.
+Purpose: a restore requests one object after the other. The record of a rank names all its objects. So when the first
+one is requested, the others are fetched too, over several connections, while the trainer reads.
 Invariants: concurrent requests for one object fetch it once. Requested objects go before prefetched ones. At most
 `CONNECTIONS` objects are in flight, each in pieces of `protocol.PIECE` bytes, which bounds the memory. At most `AHEAD`
 prefetches wait.
-Failure behaviour: when the buddy is unreachable or the connection breaks, no request is sent for `UNREACHABLE_SECONDS`.
-Waiting callers get False and read from the store. If the tier has no room or an object is corrupt, only that object
-fails.
+Failure behaviour: if the buddy is unreachable or the connection breaks, `recall` returns False at once for
+`UNREACHABLE_SECONDS`. Waiting callers get False too, and read from the store. If the tier has no room or an object is
+corrupt, only that object fails.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from headrace.dataio.store.local_tier.tier import LocalTier
 CONNECTIONS = 4
 AHEAD = 1024
 FOLLOWED = 256
-"""Number of records that are remembered as prefetched."""
+"""Maximum number of records that are remembered as prefetched."""
 UNREACHABLE_SECONDS = 5.0
-"""Pause after the buddy could not be reached."""
+"""How long no new request is sent after the buddy could not be reached."""
 _Name = tuple[str, str]
 _log = get_logger(__name__)
 
 
 class BuddyFetch:
-    """Fetches in its own threads; `recall` blocks the caller's thread. `counts`: requested objects by outcome."""
+    """Fetches in its own threads; `recall` blocks the caller's thread. `counts` are the fetches by outcome."""
 
     def __init__(self, config: TierConfig, local_tier: LocalTier, context: ssl.SSLContext) -> None:
         self._config, self._local_tier, self._context = config, local_tier, context
-        self._pace = p.RateLimit(None)  # no limit: a trainer waits for these bytes
+        self._pace = p.RateLimit(None)  # no limit, because a trainer waits for these bytes
         self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="headrace-fetch")
         self._lock, self._unreachable_until, self._closed = threading.Lock(), 0.0, False
         self._in_flight: dict[_Name, Future[bool]] = {}
@@ -52,7 +52,7 @@ class BuddyFetch:
         self.counts = {"found": 0, "absent": 0, "failed": 0}
 
     def recall(self, source: str, key: str) -> bool:
-        """Fetch an object, or with an empty key the records of a store; returns whether it is here now."""
+        """Fetch an object, or with an empty key the records of a store; returns whether the tier has it now."""
         if time.monotonic() < self._unreachable_until:
             return False
         if not key:
@@ -73,7 +73,7 @@ class BuddyFetch:
     # the queue
 
     def _needed_with(self, source: str, key: str) -> list[_Name]:
-        """The other objects of the records that name this one. A record counts only for the first of its objects."""
+        """The other objects of the records that name this one. A record is used only once, for its first request."""
         found: dict[_Name, None] = {}
         for record in self._local_tier.records(source):
             if key in record.keys and self._is_new(record):
@@ -121,7 +121,7 @@ class BuddyFetch:
                     found = buddy.fetch(self._local_tier, *name)
                     self._count("found" if found else "absent")
                 except (HeadraceError, OSError) as error:
-                    buddy = None  # the connection still delivers the rest of that object
+                    buddy = None  # the connection may still deliver the rest of that object
                     self._failed(name, error)
                 finally:
                     self._complete(name, found)

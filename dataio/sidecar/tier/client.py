@@ -1,12 +1,13 @@
 """Connections to the buddy, and the thread that sends copies of this node's steps to it, newest first.
 
-Purpose: when this node is lost, the buddy still has the steps that were copied to it.
+Purpose: if this node is lost, the buddy still has the steps that were copied to it.
 Invariants: the buddy's certificate is checked before any message is sent. A fetched object is stored only if its digest
-matches. A record is sent after all objects that it names and this node has; only then does the step count as copied.
-Guests' steps are not forwarded. The sender uses one connection and one thread, at the configured rate.
+matches. A record is sent after those of its objects that this node has. Only then does the step count as copied. Steps
+that this node keeps for guests are not forwarded. The sender uses one connection and one thread, at the configured
+rate.
 Failure behaviour: `BuddyError` says why the buddy cannot be reached or refuses a request; a broken connection is not
-reused. When the buddy is unreachable or full, the sender logs each change once, shows it in the status, and tries again
-after 1 to `LONGEST` seconds. Saves continue meanwhile.
+reused. If the buddy is unreachable or full, the sender logs each new reason once, shows it in the status, and tries
+again after 1 to `LONGEST` seconds. Saves continue meanwhile.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class BuddyClient:
         return cls(channel)
 
     def offer(self, local_tier: LocalTier, source: str, key: str) -> bool:
-        """Send an object of `local_tier`, unless the buddy has it; False when it is no longer in `local_tier`."""
+        """Send an object of `local_tier`, unless the buddy has it; False if it is no longer in `local_tier`."""
         held = local_tier.open(source, key)
         if held is None:
             return False
@@ -92,7 +93,7 @@ class BuddyClient:
             return [documents.decode(self._channel.whole(size), "a buddy's record") for size in sizes]
 
     def fetch(self, local_tier: LocalTier, source: str, key: str) -> bool:
-        """Fetch an object into `local_tier`; False when the buddy does not have it."""
+        """Fetch an object into `local_tier`; False if the buddy does not have it."""
         with _buddy_errors(f"fetching {key} from the buddy"):
             self._channel.send(p.Fetch(source, key, 0))
             answer = self._channel.answer()
@@ -130,7 +131,7 @@ def _expect(answer: p.Answer, kind: type[A]) -> A:
 
 @contextlib.contextmanager
 def _buddy_errors(doing: str) -> Iterator[None]:
-    """Turn connection errors into `BuddyError`. `CapacityError` and `CorruptionError` pass through."""
+    """Convert connection errors to `BuddyError`. `CapacityError` and `CorruptionError` pass through."""
     try:
         yield
     except ssl.SSLCertVerificationError as error:
@@ -151,8 +152,10 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The newest step of a run on the buddy. `made`: when it was kept here; `sent`: when the copy was complete. Both in
-    Unix seconds."""
+    """The newest step of a run on the buddy.
+
+    `made` is the Unix time of its record. `sent` is the Unix time at which the copy was complete.
+    """
 
     step: int
     made: float
@@ -160,7 +163,10 @@ class Copy:
 
 
 class CopySender:
-    """Sends copies from `start` to `close`. `trouble` is the reason why it cannot, and empty while it can."""
+    """Sends copies from `start` to `close`.
+
+    `trouble` is the reason why it cannot send, and empty while it can. `waiting` counts the records that the buddy lacks.
+    """
 
     def __init__(self, config: TierConfig, local_tier: LocalTier) -> None:
         self._config, self._local_tier = config, local_tier
@@ -181,7 +187,7 @@ class CopySender:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(2.0)  # at most it is sending a piece; it is a daemon thread
+        self._thread.join(2.0)  # it may be sending an object; as a daemon thread, it does not keep the process alive
 
     def _run(self) -> None:
         pause = 1.0
@@ -205,13 +211,13 @@ class CopySender:
                 self._send(buddy, record)
                 idle = time.monotonic()
             elif time.monotonic() - idle > p.IO_SECONDS / 3:
-                buddy.records("-")  # keeps the connection alive: either side would time out
+                buddy.records("-")  # keeps the connection alive, which would time out
                 idle = time.monotonic()
             else:
                 self._stop.wait(IDLE_SECONDS)
 
     def _next(self) -> Record | None:
-        """The newest record that the buddy lacks, or has only in its state before the commit."""
+        """The newest record that the buddy lacks, or has only in its state before the commit. Updates `waiting`."""
         left = [r for r in self._local_tier.records() if not r.guest and not r.over and _name(r) not in self._done]
         self.waiting = len(left)
         return left[0] if left else None
@@ -223,11 +229,8 @@ class CopySender:
             held, before = self._local_tier.open(record.source, key), buddy.sent
             if held is None:
                 continue
-            name = (
-                record.source,
-                key,
-                held.label.digest,
-            )  # a second worker's manifest has the same key as the first one's
+            # the digest is needed: a second worker's manifest has the same key as the first one's
+            name = (record.source, key, held.label.digest)
             if name not in self._sent and buddy.offer(self._local_tier, record.source, key):
                 _note(self._sent, name)
             self.bytes += buddy.sent - before

@@ -1,9 +1,9 @@
 """Configuration of the local tier and its buddy, and the TLS contexts made from it.
 
-Invariants: after `TierConfig.check` the configuration is complete: a daemon that talks to buddies has a tier and all
-three TLS files. Buddies use TLS 1.3 with certificates of one CA on both sides. The daemon reads no byte from a peer
-before it has checked the certificate against the CA and its names against the configured ones. Only OpenSSL reads the
-keys.
+Invariants: after `TierConfig.check` the configuration is complete: a daemon that connects to a buddy or accepts copies
+has all three TLS files. Both sides use TLS 1.3 with certificates of one CA. The daemon reads no message of a peer before
+it has checked the peer's certificate against the CA, and the names in it against the configured ones. Only OpenSSL reads
+the keys.
 Failure behaviour: `UsageError` names the missing or wrong setting. A refused peer raises `ssl.SSLError` or
 `UnknownPeerError`.
 """
@@ -25,7 +25,7 @@ OFF = "off"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a buddy listens."""
+    """A host and a port."""
 
     host: str
     port: int
@@ -38,9 +38,10 @@ class Address:
 class TierConfig:
     """Configuration of the local tier.
 
-    `folder` is on a tmpfs or a local disk. The tier keeps the newest `steps` of each run, within `bytes`. `names` are the
-    accepted certificate names; if empty, only the buddy's host is accepted. `rate` limits the bytes a second to the buddy;
-    None means no limit.
+    `folder` is on a tmpfs or a local disk. The tier keeps the newest `steps` steps of each run, within `bytes`. `buddy`
+    receives this node's copies, and `listen` is the address on which the daemon accepts copies. `names` are the accepted
+    certificate names; if empty, only the buddy's host is accepted. `rate` limits the bytes a second between buddies; None
+    means no limit.
     """
 
     folder: Path
@@ -83,7 +84,7 @@ def optional_path(text: str) -> Path | None:
 
 
 def address(text: str) -> Address | None:
-    """`host:port`, `[v6]:port` or off."""
+    """Parse `host:port`, `[v6]:port` or `off`."""
     if text == OFF:
         return None
     host, separator, port = text.rpartition(":")
@@ -95,7 +96,7 @@ def address(text: str) -> Address | None:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names of certificates, separated by commas, or off."""
+    """Parse names of certificates, separated by commas, or `off`."""
     found = tuple(name.strip() for name in text.split(",")) if text != OFF else ()
     if not all(found):
         raise UsageError(f"{text!r} has an empty name")
@@ -103,7 +104,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def rate(text: str) -> int | None:
-    """Bytes a second, or off."""
+    """Parse bytes a second, or `off`."""
     if text == OFF:
         return None
     size = parse_bytes(text)
@@ -127,7 +128,7 @@ def client_context(config: TierConfig) -> ssl.SSLContext:
 
 
 def require_name(peer: ssl.SSLSocket, welcome: Sequence[str]) -> str:
-    """The accepted name in the peer's certificate; `UnknownPeerError` when there is none."""
+    """The accepted name in the peer's certificate; `UnknownPeerError` if there is none."""
     certificate = peer.getpeercert() or {}
     found = names_of(certificate)
     for name in found:
@@ -137,7 +138,7 @@ def require_name(peer: ssl.SSLSocket, welcome: Sequence[str]) -> str:
 
 
 def names_of(certificate: dict[str, Any]) -> list[str]:
-    """DNS names and addresses of a certificate, in the form of `getpeercert`."""
+    """The DNS names and IP addresses of a certificate, which has the form that `getpeercert` returns."""
     return [str(value) for kind, value in certificate.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
 
 
@@ -152,8 +153,8 @@ def same_name(name: str, wanted: str) -> bool:
 class _ClosingSocket(ssl.SSLSocket):
     """A TLS socket that closes itself when it is freed.
 
-    `wrap_socket` on a connection that the peer has just reset raises, and leaves behind a socket that owns the descriptor
-    and that no caller can reach (https://github.com/python/cpython, `SSLSocket._create`, Python 3.11 to 3.14).
+    If the peer has just reset the connection, `wrap_socket` raises. It then leaves a socket that owns the descriptor and
+    that no caller can reach (https://github.com/python/cpython, `SSLSocket._create`, Python 3.11 to 3.14).
     """
 
     def __del__(self) -> None:

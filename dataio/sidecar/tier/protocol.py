@@ -1,5 +1,7 @@
 """The buddies' protocol: small messages, some followed by the bytes of an object or a record (the body).
 
+Requests and their answers:
+
 - `hello` → `welcome` | `refused`
 - `offer` source, key, size, digest → `want` offset | `refused`; then size - offset bytes → `stored` | `refused`
 - `keep` size, and a record of that many bytes → `stored` | `refused`
@@ -33,7 +35,7 @@ RECORDS = 256
 IO_SECONDS = 30.0
 """Time limit of one message, and the longest silence within a body."""
 LEAST_RATE = 32 * KIB
-"""Minimum bytes a second of a body, or the transfer is aborted: half of the lowest rate that can be configured."""
+"""Minimum bytes a second of a body: half of the lowest rate that can be configured. A slower transfer is aborted."""
 PIECE = 1 * MIB
 _LENGTH = struct.Struct("<I")
 Size = Annotated[int, msgspec.Meta(ge=0, le=OBJECT_BYTES)]
@@ -55,7 +57,7 @@ class Hello(Message, frozen=True):
 
 
 class Offer(Message, frozen=True):
-    """Offer an object. The answer is the offset from which the peer wants it, or `size` when the peer has all of it."""
+    """Offer an object. The answer is the offset from which the peer wants it, or `size` if the peer has all of it."""
 
     source: Key
     key: Key
@@ -140,7 +142,7 @@ class Channel:
     def __init__(self, sock: socket.socket, pace: RateLimit | None = None) -> None:
         self._sock, self._pace = sock, pace or RateLimit(None)
         sock.settimeout(IO_SECONDS)
-        if sock.family != socket.AF_UNIX:  # else a message waits for the acknowledgement of the last one
+        if sock.family != socket.AF_UNIX:  # without it, a message waits until the last one is acknowledged
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message) -> None:
@@ -148,7 +150,7 @@ class Channel:
         self._send_all(memoryview(_LENGTH.pack(_bounded(len(data))) + data), time.monotonic() + IO_SECONDS)
 
     def request(self) -> Request | None:
-        """The peer's next request; None when it closed the connection between two messages."""
+        """The peer's next request; None if it closed the connection between two messages."""
         return self._receive(_requests)
 
     def answer(self) -> Answer:

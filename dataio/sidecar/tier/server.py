@@ -1,15 +1,15 @@
 """Accepts copies from other nodes, and returns them: this daemon as a buddy.
 
-Purpose: a guest's objects and records are kept in this node's tier, within its budget and rules.
+Purpose: keeps the guests' objects and records in this node's tier, within the tier's budget and rules.
 Invariants:
 
-- An object is stored only when all announced bytes have arrived and their digest matches. The bytes that arrived before
-  a connection broke are kept for `PARTIAL_SECONDS`, so the peer sends only the rest again.
+- An object is stored only when all announced bytes have arrived and their digest matches. If a connection breaks, the
+  bytes that have arrived are kept for `PARTIAL_SECONDS`, so the peer sends only the rest.
 - At most `CONNECTIONS` peers are admitted, each with its own thread, so a slow peer does not delay others.
 - A connection gets a thread when its first bytes arrive. At most `SILENT` connections have sent nothing; a further one
   replaces the oldest of them.
-- At most `UNADMITTED` threads serve peers that are not admitted yet. Then a new peer replaces one of the address that
-  has the most of them, if its own address would still have fewer.
+- At most `UNADMITTED` threads serve peers that are not admitted yet. If there are more, a new peer replaces the oldest
+  one of the address that has the most of them, if the new peer's address then still has fewer.
 
 Failure behaviour: a peer that is refused or violates the protocol is disconnected, and counted by reason. A request
 without room is refused with the code "capacity", and the connection stays open.
@@ -79,7 +79,7 @@ class BuddyServer:
         self.received = 0
 
     def start(self) -> int:
-        """Listen; returns the port. `UsageError` when it is in use."""
+        """Listen; returns the port. `UsageError` if it is in use."""
         assert self._config.listen is not None
         where = self._config.listen
         try:
@@ -110,7 +110,7 @@ class BuddyServer:
             partial.discard()
 
     def tidy(self) -> None:
-        """Discard incomplete objects that no peer continued."""
+        """Discard incomplete objects that no peer has continued for `PARTIAL_SECONDS`."""
         before = time.monotonic() - PARTIAL_SECONDS
         with self._lock:
             old = [name for name, x in self._partials.items() if not x.busy and x.touched < before]
@@ -159,9 +159,9 @@ class BuddyServer:
             oldest.close()
 
     def _start(self, sock: socket.socket, address: str) -> None:
-        """Start a thread for a connection that has sent something.
+        """Start a thread for a connection that has sent its first bytes.
 
-        If too many peers are not admitted yet, another of them is disconnected.
+        If too many peers are not admitted yet, one of them is disconnected: another one, or this one.
         """
         with self._lock:
             unadmitted = {other: at for other, at in self._peers.items() if other not in self._known}
@@ -208,7 +208,10 @@ class BuddyServer:
             sock.close()
 
     def _admit(self, peer: ssl.SSLSocket) -> None:
-        """Admit a peer. It is disconnected if its whole handshake takes longer than `HANDSHAKE_SECONDS`."""
+        """Do the TLS handshake and check the certificate's name.
+
+        The peer is disconnected if its whole handshake takes longer than `HANDSHAKE_SECONDS`.
+        """
         timer = threading.Timer(HANDSHAKE_SECONDS, _hang_up, (peer,))
         timer.daemon = True
         timer.start()
@@ -331,12 +334,15 @@ class BuddyServer:
         channel.send(p.Found(held.size, held.label.digest))
         try:
             channel.send_bytes(held.pieces(request.offset))
-        except HeadraceError as error:  # the file became shorter: the peer sees the connection end
+        except HeadraceError as error:  # the file became shorter: end the connection, so the peer notices
             raise ConnectionError(str(error)) from None
 
 
 def _peer_to_replace(unadmitted: Mapping[socket.socket, str], address_of_new: str) -> socket.socket | None:
-    """The oldest connection of the address that has the most, unless the new address would then have as many."""
+    """The oldest connection of the address that has the most of them.
+
+    None if the new peer's address would then have as many.
+    """
     counts = Counter(unadmitted.values())
     address, most = counts.most_common(1)[0]
     if most <= counts[address_of_new] + 1:

@@ -4,7 +4,7 @@ Purpose: one object that the daemon starts, queries and closes.
 Invariants: the daemon's loop calls only `start`, `status`, `commands` and `close`. `recall` blocks the caller's thread.
 A daemon without `tier_dir` has no `TierService`.
 Failure behaviour: if the tier cannot be opened, the daemon does not start, because the tier was configured explicitly.
-If the tier fails later, that is logged once and shown in the status, and workers save without it.
+If the tier fails later, the service logs this once and shows it in the status, and workers save without the tier.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from headrace.dataio.store.local_tier.tier import LocalTier
 
 TIDY_SECONDS = 5.0
 WAITING = 16
-"""Maximum number of trainers that wait for the buddy."""
+"""Maximum number of `recall` calls that run at the same time. Further ones wait for a thread."""
 LISTED = 16
+"""Maximum number of steps in the status."""
 _log = get_logger(__name__)
 
 
@@ -55,7 +56,7 @@ class TierService:
         self._metrics = TierMetrics(self.status)
 
     def start(self) -> None:
-        """Start all threads; `UsageError` when the port for buddies is in use."""
+        """Start all threads; `UsageError` if the port for buddies is in use."""
         self._refresh()
         REGISTRY.register(self._metrics)
         if self._server is not None:
@@ -79,23 +80,25 @@ class TierService:
         self._thread.join(5)
 
     def commands(self, commands: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-        """The jobs' commands, extended by the arguments that describe the tier."""
+        """The jobs' commands. The one for checkpoints gets further arguments, which describe the tier."""
         flags = ("--tier-dir", str(self.local_tier.root), "--tier-bytes", str(self.local_tier.limits.bytes))
         more = (*flags, "--tier-steps", str(self.local_tier.limits.steps))
         return {kind: (*command, *more) if kind == "checkpoint" else command for kind, command in commands.items()}
 
     def recall(self, source: str, key: str) -> bool:
-        """Fetch an object from the buddy, or with an empty key the records of a store; returns whether it is here
-        now."""
+        """Fetch an object from the buddy, or with an empty key the records of a store.
+
+        Returns whether the tier has it now.
+        """
         return self._recalls is not None and self._recalls.recall(source, key)
 
     @property
     def recalled(self) -> dict[str, int]:
-        """Objects asked of the buddy, by outcome."""
+        """Numbers of objects that were requested from the buddy, by outcome."""
         return dict(self._recalls.counts) if self._recalls is not None else {"found": 0, "absent": 0, "failed": 0}
 
     def status(self) -> dict[str, object]:
-        """The status; bounded in size."""
+        """The status of the tier, the buddy and the guests, of bounded size."""
         return {**self._shown, "buddy": self._buddy(), "guests": self._guests(), "recalled": self.recalled}
 
     # inside
@@ -105,7 +108,7 @@ class TierService:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Update the contents that `status` shows, and tidy the tier every `TIDY_SECONDS`."""
+        """Update the data for `status`, and tidy the tier every `TIDY_SECONDS`."""
         trouble = ""
         try:
             if time.monotonic() - getattr(self, "_tidied", 0.0) > TIDY_SECONDS:
@@ -159,8 +162,11 @@ class TierService:
 
 
 def _steps(records: Sequence[Record], copied: Callable[[Record], bool] | None) -> list[dict[str, object]]:
-    """The newest steps in the tier, one line each. `copied`: number of ranks whose part is on the buddy; None without a
-    buddy."""
+    """The newest steps in the tier, one dictionary each.
+
+    `copied` returns whether the buddy has a record; it is None without a buddy. In the result, `copied` counts the ranks
+    whose part of the step the buddy has.
+    """
     lines: dict[tuple[str, str], dict[str, object]] = {}
     for r in records:
         line = lines.setdefault(
