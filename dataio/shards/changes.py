@@ -5,9 +5,9 @@ lists the samples that were added, removed or changed from one version to anothe
 Invariants:
 
 * All objects that a version names are stored before its document.
-* A removal or merge applies to the newest version on the trunk, even if another writer made that version in the
-  meantime.
-* A saved view keeps its samples. It does not change the version that readers open by default.
+* A removal or merge applies to the newest version that is not a saved view, even if another writer made that version in
+  the meantime.
+* A saved view always has the same samples. It does not change the version that readers open by default.
 * The shards and parts of a merged dataset stay in its own store, which becomes a mount.
 * In a diff, a sample has changed if its members, its text or its fields differ. Its position does not matter. Views are
   compared like versions. Index parts with the same remaining rows in both versions are not read. Keys are in the order
@@ -15,9 +15,10 @@ Invariants:
 * While it compares, DuckDB holds each key that it reads and an 8-byte hash of the sample. Afterwards it holds only the
   keys that differ, and streams them.
 
-Failure behaviour: `ConflictError` as described in `versions.commit`, and for a key that two merged datasets hold.
-`NotFoundError` for keys to remove that no sample has. `UsageError` for a change that would remove all samples or no
-sample. Read errors are passed on. After an error, no version document names the objects that were stored before it.
+Failure behaviour: a lost race raises `ConflictError` as `documents.commit` describes. So does a key that two merged
+datasets hold. A key to remove that no sample has raises `NotFoundError`. A change that would remove all samples or none
+raises `UsageError`. Read errors are passed on. After an error, no version document names the objects that were stored
+before it.
 """
 
 from __future__ import annotations
@@ -198,8 +199,10 @@ def _without_rows(opened: OpenIndex, part: int, removed: RowNumbers) -> RowNumbe
 def _narrow_parts(
     store: Store, document: VersionDocument, rows: Sequence[RowNumbers], sizes: Sequence[int]
 ) -> tuple[IndexPart, ...]:
-    """The parts of `document` with only these rows, whose members have `sizes` bytes. Parts without rows are
-    dropped."""
+    """Return the parts of `document` with only these rows, whose members have `sizes` bytes in total.
+
+    Parts without rows are dropped.
+    """
     remaining = [(p, r, s) for p, r, s in zip(document.index, rows, sizes, strict=True) if len(r)]
     changed = iter(store_bitmaps(store, [item for item in remaining if len(item[1]) != item[0].samples]))
     return tuple(part if len(r) == part.samples else next(changed) for part, r, _ in remaining)

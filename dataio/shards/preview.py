@@ -9,7 +9,8 @@ Invariants:
 * Worker processes with time limits decode the pictures. All pictures of a page have at most `PICTURE_BYTES` in total.
 * All text from the dataset is escaped. The page is readable from a width of 400 pixels, in light and dark mode.
 * A histogram has at most `MAX_BINS` bins with round edges: multiples of 1, 2 or 5 times a power of ten. If the values
-  span more than two orders of magnitude, the edges are 1, 2, 5, 10, 20, … Every value falls into exactly one bin.
+  span more than two orders of magnitude, the bins are logarithmic (1, 2, 5, 10, 20 and so on). Every value falls into
+  exactly one bin.
 
 Failure behaviour: if a sample cannot be shown, the page gives the reason. Limits that are too large raise `UsageError`.
 Errors of the store are passed on.
@@ -61,8 +62,10 @@ MAX_BINS = 24
 _WIDTH, _HEIGHT, _BASE, _TOP = 480, 150, 124, 20
 _TICK_SPACING = 96
 _SINGLE_VALUE_RANGE = 1e-9
-"""If the range of the values is smaller than this fraction of their magnitude, they count as one value, because floats
-cannot represent the edges between them."""
+"""The range of the values, divided by the largest value, below which the values count as one value.
+
+Floats cannot represent the edges of bins between such values.
+"""
 
 
 def preview(
@@ -164,7 +167,7 @@ class PreviewSample:
 
 
 def page(dataset: Dataset, shown: Sequence[PreviewSample], frames: int) -> str:
-    """Return the whole page. The strip of a sample has room for `frames` pictures."""
+    """Return the HTML page. Each sample has a row with room for `frames` pictures."""
     style = resources.files("headrace.dataio.shards").joinpath("preview.css").read_text(encoding="utf-8")
     name = html.escape(dataset.name)
     cards = "".join(_card(one, frames) for one in shown)

@@ -144,7 +144,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     * `duration`: in seconds, 0.0 without media.
     * `video`, `audio`: the streams that loaders decode, or None.
     * `text`: its caption.
-    * `fields`: the promoted fields of its JSON, by name.
+    * `fields`: the promoted fields of its JSON, by name. These are the top-level values that the index stores.
     """
 
     id: int

@@ -5,7 +5,8 @@ Arrow's file systems, including the clients of four cloud stores. Each takes lon
 and would delay the first sample of every process that reads a dataset.
 Invariants:
 
-* Each function does the same as the `pyarrow.compute` function of the same name with its default options.
+* Each function does the same as the `pyarrow.compute` function of the same name with its default options. `sum_` stands
+  for `sum`, and `rows` for `take` on tables.
 * `ParquetReader` returns what `pyarrow.parquet.ParquetFile` returns with its default options. Only the calling thread
   reads. Arrow's thread pool is not started, because it sometimes aborts a process that exits immediately.
 * Code that runs before the first sample must not call methods such as `take` and `filter`: they import

@@ -9,7 +9,8 @@ page       one msgpack array of rows, compressed with zstd                  `PAG
 …
 directory  for each page: rows, stored bytes, unpacked bytes (u32 each), 16 bytes of the BLAKE3 of the stored bytes
 ```
-The section lies in the part between the row groups and the footer. Parquet readers do not read this range. The version
+
+This section of the part is between the row groups and the footer. Parquet readers do not read this range. The version
 document gives the position of the section and the digest of the directory.
 
 Invariants:
@@ -20,7 +21,7 @@ Invariants:
 * A page is never unpacked beyond the size in the directory, or beyond `MAX_UNPACKED_BYTES`.
 * A row is checked like the rows of tables (`rows.check`) before the caller gets it.
 
-Failure behaviour: `CorruptionError` naming the part, the page or the row, and what is wrong with it.
+Failure behaviour: invalid data raise `CorruptionError`, which names the part and the page or row, and gives the reason.
 """
 
 from __future__ import annotations

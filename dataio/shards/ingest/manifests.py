@@ -11,9 +11,9 @@ Invariants:
   cell is text.
 * In the other formats, values keep their type. Dates and times become ISO 8601 text, and NaN becomes null.
 
-Failure behaviour: `NotFoundError` if the manifest cannot be read. `UsageError` for an invalid row names the manifest
-and the row. If a column is missing, it also lists the columns that exist. The reader guesses nothing and skips no row,
-because the user can correct the manifest.
+Failure behaviour: a manifest that cannot be read raises `NotFoundError`. An invalid row raises `UsageError`, which
+names the manifest and the row. If a column is missing, the error also lists the columns that exist. The reader guesses
+nothing and skips no row, because the user can correct the manifest.
 """
 
 from __future__ import annotations

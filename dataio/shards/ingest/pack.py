@@ -13,7 +13,7 @@ Invariants:
   its unit and a digest of its contents. Concurrent packers therefore never overwrite each other's shards with other
   bytes, and exactly one of them publishes the version.
 * Memory is bounded, except for the names of all files. The packer holds the metadata of two units, the rows of one
-  index part and a few megabytes of payload, regardless of the size of the files.
+  index part and a few megabytes of file contents.
 * Temporary files (from recipes, tars and remote inputs) take disk space for one unit, in `TMPDIR`.
 * The index describes the bytes that were stored. If a file changes after it was described and before it is stored,
   `pack` raises `TransientError`.

@@ -1,7 +1,10 @@
 """Parses packets of compressed video: properties of pictures that the container does not give.
 
-Purpose: containers only mark key frames. The bitstream also says whether a packet shows a picture, whether decoding can
-begin at it (a random access point), and whether other pictures may refer to it.
+Purpose: containers only mark key frames. The bitstream gives more properties of a packet:
+
+* whether it shows a picture
+* whether decoding can begin at it (a random access point)
+* whether other pictures may refer to it
 
 Invariants: the functions are pure. They parse only the first bytes of each NAL unit (H.264, HEVC) or start-code unit
 (MPEG-4). Only `ffv1_damaged` checks all bytes. An H.264 or HEVC packet is a random access point only if the bitstream

@@ -21,8 +21,8 @@ Invariants:
 * An MP3 has no index from time to position, so libav would read all data before a time. The index therefore records
   the positions of some frames of an MP3 (marks). Its head is the pieces that opening reads.
 
-Failure behaviour: `Failure` names the file and the reason. One bad member rejects the whole sample. If the head cannot
-be found, the file has none.
+Failure behaviour: `describe` returns a `Failure`, which names the file and the reason. One bad member rejects the whole
+sample. If `with_head` cannot find the head, it leaves it out.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def _open_path(path: str) -> Any:
 
 @contextmanager
 def _open_like_loaders(file_info: FileInfo, trust_container: bool) -> Iterator[tuple[Any, _RecordingFile]]:
-    """Open the container as loaders do."""
+    """Open the container as loaders do, with a file that records which pieces are read."""
     assert file_info.pieces is not None
     with open(file_info.path, "rb", buffering=0) as real:
         file = _RecordingFile(real, file_info.pieces.size)

@@ -43,7 +43,7 @@ IMAGE_BYTES = 256 * limits.MIB
 
 
 def decode(data: bytes | memoryview) -> VideoFrame:
-    """Decode the image in `data`, a whole file."""
+    """Decode the image in `data`, which is the contents of a whole file."""
     if len(data) > IMAGE_BYTES:
         raise UnsupportedError(f"an image file of more than {limits.format_bytes(IMAGE_BYTES)}")
     if bytes(data[:2]) == _JPEG and _JPEG_END not in bytes(data[-_TAIL:]):  # the decoder would make up the rest

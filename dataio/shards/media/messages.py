@@ -40,7 +40,7 @@ class FileInfo(msgspec.Struct, frozen=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
-    """All that the index stores about a sample. `fields` is a JSON object as text."""
+    """Everything that the index stores about a sample. `fields` is a JSON object as text."""
 
     files: tuple[FileInfo, ...]
     duration: float

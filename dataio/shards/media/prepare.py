@@ -20,10 +20,13 @@ Invariants:
   of these containers lack information for a correct copy. All frames of the source and the copy are therefore decoded
   and compared.
 
-Failure behaviour: `Failure` names the file and the reason. One bad file rejects the whole group. If the scratch folder
-is full, `Failure` says that the file is not at fault (`scratch_full`). These raise `UnsupportedError`: a sample that
-cannot be split, packets without times (AVI), codecs that the container cannot hold, a copy that differs. These raise
-`CorruptionError`: a file that cannot be demuxed to its end, damaged packets, audio and video that are too far apart.
+Failure behaviour: `prepare` returns a `Failure`, which names the file and the reason. One bad file rejects the whole
+group. If the scratch folder is full, `scratch_full` is set, and the file is not at fault. `convert` and `remux` raise:
+
+* `UnsupportedError` for a sample that cannot be split, packets without timestamps (AVI), a codec that the container
+  cannot hold, or a copy that differs from its source
+* `CorruptionError` for a file that cannot be demuxed to its end, a damaged packet, or audio and video that are too far
+  apart in the file
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ Invariants:
   and in the bitstream are not trusted. At most `limits.VIDEO_FRAMES` frames and `limits.AUDIO_VALUES` audio values are
   counted.
 
-Failure behaviour: `UnsupportedError` (not a regular file, not one of the formats, no streams, above a limit),
-`CorruptionError` (empty, truncated, not demuxable, nothing decodes). `probe` does not protect its caller if libav
-hangs, crashes or fills the memory. Run it in a `ProbePool`.
+Failure behaviour: `probe` raises `UnsupportedError` for a file that is not regular, has another format or no streams,
+or exceeds a limit. It raises `CorruptionError` for a file that is empty, truncated, or cannot be demuxed or decoded.
+`probe` does not protect its caller if libav hangs, crashes or fills the memory. Run it in a `ProbePool`.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _DECODE_OPTIONS = {"max_pixels": str(limits.FRAME_PIXELS)}
 AUDIO_DECODE_OPTIONS = {"err_detect": "crccheck+explode"}
-"""With these options, audio decoders report the damage that they notice instead of decoding it.
+"""With these options, audio decoders raise an error for the damage that they detect.
 
-For FLAC, they compare checksums.
+The FLAC decoder compares checksums.
 """
 MARK_BYTES, MAX_MARKS = 64 * limits.KIB, 128
 """The least distance between marked audio packets in bytes, and the approximate limit of marks."""
@@ -83,7 +83,8 @@ _MIN_FRAME_RATE = Fraction(1, 1000)
 class Probe(msgspec.Struct, frozen=True):
     """The result of `probe`.
 
-    `duration` is that of the video, if there is one, in seconds. `notes` lists what was left out, and why.
+    `duration` is in seconds. If there is a video, it is the duration of the video. `notes` are remarks for the user,
+    such as which streams were left out, and why.
     """
 
     container: str

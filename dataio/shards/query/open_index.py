@@ -15,8 +15,8 @@ Invariants:
   holds the bitmaps of all parts that a version changed. The version document gives the range, the digest and the row
   count of each.
 
-Failure behaviour: any method that reads may raise `CorruptionError` naming the part, or one of the store's errors. A
-bitmap is never unpacked further than the size that its part needs. Threads can share an `OpenIndex`.
+Failure behaviour: any method that reads may raise `CorruptionError`, which names the part, or one of the store's
+errors. A bitmap is never unpacked further than the size that its part needs. Threads can share an `OpenIndex`.
 """
 
 from __future__ import annotations
@@ -116,8 +116,10 @@ class OpenIndex:
         return (self._tables.samples(part, row, [0]) if pages is None else pages.samples(row, [0]))[0]
 
     def check(self) -> None:
-        """Read and check the whole index: all rows of all tables, their order, unique keys, and the digests of all
-        pages."""
+        """Read and check the whole index.
+
+        This checks all rows of all tables, their order, that keys are unique, and the digests of all pages.
+        """
         for _ in self._tables.checked():
             pass
         for part in range(len(self._document.index)):

@@ -8,8 +8,8 @@ Invariants: every byte is checked against a digest before it is used. The versio
 directory, and the directory holds the digests of the pages. `PageCache` is an LRU cache for the pages of all parts, and
 its size is bounded. Results do not depend on the cache.
 
-Failure behaviour: `CorruptionError` naming the part. A missing part is also corruption, because the version document
-names it. Threads can share a `PageReader`. Two threads may then read the same page twice.
+Failure behaviour: invalid data raise `CorruptionError`, which names the part. A missing part is also corruption,
+because the version document names it. Threads can share a `PageReader`. Two threads may then read the same page twice.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from headrace.dataio.store.mounts import PREFIX
 
 PAGE_CACHE_BYTES = 64 * limits.MIB
 READ_WHOLE_BYTES = 256 * limits.KIB
-"""If the pages of a part have at most this many bytes in total, they are read together with the directory, in one
-request."""
+"""The size up to which all pages of a part are read together with the directory, in one request."""
 _CHECKED_PAGES = 128
 """The number of pages that `check` reads at a time."""
 I64 = npt.NDArray[np.int64]

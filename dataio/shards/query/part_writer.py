@@ -45,11 +45,16 @@ FIELD_NAMES = 256
 GROUP_ROWS = 1024
 GROUP_BYTES = limits.MIB
 MIN_GROUP_ROWS = 64
-"""A row group has `GROUP_ROWS` rows. If rows are long (a long video has thousands of key frames), it has fewer, so that
-it takes about `GROUP_BYTES`. It has at least `MIN_GROUP_ROWS`."""
+"""The smallest number of rows for a row group that `rows_per_group` chooses.
+
+A row group usually has `GROUP_ROWS` rows. If rows are long (a long video has thousands of key frames), it has fewer, so
+that it takes about `GROUP_BYTES`.
+"""
 STATISTICS = ("video_ext", "audio_codec")
-"""The columns with statistics (minimum, maximum, null count) in the footer, in addition to the key. All rows of a part
-often have the same value in these columns."""
+"""The columns, in addition to the key, with statistics (minimum, maximum, null count) in the footer.
+
+All rows of a part often have the same value in these columns.
+"""
 _LONG = ("key", "text", "fields", "members", "key_frames")
 """The columns with long Parquet pages, which are compressed with zstd.
 
@@ -167,8 +172,10 @@ def write_part(samples: Sequence[Sample]) -> EncodedPart:
 
 
 def write_table(table: Any, samples: Iterable[Sample] | None = None) -> EncodedPart:
-    """Encode a table with `SCHEMA` as an index part. `samples` are the same rows as `Sample` objects, if the caller has
-    them."""
+    """Encode a table with `SCHEMA` as an index part.
+
+    `samples` are the same rows as `Sample` objects, if the caller has them.
+    """
     import pyarrow.parquet as pq  # imports Arrow's file systems, which readers do not need
 
     codecs = {path: "zstd" if path.partition(".")[0] in _LONG else "lz4" for path in pc.leaf_paths(SCHEMA)}
@@ -207,8 +214,10 @@ def _samples_of(table: Any) -> Iterator[Sample]:
 
 
 def constant_values(data: bytes) -> dict[str, str]:
-    """The columns of `STATISTICS` in which all rows of a part have the same value, and that value, from the footer's
-    statistics."""
+    """The columns of `STATISTICS` in which all rows of a part have the same value, and that value.
+
+    They come from the statistics in the footer.
+    """
     metadata, found = pc.ParquetReader(data).metadata, dict[str, str]()
     for name in STATISTICS:
         # this is also the number of the leaf column, because columns with several leaf columns come last

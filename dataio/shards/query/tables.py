@@ -18,8 +18,8 @@ Invariants:
 * Only the ranges that were read take memory. Keys of large indexes are streamed to DuckDB, which holds a hash table of
   the keys to find repeated ones.
 
-Failure behaviour: any method that reads may raise `CorruptionError` naming the part, or one of the store's errors. A
-missing part is also corruption, because the version document names it. Threads can share a `Tables` object.
+Failure behaviour: any method that reads may raise `CorruptionError`, which names the part, or one of the store's
+errors. A missing part is also corruption, because the version document names it. Threads can share a `Tables` object.
 """
 
 from __future__ import annotations
@@ -208,9 +208,9 @@ class Tables:
         return table.slice(sum(sizes[one] for one in held if one < group), sizes[group])
 
     def _read(self, part: int, groups: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
-        """Read the first of these row groups, and return its table and the row groups that the table holds, in
-        ascending order.
+        """Read the first of these row groups, and return its table and the numbers of the row groups in that table.
 
+        The numbers are in ascending order.
         If the first one is cached, its table also holds the row groups that were read with it. Otherwise, up to
         `GROUPS_PER_READ` of `groups` are read together. The table leaves out columns without any value, because a
         lookup takes as long in an empty column as in any other.
@@ -389,7 +389,7 @@ def _runs(blocks: set[int]) -> list[tuple[int, int]]:
 
 
 def _prefixed(table: Any, prefix: str) -> Any:
-    """Put `prefix` before the names of shards, except of shards that lie in a mount of the part's own dataset."""
+    """Put `prefix` before the names of shards, except shards in a mount of the part's original dataset."""
     if not prefix or "shard" not in table.column_names:
         return table
     import pyarrow.compute as full_pc  # slow to import, and only merged datasets need it

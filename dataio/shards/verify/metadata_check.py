@@ -102,9 +102,11 @@ def check_index(
 ) -> tuple[list[ObjectReport], list[bool], OpenIndex]:
     """Check the index parts and the objects of bitmaps.
 
-    Returns:
-        The reports of the parts and of the objects of bitmaps; for each part, whether its samples are known; and the
-        index to look samples up in. In that index, parts with wrong pages are read by their tables.
+    Returns three values:
+
+    * the reports of the parts and of the objects of bitmaps
+    * for each part, whether its samples can be read
+    * the index for looking up samples, which reads parts with wrong pages from their row groups
     """
     reports = [_check_part(store, copy, part, document) for part in document.index]
     bitmaps = {key: _check_bitmaps(store, copy, key, document) for key in bitmaps_by_object(document.index)}

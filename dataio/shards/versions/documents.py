@@ -46,10 +46,12 @@ from headrace.dataio.store.mounts import MAX_MOUNTS, PREFIX
 FORMAT = 1
 DATASET_KEY = "dataset.json"
 COMMIT_TRIES = 64
-"""Number of races that `commit` may lose before it fails."""
+"""The number of lost races after which `commit` fails."""
 PART_BYTES = 256 * limits.MIB
-"""The largest index part that readers accept. Writers always make smaller ones
-(`headrace.dataio.shards.query.part_writer`)."""
+"""The largest index part that readers accept.
+
+Writers always make smaller parts (`headrace.dataio.shards.query.part_writer`).
+"""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
 
@@ -150,8 +152,10 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
-    """The operation and the sources that made a version. `where` holds the conditions of a view or a removal, in
-    order."""
+    """The operation and the sources that made a version.
+
+    `where` holds the conditions of a view or a removal, in the order in which they were applied.
+    """
 
     operation: str
     sources: tuple[Source, ...] = ()
@@ -275,8 +279,8 @@ def publish(store: Store, document: VersionDocument) -> None:
 def commit(store: Store, build: Callable[[VersionDocument], VersionDocument], *, trunk: bool = True) -> VersionDocument:
     """Make the next version of a dataset and return its document.
 
-    `build` receives the document of the newest version on the trunk and returns the next document. Everything that the
-    new document names must be stored when `build` returns. `commit` sets the number, the nonce and the trunk.
+    `build` receives the document of the newest version that is not a saved view, and returns the next document. It must
+    store everything that the new document names before it returns. `commit` sets the number, the nonce and the trunk.
 
     If another writer takes the number first, `commit` calls `build` again with the newest document. `build` may raise
     `UsageError` or `ConflictError`. In the first call, the error passes through. After a lost race, `commit` raises a

@@ -14,8 +14,10 @@ A reader may open a document that an untrusted author wrote. Without `trust`, a 
 
 * a folder below the dataset's own folder
 * a bucket at the dataset's own endpoint, or at the endpoint in the process's environment variables (AWS if they give
-  none); requester-pays requests are allowed only for the dataset's own bucket
+  none)
 * a web server with a public address, or the server from which the dataset itself is read
+
+Without `trust`, requester-pays requests are allowed only for the dataset's own bucket.
 
 With `trust`, a mount may also be any folder, web server or S3 endpoint.
 
