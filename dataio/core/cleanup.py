@@ -1,15 +1,15 @@
-"""Clean-up work for objects that were garbage-collected without `close`.
+"""Clean-up of objects that were garbage-collected without `close`.
 
-Purpose: the garbage collector runs in any thread, at any moment, perhaps while that thread holds a lock. Clean-up
-that takes locks, waits or talks to a store would then deadlock on the thread's own lock. `Finalizer` runs it in a new
+Purpose: the garbage collector may run in any thread, at any moment, also while that thread holds a lock. A clean-up
+that takes locks, waits or sends requests to a store could then deadlock on that lock. `Finalizer` runs it in a new
 thread instead.
 
-Invariant: the work runs once: when the finalizer is called, or soon after the object is gone, or when the process
+Invariant: the work runs once: when the finalizer is called, or soon after the object was collected, or when the process
 exits. At exit the process waits up to `EXIT_SECONDS` for running threads, because a thread inside a C++ library would
 otherwise abort the interpreter.
 
-Failure behaviour: an error of the work is raised to the caller of the finalizer. In a thread the interpreter prints
-it.
+Failure behaviour: an error of the work is raised to the caller of the finalizer. If the work runs in a thread, the
+interpreter prints the error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _running: dict[object, None] = {}
 class Finalizer:
     """Calls `work` once, when `thing` is garbage-collected or when the finalizer itself is called.
 
-    A forked child never runs it: the threads, files and leases belong to its parent.
+    A forked child never runs it, because the threads, files and leases belong to its parent.
 
     Args:
         thing: The object to watch.

@@ -1,16 +1,18 @@
-"""The toolkit that every command of `headrace` is built with: options, help, output and progress.
+"""The toolkit for all commands of `headrace`: options, help, output and progress.
 
-A command is a function under the decorator `command`, which names its arguments. Several commands share the arguments
-below, so that an option has the same name, type and help everywhere:
+A command is a function with the decorator `command`, which lists its arguments. Several commands share the arguments
+below, so an option has the same name, type and help everywhere:
 
     @command("ls", "List the samples of a dataset.", dataset(), version(), json_option("one JSON object a line"))
     def ls(args: argparse.Namespace) -> int:
         ...
 
-Add its name to `headrace.dataio.cli` and it has help, shell completion and error reports.
-Invariant: standard output holds results only (with `--json`, JSON only); progress goes to standard error, and only to a
-terminal. A command that deletes or replaces something prints its plan and changes nothing without `--apply`.
-Failure behaviour: wrong arguments raise `UsageError`, which `headrace.dataio.cli` reports as it does every error.
+To get help, shell completion and error reports, add its name to `headrace.dataio.cli`.
+
+Invariants: standard output has results only (with `--json`, JSON only). Progress goes to standard error, and only to a
+terminal. A command that deletes or replaces something prints its plan, and changes nothing without `--apply`.
+
+Failure behaviour: wrong arguments raise `UsageError`. `headrace.dataio.cli` reports it like every other error.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ class Parser(argparse.ArgumentParser):
 
 
 class Command:
-    """A command: call it with its arguments and it returns an exit code.
+    """A command. Calling it with a list of arguments runs it and returns an exit code.
 
     Args:
-        name: What follows `headrace` on the command line.
-        description: The text at the top of the command's help.
-        arguments: Add the command's arguments to its parser.
-        run: Does the work; it gets the parsed arguments and returns the exit code. `args.argv` are all arguments as
-            they were given.
+        name: The words after `headrace` on the command line.
+        description: The text at the start of the command's help.
+        arguments: Functions that add the command's arguments to its parser.
+        run: Does the work. It gets the parsed arguments and returns the exit code. `args.argv` has all arguments as
+            the user gave them.
         epilog: The text at the end of the help, usually the exit codes.
     """
 
@@ -77,7 +79,7 @@ class Command:
         return self._run(parser.parse_args(argv, argparse.Namespace(argv=list(argv))))
 
     def fill(self, parser: argparse.ArgumentParser) -> None:
-        """Give `parser` the command's help and arguments; shell completion uses it too."""
+        """Add the command's help and arguments to `parser`. Shell completion calls it, too."""
         parser.description, parser.epilog = self.description, self.epilog
         for add in self._arguments:
             add(parser)
@@ -86,7 +88,7 @@ class Command:
 def command(
     name: str, description: str, *arguments: Argument, epilog: str = SEE_HELP
 ) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
-    """Make a `Command` of the function below."""
+    """Decorator that makes a `Command` from a function."""
 
     def decorate(run: Callable[[argparse.Namespace], int]) -> Command:
         return Command(name=name, description=description, arguments=arguments, run=run, epilog=epilog)
@@ -103,7 +105,7 @@ def argument(*names: str, **options: Any) -> Argument:
 
 
 def group(title: str, *arguments: Argument, description: str | None = None) -> Argument:
-    """Arguments under a heading of their own in the help."""
+    """Arguments under their own heading in the help."""
 
     def add(parser: argparse.ArgumentParser) -> None:
         made = parser.add_argument_group(title, description)
@@ -144,7 +146,7 @@ def where() -> Argument:
 
 
 def workers(what: str) -> Argument:
-    """--workers: how many processes or threads; `what` says of which kind."""
+    """--workers: how many processes or threads. `what` names their kind in the help."""
     return argument("--workers", metavar="N", type=worker_count, help=f"number of {what} (default: one per core)")
 
 
@@ -154,7 +156,7 @@ def json_option(what: str = "one JSON object") -> Argument:
 
 
 def apply_option(what: str) -> Argument:
-    """--apply: do it. Without it, a command that deletes or replaces something only prints its plan."""
+    """--apply: make the changes. Without it, a command that deletes or replaces something only prints its plan."""
     return argument("--apply", action="store_true", help=f"{what}; without this flag, only print what would be done")
 
 
@@ -203,12 +205,12 @@ def print_json_line(value: object) -> None:
 
 
 def one_line(text: object) -> str:
-    """`text` without line breaks and terminal escapes: names from files may contain both."""
+    """Replace line breaks and terminal escapes in `text` by `?`. Names from files may contain both."""
     return "".join(c if c.isprintable() or c == "\t" else "?" for c in str(text))
 
 
 def print_list(heading: str, lines: Sequence[str], most: int = LISTED) -> None:
-    """Print a heading with the number of lines, then the first lines; nothing when there are none."""
+    """Print a heading with the number of lines, then the first `most` lines. Prints nothing if there are none."""
     if lines:
         print(f"{heading}: {len(lines)}")
     for line in lines[:most]:
@@ -225,7 +227,7 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def byte_rate(size: int, seconds: float) -> str:
-    """How much was processed, in what time and how fast: `3.1 MiB in 2.0 s (1.6 MB/s)`."""
+    """Format an amount, its time and the rate: `3.1 MiB in 2.0 s (1.6 MB/s)`."""
     return f"{limits.format_bytes(size)} in {seconds:.1f} s ({size / 1e6 / max(seconds, 1e-3):.1f} MB/s)"
 
 
@@ -246,7 +248,7 @@ Done = TypeVar("Done", bound=_ByteProgress)
 def byte_progress(
     verb: str, describe: Callable[[Done], str], *, quiet: bool
 ) -> Iterator[Callable[[Done], None] | None]:
-    """Show a progress bar over bytes on the terminal; yields None when `quiet`, or when there is no terminal."""
+    """Show a progress bar over bytes on the terminal. Yields None if `quiet`, or if there is no terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -267,7 +269,7 @@ def byte_progress(
 
 @contextlib.contextmanager
 def count_progress(verb: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar over items on the terminal; the callback takes how many are done, and of how many."""
+    """Show a progress bar over items on the terminal. The callback takes the number done and the total number."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

@@ -1,10 +1,12 @@
-"""`headrace trace`: where the time of many ranks went, and their event logs as one trace for Perfetto or
-chrome://tracing.
+"""`headrace trace`: shows where ranks spent their time, and merges their event logs into one trace.
 
-Invariants: files are read and the trace is written line by line, so memory does not grow with them. Every (host,
-process) is one track, named after its rank. Only the result goes to standard output; with --json it is one object.
+The trace is for Perfetto or chrome://tracing.
 
-Failure behaviour: a line that is no event (usually the last one of a killed process) is skipped and counted, and the
+Invariants: files are read, and the trace is written, line by line, so memory does not grow with their size. Every
+process of a host is one track, named after its rank. Only the result goes to standard output; with `--json` it is one
+object.
+
+Failure behaviour: a line that is not an event (usually the last one of a killed process) is skipped and counted. The
 exit code is then 1. A file without a header is refused.
 """
 
@@ -29,7 +31,7 @@ from headrace.dataio.core.tracing import HEADER, VERSION
 LINE_BYTES = 64 << 10
 PROCESSES = 1 << 16
 SHOWN = 16
-"""How many trainers and spans the tables show; --json has all."""
+"""How many trainers and spans the tables show. `--json` prints all."""
 
 
 @command(
@@ -72,9 +74,7 @@ def _output(path: Path | None) -> Iterator[TextIO]:
 
 
 def _lines(processes: list[Process]) -> Iterator[str]:
-    """The tables for people: the trainers that computed the smallest share of their time, and the spans that took
-    most.
-    """
+    """Yield the lines of two tables: the trainers with the lowest goodput, and the spans that took the most time."""
     trainers = trained(processes)
     if trainers:
         yield f"\n{'rank':>5}  {'process':<24} {'seconds':>9} {'waited for data':>16} {'held by save':>13} {'goodput':>8}"
@@ -121,7 +121,7 @@ def _write(out: TextIO, events: Iterable[dict[str, Any]]) -> int:
 
 
 class _Reader:
-    """Reads logs. `tracks` has a number and the sums of each process."""
+    """Reads event logs. `tracks` has the track number and the sums of each process."""
 
     def __init__(self) -> None:
         self.tracks: dict[tuple[str, int], tuple[int, Process]] = {}
@@ -165,12 +165,12 @@ class _Reader:
 
 
 def _whole(value: object) -> int:
-    """A number of a header; 0 if it is no valid one."""
+    """Return a number from a header; 0 if it is invalid."""
     return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0
 
 
 def _printable(value: object) -> str:
-    """A text from a file, made safe for a terminal."""
+    """Make a text from a file safe for a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value)[:200])
 
 

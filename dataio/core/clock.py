@@ -1,8 +1,10 @@
-"""Time as a parameter, so that time-outs, leases and retries are tested without waiting.
+"""Clocks as parameters, so that tests of time-outs, leases and retries do not wait.
 
-Invariant: code that decides by time takes a `Clock`. It takes durations from `monotonic`, and timestamps from `time`.
+Invariant: code that makes a decision by time takes a `Clock`. It measures durations with `monotonic`, and takes
+timestamps from `time`.
 
-Failure behaviour: none."""
+Failure behaviour: none.
+"""
 
 from __future__ import annotations
 

@@ -6,11 +6,12 @@ Invariants:
 * `HEADRACE_CRASH=<name>` or `<name>#<n>` makes the process kill itself with SIGKILL when it reaches that point for the
   first or n-th time, and nowhere else. The name is first appended to the file `HEADRACE_CRASH_MARK`, so that a test can
   assert that its fault took place.
-* With `HEADRACE_HOLD=<name>` the first process that reaches the point writes its name and number to that file, and
-  waits until `<mark>.go` exists. So a test can kill *other* processes at that point.
+* With `HEADRACE_HOLD=<name>`, the first process that reaches the point writes the point's name and its process id to
+  that file. Then it waits until `<mark>.go` exists, for at most `HOLD_SECONDS`. So a test can kill *other* processes
+  while this one is at the point.
 
 Failure behaviour: without these variables a point costs two attribute reads. An undeclared name never fires, so tests
-take names from `declared()`.
+must take names from `declared()`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _declared: dict[str, CrashPoint] = {}
 
 
 class CrashPoint:
-    """Call it where the program reaches the point."""
+    """A crash point. The program calls it when it reaches the point."""
 
     __slots__ = ("_held", "_left", "meaning", "name")
 
@@ -46,7 +47,7 @@ class CrashPoint:
 
 
 def _waits(name: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Hold the first caller at the point; later ones, in this process or another, pass."""
+    """Hold the first caller at the point. Later callers, in this process or another one, pass."""
     mark = environ["HEADRACE_CRASH_MARK"]
     try:
         os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -60,7 +61,7 @@ def _waits(name: str, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def declare(name: str, meaning: str) -> CrashPoint:
-    """Declare the point `name`; `meaning` says what is true of the stored state at this point."""
+    """Declare the point `name`. `meaning` describes the stored state after a crash at this point."""
     if name in _declared:
         raise ValueError(f"crash point {name!r} is declared twice")
     point = _declared[name] = CrashPoint(name, meaning)
@@ -68,7 +69,7 @@ def declare(name: str, meaning: str) -> CrashPoint:
 
 
 def declared() -> dict[str, str]:
-    """Names and meanings of the points of every module imported so far."""
+    """Return the names and meanings of the points of all modules that were imported so far."""
     return {name: point.meaning for name, point in _declared.items()}
 
 

@@ -1,11 +1,11 @@
 """Errors, grouped by what the caller should do about them.
 
 Invariants: every error that Headrace raises on purpose derives from `HeadraceError`. It has a stable `code`, names
-what failed, and gives the next step in `hint`. Secrets are removed from its text. Every `OSError` inside
-`translate_os_errors` leaves it as one of these errors.
+the thing that failed, and has the next step in `hint`. Secrets are removed from its text. `translate_os_errors` turns
+every `OSError` of its block into one of these errors.
 
 Failure behaviour: an error of another type that reaches the command line is a bug, and is reported as one. An errno
-without an entry in the table becomes a plain `HeadraceError` with the system's words.
+without an entry in the table becomes a plain `HeadraceError` with the system's message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MORE_MEMORY = "raise the limit (ulimit -v, the job's or the container's), or giv
 class HeadraceError(Exception):
     """Base of all errors raised on purpose.
 
-    `code` is stable and machine-readable; `exit_code` is what the command line returns for it.
+    `code` is stable and machine-readable. The command line exits with `exit_code`.
     """
 
     code: ClassVar[str] = "error"
@@ -41,7 +41,7 @@ class HeadraceError(Exception):
 
 
 class UsageError(HeadraceError):
-    """The caller's mistake: the same call fails again until the caller changes it."""
+    """The caller made a mistake: the same call fails again until the caller changes it."""
 
     code = "usage"
     exit_code = 2
@@ -54,19 +54,19 @@ class NotFoundError(UsageError):
 
 
 class AccessDeniedError(UsageError):
-    """The credentials are missing, wrong or not allowed to do this."""
+    """The credentials are missing or wrong, or lack the permission."""
 
     code = "access_denied"
 
 
 class RangeError(UsageError):
-    """A range goes past the object's end: the object, or what the reader knows about it, has changed."""
+    """A range goes past the object's end. The object has changed, or the reader has outdated information about it."""
 
     code = "range"
 
 
 class MismatchError(UsageError):
-    """Saved data does not fit its target: a shape, a dataset version, a batch size. Names the field."""
+    """Saved data does not fit its target: a shape, a dataset version, a batch size. The message names the field."""
 
     code = "mismatch"
 
@@ -79,7 +79,7 @@ class TransientError(HeadraceError):
 
 
 class AmbiguousWriteError(TransientError):
-    """A write may or may not have happened, and reading back could not tell. Never reported as success."""
+    """A write may or may not have happened, and reading back did not tell. It is never reported as success."""
 
     code = "ambiguous_write"
 
@@ -101,21 +101,21 @@ class SlowDownError(TransientError):
 
 
 class CorruptionError(HeadraceError):
-    """Stored bytes are not what was written. The damaged bytes are never returned."""
+    """Stored bytes differ from the written ones. The damaged bytes are never returned."""
 
     code = "corruption"
     exit_code = 4
 
 
 class ConflictError(HeadraceError):
-    """Another writer was first; the message names it."""
+    """Another writer was first. The message names that writer."""
 
     code = "conflict"
     exit_code = 5
 
 
 class CapacityError(HeadraceError):
-    """A limit or a full disk: nothing was lost, but this request was not admitted."""
+    """A limit is reached or a disk is full. No data was lost, but this request was refused."""
 
     code = "capacity"
     exit_code = 6
@@ -128,10 +128,10 @@ class UnsupportedError(UsageError):
 
 
 AMBIGUOUS = {errno.EEXIST, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
-"""Errors of `link` that leave open whether it, or another writer's, took effect. Reading back settles it."""
+"""Errors of `link` after which it is unknown whether this link or another writer's exists. Reading the file tells."""
 
 LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Errors that mean that a limit of the process is reached, whatever it was doing."""
+"""Errors that mean that a limit of the process is reached, independent of the operation."""
 
 _REMEDIES: list[tuple[set[int], type[HeadraceError], str]] = [
     ({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, CapacityError, "free space, or raise the quota or the file size limit"),
@@ -152,7 +152,7 @@ _REMEDIES: list[tuple[set[int], type[HeadraceError], str]] = [
 
 @contextlib.contextmanager
 def translate_os_errors(doing: str) -> Iterator[None]:
-    """Turn an `OSError` of the block into a `HeadraceError`. `doing` is for example `writing /data/a`."""
+    """Turn an `OSError` of the block into a `HeadraceError`. `doing` starts its text, for example `writing /data/a`."""
     try:
         yield
     except OSError as error:
@@ -160,7 +160,7 @@ def translate_os_errors(doing: str) -> Iterator[None]:
 
 
 def from_os_error(error: OSError, doing: str) -> HeadraceError:
-    """The `HeadraceError` for an `OSError`."""
+    """Return the `HeadraceError` for an `OSError`."""
     text = f"{doing}: {os.strerror(error.errno) if error.errno else error}"
     for numbers, kind, hint in _REMEDIES:
         if error.errno in numbers:

@@ -2,19 +2,21 @@
 
 Invariants:
 
-* Only the file systems listed in `LOCAL` count as local. An unknown one is treated as remote, which costs one copy at
-  most.
-* A mount point inside another one hides it; of two mounts at one place the later one counts.
-* `write_output` and `write_atomically` give a file its name when all of it is written. A device or pipe
-  (`/dev/stdout`) is written to, and never replaced or removed. Where the name is a link, its target is written.
-* `file_lock` is released when the block ends or the process dies, even if a child forked meanwhile still has the file
-  open.
-* A scratch folder is locked from before it gets its name until it is removed. An unlocked folder has lost its owner:
-  the next scratch folder with the same prefix, user and parent removes it.
+* Only the file systems listed in `LOCAL` count as local. An unknown one is treated as remote, which costs at most one
+  copy.
+* The innermost mount point that contains a path decides its file system. If two mounts have the same mount point, the
+  later one decides.
+* `write_output` and `write_atomically` give a file its name only when it is complete.
+* `write_output` writes directly to a device or pipe (`/dev/stdout`), and never replaces or removes it. If the path is a
+  symbolic link, it replaces the link's target.
+* `file_lock` is released when the block ends or the process dies, even if a child that was forked in the meantime still
+  has the file open.
+* A scratch folder is locked before it gets its name and until it is removed. So the owner of an unlocked folder is
+  dead. The next scratch folder with the same prefix, user and parent removes it.
 
-Failure behaviour: an unknown or unreadable mount table means remote, and on disk. `file_lock` raises `TimeoutError`.
-`private_directory` raises `AccessDeniedError`. The others raise `OSError`, and leave no partial file. Where the file
-system has no locks, stale scratch folders stay.
+Failure behaviour: if the mount table is unknown or unreadable, a path counts as remote and on disk. `file_lock` raises
+`TimeoutError`. `private_directory` raises `AccessDeniedError`. The others raise `OSError`, and leave no partial file.
+On a file system without locks, scratch folders of dead processes are not removed.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def file_system_at(path: str, mounts: str) -> str:
-    """The type of the file system that holds the absolute `path`, according to the text of a mountinfo file; "" if
-    unknown.
+    """Return the type of the file system that has the absolute `path`; "" if unknown.
+
+    `mounts` is the text of a mountinfo file.
     """
     best, kind = -1, ""
     for line in mounts.splitlines():
@@ -63,7 +66,7 @@ def file_system_at(path: str, mounts: str) -> str:
 
 
 def is_local(path: str | os.PathLike[str], mounts: Path = _MOUNTINFO) -> bool:
-    """Whether `path` is on a local file system, so that the kernel's page cache holds what was read from it."""
+    """Whether `path` is on a local file system. The kernel's page cache then has the bytes that were read from it."""
     try:
         return file_system_at(os.path.realpath(path), mounts.read_text("utf-8", "surrogateescape")) in LOCAL
     except OSError:
@@ -71,12 +74,12 @@ def is_local(path: str | os.PathLike[str], mounts: Path = _MOUNTINFO) -> bool:
 
 
 def storage_kind(folder: Path, mounts: Path = _MOUNTINFO) -> str:
-    """Where the folder's bytes are: `memory` or `disk`."""
+    """Return where the folder's bytes are stored: `memory` or `disk`."""
     return "memory" if file_system(folder, mounts) in _IN_MEMORY else "disk"
 
 
 def file_system(folder: Path, mounts: Path = _MOUNTINFO) -> str:
-    """The kernel's name for the folder's file system, found by its device number; "" if unknown."""
+    """Return the kernel's name of the folder's file system, found by its device number; "" if unknown."""
     try:
         device = os.stat(folder).st_dev
         lines = mounts.read_text("utf-8", "replace").splitlines()
@@ -91,7 +94,7 @@ def file_system(folder: Path, mounts: Path = _MOUNTINFO) -> str:
 
 
 def is_special(path: Path) -> bool:
-    """Whether `path` is a device, a pipe or a socket: neither a file nor a folder."""
+    """Whether `path` exists and is neither a regular file nor a folder, but a device, a pipe or a socket."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -101,7 +104,7 @@ def is_special(path: Path) -> bool:
 
 @contextlib.contextmanager
 def write_output(path: Path) -> Iterator[IO[bytes]]:
-    """Open for writing the output file that a user named."""
+    """Open the output file that a user named for writing."""
     if is_special(path):
         with open(path, "wb") as file:
             yield file
@@ -125,7 +128,7 @@ def write_atomically(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]
         else:
             os.link(temporary, path)
     except OSError as error:
-        if error.filename in (temporary, str(temporary)):  # the user does not know the temporary name
+        if error.filename in (temporary, str(temporary)):  # the temporary name means nothing to the user
             error.filename = str(path)
         raise
     finally:
@@ -135,9 +138,7 @@ def write_atomically(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str, place: str | None = None) -> Iterator[str]:
-    """A new empty folder in `place` (default: the system's temporary folder). It is removed with its content at the
-    end.
-    """
+    """Make an empty folder in `place` (default: the system's temporary folder), and remove it with its content."""
     folder = Scratch(prefix, place)
     try:
         yield str(folder.path)
@@ -146,7 +147,7 @@ def scratch_folder(prefix: str, place: str | None = None) -> Iterator[str]:
 
 
 class Scratch:
-    """A temporary folder at `path`, until `remove`."""
+    """A temporary folder at `path`, which exists until `remove` is called."""
 
     def __init__(self, prefix: str, place: str | None = None) -> None:
         place = place or tempfile.gettempdir()
@@ -167,7 +168,7 @@ class Scratch:
 
 
 def _sweep(prefix: str, place: str) -> None:
-    """Remove folders whose owners are dead."""
+    """Remove the folders of dead owners."""
     with contextlib.suppress(OSError), os.scandir(place) as found:
         left = [entry.path for entry in found if entry.name.startswith(prefix)]
         for path in left[:_MAX_SWEPT]:
@@ -218,7 +219,7 @@ def file_lock(path: Path, seconds: float, poll: float) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a forked child may have the file open
+            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough, because a forked child may have the file open
     finally:
         os.close(fd)
 

@@ -1,8 +1,8 @@
 """Optional packages and lazy imports.
 
-Purpose: `pip install headrace` brings what the daemon, the command line and the checkpoint formats need. All other
-packages belong to an extra, and a missing one gives a one-line error that names it (`naming_extras`). `exports` makes
-a package load the modules of its public names on first use, so importing the package costs nothing.
+Purpose: `pip install headrace` installs the packages that the daemon, the command line and the checkpoint formats need.
+All other packages belong to an extra. If one is missing, a one-line error names its extra (`naming_extras`). `exports`
+makes a package load the modules of its public names on first use, so importing the package costs nothing.
 
 Invariants: an import that fails for another reason keeps its own error. A name is looked up in its module on every
 access. A test checks that a package's `__all__` and its imports for type checkers list the same names.
@@ -68,7 +68,7 @@ def naming_extras() -> Iterator[None]:
 def exports(
     package: str, home: Mapping[str, str], load: Callable[[str], ModuleType] = import_module
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Make the `__getattr__` and `__dir__` of a package with lazy public names.
+    """Make the functions `__getattr__` and `__dir__` of a package with lazy public names.
 
     Args:
         package: The package's name, for the error message.

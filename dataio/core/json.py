@@ -1,18 +1,17 @@
 """JSON documents: a strict parser for untrusted text, and a digest inside the document (`seal`).
 
-Purpose: `dataset.json`, version documents and the documents of a checkpoint repository name everything else. No other
-object holds their digest, so each carries its own BLAKE3 digest as its last entry.
+Purpose: `dataset.json`, version documents and the documents of a checkpoint repository name all other objects. No
+object has the digests of these documents, so each document has its own BLAKE3 digest as its last entry.
 
 Invariants:
 
-* `parse_json` returns no NaN, no infinity (`1e999` included), no integer above `limits.JSON_NUMBER_DIGITS` digits and
-  nothing nested deeper than `limits.JSON_DEPTH`. With `unique_names` it also refuses a name that occurs twice in one
-  object.
+* `parse_json` refuses NaN, infinity (`1e999` included), an integer of more than `limits.JSON_NUMBER_DIGITS` digits, and
+  nesting deeper than `limits.JSON_DEPTH`. With `unique_names` it also refuses a name that occurs twice in one object.
 * Depth is checked before any value is built, so memory is bounded by the text's own values.
 * A sealed document is ordinary JSON. The digest covers every byte before its own entry, so fields may be added later.
 
-Failure behaviour: `parse_json` raises `ValueError` with the reason and, where known, the offset; the caller names the
-document. `unseal` raises `CorruptionError` with the document's name, also when the digest is missing.
+Failure behaviour: `parse_json` raises `ValueError` with the reason and, if known, the offset. The caller adds the
+document's name. `unseal` raises `CorruptionError` with the document's name, also when the digest is missing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _END = b"\n}\n"
 
 
 def parse_json(data: bytes, *, max_bytes: int = limits.JSON_DOCUMENT_BYTES, unique_names: bool = False) -> Any:
-    """Parse a UTF-8 JSON document; a byte order mark is allowed.
+    """Parse a UTF-8 JSON document. A byte order mark is allowed.
 
     Args:
         data: The document.
@@ -100,7 +99,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def seal(document: bytes) -> bytes:
-    """Add the digest to `document`, an indented JSON object with at least one entry, whose last line is `}`."""
+    """Add the digest to `document`, an indented JSON object with at least one entry. Its last line must be `}`."""
     body = document.removesuffix(_END)
     if body == document:
         raise ValueError("only an indented JSON object can be sealed")
@@ -108,7 +107,7 @@ def seal(document: bytes) -> bytes:
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether `data` ends in a digest, valid or not."""
+    """Whether `data` ends with a digest, valid or not."""
     return _SEAL.search(data) is not None
 
 

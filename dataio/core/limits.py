@@ -1,8 +1,9 @@
-"""Limits on what is read, sent and waited for, and the parsing of sizes.
+"""Limits on sizes, counts and rates, checks of free memory, and the parsing of sizes.
 
-Invariant: code that parses external data, queues, retries or waits takes its limit from here or from its caller.
+Invariant: code that parses external data, queues, retries or waits has a limit, from this module or from its caller.
 
-Failure behaviour: `parse_bytes` raises `UsageError` with the text."""
+Failure behaviour: `parse_bytes` raises `UsageError` with the text. `check_memory` raises `CapacityError`.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +30,16 @@ SAMPLE_JSON_BYTES = 4 * MIB
 FRAME_PIXELS = 64 * MIB
 """The most pixels of a video frame: 8192x8192. A larger one is never decoded."""
 CLIP_PIXELS = 1 << 37
-"""The most pixels that are decoded for one clip, from the key frame before it on: 35 minutes of 1920x1080 at 30 a
-second.
+"""The most pixels that are decoded for one clip, including the frames from the preceding key frame to its start.
+
+This is enough for 35 minutes of 1920x1080 at 30 frames a second.
 """
 VIDEO_FRAMES = 2_000_000
 """The most frames of one video: 18 hours at 30 frames a second."""
 AUDIO_VALUES = 1 << 32
-"""The most samples of one recording, all channels together: 12 hours of stereo at 48 kHz."""
+"""The most audio samples of one recording, over all channels: 12 hours of stereo at 48 kHz."""
 PROBE_MEMORY_BYTES = 3 * GIB
-"""The most data memory of a process that reads untrusted media."""
+"""The limit on the data segment (RLIMIT_DATA) of a process that reads untrusted media."""
 TAR_HEADER_BYTES = 1 * MIB
 """The most bytes of pax or GNU long-name headers of one tar member."""
 CHECKED_BYTES = 256 * MIB
@@ -46,8 +48,9 @@ WORKERS = 1024
 """The most processes that read media at the same time on one machine."""
 CACHE_BLOCK_BYTES = 4 * MIB
 LEAST_RATE = 64 * KIB
-"""The lowest rate of a network request in bytes per second; a slower one is aborted. Many requests may share a slow
-link.
+"""The lowest rate of a network request in bytes per second. A slower request is aborted.
+
+It is low because many requests may share a slow link.
 """
 MESSAGE_BYTES = 64 * KIB
 """The largest message on the sidecar's socket."""
@@ -63,7 +66,7 @@ def memory_bytes() -> int:
 
 
 def free_memory() -> int:
-    """Bytes of memory that are free on this machine, at most what its container allows."""
+    """Return the bytes of memory that are free on this machine, at most the limit of its container."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = sum(int(lines[name].split()[0]) * KIB for name in ("MemAvailable", "SwapFree") if name in lines)
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
@@ -72,7 +75,7 @@ def free_memory() -> int:
 
 
 def check_memory(size: int, what: str) -> None:
-    """Raise `CapacityError` if `what` needs more memory than is free; stored data may claim any size."""
+    """Raise `CapacityError` if `what` needs more memory than is free. Stored data may claim any size."""
     if size > CHECKED_BYTES and size > (free := free_memory()):
         raise CapacityError(
             f"{what} takes {format_bytes(size)} of memory, and {format_bytes(free)} are free", hint=MORE_MEMORY
@@ -80,7 +83,7 @@ def check_memory(size: int, what: str) -> None:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in a size such as `4MiB`, `256M` (both binary), `1.5GB` (decimal) or `1048576`."""
+    """Parse a size such as `4MiB`, `256M` (both binary), `1.5GB` (decimal) or `1048576`, and return it in bytes."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _UNITS:
         raise UsageError(f"{text!r} is not a size", hint="write for example 64MiB, 1.5GB or 1048576")
@@ -88,12 +91,12 @@ def parse_bytes(text: str) -> int:
 
 
 def counted(n: int, what: str) -> str:
-    """A count for people: "1 file", "2 files"."""
+    """Format a count: "1 file", "2 files"."""
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def format_bytes(n: float) -> str:
-    """A size for people: three digits and a binary unit."""
+    """Format a size with a binary unit: "512 B", "1.5 KiB", "200 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:
             return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"

@@ -1,11 +1,14 @@
-"""Logging: standard library loggers under `headrace`, without secrets and terminal escapes, tracebacks included.
+"""Logging: loggers of the standard library under `headrace`. Secrets and terminal escapes are removed from all text.
 
-Invariants: importing Headrace changes nothing in the application's logging. Only `setup`, used by the command line and
-the daemon, installs a handler. The logger itself removes secrets, so that also holds for the application's handlers.
-One line of the program logs at most `RECORDS` records in `SECONDS`; the next record says how many were dropped. So
-clients that are refused a thousand times a second do not fill the disk.
+Invariants:
 
-Failure behaviour: `warn_once` remembers a limited number of messages, and is silent beyond it.
+* Importing Headrace changes nothing in the application's logging. Only `setup`, which the command line and the daemon
+  call, installs a handler.
+* The logger itself removes secrets, from tracebacks too, so the application's handlers do not get them either.
+* One line of the program logs at most `RECORDS` records of level INFO or above in `SECONDS`. The next record has the
+  number of dropped ones. So a client that is refused a thousand times a second does not fill the disk.
+
+Failure behaviour: `warn_once` remembers a limited number of messages. Further messages are not logged.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class _Redacting(logging.Filter):
             if line.logged > RECORDS:
                 return False
         record.msg, record.args = printable(redact(record.getMessage())), ()
-        if record.exc_info:  # handlers print this text instead of formatting the traceback themselves
+        if record.exc_info:  # handlers print this text and do not format the traceback again
             record.exc_text = printable(redact(_FORMATTER.formatException(record.exc_info)))
         if left_out > 0:
             record.msg += f" ({left_out} more like this were dropped)"
@@ -48,14 +51,14 @@ class _Redacting(logging.Filter):
 
 @dataclass(slots=True)
 class _Line:
-    """How often a line was logged in the current interval, and when the interval ends."""
+    """How many records one line has logged in the current interval, and when the interval ends."""
 
     logged: int = 0
     until: float = 0.0
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger `name`, usually `__name__`. It is below `headrace` even if the name is `__main__`."""
+    """Return the logger `name`, usually `__name__`. It is below `headrace` even if the name is `__main__`."""
     logger = logging.getLogger(name if name.startswith(f"{_ROOT}.") else f"{_ROOT}.{name}")
     if not any(isinstance(f, _Redacting) for f in logger.filters):
         logger.addFilter(_Redacting())
@@ -69,7 +72,7 @@ class _RedactingText(logging.Filter):
 
 
 def redact_loggers(*names: str) -> None:
-    """Redact what other libraries log under these names: botocore writes whole requests, with their session tokens."""
+    """Remove secrets from the loggers of other libraries. botocore logs whole requests, with their session tokens."""
     for logger in map(logging.getLogger, names):
         if not any(isinstance(one, _RedactingText) for one in logger.filters):
             logger.addFilter(_RedactingText())

@@ -1,9 +1,9 @@
-"""Headrace's metrics in one registry, by Prometheus conventions.
+"""Headrace's metrics in one registry, with names by the conventions of Prometheus.
 
-Invariant: every metric is declared in this file with its unit in its name. Label values come from small fixed sets
-(never a key, a URL or a step), so that the number of series is bounded.
+Invariant: every metric is declared in this file, with its unit in its name. Label values are from small fixed sets
+(never a key, a URL or a step), so the number of time series is bounded.
 
-Failure behaviour: counting never raises for a declared label set.
+Failure behaviour: counting never raises for a declared set of labels.
 """
 
 from __future__ import annotations

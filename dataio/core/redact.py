@@ -1,8 +1,9 @@
 """Removes secrets from every text that leaves the process: errors, logs, reprs, metrics, manifests.
 
-Invariant: `redact` is idempotent, and does not change the text around a secret. In doubt it hides too much.
+Invariant: `redact` is idempotent, and does not change the text around a secret. If in doubt, it hides too much.
 
-Failure behaviour: none; it is a pure function of its text."""
+Failure behaviour: none. `redact` depends only on its text.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ _SECRET_NAME = (
 
 
 def redact(text: str) -> str:
-    """`text` with anything that looks like a secret replaced by `***`."""
+    """Replace everything in `text` that looks like a secret by `***`."""
     for _ in range(_PASSES):  # hiding one part may make its neighbour look like a secret
         before = text
         for pattern, replacement in _PATTERNS:
@@ -56,29 +57,29 @@ def redact(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with terminal escapes and other unprintable characters replaced by `?`."""
+    """Replace terminal escapes and other unprintable characters in `text` by `?`."""
     return text if text.isprintable() else "".join(c if c.isprintable() or c in "\t\n" else "?" for c in text)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether an option of this name holds a secret."""
+    """Whether the value of an option with this name is a secret."""
     return bool(re.search(_SECRET_NAME, name))
 
 
 def without_secrets(options: Mapping[str, object]) -> dict[str, object]:
-    """A copy of nested `options` without the secret entries; safe to send, log or store."""
+    """Copy nested `options` without the secret entries. The copy is safe to send, log or store."""
     return {name: _without(value) for name, value in options.items() if not _is_secret(name, value)}
 
 
 def has_secrets(options: Mapping[str, object]) -> bool:
-    """Whether nested `options` hold a secret anywhere."""
+    """Whether nested `options` contain a secret at any level."""
     return any(_is_secret(name, value) for name, value in options.items()) or any(
         has_secrets(one) for value in options.values() for one in _mappings(value)
     )
 
 
 def _is_secret(name: str, value: object) -> bool:
-    """Whether the name or the value is a secret: also a URL with a password, or a list that contains one."""
+    """Whether `name` is the name of a secret, or `value` contains one, for example a URL with a password."""
     if is_secret_name(str(name)):
         return True
     if isinstance(value, list | tuple | set | frozenset):

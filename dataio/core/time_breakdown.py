@@ -1,9 +1,10 @@
-"""Where time went, from event logs: sums per process and per span. No I/O.
+"""The time breakdown of event logs: sums for each process and each span. It does no I/O.
 
-Purpose: each trainer's goodput after the fact and without a daemon, and which spans took how long in which process.
+Purpose: to compute each trainer's goodput after a run, without a daemon, and how long each span took in each process.
 
-Invariants: memory does not grow with the number of events, and at most `NAMES` names are told apart. A trainer's time
-runs from its first wait for a batch, or save, to its last. The time between two of them counts as computing.
+Invariants: memory does not grow with the number of events. At most `NAMES` names are counted separately. A trainer's
+time runs from the start of its first wait for a batch, or save, to the end of its last one. The time between them
+counts as computing.
 
 Failure behaviour: names above the limit count as "others". A process that neither loaded nor saved has no goodput.
 """
@@ -20,7 +21,7 @@ WAIT, SAVE = "loader.wait", "save"
 
 @dataclass(slots=True)
 class Sum:
-    """The spans of one name: how many, and their microseconds."""
+    """The spans of one name: their number, and their total and longest duration in microseconds."""
 
     count: int = 0
     total: int = 0
@@ -54,7 +55,7 @@ class Process:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first wait or save to the end of the last; 0 for a process that does not train."""
+        """Seconds from the start of the first wait or save to the end of the last; 0 if the process did not train."""
         return 0.0 if self.first is None else (self.last - self.first) / 1e6
 
     def share(self, name: str) -> float | None:
@@ -63,7 +64,7 @@ class Process:
 
     @property
     def goodput(self) -> float | None:
-        """The share of its time in which it neither waited for data nor for a save."""
+        """The share of the process's time in which it waited neither for data nor for a save."""
         waited, saved = self.share(WAIT), self.share(SAVE)
         return None if waited is None or saved is None else max(0.0, 1 - waited - saved)
 
@@ -86,7 +87,7 @@ def trained(processes: list[Process]) -> list[Process]:
 
 
 def by_name(processes: list[Process]) -> dict[str, tuple[Sum, Process]]:
-    """For each name the sum over all processes, and the process with the largest sum; the largest first."""
+    """Return the sum over all processes for each name, and the process with the largest sum; the largest sum first."""
     found: dict[str, tuple[Sum, Process]] = {}
     for process in processes:
         for name, own in process.spans.items():

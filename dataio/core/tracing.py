@@ -1,17 +1,17 @@
-"""Named spans of time: ranges for NVIDIA's profilers, an event log in files, and OpenTelemetry.
+"""Tracing: named spans, as ranges for NVIDIA's profilers, in an event log, and for OpenTelemetry.
 
 Purpose: `with span("loader.wait", batch=7): ...` writes to each of these that is active:
 
-* NVTX ranges, where the package nvtx is installed and the process runs under a profiler or imported nvtx itself.
+* NVTX ranges, if the package nvtx is installed and the process runs under a profiler or has imported nvtx itself.
   NVTX_DISABLE turns them off.
-* One line of JSON in `$HEADRACE_EVENTS/rank-<rank>-<pid>.jsonl`, where that variable names a directory.
+* One line of JSON in `$HEADRACE_EVENTS/rank-<rank>-<pid>.jsonl`, if that variable names a directory.
 * An OpenTelemetry span. The application's own SDK is used if it has one. Otherwise, if `OTEL_EXPORTER_OTLP_ENDPOINT`
   (or `…_TRACES_ENDPOINT`) is set, an exporter sends batches by OTLP over HTTP. OTEL_SDK_DISABLED=true turns it off.
 
-`context()` gives the current span as a W3C `traceparent`; another process passes it to `record`.
+`context()` returns the current span as a W3C `traceparent`. Another process passes it to `record`.
 
 Invariants: if none is active, a span costs one call, allocates nothing and imports no package. A process keeps at
-most two event files of `FILE_BYTES`: the newest and, as `….1`, the one before it.
+most two event files of `FILE_BYTES`: the newest one and, as `….1`, the previous one.
 
 Failure behaviour: a span never raises, and never hides an error of its block. An event log that cannot be written
 gives one warning and stops. Missing OpenTelemetry packages give one warning. A collector that does not answer fills
@@ -49,7 +49,7 @@ PROFILERS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
 """NVIDIA's tools set one of these in the environment of a process that they profile."""
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 EXIT_SECONDS = 2.0
-"""How long the end of the process waits for the collector."""
+"""How long a process waits for the collector when it exits."""
 _PARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 _log = get_logger(__name__)
@@ -58,7 +58,7 @@ Value = int | float | str
 
 
 class EventLog:
-    """Appends spans to this process's file. Safe between threads. A forked child writes its own file."""
+    """Appends spans to this process's file. Thread-safe. A forked child writes its own file."""
 
     def __init__(self, directory: str, rank: str = "0", file_bytes: int = FILE_BYTES) -> None:
         self._directory, self._limit = Path(directory), file_bytes
@@ -102,7 +102,7 @@ class EventLog:
 
 
 class Tracer:
-    """Sends spans to every active destination. The environment decides once which those are."""
+    """Sends spans to every active destination. The environment variables are read once, when it is created."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         directory = environ.get("HEADRACE_EVENTS")
@@ -113,7 +113,7 @@ class Tracer:
 
     @cached_property
     def _nvtx(self) -> Any:
-        """The nvtx module; None where no profiler would see the ranges. Looked up at the first span."""
+        """The nvtx module; None if no profiler would see the ranges. It is looked up at the first span."""
         return _find_nvtx() if not self._disabled and (self._profiled or "nvtx" in sys.modules) else None
 
     @property
@@ -183,7 +183,7 @@ def record(name: str, began: float, seconds: float, parent: str = "", *, error: 
         name: The span's name.
         began: Start, in Unix time.
         seconds: Duration.
-        parent: The asking process's `context()`.
+        parent: The `context()` of the process that asked for the work.
         error: The error's name; "" for success.
         about: Attributes, as for `span`.
     """
@@ -245,7 +245,7 @@ class OpenTelemetry:
 
 
 def find_opentelemetry(environ: Mapping[str, str]) -> OpenTelemetry | None:
-    """The application's tracer or our own exporter; None if neither is configured."""
+    """Return the application's tracer, or one with our own exporter; None if neither is configured."""
     exported = any(environ.get(name) for name in ENDPOINTS)
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or not (
         exported or "opentelemetry.sdk.trace" in sys.modules
@@ -265,7 +265,7 @@ def find_opentelemetry(environ: Mapping[str, str]) -> OpenTelemetry | None:
 
 
 def _exporting(sdk: Any, environ: Mapping[str, str]) -> Any:
-    """A provider of our own. It does not become the process's global one."""
+    """Make our own provider. It does not become the global provider of the process."""
     exporter = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
     resources = importlib.import_module("opentelemetry.sdk.resources")
     batches = importlib.import_module("opentelemetry.sdk.trace.export").BatchSpanProcessor
@@ -277,9 +277,10 @@ def _exporting(sdk: Any, environ: Mapping[str, str]) -> Any:
 
 
 class _ExitFlush:
-    """Sends the remaining spans at exit, for at most `EXIT_SECONDS`; the SDK alone would try for half a minute.
+    """Sends the remaining spans at exit, for at most `EXIT_SECONDS`. The SDK alone would try for half a minute.
 
-    Its thread starts early, because Python 3.12.0 to 3.12.2 start no thread at exit. A forked process has to try then.
+    Its thread starts early, because Python 3.12.0 to 3.12.2 cannot start a thread at exit. A forked process has no such
+    thread, so it tries to start one at exit.
     """
 
     def __init__(self, provider: Any) -> None:

@@ -1,10 +1,10 @@
-"""The store contract as tests to inherit, for Headrace's back ends and for others.
+"""The store contract as tests that a test class inherits, for Headrace's back ends and for others.
 
-Use: subclass `StoreConformance` in a test module with two fixtures: `store` (an empty, open store) and `store_url`
-(with which `open_store` finds the same store from another process). Subclass `StoreMachine` with `open_empty` for the
-stateful comparison with a model.
+Use: subclass `StoreConformance` in a test module with two fixtures. `store` is an empty, open store. `store_url` is a
+URL from which `open_store` opens the same store in another process. Subclass `StoreMachine` and implement `open_empty`
+to compare a store with a model under random operations.
 
-Invariant: each test is a sentence of `headrace.dataio.store.base`.
+Invariant: each test checks a sentence of `headrace.dataio.store.base`.
 
 Failure behaviour: a store that breaks the contract fails a test.
 """
@@ -49,7 +49,7 @@ ODD_KEYS = [
 
 
 def some_bytes(n: int, seed: int = 0) -> bytes:
-    """`n` random bytes, the same for the same `seed`."""
+    """Return `n` random bytes, the same for the same `seed`."""
     return random.Random(seed).randbytes(n)
 
 
@@ -338,7 +338,7 @@ class StoreConformance:
 
 
 class _writer(subprocess.Popen[bytes]):
-    """`headrace.dataio.testing.writer` with these arguments; killed at the end of a `with` block."""
+    """A process that runs `headrace.dataio.testing.writer` with these arguments."""
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "headrace.dataio.testing.writer", *arguments]
@@ -359,7 +359,7 @@ _BODIES = st.binary(max_size=200)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Random operations on a store and on a dictionary, which must agree after each of them."""
+    """Applies random operations to a store and to a dictionary, which must agree after each operation."""
 
     keys: Bundle[str] = Bundle("keys")
 

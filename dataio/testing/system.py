@@ -1,10 +1,11 @@
-"""Faults of the operating system for tests: an fsync that fails once, a clock that jumps, a stopped process. Also a manual
-clock.
+"""Faults of the operating system for tests: an fsync that fails, a clock that jumps, a stopped process.
+
+The module also has a manual clock.
 
 Invariants: each fault ends with its block. `failing_fsync` and `clock_jump` affect all threads of this process, and no
 other process. The list that they yield shows whether the fault took place. Both times of `ManualClock` move when `now`
-changes or a caller sleeps. `ahead` moves `time` alone, as setting a clock does. `time` and `monotonic` differ widely, so
-that a test notices a stamp that is used as a duration.
+changes or a caller sleeps. `ahead` moves only `time`, as setting the system's clock does. The values of `time` and
+`monotonic` differ widely, so that a test notices a timestamp that is used as a duration.
 
 Failure behaviour: `stopped` raises `ProcessLookupError` if there is no such process.
 """
@@ -24,9 +25,9 @@ _STOP_SECONDS = 10.0
 
 @contextlib.contextmanager
 def failing_fsync(path: str, *, times: int = 1) -> Iterator[list[str]]:
-    """Let the next `times` calls of `os.fsync` on files whose path contains `path` fail with EIO.
+    """Let the next `times` calls of `os.fsync` fail with EIO, for files with `path` in their path.
 
-    Later calls succeed, because the kernel reports a lost write once. Yields the paths of the failed calls.
+    Later calls succeed, because the kernel reports a lost write only once. Yields the paths of the failed calls.
     """
     real, failed = os.fsync, list[str]()
 
@@ -59,7 +60,7 @@ def clock_jump(seconds: float) -> Iterator[list[float]]:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Stop the process (SIGSTOP), so that it looks hung to others, and continue it afterwards (SIGCONT)."""
+    """Stop the process (SIGSTOP) for the block, so that it looks hung to others, then continue it (SIGCONT)."""
     os.kill(pid, signal.SIGSTOP)
     try:
         until = time.monotonic() + _STOP_SECONDS
@@ -81,7 +82,7 @@ _EPOCH = 1_000_000.0
 
 
 class ManualClock:
-    """A `Clock` whose sleepers wake at once. `pauses` are the seconds that they asked for."""
+    """A `Clock` with a `sleep` that returns at once. `pauses` has the seconds of each sleep."""
 
     def __init__(self) -> None:
         self.now, self.ahead = 1000.0, 0.0

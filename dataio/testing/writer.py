@@ -1,11 +1,12 @@
-"""A writer in its own process, for tests that race or kill it.
+"""A writer in its own process, for tests that race writers or kill one.
 
-    python -m headrace.dataio.testing.writer race URL KEY BODY     waits for a line, writes if absent, prints True or
-    False
-    python -m headrace.dataio.testing.writer stream URL KEY        writes a large object slowly, prints each part's
-    number
+    python -m headrace.dataio.testing.writer race URL KEY BODY
+    python -m headrace.dataio.testing.writer stream URL KEY
 
-Failure behaviour: an error ends it with a traceback; it is a tool of tests only.
+`race` prints `ready`, waits for a line, calls `put_if_absent`, and prints True or False. `stream` writes a large object
+slowly, and prints the number of each part.
+
+Failure behaviour: an error ends the process with a traceback. Only tests use it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _PARTS = 64
 
 
 def main(argv: list[str]) -> None:
-    """Run one of the two commands."""
+    """Run one of the two commands, `race` or `stream`."""
     command, url, key = argv[:3]
     with open_store(url) as store:
         if command == "race":

@@ -1,5 +1,9 @@
-"""Runs real code in virtual time: many processes in one, on a store with latency and faults, repeatable by a seed.
+"""Simulation: runs real code of many processes in virtual time, on a store with latency and faults.
 
-Module by module: `scheduler` has virtual time and tasks, `threads` stands in for the threads, queues and pools that real
-code starts, `store` is the object store, and `collectives` stands in for the ranks' process group.
+One seed repeats one history.
+
+* `scheduler` has virtual time and tasks.
+* `threads` replaces the threads, queues and pools that real code starts.
+* `store` is the object store.
+* `collectives` replaces the process group of the ranks.
 """

@@ -1,11 +1,11 @@
-"""Stands in for the ranks' process group: every rank waits for the others, in virtual time.
+"""A process group in virtual time: in every exchange, each rank waits for all others.
 
-Purpose: the `Ranks` of a simulated job, for code that agrees, gathers tables or exchanges parts between ranks.
+Purpose: the `Ranks` of a simulated job, for code that makes a common decision, gathers tables or exchanges parts.
 
 Invariants: every rank of a group takes part in every exchange, in the same order. An exchange takes `latency` seconds
-for each doubling of the number of ranks, and the time that its largest message needs at `bandwidth`.
+for each doubling of the number of ranks, plus the time that the bytes received by one rank need at `bandwidth`.
 
-Failure behaviour: when a rank does not come within `timeout` seconds, the others raise `TransientError`.
+Failure behaviour: if a rank does not arrive within `timeout` seconds, the others raise `TransientError`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class _Round:
-    """One exchange: what each rank gave, and what each gets."""
+    """One exchange: the input of each rank, and the result, which is the same for all ranks."""
 
     ready: Signal
     given: dict[int, object] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class _Round:
 
 
 class Group:
-    """A process group of `world_size` ranks. `bytes`: the most bytes that one rank has received so far."""
+    """A process group of `world_size` ranks. `bytes` is the most that one rank has received in one exchange so far."""
 
     def __init__(
         self,
@@ -51,7 +51,10 @@ class Group:
         self._done = [0] * world_size
 
     def exchange(self, rank: int, given: T, combine: Callable[[Sequence[T]], R], received: Callable[[R], int]) -> R:
-        """Give `given`; every rank gets `combine` of what all gave. `received`: bytes that one rank receives."""
+        """Contribute `given`, and return `combine` of the contributions of all ranks, in the order of ranks.
+
+        `received` computes from the result how many bytes one rank receives.
+        """
         number = self._done[rank]
         self._done[rank] += 1
         here = self._rounds.setdefault(number, _Round(Signal(self._simulation)))
@@ -72,27 +75,27 @@ class Group:
 
 
 class SimulatedRanks:
-    """What `headrace.checkpoint.ranks.Ranks` offers, for one rank of a `Group`."""
+    """Implements `headrace.checkpoint.ranks.Ranks` for one rank of a `Group`."""
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self.rank, self.world_size = group, rank, group.world_size
 
     def gather(self, table: bytes) -> list[bytes]:
-        """Every rank's table, by rank."""
+        """Return the tables of all ranks, in the order of ranks."""
         return self._group.exchange(self.rank, table, list, lambda all_: sum(map(len, all_)))
 
     all = gather
 
     def maximum(self, sent: bytes) -> bytes:
-        """The maximum over all ranks, byte by byte."""
+        """Return the maximum over all ranks, byte by byte."""
         return self._group.exchange(self.rank, sent, _maximum, len)
 
     def broadcast(self, sent: bytes) -> bytes:
-        """Rank 0's bytes."""
+        """Return rank 0's bytes."""
         return self._group.exchange(self.rank, sent, lambda given: given[0], len)
 
     def all_to_all(self, sent: Sequence[bytes]) -> list[bytes]:
-        """Send `sent[r]` to rank r; returns what each rank sent to this one."""
+        """Send `sent[r]` to rank r, and return the bytes that each rank sent to this one."""
         given = self._group.exchange(
             self.rank, sent, list, lambda all_: max(sum(len(part) for part in parts) for parts in all_)
         )

@@ -1,21 +1,21 @@
-"""Virtual time: tasks that run one at a time in one thread, and a heap of wake-ups.
+"""The scheduler of the simulation: virtual time, and tasks that run one at a time in one thread.
 
-Purpose: code that sleeps, waits for a store or for other processes runs unchanged, in no more real time than its own
-CPU takes. The order of events that fall on the same moment is drawn from a seed, so one seed repeats one history.
+Purpose: code that sleeps, or waits for a store or other processes, runs unchanged, and takes no more real time than its
+own CPU time. The order of events at the same virtual time is drawn from a seed, so one seed repeats one history.
 
-Tasks are greenlets: switching between them costs about a microsecond, and sixteen thousand of them fit one process.
+Tasks are greenlets: a switch between them costs about a microsecond, and one process can have sixteen thousand of them.
 
 Invariants:
 
 * A task runs until it sleeps or waits, so code between two requests is never interrupted.
-* `now` never goes back. With `charge_cpu` the CPU time of a task passes for it as virtual time; histories are then not
-  repeatable by their seed.
-* A process that is killed has no further effect: each of its tasks gets `Killed` where it waits, and again at every
-  later wait, so its clean-up code cannot write.
+* `now` never goes back. With `charge_cpu`, the CPU time of a task counts as virtual time. A seed then does not repeat
+  its history.
+* A killed process has no further effect: each of its tasks gets `Killed` where it waits, and again at every later wait.
+  So its clean-up code cannot write.
 
-Failure behaviour: `run` raises `StuckError` if tasks are left that nothing can wake, or if `limit` seconds of virtual
-time are over: a wait without end is found, not waited for. An exception that leaves a task is kept in `Task.error`. A
-task that takes a real lock which another task holds while it waits stops the whole program.
+Failure behaviour: `run` raises `StuckError` if tasks are left that nothing can wake, or if virtual time exceeds `limit`
+seconds. So an endless wait is reported and does not hang the test. An exception of a task is kept in `Task.error`. If a
+task waits for a real lock that another waiting task holds, the whole program hangs.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class Killed(BaseException):
 
 
 class StuckError(AssertionError):
-    """Tasks are left that nothing wakes, or virtual time has reached its limit."""
+    """Tasks are left that nothing can wake, or virtual time has reached its limit."""
 
 
 @dataclass(eq=False)
 class Process:
-    """What is killed together. `cpu`: seconds of CPU of its tasks so far. `requests`: requests to stores so far.
+    """A simulated process: a group of tasks that are killed together.
 
-    `paused_until`: no task of it runs before this moment.
+    `cpu` is the CPU time of its tasks so far, in seconds. `requests` is the number of its requests to stores so far. No
+    task of it runs before the virtual time `paused_until`.
     """
 
     name: str
@@ -58,9 +59,10 @@ class Process:
 
 @dataclass(eq=False)
 class Task:
-    """One thread of a process. `result` or `error` is set when `ended` is.
+    """One thread of a simulated process. `result` or `error` is set before `ended` is.
 
-    `wait` is the number of the current wait; a wake-up for an earlier wait is ignored. `woken`: by `wake`, not by time.
+    `wait` is the number of the current wait. A wake-up for an earlier wait is ignored. `woken` tells whether `wake`
+    ended the wait, and not the time-out.
     """
 
     process: Process
@@ -110,7 +112,7 @@ class Simulation:
         self.clock: Clock = _VirtualClock(self)
         self.tasks: list[Task] = []
         self.task: Task | None = None
-        """The task that runs; None outside of all tasks."""
+        """The current task; None outside of all tasks."""
         self._measure, self._charge, self._limit = measure_cpu or charge_cpu, charge_cpu, limit
         self._heap: list[_Event] = []
         self._count = 0
@@ -122,7 +124,7 @@ class Simulation:
 
     @property
     def process(self) -> Process:
-        """The process of the current task; a process of its own for code outside of all tasks."""
+        """The process of the current task. Code outside of all tasks has a separate process."""
         return self.task.process if self.task is not None else self._outside
 
     def start(
@@ -133,7 +135,7 @@ class Simulation:
         name: str = "",
         at: float = 0.0,
     ) -> Task:
-        """Start a task `at` this many seconds from now, in `process` or else in the caller's one."""
+        """Start a task `at` seconds from now, in `process` (default: the caller's process)."""
         task = Task(process or self.process, name or getattr(work, "__name__", "task"), Signal(self))
         task.greenlet = greenlet.greenlet(lambda: self._body(task, work, args))
         self.tasks.append(task)
@@ -141,7 +143,7 @@ class Simulation:
         return task
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
-        """Call `act`, which must not wait, after this many seconds."""
+        """Call `act` after `seconds`. It must not wait."""
         self._push(self.now + seconds, act)
 
     def kill(self, process: Process) -> None:
@@ -152,7 +154,7 @@ class Simulation:
                 self._push(self.now, task)
 
     def pause(self, process: Process, seconds: float) -> None:
-        """Stop a process for this many seconds, as SIGSTOP and SIGCONT do. What it has sent is still applied."""
+        """Stop a process for `seconds`, as SIGSTOP and SIGCONT do. Requests that it has sent are still applied."""
         process.paused_until = self.now + seconds
 
     def wake(self, task: Task) -> None:
@@ -164,13 +166,13 @@ class Simulation:
     # in a task
 
     def sleep(self, seconds: float) -> None:
-        """Let this many seconds pass for the current task. Outside of all tasks, time does not pass."""
+        """Let `seconds` pass for the current task. Outside of all tasks, time does not pass."""
         if self.task is not None:
             self._push(self.now + self._spent() + max(seconds, 0.0), self.task)
             self._switch(self.task)
 
     def park(self, timeout: float | None = None) -> bool:
-        """Wait until `wake` is called on the current task; False when `timeout` seconds are over first."""
+        """Wait until `wake` is called for the current task. Returns False if `timeout` seconds pass first."""
         task = self.task
         if task is None:
             raise RuntimeError("only a task of the simulation can wait")
@@ -184,7 +186,7 @@ class Simulation:
     # from outside
 
     def run(self) -> None:
-        """Run until all tasks have ended. Tasks may be started before and meanwhile."""
+        """Run until all tasks have ended. Tasks may be started before and during the run."""
         self._hub = greenlet.getcurrent()
         try:
             self._loop()
@@ -213,7 +215,7 @@ class Simulation:
 
     def _resume(self, task: Task) -> None:
         assert task.greenlet is not None
-        task.greenlet.parent = self._hub  # where it ends, not in the task that started it
+        task.greenlet.parent = self._hub  # control returns here at its end, not to the task that started it
         task.wait += 1
         self.task = task
         if self._measure:
@@ -224,7 +226,7 @@ class Simulation:
             self.task = None
 
     def _switch(self, task: Task) -> None:
-        """Give control back; returns when the task is resumed."""
+        """Return control to the scheduler. Returns when the task is resumed; raises `Killed` if its process is dead."""
         assert self._hub is not None
         if task.process.alive:
             self._hub.switch()
@@ -243,7 +245,7 @@ class Simulation:
         task.ended.set()
 
     def _spent(self) -> float:
-        """Account the current task's CPU time since its last wait; returns how much of it passes as virtual time."""
+        """Add the CPU time since the current task's last wait. Returns how much of it counts as virtual time."""
         if not self._measure:
             return 0.0
         now = time.thread_time()
@@ -257,7 +259,7 @@ class Simulation:
         heapq.heappush(self._heap, (at, self.random.random(), self._count, what, wait))
 
     def _abandon(self) -> None:
-        """End the tasks that are left, and forget those that ended well."""
+        """End the tasks that are left, and keep only those with an error."""
         self._heap.clear()
         for task in self.tasks:
             task.process.alive = task.done and task.process.alive
@@ -269,7 +271,7 @@ class Simulation:
 
 
 class Signal:
-    """Tasks wait for it until it is set, once and for all."""
+    """An event that is set once and never cleared. Tasks wait for it."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -283,7 +285,7 @@ class Signal:
             self._simulation.wake(task)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds; whether it is set."""
+        """Wait until it is set, at most `timeout` seconds. Returns whether it is set."""
         if not self.is_set:
             task = self._simulation.task
             assert task is not None

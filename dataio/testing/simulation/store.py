@@ -1,16 +1,19 @@
-"""An object store in virtual time: latency, a limit of requests a second, and answers that are lost, late or doubled.
+"""An object store in virtual time: latency, a rate limit, lost responses, and requests that are applied late or twice.
 
-Purpose: many processes of a simulation share one `Bucket`. It keeps the contract of `headrace.dataio.store.base`, and
-does what a real store may do to a client that gave up: apply its request minutes later, or twice.
+Purpose: many processes of a simulation share one `Bucket`. It keeps the contract of `headrace.dataio.store.base`. Like
+a real store, it may apply a request minutes after its client has given up, or apply it twice.
 
 Invariants:
 
-* Each request is applied at one moment, half its latency after it was sent. Reads see everything that was applied.
-* A write whose answer is lost is read back, as real back ends do, so `put_if_absent` has one winner.
-* The seed of the simulation draws every fault. `fired` counts them.
+* Each request is applied at one moment, half its latency after it was sent, plus its wait for the rate limit. Reads see
+  everything that was applied before.
+* If a conditional write fails, the client reads the object back, as real back ends do. So `put_if_absent` has one
+  winner.
+* Every fault is drawn from the seed of the simulation. `fired` counts them.
 
-Failure behaviour: `TransientError` for a lost or refused request, after `Faults.patience` seconds. A killed process gets
-no answer, but what it has sent may still be applied.
+Failure behaviour: a refused request raises `TransientError` when it reaches the store. A lost or late one raises it
+after `Faults.patience` more seconds. A killed process gets no response, but requests that it has sent may still be
+applied.
 """
 
 from __future__ import annotations
@@ -38,18 +41,22 @@ from headrace.dataio.store.base import (
 from headrace.dataio.testing.simulation.scheduler import Simulation
 
 PAGE = 1000
-"""Keys of one answer to a listing."""
+"""The most keys in one response to a listing."""
 _TRIES = 3
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Shares of requests, each from 0 to 1, that meet a fault.
+    """The probabilities of the faults of a request, each from 0 to 1.
 
-    `refused`: not applied, an error at once. `lost`: applied, the answer is lost. `late`: the client gives up, and the
-    request is applied up to `late_seconds` later. `twice`: applied at once, and again up to `late_seconds` later.
-    `patience`: seconds until a client gives up.
+    Attributes:
+        refused: The request is not applied, and raises an error at once.
+        lost: The request is applied, and its response is lost.
+        late: The client gives up, and the request is applied up to `late_seconds` later. Writes only.
+        twice: The request is applied at once, and again up to `late_seconds` later. Writes only.
+        late_seconds: The longest delay of `late` and `twice`, in seconds.
+        patience: Seconds until a client gives up.
     """
 
     refused: float = 0.0
@@ -61,13 +68,13 @@ class Faults:
 
 
 class Bucket:
-    """The objects, and how the store answers.
+    """The server side of the store: its objects, its latency and its faults.
 
     Args:
-        simulation: Its time and its seed.
-        latency: Seconds from a request to its answer.
-        rate: The most requests a second; 0 for no limit.
-        faults: The faults of every request. May be replaced at any moment.
+        simulation: Gives the time and the random numbers.
+        latency: Seconds from a request to its response.
+        rate: The most requests per second; 0 for no limit.
+        faults: The probabilities of faults. The attribute may be replaced at any time.
     """
 
     def __init__(
@@ -82,10 +89,10 @@ class Bucket:
         self.bytes: Counter[str] = Counter()
         self.fired: Counter[str] = Counter()
         self.watch: Callable[[str, str, float], object] | None = None
-        """Called with the operation, the key and the time of every request that is sent."""
+        """Called with the operation, the key and the time of every request when it is sent."""
 
     def apply_put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
-        """Apply a write now; False if the key exists and the write is conditional."""
+        """Apply a write now. Returns False if the key exists and the write is conditional."""
         if if_absent and key in self.objects:
             return False
         if key not in self.objects:
@@ -98,13 +105,13 @@ class Bucket:
             self._keys.pop(bisect.bisect_left(self._keys, key))
 
     def keys(self, prefix: str, after: str = "") -> list[str]:
-        """At most `PAGE` keys with this prefix, those after `after`."""
+        """Return at most `PAGE` keys with this prefix, after the key `after`."""
         at = bisect.bisect_right(self._keys, after) if after else bisect.bisect_left(self._keys, prefix)
         page = self._keys[at : at + PAGE]
         return [key for key in page if key.startswith(prefix)]
 
     def send(self, operation: str, key: str, apply: Callable[[], T], *, writes: bool = False) -> T:
-        """Send one request: wait, apply it, wait for the answer."""
+        """Send one request: wait, apply it, and wait for the response."""
         simulation, faults = self.simulation, self.faults
         self.requests[operation] += 1
         simulation.process.requests += 1
@@ -140,7 +147,7 @@ class Bucket:
         return ""
 
     def _queue(self) -> float:
-        """Seconds that this request waits for others, where the rate is limited."""
+        """Return the seconds that this request waits for the rate limit."""
         if not self.rate:
             return 0.0
         self._free = max(self._free, self.simulation.now) + 1 / self.rate
@@ -148,7 +155,7 @@ class Bucket:
 
 
 class SimulatedStore(Store):
-    """A client of a `Bucket`. Processes may share one."""
+    """A client of a `Bucket`. Simulated processes may share it."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket

@@ -1,13 +1,13 @@
-"""Stands in for the threads, queues, events and pools that real code starts, so that they wait in virtual time.
+"""Threads, queues, events and pools that wait in virtual time. They replace the real ones in chosen modules.
 
-Purpose: `patched(simulation, module, ...)` replaces these names in the modules given, for one simulation: `threading`,
-`ThreadPoolExecutor`, `SimpleQueue`, `time`. Code outside of those modules is untouched.
+Purpose: `patched(simulation, module, ...)` replaces these names in the given modules for one simulation: `threading`,
+`ThreadPoolExecutor`, `SimpleQueue` and `time`. Code in other modules is unchanged.
 
-Invariants: a thread, or a thread of a pool, belongs to the process of the task that started it, and dies with it. A
-pool has no more tasks at once than it was made with.
+Invariants: a thread, or a thread of a pool, belongs to the process of the task that started it, and ends when that
+process is killed. A pool never runs more tasks at once than its number of workers.
 
-Failure behaviour: a name that a module does not have is left alone. Other members of `threading` are the real ones: a
-real lock that a task holds while it waits for the store must not be taken by another task.
+Failure behaviour: a name that a module does not have is skipped. Other members of `threading` are the real ones. If a
+task holds a real lock while it waits for the store, no other task may take that lock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def patched(simulation: Simulation, *modules: ModuleType) -> Iterator[None]:
-    """Replace the names that the module's docstring lists, in each of `modules`."""
+    """Replace the names that the docstring of this file lists, in each of `modules`, for the block."""
     stand_ins: dict[str, object] = {
         "threading": _Threading(simulation),
         "time": _Time(simulation),
