@@ -1,9 +1,9 @@
 """`headrace ckpt`: list, check, show, tag and remove the steps of a checkpoint repository.
 
-Invariant: the command runs without torch. `ls`, `check` and `show` change nothing, except that they finish complete
-attempts as every reader does. `retain` and `gc` print a plan and change nothing without `--apply`.
-Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error. A collection that stops is
-finished by the next.
+Invariant: the command runs without torch. `ls`, `check` and `show` change nothing, except that they write the missing
+COMMIT of a complete attempt, as every reader does. `retain` and `gc` print a plan and change nothing without `--apply`.
+Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error. The next collection finishes one
+that stopped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _add_common(action: argparse.ArgumentParser) -> None:
 
 
 def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> None:
-    """Add the sub-commands; `common` adds the arguments that all have."""
+    """Add the sub-commands. `common` adds the arguments that all of them have."""
     made = {name: actions.add_parser(name, help=text) for name, text in _HELP.items()}
     for parser in made.values():
         common(parser)

@@ -82,10 +82,11 @@ class Lineage:
                 self._prepared = True
 
     def new_ticket(self, step: int) -> Ticket:
-        """On rank 0: the ticket of the next save.
+        """The ticket of the next save. Only rank 0 calls it.
 
-        The store is read only for the first save, for the first after a restore, and if `again` is set. An unreachable
-        store raises no error in the training loop: the ticket holds the reason, and the next save tries again.
+        The store is read only for the first save, for the first after a restore, and if `again` is set. If the store is
+        unreachable, no error is raised in the training loop. The ticket holds the reason, and the next save tries
+        again.
         """
         try:
             self._require_timeline(step)
@@ -100,7 +101,7 @@ class Lineage:
             self.prepare()
             self._check_offline_restore()
             if not self.timeline:
-                # before a timeline is opened, so that a wrong origin does not take the run from another trainer
+                # before a timeline is opened, so that a wrong origin does not stop another trainer of the run
                 self._fork = self._fork or self._find_origin()
             state = WriterState(self._writer, self.timeline, self._restored, may_start_fresh=True, again=self.again)
             position = writers.place(
@@ -110,11 +111,11 @@ class Lineage:
             self.set_timeline(position.timeline)
 
     def set_timeline(self, number: int) -> None:
-        """On every rank: set the timeline that the trainer saves in until it restores another step."""
+        """Set the timeline that the trainer saves in until it restores another step. All ranks call it."""
         self.timeline, self._restored, self.again = number, None, False
 
     def find(self, run: str, step: int | str | Base, tier: NodeTier) -> Found | None:
-        """On rank 0: find the step and hold a lease on it until this trainer has committed a step of its own.
+        """Find the step and hold a lease on it until this trainer has committed a step. Only rank 0 calls it.
 
         If the latest step is being removed, a newer one is looked up.
         """
@@ -143,7 +144,9 @@ class Lineage:
             self._fork = msgspec.structs.replace(base, run=run)
 
     def committed(self, step: int, attempt: str) -> None:
-        """Record a commit of this trainer. The next save references the newest step, in any order of the reports."""
+        """Record a commit of this trainer. The order of the calls does not matter: the next save references the newest
+        step.
+        """
         if self._base is None or (self._base.timeline, self._base.step) < (self.timeline, step):
             self._base = Base(self.timeline, step, attempt)
         self._fork = None
@@ -154,7 +157,7 @@ class Lineage:
         self._fork_lease.release()
 
     def close(self) -> None:
-        """Release all leases and leave the job's writers."""
+        """Release all leases and unregister this trainer's writer."""
         self.release()
         self._leave()
 

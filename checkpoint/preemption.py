@@ -7,8 +7,9 @@ the same step. A call waits for other ranks only until they have made the call b
 flight already, the ranks wait for it. If no rank saw its commit, all ranks save the step again.
 Invariant: `outcome` is "committed" only after the step's COMMIT was seen. A failed save raises no error, because the
 loop ends in any case. The exit code, the log and the report file contain the outcome.
-Failure behaviour: `UsageError` outside the main thread, where Python accepts no signal handlers. A step that takes
-longer than the deadline is reported as not saved while it still runs. If it ends later, it is saved.
+Failure behaviour: `UsageError` outside the main thread, where Python accepts no signal handlers. A training step that
+takes longer than the deadline is reported as not saved while it still runs. If it ends later, its save is still
+started, but `reached` does not wait for the commit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SAVED, NOT_SAVED = 99, 98
 DEADLINE_SECONDS = 100.0
 REPORT_VARIABLE = "HEADRACE_PREEMPTION_REPORT"
 _VOTE_SECONDS = 10.0
-"""Extra seconds to wait for ranks that began later to wait for their save."""
+"""Extra seconds to wait, because other ranks may begin to wait for their save later."""
 _log = get_logger(__name__)
 
 
@@ -84,7 +85,7 @@ class BitExchange:
         return before
 
     def any_now(self, own: bool, seconds: float) -> bool:
-        """Whether any rank passes True in this call. The ranks wait for one another."""
+        """Whether any rank passes True in this call. It waits for all ranks."""
         if self._group is None:
             return own
         result = torch.tensor([int(own)])
@@ -229,7 +230,7 @@ class Preemption:
             return True
 
     def _on_deadline(self) -> None:
-        if self.outcome is None:  # otherwise a step ended just now, and its outcome is known
+        if self.outcome is None:  # otherwise a training step has just ended, and its outcome is known
             self._finish(Outcome(-1, False, self._signal_name, self._deadline, "no step ended within the deadline"))
 
     def _stop_timer(self) -> None:

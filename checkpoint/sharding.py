@@ -12,8 +12,8 @@ A range of a shard's row-major bytes is a list of at most 2 n - 1 boxes. Here n 
 for the bytes of an element. The boxes are part of a row, whole rows, part of a row, and the same again in each inner
 dimension. Each box is intersected with the target shard and copied as one strided block.
 
-Invariant: all of this is pure, and gives the same answer on every rank without communication. Each (tensor, box) has
-one writer. Each chunk that several ranks need has one reader. `coverage_error` returns None only for boxes that are
+Invariant: all functions are pure. They give the same answer on every rank, without communication. Each (tensor, box)
+has one writer. Each chunk that several ranks need has one reader. `coverage_error` returns None only for boxes that are
 disjoint and hold every element. `copy_overlap` writes exactly the bytes that both shards hold.
 Failure behaviour: none; the caller passes boxes of one global tensor.
 """

@@ -64,8 +64,8 @@ class RepositoryReader(StorageReader):
         tag (str | None): The tag of a step, instead of `step`. Default: None.
         rank (int | None): The rank whose values other than tensors are loaded. Default: None, this process's rank in
             the process group of `dcp.load`.
-        resume (bool): The process continues training from this step. A later save of a step that the run already has
-            then begins a branch. Default: False.
+        resume (bool): The process continues training from this step. If a later save is of a step that is not newer
+            than the run's newest step, it then begins a branch. Default: False.
         gds (bool): Use GPUDirect Storage, as for `Checkpointer`. Default: False.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
 

@@ -73,7 +73,7 @@ class RepositoryWriter(StorageWriter):
             an open store.
         run (str): The run's name.
         step (int | None): The step's number. DCP's `checkpoint_id`, if given, replaces it. Default: None.
-        compression (str): "none" or "zstd". Default: "none".
+        compression (str): "none", "zstd", "auto" or "delta", as for `Checkpointer`. Default: "none".
         gds (bool): Use GPUDirect Storage, as for `Checkpointer`. Default: False.
         timeout (float): The time limit for the other ranks, in seconds. Default: 600.
         overwrite (bool): If this job has already saved the step, save it again, in a branch that begins before it.

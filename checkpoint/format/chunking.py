@@ -214,7 +214,10 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Places of tensors in the arena: tensor i starts at `offsets[i]`. Bytes [0, small_bytes) are the small stream."""
+    """The places of tensors in the arena.
+
+    Tensor i starts at `offsets[i]`. Bytes [0, small_bytes) are the small stream. `total`: the number of bytes in all.
+    """
 
     offsets: tuple[int, ...]
     small_bytes: int

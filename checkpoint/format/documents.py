@@ -196,5 +196,5 @@ def read(store: Store, key: str, kind: type[D]) -> D:
 
 
 def this_process() -> ProcessName:
-    """This process."""
+    """The host name and pid of this process."""
     return ProcessName(socket.gethostname(), os.getpid())

@@ -43,7 +43,7 @@ def check_run(run: str, what: str = "run") -> str:
 
 
 def check_step(step: object) -> int:
-    """Return `step` if it is an integer in [0, 10**12)."""
+    """Return `step` if it is an integer in [0, 10**12); raise `UsageError` otherwise."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT:
         raise UsageError(f"{step!r} is not a step", hint="steps are integers from 0 to 10**12 - 1")
     return step
@@ -155,7 +155,7 @@ _PATTERN = re.compile(rf"[0-7][{_DIGITS}]{{25}}")
 
 
 def new_id(clock: Clock = SYSTEM_CLOCK) -> str:
-    """A new id."""
+    """A new ULID."""
     return id_from_bytes(int(clock.time() * 1000).to_bytes(6, "big") + os.urandom(10))
 
 
@@ -179,7 +179,7 @@ def is_id(text: str) -> bool:
 
 
 def check_id(text: str) -> str:
-    """Return `text` if it is an id."""
+    """Return `text` if it is an id; raise `UsageError` otherwise."""
     if not is_id(text):
         raise UsageError(
             f"{text!r} is not an attempt id", hint="attempt ids have 26 characters, as in `headrace ckpt ls`"

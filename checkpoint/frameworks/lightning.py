@@ -69,7 +69,7 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         """Save a checkpoint. Lightning calls it on rank 0. A state with several names (`last.ckpt`) is stored once."""
         place, now = _local(path), int(checkpoint["global_step"])
         again = now == self._global_step
-        # only from the first repeat on, because it takes as long as a copy of the state
+        # only after the first repeated save, because comparing takes as long as a copy of the state
         self._compares = self._compares or again
         split = _split(checkpoint) if self._compares else None
         if again and split is not None and self._has(split) and self._names.also(place, split.values):

@@ -48,7 +48,7 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFound
 from headrace.dataio.core.log import get_logger
 
 RECORD = "headrace-step.json"
-"""The file that holds the record, in a folder that is a name. A file that is a name holds the same JSON."""
+"""If a name is a folder, this file in it holds the record. If a name is a file, it holds the same JSON itself."""
 MAX_BYTES = 4 << 20
 """The largest record, in bytes."""
 _HIDDEN = re.compile(r"\.(.+)\.([0-9A-Z]{26})\.(uncommitted|replaced)$")

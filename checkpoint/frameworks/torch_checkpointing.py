@@ -15,8 +15,8 @@ Trust: torch_checkpointing's files are pickles, and it unpickles them when it lo
 torch_checkpointing, so this adapter cannot refuse it. Load only from repositories whose writers you trust. All other
 ways to load (`Checkpointer`, `headrace.checkpoint.dcp`, the other adapters) unpickle nothing from the repository.
 
-Invariant: torch_checkpointing reads back the bytes that it wrote, or gets an error. While a file is saved, it takes its
-own size in memory.
+Invariant: torch_checkpointing reads back the bytes that it wrote, or gets an error. Until a file is stored, it takes
+memory of its own size.
 
 Failure behaviour: errors of `headrace.dataio.core.errors`, or `FileNotFoundError` and `FileExistsError` where
 torch_checkpointing expects them. The run's retention removes steps. `rmdir` never does.
@@ -290,7 +290,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         return loaded
 
     def close(self) -> None:
-        """As `CheckpointManager.close`."""
+        """Close the manager, as `CheckpointManager.close`, and the store."""
         try:
             super().close()
         finally:

@@ -130,13 +130,13 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             Path(str(output_dir)).mkdir(parents=True, exist_ok=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Saved with the model."""
+        """Do nothing: this is saved with the model."""
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Saved with the model."""
+        """Do nothing: this is saved with the model."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Saved with the model."""
+        """Do nothing: this is saved with the model."""
 
     def _rotate(self, run_dir: Path, best: str | None) -> None:
         """Apply `save_total_limit` as the Trainer does. The newest and the best checkpoint are kept."""
@@ -172,7 +172,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 self._loader.was_moved()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Loaded with the optimizer."""
+        """Do nothing: it is loaded with the optimizer."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the generators. The Trainer calls this after it has skipped the batches that were trained on."""

@@ -79,7 +79,7 @@ class DeviceSlices(SlicedState):
             self._direct.release(self._ring.pop())
 
     def _feed(self) -> None:
-        # a separate stream: on the trainer's, each slice would wait for the steps that the trainer has enqueued since
+        # a separate stream: on the trainer's stream, each slice would wait for training steps that were enqueued later
         with _new_stream(self._device):
             super()._feed()
 

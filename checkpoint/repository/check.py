@@ -1,9 +1,9 @@
 """Reports about a repository: `check` reads everything, `survey` lists steps, `describe` shows one step.
 
-Invariant: every byte of a step that the report calls sound was read and compared with its digest. With `data=False`,
-`check` reads only documents, manifests and pack tables. Each problem names the steps and tensors that it affects. A
-check writes the missing COMMIT of a complete attempt and changes nothing else. A step that a collection removes during
-the check does not count as damaged.
+Invariant: if the report lists no problem of a step, every byte of that step was read and compared with its digest. With
+`data=False`, `check` reads only documents, manifests and pack tables. Each problem names the steps and tensors that it
+affects. A check writes the missing COMMIT of a complete attempt and changes nothing else. A step that a collection
+removes during the check does not count as damaged.
 Failure behaviour: `check` and `survey` put damage into the report. `describe` raises `NotFoundError` or
 `CorruptionError`. Transient errors and refused access are raised.
 """
@@ -88,7 +88,7 @@ class Report:
 
 @dataclass(slots=True)
 class _Needs:
-    """By pack key, the chunks that steps need (by offset) and the manifests that need them."""
+    """What steps need from packs: by pack key, the chunks by offset, and the manifests that need them."""
 
     chunks: dict[str, dict[int, Chunk]] = field(default_factory=lambda: defaultdict(dict))
     users: dict[str, list[tuple[Step, Manifest]]] = field(default_factory=lambda: defaultdict(list))

@@ -4,7 +4,7 @@ Savers and readers may run at the same time.
 Order (`docs/design/0012-retention.md`; the tests stop the collection at every store operation):
 
 0. Write COMMIT for every attempt that is complete but has none.
-1. Write `gc/<id>` with the steps to delete. From then on no process references, reads or tags them. If another
+1. Write `gc/<id>` with the steps to delete. From then on, no process begins to reference, read or tag them. If another
    collection deletes the record too early, this one writes it again.
 2. Read the leases. Abort every attempt that has no decision and whose lease has expired. Spare the steps that a live
    lease references. Then apply the policy again, because a tag or a timeline may have been added in the meantime. Spare
@@ -51,7 +51,7 @@ _TRIES = 10
 """How many times a record is written if other collections keep deleting it."""
 _BATCH = 256
 _BURIAL_SECONDS = plans.RECORD_SECONDS / 24
-"""Seconds from a collector's record to its last tombstone, at most."""
+"""The maximum time in seconds from a collector's record to its last tombstone."""
 
 
 def to_delete(store: Store, run: str, keep: Keep, known_removed: Iterable[StepOfRun] = ()) -> set[StepOfRun]:
@@ -233,7 +233,7 @@ def _settled_records(seen: Inventory, removed: tuple[StepOfRun, ...], now: float
 
 
 def _outdated_tags(store: Store, now: float) -> list[str]:
-    """Tag records that nothing depends on any more.
+    """Tag records that are no longer needed.
 
     Every collector that is still running has seen the records that replaced them. The store applies a late request for
     an older record within the time for which a tombstone is kept.

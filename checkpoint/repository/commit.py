@@ -1,8 +1,8 @@
 """The commit protocol, by which an attempt becomes a step: first the decision, then COMMIT. Each is written once.
 
-Invariant: COMMIT names an attempt only if that attempt's decision is "commit". A decision "commit" is written only
-when every rank's manifest is stored and sound, no newer timeline is open, and the writer's lease is alive. Once the
-decision is written the step is complete. Any process may then write COMMIT, and writing it twice changes nothing.
+Invariant: COMMIT names an attempt only if that attempt's decision is "commit". A decision "commit" is written only if
+every rank's manifest is stored and valid, no newer timeline is open, and the writer's lease is alive. After the
+decision is written, the step is complete. Any process may then write COMMIT, and writing it twice changes nothing.
 Failure behaviour: `ConflictError` names the winner or the new owner. `TransientError` is raised when the lease ran
 out or the attempt was aborted. `DeadlineError` names the missing ranks. Each of these leaves the step absent or
 complete.
@@ -196,7 +196,9 @@ def finish(
                 assert view.commit is not None
                 return view.commit
             case Stop(error):
-                if view.commit is not None and view.commit.attempt == attempt.id:  # a tombstone now
+                if (
+                    view.commit is not None and view.commit.attempt == attempt.id
+                ):  # retention has replaced it by a tombstone
                     return view.commit
                 raise error
             case WriteDecision():

@@ -83,7 +83,10 @@ ORPHAN_SECONDS = 7 * 24 * 3600.0
 MOST_STEPS = 10_000
 """The maximum number of steps that one collection removes. The next collection removes the others."""
 TOMBSTONE_SECONDS = 7 * 24 * 3600.0
-"""A saver that sleeps between decision and COMMIT could bring a removed step back; the tombstone prevents that."""
+"""How long a tombstone stays, in seconds.
+
+Without the tombstone, a saver that is paused between decision and COMMIT could make a removed step visible again.
+"""
 RECORD_SECONDS = 24 * 3600.0
 """The collector of an older record has stopped: every collector stops after a small part of this time."""
 SLACK_SECONDS = 5.0
@@ -220,7 +223,8 @@ def _leases(seen: Inventory, now: float) -> list[str]:
 def _decisions(seen: Inventory, deleted_keys: set[str]) -> list[str]:
     """Decisions of removed steps.
 
-    A decision stays while other steps need a pack of its attempt, because it explains the pack.
+    A decision stays while other steps need a pack of its attempt. It tells later collections that the attempt has
+    ended.
     """
     return [
         a.decision_key
@@ -232,7 +236,7 @@ def _decisions(seen: Inventory, deleted_keys: set[str]) -> list[str]:
 
 
 def _tombstones(seen: Inventory, now: float) -> list[str]:
-    """Tombstones of steps without other objects, so old that no sleeping saver can still write COMMIT."""
+    """Old tombstones of steps without other objects. No saver can still be about to write their COMMIT."""
     busy = {a.step for a in seen.attempts.values()}
     old = (step for step, written in seen.tombstones.items() if now - written > TOMBSTONE_SECONDS and step not in busy)
     return [names.commit(step.run, step.timeline, step.step) for step in sorted(old, key=order)]

@@ -175,8 +175,8 @@ def visible(
 def find(store: Store, run: str, step: int | str | Base) -> Base | None:
     """Find a step of the run.
 
-    `step` is a number, `latest`, a tag (`tag:NAME`) or a certain attempt (a `Base`). A number is looked up in the
-    newest branch; a tag or an attempt may be in any timeline. `latest` returns None if the run has no step. Otherwise a
+    `step` is a number, `latest`, a tag (`tag:NAME`) or one attempt (a `Base`). A number is looked up in the newest
+    branch; a tag or an attempt may be in any timeline. `latest` returns None if the run has no step. Otherwise a
     missing step raises `NotFoundError`.
     """
     repo = read_repo(store)
@@ -303,7 +303,7 @@ def _latest(store: Store, run: str) -> Base | None:
 
 
 def _newest_listed(store: Store, run: str) -> tuple[int, int]:
-    """(timeline, step) of the newest listed step of the newest timeline that has a COMMIT, a tombstone or a decision."""
+    """(timeline, step) of the newest timeline's newest listed step that has a COMMIT, a tombstone or a decision."""
     number = max(timeline.numbers(store, run), default=0)
     listed = scan(store, run, number) if number else {}
     return number, max((at for at, seen in listed.items() if seen.committed or seen.decided), default=-1)
@@ -345,7 +345,7 @@ def scan_one(store: Store, run: str, number: int, step: int) -> ListedStep | Non
 def require_exists(store: Store, run: str, base: Base) -> None:
     """Raise `NotFoundError` if the step is removed or being removed.
 
-    The caller must have written its lease before.
+    The caller must have written its lease before the call.
     """
     pending = (run, base.timeline, base.step) in pending_deletes(store)
     if pending or is_removed(store, run, base):
@@ -353,7 +353,7 @@ def require_exists(store: Store, run: str, base: Base) -> None:
 
 
 def is_removed(store: Store, run: str, base: Base) -> bool:
-    """Whether the step has no COMMIT or a tombstone."""
+    """Whether the step has no COMMIT, or its COMMIT is a tombstone."""
     found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
     return found is None or found.tombstone
 

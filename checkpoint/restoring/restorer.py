@@ -65,7 +65,7 @@ class Fitted:
 
 
 def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection) -> Fitted:
-    """Compare the selected part of `given` with the step as this rank sees it. No communication; nothing changes."""
+    """Compare the selected part of `given` with the step as this rank sees it. The ranks do not communicate."""
     rank = rank if rank < len(opened.manifests) else 0
     saved = chunk_reader.tensors_of(opened, rank)
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()}
@@ -81,7 +81,7 @@ def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection)
 
 
 def require_one_content(work: Fitted, store: Store) -> None:
-    """Check that tensors that share memory receive one content. No communication; nothing changes."""
+    """Check that tensors that share memory receive one content. The ranks do not communicate."""
     targets = [Target(name, work.saved[name], seen.box, seen.tensor) for name, _, seen in work.todo.in_place]
     aliases.require_one_content(store, work.step, targets)
 

@@ -158,7 +158,7 @@ class Staging:
         return True
 
     def give_back(self) -> None:
-        """Release the arena: the next save may write it."""
+        """Release the arena. The next save may then write to it."""
         with self._free:
             self._owned = False
             self._free.notify()

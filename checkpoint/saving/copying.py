@@ -8,9 +8,9 @@ thread that waits for the copy also copies pieces.
 Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began. A tensor is copied late
 only if it shares memory with a frozen parameter, or with a parameter or state tensor of an optimizer in the saved
 state. PyTorch's version counters show whether the trainer wrote it during the copy.
-Failure behaviour: `wait` raises `UsageError` naming a tensor that was written during the copy, and any error of the
-copy, to every caller. After an error nothing writes into the arena. An error of the copy fails the save, never the
-optimizer.
+Failure behaviour: `wait` raises `UsageError`, which names the tensor, if a tensor was written during the copy. It
+raises any error of the copy to every caller. After an error, nothing writes into the arena. An error of the copy fails
+the save, never the optimizer.
 """
 
 from __future__ import annotations

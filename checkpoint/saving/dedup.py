@@ -27,7 +27,7 @@ from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.store.base import Store
 
 LEAST_SHARE = 4
-"""A pack of a removed step is referenced only for at least this fraction (1/n) of its bytes."""
+"""A pack of a removed step is referenced only if at least this fraction (1/n) of its bytes is needed."""
 _log = get_logger(__name__)
 
 

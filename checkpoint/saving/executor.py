@@ -50,7 +50,7 @@ class StagedSave:
     """A staged save.
 
     - `arena_fd`: -1 for a state in slices, which only this process can save.
-    - `give_back`, `abandon`: release the arena.
+    - `give_back`, `abandon`: release the arena for the next save, or drop it because a worker may still read it.
     - `handed_over`: called with "sidecar" or "process".
     - `through`: wraps the store when this process saves; None to use it as it is.
     - `failed_ranks`: reports ranks that have ended. It is used only without a daemon, because a daemon stores the parts
@@ -216,8 +216,9 @@ class SaveExecutor:
     ) -> tuple[Sidecar, StagedJob] | dict[str, object] | None:
         """Find the job again after the connection broke.
 
-        Returns the sidecar with the job, followed or staged again; or the result, if the step was committed meanwhile;
-        or None if neither is possible. Raises `error` if the arena was already released and no commit appears in time.
+        Returns the sidecar with the job, which is followed or staged again. If the step was committed in the meantime,
+        returns the result. If neither is possible, returns None. Raises `error` if the arena was already released and
+        no commit appears in time.
         """
         until = self._clock.monotonic() + (GRACE_SECONDS if released else RETURN_SECONDS)
         while True:

@@ -3,8 +3,8 @@
 Invariant: a plan holds no secret and no tensor bytes. Plan and arena together are sufficient to commit the step. The
 tensors of a plan lie inside the arena and do not overlap. After `Released` the worker never touches the arena again. At
 most one of `Done` and `Failed` ends the events.
-Failure behaviour: `decode` raises `UnsupportedError` for a newer version and `UsageError` for an invalid plan.
-`as_error` rebuilds an error of the same class from its code, and a plain `HeadraceError` from an unknown code.
+Failure behaviour: `decode` raises `UnsupportedError` for a newer version and `UsageError` for an invalid plan. From an
+error's code, `as_error` rebuilds an error of the same class. From an unknown code, it builds a plain `HeadraceError`.
 """
 
 from __future__ import annotations

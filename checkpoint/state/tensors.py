@@ -298,7 +298,7 @@ def is_wrapper(tensor: object) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether this is an ordinary dense tensor. Cheap, because nearly all tensors are."""
+    """Whether this is an ordinary dense tensor. The check is fast, because nearly all tensors are."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 

@@ -44,14 +44,17 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands for the tensor of this name."""
+    """A placeholder for the tensor of this name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ViewRef:
-    """Stands for a view of the bytes of the tensor of this name. `stride` in elements of `dtype`, `offset` in bytes."""
+    """A placeholder for a view of the bytes of the tensor of this name.
+
+    `stride` is in elements of `dtype`, `offset` in bytes.
+    """
 
     name: str
     dtype: str
@@ -62,7 +65,7 @@ class ViewRef:
 
 @dataclass(frozen=True, slots=True)
 class MetaNode:
-    """Stands for a tensor on the meta device."""
+    """A placeholder for a tensor on the meta device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,7 +73,10 @@ class MetaNode:
 
 @dataclass(frozen=True, slots=True)
 class PartsNode:
-    """Stands for a composite tensor. `kind`: coo, csr, csc, bsr, bsc, or "wrapper:" and a class. `values` are plain."""
+    """A placeholder for a composite tensor.
+
+    `kind`: "coo", "csr", "csc", "bsr", "bsc", or "wrapper:" and a class. `values` are plain.
+    """
 
     kind: str
     values: object
@@ -79,7 +85,7 @@ class PartsNode:
 
 @dataclass(frozen=True, slots=True)
 class ValueNode:
-    """Stands for a value of a type listed in `headrace.checkpoint.state.values`.
+    """A placeholder for a value of a type listed in `headrace.checkpoint.state.values`.
 
     `about` is plain. Only `value` may hold tensors.
     """

@@ -7,9 +7,9 @@
 
 Invariants: the sidecar names the tier's directory. Without a sidecar the store itself is read. A step that is restored
 while the store is unreachable was committed. The tiers of this node and of its buddy together hold all of it. The buddy
-is another node, which keeps a copy of this node's tier. The ordinary commit protocol decides about unfinished steps.
-Its lease names the bases *before* they are checked. If an attempt can no longer be committed, its record is marked as
-over. This module deletes nothing from the tier.
+is another node that keeps a copy of this node's tier. The ordinary commit protocol decides about unfinished steps. Its
+lease names the bases *before* they are checked. If an attempt can no longer be committed, its record is marked as over.
+This module deletes nothing from the tier.
 Failure behaviour: a sidecar that does not answer counts as no tier. Errors while unfinished steps are sent or committed
 are logged, and the next restore tries again.
 """
@@ -141,7 +141,7 @@ def node_tier(sidecar: SidecarName) -> Iterator[NodeTier]:
 
 
 def latest(local_tier: LocalTier | None, url: str, run: str, step: int | str | Base) -> Base | None:
-    """The step, or for "latest" the newest step, that the tier knows to be committed; None if there is none."""
+    """The step, if the tier's record of it says that it is committed; for "latest", the newest such step. Else None."""
     for record in local_tier.records(url, run) if local_tier is not None else ():
         base = Base(record.timeline, record.step, record.attempt)
         if record.committed and not record.over and step in ("latest", record.step, base):
