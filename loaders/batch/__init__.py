@@ -1,1 +1,1 @@
-"""Samples to batches: the builder of samples, the threads, the memory, and the batches made ahead of the trainer."""
+"""From samples to batches: building samples, the threads that do it, batch memory, and prefetching."""

@@ -1,18 +1,18 @@
-"""The tensors of one batch: samples of one shape, packed rows, or files one after the other.
+"""The tensors of one batch: samples of one shape, packed rows, or concatenated files.
 
-Purpose: decoding threads write their samples straight into the batch, converted on the way, so the trainer's thread
-copies nothing. There are three kinds of batch:
+Purpose: decoding threads convert their samples and write them directly into the batch, so the trainer's thread copies
+nothing. There are three kinds of batch:
 
-- `Batch`: samples of one shape, stacked. The first sample decides the shape. Decoders may draw pixels directly in the
-  batch.
-- `RowBatch`: rows of packed recordings. Each row has `rows.capacity` samples in its last axis; stretches without a
-  piece are silent. Every list of the batch has one entry for each row, with a value for each piece in it.
-- `JoinedBatch`: files as they are stored, one after the other in one run of bytes. The index gives their lengths, so
-  each has its place before the first one is read.
+- `Batch`: stacked samples of one shape. The first sample determines the shape. Decoders may write pixels directly into
+  the batch.
+- `RowBatch`: rows of packed recordings. The last axis of a row has length `rows.capacity`; parts without a piece are
+  silent. Every list of the batch has one entry for each row, with a value for each piece in the row.
+- `JoinedBatch`: files as they are stored, concatenated. The index gives their lengths, so the offset of every file is
+  known before the first one is read.
 
-Invariants: a slot is put once. Slots that were left out are closed up when the batch is delivered, which costs a copy.
-A batch without samples has None in place of every tensor. A `RowBatch` is not closed up: a piece that was left out
-leaves silence.
+Invariants: each slot is written once. Slots that were left out are removed when the batch is delivered, which costs a
+copy. A batch without samples has None in place of every tensor. In a `RowBatch` nothing is removed: a piece that was
+left out leaves silence.
 Failure behaviour: `UsageError` names a sample whose shape differs from the others'.
 """
 
@@ -43,12 +43,12 @@ class Output(msgspec.Struct, frozen=True):
     """Where the tensors of a batch are, and how pixels are written into "video".
 
     Args:
-        device: of the tensors.
-        pinned: whether they are in pinned memory.
-        mean, std: three values each, for pixels in 0 to 1; None does not normalize.
-        dtype: of "video", with pixels in 0 to 1 if it is a floating type. Default: uint8, or float32 with `mean` and
-        `std`.
-        axes: of one clip, after the batch's axis.
+        device: device of the tensors.
+        pinned: whether the tensors are in pinned memory.
+        mean, std: three values each, for pixels in 0 to 1. Default: no normalization.
+        dtype: dtype of "video". Pixels of a floating-point dtype are in 0 to 1. Default: uint8, or float32 with `mean`
+            and `std`.
+        axes: order of a clip's axes, which follow the batch axis.
     """
 
     device: torch.device
@@ -59,17 +59,17 @@ class Output(msgspec.Struct, frozen=True):
     axes: str = "TCHW"
 
     def dtype_of(self, pixels: torch.dtype) -> torch.dtype:
-        """The type of a clip in the batch, whose pixels are of this type."""
+        """The dtype in the batch of a clip whose pixels have this dtype."""
         return self.dtype or (torch.float32 if self.mean else pixels)
 
     @property
     def is_plain(self) -> bool:
-        """Whether uint8 pixels (T, 3, H, W) stay as they are."""
+        """Whether uint8 pixels (T, 3, H, W) are stored unchanged."""
         return self.device.type == "cpu" and self.dtype_of(torch.uint8) == torch.uint8 and self.axes == "TCHW"
 
 
 class Batch:
-    """A batch of `size` samples of one shape, filled slot by slot, by any thread."""
+    """A batch of `size` samples of one shape. Any thread may fill a slot."""
 
     def __init__(self, size: int, *, layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
         self._layout, self._output, self._buffers = layout, output, buffers
@@ -81,15 +81,16 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors, as far as they are known."""
+        """Bytes of the tensors that were allocated so far."""
         return sum([tensor.nbytes for tensor in list(self._tensors.values())])
 
     def targets(self, slots: Sequence[int]) -> Sequence[PixelTarget | FileTarget | None]:
-        """Where each of these samples may be written directly; None if it has to be put."""
+        """Where each of these samples may be written directly. None if it must be passed to `put`."""
         return [self.target(slot) for slot in slots]
 
     def target(self, slot: int) -> PixelTarget | None:
-        """Where uint8 pixels may be drawn that are put into this slot later; None if they become something else."""
+        """Where uint8 pixels for this slot may be written before `put`. None if the batch stores the pixels in another
+        form."""
 
         def drawn(shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
             pixels: npt.NDArray[np.uint8] = self._target("video", shape, torch.uint8)[slot].numpy()
@@ -98,7 +99,7 @@ class Batch:
         return drawn if self._drawable else None
 
     def put(self, slot: int, sample: ProcessedSample) -> None:
-        """Write `sample` into its slot, unless it was drawn there. Its tensors are released."""
+        """Write `sample` into its slot, unless its pixels are there already. Its tensors are released."""
         for name, tensor in sample.tensors.items():
             target = self._target(name, tensor.shape, tensor.dtype)[slot]
             if tensor.shape == target.shape and tensor.data_ptr() == target.data_ptr():
@@ -112,7 +113,7 @@ class Batch:
         self.samples[slot] = _released(sample)
 
     def tensors(self) -> dict[str, Any]:
-        """The batch as the trainer receives it, on the current CUDA stream if it is on a GPU."""
+        """The batch as the trainer receives it, for the current CUDA stream if it is on a GPU."""
         self._hold()
         whole = [slot for slot, sample in enumerate(self.samples) if sample and sample.tensors]
         samples = [sample for sample in self.samples if sample and sample.tensors]
@@ -126,7 +127,7 @@ class Batch:
         return batch
 
     def _hold(self) -> None:
-        """Let device memory be used again only once the current stream is done with it."""
+        """Prevent the reuse of device memory until the current stream has finished with it."""
         if self._output.device.type == "cuda":
             for tensor in self._written():
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -136,7 +137,7 @@ class Batch:
         return list(self._tensors.values())
 
     def _target(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor of this name. Shape and dtype of the first sample decide its own."""
+        """The tensor of this name. The first sample determines its shape and dtype."""
         with self._lock:
             found = self._tensors.get(name)
             if found is None:
@@ -148,7 +149,7 @@ class Batch:
         return self._buffers.empty((len(self.samples), *self._shape(name, shape)), dtype)
 
     def _shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in the batch of a sample's tensor."""
+        """The shape that a sample's tensor has in the batch."""
         if name != "video" or len(shape) != 4:
             return tuple(shape)
         first, second, third, fourth = self._axes
@@ -161,12 +162,12 @@ class Batch:
             return tensor
         if not whole:
             return None
-        closer = self._buffers.empty((len(whole), *tensor.shape[1:]), tensor.dtype)  # pinned if all are
+        closer = self._buffers.empty((len(whole), *tensor.shape[1:]), tensor.dtype)  # pinned if the other tensors are
         return torch.index_select(tensor, 0, torch.tensor(whole, device=tensor.device), out=closer)
 
 
 def _released(sample: ProcessedSample) -> ProcessedSample:
-    """The sample without its tensors, but with their names."""
+    """The sample with its tensors' names but without their data."""
     return ProcessedSample(
         sample.sample, dict.fromkeys(sample.tensors, _RELEASED), sample.values, skipped=sample.skipped
     )
@@ -180,9 +181,9 @@ def _other_shape(sample: ProcessedSample, name: str, tensor: torch.Tensor, targe
 
 
 def write_pixels(target: torch.Tensor, video: torch.Tensor, output: Output) -> None:
-    """(T, 3, H, W) into `target`, whose axes and dtype are those of `output`."""
+    """Write (T, 3, H, W) into `target`, which has the axes and dtype of `output`."""
     axes = AXES[output.axes]
-    target = target.permute(*(axes.index(axis) for axis in range(4)))  # seen as (T, 3, H, W)
+    target = target.permute(*(axes.index(axis) for axis in range(4)))  # viewed as (T, 3, H, W)
     if not target.dtype.is_floating_point or video.dtype != torch.uint8:
         if output.mean is not None:
             raise UsageError(
@@ -202,7 +203,7 @@ def write_pixels(target: torch.Tensor, video: torch.Tensor, output: Output) -> N
 
 
 class RowBatch(Batch):
-    """A batch of packed rows; the samples say which row, and where in it, each piece goes."""
+    """A batch of packed rows. Each `SampleRef.span` is the place of a piece."""
 
     def __init__(self, refs: Sequence[SampleRef], *, layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
         super().__init__(len(refs), layout=layout, output=output, buffers=buffers)
@@ -210,7 +211,7 @@ class RowBatch(Batch):
         self._rows = 1 + max((span.row for span in self._spans if span), default=-1)
 
     def put(self, slot: int, sample: ProcessedSample) -> None:
-        """Write a piece into its stretch of its row. Its tensor is released."""
+        """Write a piece into its place in its row. Its tensor is released."""
         span = self._spans[slot]
         for name, tensor in sample.tensors.items():
             assert span is not None
@@ -219,7 +220,6 @@ class RowBatch(Batch):
         self.samples[slot] = _released(sample)
 
     def tensors(self) -> dict[str, Any]:
-        """The batch as the trainer receives it."""
         self._hold()
         rows: list[list[tuple[Any, ProcessedSample]]] = [[] for _ in range(self._rows)]
         for span, sample in zip(self._spans, self.samples, strict=True):
@@ -238,7 +238,7 @@ class RowBatch(Batch):
         return batch
 
     def _empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Silent rows."""
+        """Rows filled with silence."""
         rows = self._layout.rows
         assert rows is not None
         return self._buffers.empty((self._rows, *shape[:-1], rows.capacity), dtype).fill_(rows.silence)
@@ -250,7 +250,7 @@ def _int64(values: Sequence[Any], columns: int = 0) -> torch.Tensor:
 
 
 class JoinedBatch(Batch):
-    """A batch of files as they are stored; each sample gives one tensor with the bytes of its `files`."""
+    """A batch of files as they are stored. Each sample provides one tensor with the bytes of its `files`."""
 
     def __init__(self, files: Sequence[Files], *, layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
         super().__init__(len(files), layout=layout, output=output, buffers=buffers)
@@ -267,8 +267,10 @@ class JoinedBatch(Batch):
         return [FileTarget(self._files[slot], memory[ends[slot] : ends[slot + 1]]) for slot in slots]
 
     def put(self, slot: int, sample: ProcessedSample) -> None:
-        """Write `sample` into its stretch, or keep it separately if a substitute has another length. Its tensor is
-        released."""
+        """Write `sample` into its place. Its tensor is released.
+
+        If a substitute has another length, its bytes are kept separately.
+        """
         tensor = sample.tensors.get(self._name)
         if tensor is not None and not sample.in_place:
             start, end = self._ends[slot], self._ends[slot + 1]

@@ -1,19 +1,19 @@
-"""The memory of batches: a pool of buffers, and a budget for samples in flight.
+"""The memory of batches: a pool of buffers, and a memory budget for samples in processing.
 
-Purpose: fresh memory costs a page fault for every 4 KiB, so `BufferPool` reuses the memory of delivered batches.
-Sixteen threads that each decode a 4K clip must not fill the machine, so `MemoryBudget` admits them by the bytes that
-they declare.
+Purpose: newly allocated memory costs a page fault for every 4 KiB, so `BufferPool` reuses the memory of delivered
+batches. Sixteen threads that each decode a 4K clip must not exhaust the machine's memory. So each thread declares the
+bytes that it needs, and `MemoryBudget` lets it wait until they are available.
 
-How the pool works. On the CPU each tensor uses a block of memory. When the last tensor, view or array
-over it is gone, a weak reference returns the block, and another tensor may use it. Pinned and device memory comes from torch's
-own caching allocators, which also wait for copies that are under way. Blocks return without a line of Python: if a
-Ctrl-C arrived in such a line, the interpreter would print the interrupt and continue as if there had been none.
+How the pool works. On the CPU, each tensor uses one block of memory. When the last tensor, view or array over a block
+is deleted, a weak reference returns the block to the pool. Pinned and device memory comes from torch's own caching
+allocators, which also wait for unfinished copies. No Python code runs when a block is returned. If a Ctrl-C arrived in
+such code, the interpreter would print the KeyboardInterrupt and continue.
 
-Invariants: memory that anything still refers to is never written again. At most `spare` free blocks are kept. Admitted
-bytes never add up to more than the limit, except for a single sample that is larger by itself, which then runs alone.
-Threads are admitted first come, first served.
-Failure behaviour: `Closed` in threads that wait for memory when the loader closes. `MemoryError` and torch's errors
-pass.
+Invariants: memory that anything still refers to is never written again. At most `spare` free blocks are kept. The
+admitted bytes never exceed the limit, with one exception: a group of samples that is larger than the limit runs alone.
+Threads are admitted in the order of their requests.
+Failure behaviour: threads that wait for memory raise `Closed` when the loader closes. `MemoryError` and torch's errors
+are raised unchanged.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class _BlockReference(weakref.ref[Any]):
 
 
 class BufferPool:
-    """Allocates the memory of tensors, and uses it again. Safe to share between threads.
+    """Allocates the memory of tensors, and reuses it. Safe to share between threads.
 
     Args:
-        device: of the tensors.
+        device: device of the tensors.
         pinned: use pinned memory.
-        reuse: use memory again. False gives every tensor memory of its own.
-        spare: free blocks that are kept.
+        reuse: reuse memory. False allocates new memory for every tensor.
+        spare: number of free blocks to keep.
     """
 
     def __init__(self, device: torch.device, *, pinned: bool = False, reuse: bool = True, spare: int = 4) -> None:
@@ -58,13 +58,13 @@ class BufferPool:
         self._pooled = reuse and device.type == "cpu" and not pinned
         self._lock = threading.Lock()
         self._in_use: dict[int, _BlockReference] = {}
-        # appended to without the lock, at any moment, when an array is freed
+        # freed arrays append to it, at any time and without the lock
         self._returned: deque[weakref.ref[Any]] = deque()
         self._free: list[Block] = []
         self.allocations = self.reused = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor of undefined values."""
+        """A contiguous tensor with undefined values."""
         size = math.prod(shape) * dtype.itemsize
         if not self._pooled or not size:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device, pin_memory=self._pinned)
@@ -73,7 +73,7 @@ class BufferPool:
         reference = _BlockReference(array, self._returned.append)
         reference.block = block
         self._in_use[id(reference)] = reference
-        if dtype in _IN_NUMPY:  # torch's own views release the interpreter, and then wait for it
+        if dtype in _IN_NUMPY:  # torch's own views release the GIL, and then wait for it
             return torch.from_numpy(array.view(_IN_NUMPY[dtype]).reshape(shape))
         return torch.from_numpy(array).view(dtype).view(tuple(shape))
 
@@ -105,7 +105,7 @@ class Closed(Exception):
 
 
 class MemoryBudget:
-    """Admits samples by the bytes that they declare, `limit` in sum."""
+    """Limits the bytes that samples use while they are processed. Each caller declares its bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -116,7 +116,7 @@ class MemoryBudget:
 
     @contextmanager
     def admitted(self, size: int) -> Iterator[None]:
-        """Wait until `size` bytes fit, and hold them inside the block."""
+        """Wait until `size` bytes are available, and reserve them for the duration of the block."""
         self._enter(size)
         try:
             yield
@@ -126,7 +126,7 @@ class MemoryBudget:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Wake all threads that wait; they raise `Closed`."""
+        """Wake all waiting threads, which then raise `Closed`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,23 +1,23 @@
-"""Batches ahead of the trainer: planned, announced to the cache, and built by threads, always in order.
+"""Prefetching: batches are planned, announced to the cache and built by threads, in order and before the trainer needs
+them.
 
 Purpose: keep the trainer from waiting, within bounded memory. `BatchExecutor` builds batches in threads. `Prefetcher`
-plans them, announces their reads and decides when they start. Both are thrown away and made again at any position.
+plans batches, announces their reads and decides when they start. To change the position, the loader creates new ones.
 
 Invariants:
-- Batches come out in the order in which they were started, whichever sample was finished first. They follow each other
-  over the ends of epochs without a pause. `ahead` of them are in progress while the trainer works.
-- The reads of these and of at least `ANNOUNCED_BATCHES` more are announced to the readers, soonest first.
-- The threads that build batches also plan them, several in one go, at most `ANNOUNCED_BATCHES` and `PLANNED_AT_ONCE`
-  ahead of those in progress. The trainer's thread plans the first batch itself. Later it waits for a plan only when
-  nothing else is in progress. A separate thread for planning would also wait for the interpreter, and the others would
-  wait for it after each read.
-- Nothing here refers to the loader.
+- Batches are delivered in the order in which they were started, whichever sample is finished first. They continue into
+  the next epoch without a pause. While the trainer works, `ahead` batches are in progress.
+- The reads of these batches, and of at least `ANNOUNCED_BATCHES` more, are announced to the readers, soonest first.
+- The threads that build batches also plan them, several together. They plan at most `ANNOUNCED_BATCHES` plus
+  `PLANNED_AT_ONCE` batches beyond those in progress. The trainer's thread plans the first batch itself. Later it waits
+  for a plan only if nothing else is in progress. There is no separate planning thread: it would wait for the GIL, and
+  the other threads would wait for it after each read.
+- No object of this module holds a reference to the loader.
 
 Failure behaviour: `next` raises the first error of the batch that is due, and raises it again when called again. The
-prefetcher is then unusable; the loader closes it and makes another. `next` raises `Closed` when the loader is closed
-meanwhile, and `DeadlineError` when no sample of the batch is finished within `STALL_SECONDS`. `close` works from any
-state: each thread stops after the picture that it decodes, or after its sample if that is not decoded picture by
-picture.
+prefetcher is then unusable; the loader closes it and creates another. `next` raises `Closed` if the loader is closed
+during the call, and `DeadlineError` if no sample of the batch is finished within `STALL_SECONDS`. `close` works in any
+state: each thread stops after the frame that it is decoding, or after its sample if decoding cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ STALL_SECONDS = 600.0
 Build = Callable[[Sequence[SampleRef], Sequence[Target], Sequence[PlannedRead]], list[ProcessedSample]]
 """`SampleBuilder.build`."""
 GroupSlots = Callable[[Sequence[SampleRef]], Sequence[Sequence[int]]]
-"""Which slots of a batch of these samples are built together in one thread. Each slot is in one group."""
+"""Returns the groups of a batch's slots that are each built together in one thread. Each slot is in one group."""
 ANNOUNCED_BATCHES = 8
 PLANNED_AT_ONCE, REFS_AT_ONCE = 8, 128
 PAUSE_SECONDS = 0.001
 
 
 class _Threads:
-    """A thread pool that does not change the number of torch's own threads in the trainer."""
+    """A thread pool that does not change the number of torch threads in the trainer's thread."""
 
     def __init__(self, count: int) -> None:
         self._torch_threads = torch.get_num_threads()
@@ -62,8 +62,8 @@ class _Threads:
     def _start(self) -> None:
         """Make torch use one thread in this thread only.
 
-        `set_num_threads` sets the number of this thread, and the number that threads started later will take. A helper
-        thread restores the latter.
+        `set_num_threads` sets the number for this thread, and also the number for threads that are started later. A
+        helper thread restores the latter.
         """
         with self._lock:
             torch.set_num_threads(1)
@@ -77,12 +77,12 @@ class BatchExecutor:
 
     Args:
         build: builds some samples of a batch.
-        layout: of the samples.
+        layout: layout of the samples.
         output: device, dtype and axes of the batches.
         num_threads: number of threads.
-        group: samples that are built together, e.g. because a GPU decodes them together.
+        group: number of samples that are built together, for example because a GPU decodes them together.
         group_slots: decides which slots are built together, if `group` is 1.
-        buffers: memory of the batches. Default: every batch has memory of its own.
+        buffers: memory of the batches. Default: new memory for every batch.
     """
 
     def __init__(
@@ -105,11 +105,10 @@ class BatchExecutor:
         self._stream: Any = torch.cuda.Stream(output.device) if output.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
-        """Batches that were started and not delivered."""
+        """Number of batches that were started and not delivered."""
         return len(self._batches)
 
     def start(self, planned: PlannedBatch) -> None:
-        """Start the next batch."""
         batch = self._empty(planned)
         futures = [self._pool.submit(self._fill, batch, planned, slots) for slots in self._groups(planned.refs)]
         self._batches.append((batch, futures))
@@ -127,15 +126,15 @@ class BatchExecutor:
         return [range(n, min(n + self._group, len(refs))) for n in range(0, len(refs), self._group)]
 
     def next(self) -> Batch:
-        """The oldest batch that was started, once all its samples are there."""
+        """Wait for the oldest started batch, and return it."""
         batch, futures = self._batches[0]
         left = len(futures)
-        while left:  # waiting for each in turn would take the interpreter from the threads as often
+        while left:  # waiting for each future in turn would take the GIL from the threads each time
             _, unfinished = wait(futures, STALL_SECONDS)
             if len(unfinished) == left:
                 raise DeadlineError(f"no sample was finished for {STALL_SECONDS:.0f} s", hint="is the store reachable?")
             left = len(unfinished)
-        if self._stopped.is_set():  # closed meanwhile, by another thread or a signal handler: samples may be missing
+        if self._stopped.is_set():  # closed by another thread or a signal handler, so samples may be missing
             raise Closed
         for future in futures:
             future.result()
@@ -143,7 +142,7 @@ class BatchExecutor:
         return batch
 
     def run(self, task: Callable[..., None], *args: Any, **kwargs: Any) -> Future[None]:
-        """Run something else in one of the threads, after everything that was started before."""
+        """Run another task in one of the threads, after everything that was submitted before."""
         return self._pool.submit(task, *args, **kwargs)
 
     @property
@@ -152,11 +151,11 @@ class BatchExecutor:
         return sum(batch.nbytes for batch, _ in self._batches)
 
     def stop(self) -> None:
-        """Start nothing more, and cancel what can be cancelled."""
+        """Start no more samples, and cancel the running ones where possible."""
         self._stopped.set()
 
     def close(self) -> None:
-        """Drop the batches that were started, and end the threads."""
+        """Discard the batches that were started, and end the threads."""
         self.stop()
         self._pool.shutdown(cancel_futures=True)
         for future in itertools.chain.from_iterable(futures for _, futures in self._batches):
@@ -171,21 +170,22 @@ class BatchExecutor:
             return
         refs, reads = [planned.refs[slot] for slot in slots], [planned.reads[slot] for slot in slots]
         with (
-            contextlib.suppress(Closed, Cancelled),  # the batch is not wanted any more
+            contextlib.suppress(Closed, Cancelled),  # the batch is no longer needed
             torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext(),
             cancelled_by(self._stopped),
         ):
             for slot, sample in zip(slots, self._build(refs, batch.targets(slots), reads), strict=True):
                 batch.put(slot, sample)
             if self._stream is not None:
-                self._stream.synchronize()  # from here on every other stream may read what this one wrote
+                self._stream.synchronize()  # other streams may now read what this one wrote
 
 
 def batches_from(source: BatchSource, epoch: int, batch: int) -> Iterator[Sequence[SampleRef]]:
-    """A rank's batches from a position on, without end.
+    """Yield a rank's batches from a position on, without end.
 
-    One batch is looked up first, then more and more at once, up to `PLANNED_AT_ONCE` batches or `REFS_AT_ONCE` samples.
-    If one of them fails, they are looked up one by one, so that those before it can be delivered.
+    The first lookup is for one batch, and later lookups are for more and more, up to `PLANNED_AT_ONCE` batches or
+    `REFS_AT_ONCE` samples. If a lookup fails, its batches are looked up one by one, so that the batches before the
+    failing one can be delivered.
     """
     count = 1
     for later in itertools.count(epoch):
@@ -212,8 +212,8 @@ class Prefetcher:
         batches: the samples of each batch, without end.
         builder: builds samples; closed with the prefetcher.
         executor: runs the builder in threads; closed with the prefetcher.
-        ahead: batches in progress after the one that the trainer waits for.
-        memory: the budget of the samples in flight; closed with the prefetcher.
+        ahead: number of batches in progress after the one that the trainer waits for.
+        memory: the budget of the samples in processing; closed with the prefetcher.
     """
 
     def __init__(
@@ -228,14 +228,14 @@ class Prefetcher:
         self._batches, self._builder, self._executor = batches, builder, executor
         self._ahead, self._memory = ahead, memory
         self._batch_bytes = 0
-        self._lock = threading.Lock()  # one thread at a time plans, appends to `_planned` and announces
+        self._lock = threading.Lock()  # held to plan, to append to `_planned` and to announce
         self._planned: deque[PlannedBatch] = deque()
         self._in_progress: deque[PlannedBatch] = deque()
         self._plans: deque[Future[None]] = deque()  # calls of `_plan` in the executor's threads, oldest first
         self._failed: BaseException | None = None
 
     def next(self) -> Batch:
-        """The next batch, whole. The planned batches after it are started before it is returned."""
+        """The next batch, complete. The planned batches after it are started before it is returned."""
         if not len(self._executor):
             self._start(self._next_planned())
         self._start_planned(self._room() + 1)
@@ -250,14 +250,17 @@ class Prefetcher:
         self._failed = self._failed or Closed()  # ends planning
         self._memory.close()
         self._executor.stop()
-        with contextlib.ExitStack() as ends:  # in reverse order, and each even if one before it fails
+        with contextlib.ExitStack() as ends:  # in reverse order; each one is closed even if another fails
             ends.callback(self._builder.close)
             ends.callback(self._executor.close)
 
     @property
     def in_flight(self) -> dict[str, int]:
-        """Bytes in flight: "samples" in progress, their peak, and how often one waited for memory; "batches" ahead;
-        "heads" of long files in memory."""
+        """Memory in use, in bytes, and the number of waits.
+
+        The values are the "limit", the "samples" in processing, their peak, the number of "waits" for memory, the
+        "batches" in progress, and the "heads" of long files.
+        """
         memory = self._memory
         return {
             "limit": memory.limit,
@@ -269,9 +272,9 @@ class Prefetcher:
         }
 
     def plan(self) -> None:
-        """Have more batches planned and announced, if it is time and no thread is planning already.
+        """Start planning and announcing more batches, if few are planned and no thread is planning.
 
-        Call this once the batch that `next` returned is ready: until then the first batch has all cores to itself.
+        Call this when the batch that `next` returned is ready. Until then, the first batch has all cores to itself.
         """
         while self._plans and self._plans[0].done():
             self._plans.popleft()
@@ -279,17 +282,18 @@ class Prefetcher:
             return
         if self._planned:
             self._plan_further()
-        else:  # e.g. after the first batch: plan what is due next, and more only after that
+        else:  # e.g. after the first batch: plan the batches that are due next, and only then more
             self._plans.append(self._executor.run(self._plan_next, max(1, self._room())))
 
     def _room(self) -> int:
-        """Batches that may be in progress after the next one: `ahead`, or as many as the memory limit holds."""
+        """Number of batches that may be in progress after the next one: `ahead`, or fewer if the memory limit requires
+        it."""
         if not self._batch_bytes:
             return self._ahead
         return max(0, min(self._ahead, self._memory.limit // self._batch_bytes - 1))
 
     def _start_planned(self, count: int) -> None:
-        """Have `count` batches in progress, as far as they are planned."""
+        """Start planned batches until `count` are in progress."""
         while len(self._executor) < count and self._planned:
             self._start(self._planned.popleft())
 
@@ -301,18 +305,18 @@ class Prefetcher:
         """The plan of the next batch. Errors of planning are raised here."""
         while not self._planned and self._plans:
             self._plans.popleft().result()
-        if not self._planned and self._failed is None:  # one only: the trainer waits
+        if not self._planned and self._failed is None:  # only one batch, since the trainer waits
             self._plan(1, announce=True)
         if self._failed is not None and not self._planned:
             raise self._failed
         return self._planned.popleft()
 
     def _plan_next(self, count: int) -> None:
-        """Plan, and then ask for more. Runs in a thread of the executor, since submitting in the trainer's thread would
-        wait for the interpreter.
+        """Plan `count` batches, then submit the planning of more.
 
-        It begins after `PAUSE_SECONDS`: the trainer's first steps with its batch would otherwise wait until this thread
-        is made to release the interpreter, which takes five times as long.
+        This runs in a thread of the executor, since submitting in the trainer's thread would wait for the GIL. It
+        begins after `PAUSE_SECONDS`. Otherwise the trainer's first operations on its batch would wait until this thread
+        is forced to release the GIL, which takes five times as long.
         """
         time.sleep(PAUSE_SECONDS)
         self._plan(count)
@@ -323,18 +327,18 @@ class Prefetcher:
         self._plans.append(self._executor.run(self._plan, ANNOUNCED_BATCHES + PLANNED_AT_ONCE, announce=True))
 
     def _plan(self, count: int, *, announce: bool = False) -> None:
-        """Plan until `count` batches are planned, in any thread. Errors are kept for the call of `next` in which they
-        are due."""
+        """Plan until `count` batches are planned, in any thread. An error is stored, and `next` raises it when its
+        batch is due."""
         try:
             with self._lock:
                 while len(self._planned) < count and self._failed is None:
                     self._planned.append(self._builder.plan(next(self._batches)))
                 if announce and self._failed is None:
-                    # each copied in one step: the trainer's thread takes from them meanwhile
+                    # copied in one step each, since the trainer's thread removes items concurrently
                     self._announce([*self._in_progress.copy(), *self._planned.copy()])
         except BaseException as error:
             self._failed = self._failed or error
-            if not isinstance(error, Exception):  # a Ctrl-C while the trainer's thread plans the first batch
+            if not isinstance(error, Exception):  # Ctrl-C while the trainer's thread plans the first batch
                 raise
 
     def _announce(self, batches: Sequence[PlannedBatch]) -> None:

@@ -1,12 +1,12 @@
-"""From one `SampleRef` to one `ProcessedSample`: read, check, process, and substitute what is damaged.
+"""Build a `ProcessedSample` from a `SampleRef`: read, verify, process, and substitute damaged samples.
 
-Purpose: everything that happens to a single sample, as one function that any thread may run.
+Purpose: one function that does all the work for a sample, and that any thread may call.
 
-Invariants: the result is a pure function of the plan, the sample's position and the stored bytes. A damaged sample is
-replaced by its neighbours in the plan's order; the rest of the batch and of the order does not change.
-Failure behaviour: only damage (corrupt, unsupported or oversize) is replaced. `CorruptionError` names the first sample
-when `MAX_SUBSTITUTES` neighbours, or all there are, are damaged as well. An unreachable store, wrong credentials and
-the like are raised, so a bad network never changes the training data.
+Invariants: the result depends only on the plan, the sample's position and the stored bytes. A damaged sample is
+replaced by a substitute from the plan. The rest of the batch and of the order does not change.
+Failure behaviour: only damaged samples (corrupt, unsupported or too large) are replaced. If `MAX_SUBSTITUTES`
+substitutes, or all that exist, are damaged too, `CorruptionError` names the first sample. Other errors, such as an
+unreachable store or wrong credentials, are raised, so a bad network never changes the training data.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from headrace.loaders.quarantine.records import SkippedSample
 MAX_SUBSTITUTES = 16
 OnError = Literal["replace", "skip"]
 Target = PixelTarget | FileTarget | None
-"""Where the batch has room for a sample; None if the sample is copied into the batch later."""
+"""The batch's memory for a sample. None if the sample is copied into the batch later."""
 
 
 class PlannedRead(msgspec.Struct, frozen=True, gc=False):
-    """What is read for a sample, decided once: its files or pieces, and how many bytes they have."""
+    """The files or pieces that are read for a sample, and their total size in bytes."""
 
     needs: Needs
     nbytes: int
 
 
 class PlannedBatch(msgspec.Struct, frozen=True):
-    """A batch before it is built.
+    """A batch that is planned but not built.
 
     Args:
         refs: its samples.
-        reads: what is read for each.
-        ranges: the same as ranges of objects, by the number of the dataset, to be announced to the readers.
+        reads: the planned read of each sample.
+        ranges: the same reads as ranges of objects, by the index of the dataset; these are announced to the readers.
         files: the files of each sample, if they are delivered as stored.
     """
 
@@ -72,12 +72,13 @@ class SampleBuilder:
     """Builds samples. Safe to share between threads.
 
     Args:
-        plan: names the datasets and the substitutes.
+        plan: provides the datasets and the substitutes.
         processor: turns bytes into tensors.
-        readers: one for each of the plan's datasets.
-        quarantine: the samples that are known to be bad.
-        memory: admits samples by the bytes that they take.
-        on_error: "replace" substitutes a neighbour for a damaged sample; "skip" leaves the sample out of its batch.
+        readers: one reader for each of the plan's datasets.
+        quarantine: the samples that are known to be damaged.
+        memory: limits the bytes of samples in processing.
+        on_error: "replace" substitutes another sample of the chunk for a damaged one; "skip" leaves it out of its
+            batch.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class SampleBuilder:
         self._files_of = processor.layout.files_of
 
     def plan(self, refs: Sequence[SampleRef]) -> PlannedBatch:
-        """Decide what is read for each sample, as far as the index tells."""
+        """Plan what is read for each sample, as far as the index allows."""
         reads, by_source = list[PlannedRead](), dict[int, list[Range]]()
         files = None if self._files_of is None else [self._files_of(ref.sample) for ref in refs]
         for number, ref in enumerate(refs):
@@ -108,7 +109,8 @@ class SampleBuilder:
     def build(
         self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
     ) -> list[ProcessedSample]:
-        """The samples of `refs`, processed together where the processor can, each maybe directly in its target.
+        """The processed samples of `refs`. They are processed together if the processor can, possibly directly in their
+        targets.
 
         A sample without tensors is left out of its batch.
         """
@@ -118,18 +120,18 @@ class SampleBuilder:
         ]
 
     def announce(self, ranges: Mapping[int, Sequence[Range]]) -> None:
-        """Tell the readers, by source, what is read next, soonest first."""
+        """Tell each dataset's reader which ranges will be read next, soonest first."""
         for number, reader in enumerate(self._readers):
             reader.announce(ranges.get(number, ()))
 
     @property
     def held(self) -> int:
-        """Bytes of the heads of long files in memory."""
+        """Bytes in memory for the heads of long files."""
         return sum(reader.held for reader in self._readers)
 
     def close(self) -> None:
         """Close the processor and the readers."""
-        with contextlib.ExitStack() as ends:  # in reverse order, and each even if one before it fails
+        with contextlib.ExitStack() as ends:  # in reverse order; each one is closed even if another fails
             for reader in reversed(self._readers):
                 ends.callback(reader.close)
             ends.callback(self._processor.close)
@@ -156,7 +158,7 @@ class SampleBuilder:
     def _fetch_all(
         self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
     ) -> list[FetchedSample | HeadraceError]:
-        """Read the samples; parts of one sample share its bytes."""
+        """Read the samples. Parts of the same sample share its bytes."""
         slots_of = dict[tuple[int, int], list[int]]()
         for slot, ref in enumerate(refs):
             slots_of.setdefault((ref.source, ref.sample.id), []).append(slot)
@@ -173,7 +175,8 @@ class SampleBuilder:
     def _fetch_files(
         self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
     ) -> list[FetchedSample | HeadraceError]:
-        """Read files directly into the batch: all in one go, but one by one from the first one on that is damaged."""
+        """Read files directly into the batch. All are read together up to the first damaged one, and one by one from
+        there on."""
         wanted = dict[int, list[tuple[int, FileTarget]]]()
         for slot, (ref, target) in enumerate(zip(refs, targets, strict=True)):
             if isinstance(target, FileTarget) and not self._quarantine.known_bad(ref):
@@ -186,9 +189,8 @@ class SampleBuilder:
         return [one or self._fetch(refs[slot], None, reads[slot].needs) for slot, one in enumerate(found)]
 
     def _fetch(self, ref: SampleRef, target: Target, needs: Needs) -> FetchedSample | HeadraceError:
-        """Read the bytes and check them. Pieces of files that are read in part are checked when a decoder reads
-        them."""
-        check_cancelled()  # a store may take seconds for each
+        """Read and verify the bytes. Pieces of files that are read in part are verified when a decoder reads them."""
+        check_cancelled()  # a read may take seconds
         if known := self._quarantine.known_bad(ref):
             return known
         try:
@@ -203,7 +205,7 @@ class SampleBuilder:
         return ProcessedSample(ref.sample, {}, skipped=(self._skipped(ref, error),))
 
     def _substitute(self, ref: SampleRef, target: Target, error: HeadraceError) -> ProcessedSample:
-        """The first neighbour that is not damaged."""
+        """The first substitute that is not damaged."""
         skipped: list[SkippedSample] = []
         damaged, first = ref, error
         for attempt in range(MAX_SUBSTITUTES):
@@ -224,7 +226,7 @@ class SampleBuilder:
         ) from first
 
     def _target_for(self, ref: SampleRef, target: Target) -> Target:
-        """The target of one sample for another one; None if the other's files have another length."""
+        """The target of one sample, used for another sample. None if the other's files have a different length."""
         if self._files_of is None or not isinstance(target, FileTarget):
             return target
         files = self._files_of(ref.sample)
@@ -247,7 +249,8 @@ class SampleBuilder:
 
 
 def _union(needs: Sequence[Needs]) -> Needs:
-    """What several parts of one sample need. Whether a file is read in part is the same for all of them."""
+    """The files and pieces that several parts of one sample need. Whether a file is read in part is the same for all of
+    them."""
     found = dict(needs[0])
     for ext, runs in found.items():
         if runs is not None:
@@ -260,5 +263,5 @@ def _for_part(fetched: FetchedSample, ref: SampleRef, target: Target) -> Fetched
 
 
 def _pixels(target: Target) -> PixelTarget | None:
-    """A target that a decoder can draw in."""
+    """The target if a decoder can write pixels into it, else None."""
     return None if isinstance(target, FileTarget) else target

@@ -1,9 +1,8 @@
-"""The loss when a loader loads a state that does not fit.
+"""What is lost when a loader loads a state that does not match it.
 
-Purpose: report the cost of a changed batch size, or of a grown dataset, in the middle of a run.
-Invariants: the loader continues at the batch before which the same number of samples of the epoch were delivered,
-rounded down. Of the saved order, only the seeds of random draws for samples are kept. `again` and `missed` are exact in
-two cases, otherwise they are None:
+Purpose: report the cost of changing the batch size, or of adding samples to the dataset, during a run.
+Invariants: the loader continues at the batch before which the same number of the epoch's samples were delivered,
+rounded down to whole batches. `again` and `missed` are exact in two cases; otherwise they are None:
 
 - Dataset and clips are the same, and the epoch has at most `MAX_COUNTED` clips. Then they are counted from the old
   order, which is a pure function of the state.
@@ -35,14 +34,14 @@ _WORDS = {"drop_last", "evaluation"}
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """The loss. It is true if any field differs.
+    """What is lost. It is true if any field differs.
 
     Args:
         fields: the fields that differ.
-        epoch, batch: where the loader continues.
-        again: clips of this epoch that are delivered again; None if unknown.
-        missed: clips of this epoch that are not delivered; None if unknown.
-        quarantine_dropped: the quarantine was dropped, since its numbers mean other samples now.
+        epoch, batch: the position at which the loader continues.
+        again: number of clips of this epoch that are delivered again; None if unknown.
+        missed: number of clips of this epoch that are not delivered; None if unknown.
+        quarantine_dropped: True if the quarantine was dropped, since its ids now belong to other samples.
     """
 
     fields: tuple[Difference, ...]
@@ -56,7 +55,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.fields)
 
     def also(self, other: Difference) -> Loss:
-        """Return this loss with one more field."""
+        """This loss with one more field."""
         return replace(self, fields=(*self.fields, other))
 
     def __str__(self) -> str:
@@ -71,7 +70,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tuple[Position, Loss]:
-    """Return the position at which `plan` continues after a state that may not fit it, and the loss."""
+    """The position at which `plan` continues after a state that may not match it, and the loss."""
     plan = plan.of(position.epoch)
     fingerprint = plan.fingerprint(position.epoch, position.batch)
     saved = resolved(fingerprint.values(), saved)
@@ -87,7 +86,7 @@ def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tup
 
 
 def _batch(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> int:
-    """The batch before which the same number of clips were delivered as before the saved one."""
+    """The batch of this plan before which as many clips were delivered as before the saved batch."""
     old, new = saved.get("global_batch"), plan.schedule.described(0, 0).get("global_batch")
     if isinstance(old, int) and isinstance(new, int) and old > 0:
         return min(plan.schedule.batches, position.batch * old // new)
@@ -97,7 +96,7 @@ def _batch(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> int
 def _counted(
     plan: OrderPlan, saved: Mapping[str, Any], position: Position, batch: int
 ) -> tuple[int | None, int | None]:
-    """Clips that are delivered again, and clips that are not delivered."""
+    """The number of clips that are delivered again, and the number that are not delivered."""
     schedule = plan.schedule
     if isinstance(schedule, (Mixed, MixedBuckets)) and _counts(saved.get("sources")):
         taken = schedule.taken(position.epoch, batch)
@@ -120,7 +119,7 @@ def _counts(sources: Any) -> bool:
 
 
 def _old_order(plan: OrderPlan, saved: Mapping[str, Any]) -> Order | None:
-    """The order of the saved state, if it was a plain one over the same clips."""
+    """The order of the saved state, if it was a plain order of the same clips."""
     named, clip = saved.get("order"), plan.fingerprint(0, 0).values()["clip"]
     if not isinstance(named, list) or not _same_parts(saved.get("clip"), clip):
         return None
@@ -143,8 +142,11 @@ def _old_order(plan: OrderPlan, saved: Mapping[str, Any]) -> Order | None:
 
 
 def _same_parts(old: Any, here: Any) -> bool:
-    """Whether every sample has the same number of parts. A description has first the length of a part, then the word
-    for how parts start, then what decides their number."""
+    """Whether every sample has the same number of parts in both descriptions.
+
+    A description contains the length of a part, then the word for how parts start, then the values that determine their
+    number.
+    """
     if old == here:
         return True
     if not isinstance(old, list) or not isinstance(here, list):

@@ -14,12 +14,13 @@ O(log Q) steps (Graham, Knuth, Patashnik, Concrete Mathematics, 3.5).
 
 How `Strata` works. The slots of a batch of G are G evenly spaced points on a circle. Each stream has an arc as long as
 its share w. So it gets floor(w * G) or ceil(w * G) points, however the circle is rotated. Each batch rotates the points
-by `step`. The step has the golden ratio's property on three circles: the whole circle, the circle of one lane's points,
-and the circle of the points next to one point. So slots, lanes and the sum of batches all hold every stream in
-proportion to its share. The G / K points of a lane are evenly spaced, too. By Hermite's identity (ibid., 3.2) a single
-floor counts the points on an arc, and sums of floors count all earlier ones. Adjacent slots are far from each other on
-the circle, in the order of van der Corput's sequence (in the bases of the factors of G). So the slots of a rank are
-evenly distributed. They are exactly even for most world sizes, such as powers of two that divide K, or G if K is 1.
+by `step`. The step is chosen by the golden ratio for three moduli: the whole circle, the distance between a lane's
+points, and the
+distance between adjacent points. So slots, lanes and the sum of batches all hold every stream in proportion to its
+share. The G / K points of a lane are evenly spaced, too. By Hermite's identity (ibid., 3.2) a single floor counts the
+points on an arc, and sums of floors count all earlier ones. Adjacent slots are far from each other on the circle, in
+the order of van der Corput's sequence (in the bases of the factors of G). So the slots of a rank are evenly
+distributed. They are exactly even for most world sizes, such as powers of two that divide K, or G if K is 1.
 
 Invariants:
 - `Interleave`: any Q consecutive places hold each stream exactly as often as its quota. In a range of any length, the
@@ -214,7 +215,10 @@ def _spread(places: I64, count: int) -> I64:
 
 @lru_cache(maxsize=64)
 def _factors(number: int) -> tuple[int, ...]:
-    """The prime factors, the largest first. Ranks of a world size that is a power of two then get contiguous blocks."""
+    """The prime factors, the largest first.
+
+    If a world size is a power of two that divides `number`, each rank then has a complete block of the reversed order.
+    """
     found, factor = list[int](), 2
     while factor * factor <= number:
         while number % factor == 0:
@@ -226,7 +230,7 @@ def _factors(number: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _turn(period: int, lanes: int, each: int) -> int:
-    """A step with the golden ratio's property modulo `period`, `period * lanes` and `period * lanes * each`."""
+    """A step chosen by the golden ratio modulo `period`, `period * lanes` and `period * lanes * each`."""
     step, modulus = golden(period), period
     for factor in (lanes, each):
         step, modulus = evenly(step, modulus, factor), modulus * factor

@@ -1,19 +1,21 @@
-"""Several sources in batches of one shape each: a mixture in every bucket, and a sequence of buckets that follows from
-them.
+"""Several sources in batches of one shape each: every bucket has its own mixture.
 
 Purpose: combine mixtures and buckets, exactly and for any world size, with a position that is one number.
 
-How. A source with a share w of all samples, and n of its N clips in a bucket, has the share w * n / N of the samples of
-that bucket. The sum over the sources, divided by the clips in a batch of the bucket, decides how often the bucket has
-its turn. `Turns` says which bucket has its turn in a step, and how often it had one before, by `Interleave`. That
-number is the number of the batch in the bucket's own `Mixed`, in which the sources have these shares. A change of
-weights begins a segment of the turns and one in every bucket, at the number of batches that the bucket had given by
-then, so counts continue without a gap.
+How it works. Let a source have the share w of all samples, and n of its N clips in a bucket. In that bucket, its
+samples are in proportion to w * n / N. The sum of these numbers over the sources, divided by the clips in a batch of
+the bucket, determines how often the bucket has a turn. `Turns` uses `Interleave` to compute which bucket has its turn
+in
+a step, and how often it had a turn before. That count is the batch number in the bucket's own `Mixed`, in which the
+sources have these shares. A change of weights begins a new segment of the turns, and a new segment in every bucket. The
+bucket's segment begins at the number of batches that the bucket has given by then, so counts continue without a gap.
 
-Invariants: those of `Mixed` in each bucket: no clip of a source in a bucket comes twice before all came once. Each
-bucket has its own pace, so a source's epochs in different buckets are out of step. Everything is counted in whole
-numbers, the same on every machine. The position is one number, the step. The world size is not a parameter. A seek
-costs O(log) of buckets and sources.
+Invariants:
+- Those of `Mixed` hold in each bucket: no clip of a source in a bucket is taken again before all were taken once.
+- Buckets advance at different rates, so the epochs of a source in different buckets are not synchronized.
+- All counts are integers, so they are the same on every machine.
+- The position is one number, the step. The world size is not a parameter. A seek costs O(log) of buckets and sources.
+
 Failure behaviour: `UsageError` for impossible weights and buckets. A cell (source and bucket) with a share of less than
 one in `RESOLUTION` gets one in `RESOLUTION`.
 """
@@ -48,18 +50,18 @@ _START = 10  # a purpose of `key_of` that no other module uses
 _ENDLESS = 1 << 60
 _SCALE = 1 << 64
 Rates = list[list[int]]
-"""For each bucket, how many samples of each source are wanted, in any unit."""
+"""For each bucket, the relative number of samples of each source."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Which bucket has its turn in each step, by quotas that may change at a step, `RESOLUTION` in sum."""
+    """Which bucket has its turn in each step. The quotas may change at a step, and sum to `RESOLUTION`."""
 
     segments: tuple[Segment, ...]
     offset: int = 0
 
     def at(self, step: int) -> tuple[int, int]:
-        """The bucket that has its turn, and how many turns it had before."""
+        """The bucket that has its turn, and its number of earlier turns."""
         number = segment_at(self.segments, step)
         place = np.array([step - self.segments[number].step])
         stream = self._interleaves[number].stream(place, self.offset)
@@ -67,7 +69,7 @@ class Turns:
         return int(stream[0]), int(self._bases[number][stream[0]] + before[0])
 
     def counts(self, step: int) -> I64:
-        """How many turns each bucket had before `step`."""
+        """The number of turns that each bucket had before `step`."""
         number = segment_at(self.segments, step)
         return self._bases[number] + self._since(number, step)
 
@@ -89,10 +91,10 @@ class Turns:
 
 @dataclass(frozen=True)
 class MixedBuckets:
-    """A `Schedule` whose streams are cells: the samples of one source in one bucket. Make one with `MixedBuckets.of`.
+    """A `Schedule` whose streams are cells: the samples of one source in one bucket. Create one with `MixedBuckets.of`.
 
-    `mixtures` are those of the buckets with samples, `numbers` the numbers of these buckets, `name` identifies all
-    buckets.
+    `numbers` are the buckets that have samples, and `mixtures` are their mixtures. `name` identifies all buckets in
+    states.
     """
 
     evaluates: ClassVar[bool] = False
@@ -118,8 +120,10 @@ class MixedBuckets:
         shuffle: bool = True,
         epoch_batches: int | None = None,
     ) -> MixedBuckets:
-        """Make one from the part of each source in each bucket. `batches` and `numbers` are as in `Bucketed.of`, the
-        rest as in `Mixed.of`."""
+        """The schedule for the part of each source in each bucket.
+
+        `batches` and `numbers` are as in `Bucketed.of`, and the other arguments as in `Mixed.of`.
+        """
         totals = {name: sum(cell.virtual for cell in cells) for name, cells in sources.items()}
         segments = segments_of(tuple(sources), totals if weights is None else weights, temperature)
         there = [b for b in range(len(batches)) if any(cells[b].samples for cells in sources.values())]
@@ -167,7 +171,7 @@ class MixedBuckets:
         return tuple(order for mixed in self.mixtures for order in mixed.orders)
 
     def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
-        """The part of `rank` in batch `number` of the mixture's `epoch`, all of one bucket."""
+        """The part of `rank` in batch `number` of the mixture's `epoch`. All of it belongs to one bucket."""
         if not 0 <= number < self.batches:
             raise UsageError(f"batch {number} is outside the epoch's {self.batches} batches")
         place, before = self.turns.at(epoch * self.batches + number)
@@ -178,7 +182,7 @@ class MixedBuckets:
         )
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
-        """How many samples each source gave before batch `number` of `epoch`."""
+        """How many samples each source has given before batch `number` of `epoch`."""
         counts = dict.fromkeys(self.names, 0)
         before = self.turns.counts(epoch * self.batches + number).tolist()
         for mixed, turns in zip(self.mixtures, before, strict=True):
@@ -197,8 +201,10 @@ class MixedBuckets:
 
 
 def apportion(values: Sequence[int]) -> tuple[int, ...]:
-    """Whole numbers in proportion to `values`, `RESOLUTION` in sum, by the largest remainders. Values above 0 get at
-    least 1."""
+    """Whole numbers in proportion to `values` that sum to `RESOLUTION`, rounded by largest remainders.
+
+    A value above 0 gets at least 1.
+    """
     total = sum(values)
     whole = [value * RESOLUTION // total for value in values]
     by_rest = sorted(range(len(values)), key=lambda n: (-(values[n] * RESOLUTION % total), n))
@@ -212,8 +218,10 @@ def apportion(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _rates(amounts: Rates, totals: Sequence[int], quotas: Sequence[int]) -> Rates:
-    """How many samples of each source are wanted in each bucket: at least one, if the source has samples there and a
-    quota."""
+    """The relative number of samples of each source in each bucket.
+
+    It is at least one if the source has samples in the bucket and a quota above 0.
+    """
     return [
         [
             max(1, quota * amount * _SCALE // total) if quota and amount else 0
@@ -226,15 +234,16 @@ def _rates(amounts: Rates, totals: Sequence[int], quotas: Sequence[int]) -> Rate
 def _inside(
     turns: Turns, segments: Sequence[Segment], rates: Rates, place: int, amounts: Sequence[int]
 ) -> tuple[Segment, ...]:
-    """The segments of the bucket at `place`: from which of its batches on its sources have which shares."""
+    """The segments of the mixture in the bucket at `place`: the shares of its sources, from which batch of the bucket
+    on."""
     own = [amount > 0 for amount in amounts]
     found = list[Segment]()
     for segment, rate in zip(segments, rates, strict=True):
         wanted = [value for value, mine in zip(rate, own, strict=True) if mine]
         if not any(wanted):
-            continue  # it has no turns
+            continue  # the bucket has no turns in this segment
         step = int(turns.counts(segment.step)[place])
         if found and found[-1].step == step:
-            found.pop()  # it had no turns in that segment
+            found.pop()  # the bucket had no turns in that segment
         found.append(Segment(step, apportion(wanted)))
     return tuple(found) or (Segment(0, apportion([value for value in amounts if value])),)

@@ -1,14 +1,15 @@
-"""Keyed permutations of 0 … n-1 that need no table: a Feistel network with cycle walking, vectorised.
+"""Keyed permutations of 0 … n-1 that need no table: a vectorised Feistel network with cycle walking.
 
-Purpose: shuffle any number of items with O(1) memory, and compute where one of them goes, or comes from, directly.
-Invariant: for one key and one n, `permute` is a bijection of [0, n) and `unpermute` is its inverse; keys and sizes may
-differ from element to element. Equal arguments give equal results on every machine and in every version of numpy, since
-only wrapping 64-bit integer arithmetic is used. It is a shuffle, not a cipher: nothing here hides anything.
+Purpose: shuffle any number of items with O(1) memory, and compute the new or the original place of any item directly.
+Invariants: for one key and one n, `permute` is a bijection of [0, n) and `unpermute` is its inverse. Keys and sizes may
+differ from element to element. Only wrapping 64-bit integer arithmetic is used, so equal arguments give equal results
+on
+every machine and in every version of numpy. This is a shuffle, not a cipher: it is not secure.
 Failure behaviour: `ValueError` for a value outside [0, n).
 
-Method: Luby and Rackoff 1988 (Feistel rounds over two halves of the bits, here of unequal width so that the domain is
-less than 2n), Black and Rogaway 2002 (cycle walking: apply again until the value is inside; less than two rounds of it
-expected); the mixing constants are those of splitmix64.
+Method: Feistel rounds over two halves of the bits (Luby and Rackoff 1988). The halves may differ in width, so the
+domain is smaller than 2n. Cycle walking (Black and Rogaway 2002) applies the rounds again until the value is in [0, n);
+fewer than two applications are expected. The mixing constants are those of splitmix64.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ROUND_KEYS = [np.uint64((number + 1) * _GOLDEN & _MASK) for number in range(_RO
 
 
 def mix(values: U64) -> U64:
-    """The splitmix64 finaliser, element by element: every input bit reaches every output bit."""
+    """The splitmix64 finaliser, applied to each element. Every input bit affects every output bit."""
     mixed = values >> _30
     mixed ^= values
     mixed *= _FIRST
@@ -42,8 +43,9 @@ def mix(values: U64) -> U64:
 
 
 def key_of(*parts: int | I64) -> U64:
-    """A 64-bit key for each element from any number of integers or integer arrays (broadcast); their order matters."""
-    if set(map(type, parts)) <= {int}:  # a single key, as each clip needs: ten times as fast
+    """A 64-bit key for each element, from any number of integers or integer arrays (broadcast). The order of the parts
+    matters."""
+    if set(map(type, parts)) <= {int}:  # a single key, as for each clip: ten times as fast as the array path
         return np.array([_one_key(parts)], np.uint64)  # type: ignore[arg-type] # mypy does not follow `set`
     arrays = [np.atleast_1d(np.asarray(_wrap(part))) for part in parts]
     key = np.zeros(np.broadcast_shapes(*(a.shape for a in arrays)), np.uint64)
@@ -63,12 +65,12 @@ def _one_key(parts: Sequence[int]) -> int:
 
 
 def short(key: U64) -> str:
-    """Eight characters that stand for a key, in states."""
+    """The upper 32 bits of a key as eight hexadecimal characters, for states."""
     return f"{int(key[0]) >> 32:08x}"
 
 
 def permute(values: I64, n: int | I64, key: U64) -> I64:
-    """Where each of `values` goes in the permutation of [0, n) that `key` names. All three broadcast to one
+    """The place of each of `values` in the permutation of [0, n) that `key` selects. All arguments are broadcast to one
     dimension."""
     return _walk(values, n, key, range(_ROUNDS))
 
@@ -97,7 +99,8 @@ def _walk(values: I64, n: int | I64, key: U64, rounds: range) -> I64:
 
 
 def _feistel(x: U64, left: U64, right: U64, key: U64, rounds: range) -> U64:
-    """Even rounds change the upper `left` bits by the lower `right` ones, odd rounds the other way round."""
+    """Apply the rounds. Even rounds change the upper `left` bits using the lower `right` bits; odd rounds do the
+    reverse."""
     one = np.uint64(1)
     upper_mask, lower_mask = (one << left) - one, (one << right) - one
     upper, lower = x >> right, x & lower_mask
@@ -111,7 +114,7 @@ def _feistel(x: U64, left: U64, right: U64, key: U64, rounds: range) -> U64:
 
 
 def _bit_length(values: U64) -> U64:
-    """Bits needed for each value: 0 for 0. Exactly, since a half of the 64 bits fits into the 53 that a float has."""
+    """The number of bits of each value; 0 for 0. It is exact, since a 32-bit half fits the 53-bit mantissa of a float."""
     high, low = values >> _32, values & _LOW
     length: U64 = np.where(high != 0, np.frexp(high)[1] + 32, np.frexp(low)[1]).astype(np.uint64)
     return length

@@ -1,21 +1,23 @@
 """The quality of a shuffle, compared with a full shuffle, and its cost in reads.
 
-Purpose: a windowed shuffle trades randomness for locality; this measures both.
+Purpose: a windowed shuffle trades randomness for locality. This module measures both.
 
-The figures are taken over `batches` evenly spaced batches of an epoch, and compared with those of a full shuffle of the
+The metrics are computed over `batches` evenly spaced batches of an epoch, for the order and for a full shuffle of the
 same samples:
 
-- `distance`: how far a sample is from where its number would put it, as a share of the epoch (mean; 1/3 when places are
-  independent).
-- `spread`: the distance between samples of one batch, as a share of the dataset (mean over pairs; 1/3 likewise).
-- `neighbours`: the share of samples in a batch whose next sample by number is in the batch too.
-- `entropy`: of the groups (shards, or sources) that a batch's samples come from, in bits (mean over batches). A batch
-  of one shard has 0.
-- `reads`: chunks read per epoch by all nodes together, by number of nodes, as a multiple of the chunks there are. A
-  full shuffle, in which every node reads some sample of nearly every chunk, has nearly the number of nodes.
+- `distance`: the distance between a sample's position and its id, as a fraction of the epoch (mean; 1/3 if positions
+  are independent).
+- `spread`: the distance between the ids of two samples of a batch, as a fraction of the dataset (mean over pairs; also
+  1/3 if independent).
+- `neighbours`: the fraction of a batch's samples for which the sample with the next id is in the same batch.
+- `entropy`: the entropy of the groups (shards, or sources) of a batch's samples, in bits (mean over batches). It is 0
+  for a batch from one shard.
+- `reads`: the number of chunks that all nodes together read in an epoch, divided by the number of chunks, for each
+  number of nodes. With a full shuffle, nearly every node reads nearly every chunk, so it is close to the number of
+  nodes.
 
-Invariant: a pure function of its arguments; the full shuffle is a keyed permutation, so figures repeat.
-Failure behaviour: `UsageError` for groups that do not fit the order. `reads` is left out above `MAX_READS` samples.
+Invariant: the metrics depend only on the arguments. The full shuffle is a keyed permutation, so results repeat.
+Failure behaviour: `UsageError` for groups that do not match the order. `reads` is empty above `MAX_READS` samples.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _FULL = 9  # a purpose of `key_of` that no other module uses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The figures of one shuffle."""
+    """The metrics of one shuffle."""
 
     distance: float
     spread: float
@@ -48,8 +50,10 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """The figures of an order and of a `full` shuffle, over `batches` batches. `picture[y][x]` counts the samples of
-    the y-th part of the dataset that are in the x-th part of the epoch."""
+    """The metrics of an order and of a `full` shuffle, over `batches` batches.
+
+    `picture[y][x]` counts the samples of the y-th part of the dataset that are in the x-th part of the epoch.
+    """
 
     samples: int
     batch: int
@@ -71,7 +75,7 @@ def quality(
     nodes: Sequence[int] = (1, 2, 4, 8),
     clips: int = 1,
 ) -> Quality:
-    """Measure `order` in `epoch`. `groups` is the group of each sample, such as its shard. Default: its chunk."""
+    """Measure `order` in `epoch`. `groups` holds the group of each sample, such as its shard. Default: its chunk."""
     labels = _labels(order, groups, clips)
     size = min(order.batch, order.samples)
     count = max(1, min(batches, order.full_batches))
@@ -104,8 +108,9 @@ def quality(
 class Balance:
     """How evenly the batches of a mixture hold its sources, compared with drawing every sample at random.
 
-    `entropy` is the mean entropy of the sources in a batch, in bits. `away` is by how many samples the worst source of
-    the worst batch differs from its share.
+    `entropy` is the mean entropy of the sources in a batch, in bits. `away` is the largest difference, over all batches
+    and sources, between a source's number of samples in a batch and its share of the batch. `drawn_entropy` and
+    `drawn_away` are the same for random draws.
     """
 
     batch: int
@@ -118,7 +123,7 @@ class Balance:
 
 
 def balance(mixed: Mixed, *, batches: int = 256) -> Balance:
-    """Measure evenly spaced batches of the first epoch of a mixture, by the weights of its first segment."""
+    """Measure evenly spaced batches of the first epoch of a mixture, with the weights of its first segment."""
     weights = mixed.segments[0]
     last = mixed.batches if len(mixed.segments) == 1 else min(mixed.batches, mixed.segments[1].step)
     numbers = np.unique(np.linspace(0, last - 1, min(batches, last)).astype(np.int64)).tolist()
@@ -139,7 +144,7 @@ def balance(mixed: Mixed, *, batches: int = 256) -> Balance:
 
 @dataclass(frozen=True, slots=True)
 class BucketBalance:
-    """One bucket of a mixture: its `share` of the steps, and how evenly its batches hold its sources."""
+    """One bucket of a mixture: its `share` of the steps, and how evenly its batches hold the sources."""
 
     bucket: int
     share: float
@@ -147,7 +152,7 @@ class BucketBalance:
 
 
 def bucket_balances(mixed: MixedBuckets, *, batches: int = 256) -> list[BucketBalance]:
-    """Measure every bucket that has a turn in the first epoch, by the weights of the first segment."""
+    """Measure every bucket that has a batch in the first epoch, with the weights of the first segment."""
     last = mixed.batches if len(mixed.segments) == 1 else min(mixed.batches, mixed.segments[1].step)
     turns = mixed.turns.counts(last).tolist()
     return [
@@ -158,14 +163,14 @@ def bucket_balances(mixed: MixedBuckets, *, batches: int = 256) -> list[BucketBa
 
 
 def _away(streams: I64, size: int, shares: npt.NDArray[np.float64]) -> float:
-    """The largest difference between a source's number in a batch and its share."""
+    """The largest difference between a source's number of samples in a batch and its share of the batch."""
     rows = streams.reshape(-1, size)
     counts = np.stack([(rows == source).sum(axis=1) for source in range(len(shares))], axis=1)
     return float(np.abs(counts - shares * size).max())
 
 
 def batch_entropy(labels: I64, size: int) -> float:
-    """Mean entropy in bits of the labels of each `size` in a row."""
+    """Mean entropy in bits of the labels of `size` consecutive samples."""
     rows = labels.reshape(-1, size)
     entropies = []
     for row in rows:
@@ -199,7 +204,7 @@ def _figures(positions: I64, taken: I64, size: int, labels: I64, samples: int) -
 
 
 def _reads(order: Order, take: Callable[[I64], I64], nodes: int) -> float:
-    """Chunks that all nodes together read in an epoch, over the chunks there are."""
+    """Number of chunks that all nodes together read in an epoch, divided by the number of chunks that are read at all."""
     positions = np.arange(order.full_batches * order.batch or order.samples, dtype=np.int64)
     bounds = np.array([order.batch * node // nodes for node in range(1, nodes)], np.int64)
     node = np.searchsorted(bounds, positions % order.batch, side="right")
