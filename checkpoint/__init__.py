@@ -1,6 +1,8 @@
 """Checkpoints of training state: asynchronous, deduplicated, verified, committed by one conditional write.
 
-Invariant: importing this package does not import torch; the names below are the whole public surface.
+docs/glossary.md defines the terms, such as step, attempt, timeline, pack and lease.
+
+Invariant: importing this package does not import torch. The names below are the whole public interface.
 Failure behaviour: errors of `headrace.dataio.core.errors`.
 """
 

@@ -1,9 +1,10 @@
 """`Checkpointer`: save and restore the state of a training run.
 
 Invariant: `save` returns after one copy of the state in memory. The rest happens in the background, in the node's
-sidecar or in a thread. A step exists only when the parts of all ranks are committed. It is restored bit for bit. The
-first save of a trainer opens a new timeline of the run, or joins that of another writer in the process. Saves of an
-earlier trainer of the run then raise `ConflictError`. Restoring changes nothing in the run.
+sidecar or in a thread. A step exists only when the parts of all ranks are committed. It is restored bit for bit. A
+timeline is a sequence of steps within a run. The first save of a trainer opens a new timeline, or joins that of another
+writer in the process. A save that begins a branch opens one, too. Saves of an earlier trainer of the run then raise
+`ConflictError`. Restoring changes nothing in the run.
 Failure behaviour: if a save fails in the background, the error is logged, and the handle's `result` raises it. If the
 caller has not fetched the error, `close` raises it. Training continues, and earlier steps are unchanged.
 """

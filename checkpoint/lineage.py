@@ -144,8 +144,9 @@ class Lineage:
             self._fork = msgspec.structs.replace(base, run=run)
 
     def committed(self, step: int, attempt: str) -> None:
-        """Record a commit of this trainer. The order of the calls does not matter: the next save references the newest
-        step.
+        """Record a commit of this trainer.
+
+        The calls may come in any order. The next save references the newest step.
         """
         if self._base is None or (self._base.timeline, self._base.step) < (self.timeline, step):
             self._base = Base(self.timeline, step, attempt)

@@ -196,9 +196,7 @@ def finish(
                 assert view.commit is not None
                 return view.commit
             case Stop(error):
-                if (
-                    view.commit is not None and view.commit.attempt == attempt.id
-                ):  # retention has replaced it by a tombstone
+                if view.commit is not None and view.commit.attempt == attempt.id:  # it is now a tombstone
                     return view.commit
                 raise error
             case WriteDecision():
