@@ -172,7 +172,7 @@ def preview(args: Namespace) -> int:
     path = Path(args.output)
     with open_dataset(args) as opened, count_progress("decoding samples", quiet=args.json) as progress:
         chosen = _narrowed(opened, args.where)
-        with name_path_in_errors(path), write_output(path) as file:  # opened before the decoding, which may take long
+        with name_path_in_errors(path), write_output(path) as file:  # an unwritable path fails before the decoding
             page = make(chosen, limit=args.limit, frames=args.frames, workers=args.workers, progress=progress)
             file.write(page.encode())
         found = {
@@ -214,9 +214,9 @@ def _main_ext(sample: Sample) -> str:
 
 
 def summary(dataset: Dataset) -> dict[str, Any]:
-    """Statistics in plain JSON types: seconds, bytes, and counts of codecs and sizes, most frequent first.
+    """Return statistics in plain JSON types: seconds, bytes, and counts of codecs and sizes, most frequent first.
 
-    Every statistic is a sum or a count over the index's columns or the version document.
+    All of them are sums or counts over the columns of the index and the version document.
     """
     import pyarrow.compute as pc
 
@@ -296,7 +296,7 @@ def _bytes_in_shards(found: dict[str, Any]) -> str:
 
 
 def _origin(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rows on how the version was made, as far as its document records it."""
+    """The rows that say how the version was made, as far as its document records it."""
     sources = ", ".join(f"{source['name']} version {source['version']}" for source in found["made_from"])
     made = [found["message"], f"from {sources}" if sources else "", "" if found["trunk"] else "a saved view"]
     rows = [("made by", ", ".join(filter(None, made))), ("where", " and ".join(found["where"]))]

@@ -1,7 +1,7 @@
 """The commands about versions: `headrace log`, `tag`, `diff`, `filter`, `remove` and `merge`.
 
 Invariants: standard output holds only results. `remove` makes no version without `--apply`.
-Failure behaviour: errors are raised for `headrace.dataio.cli` to report; `diff` returns 1 when the versions differ.
+Failure behaviour: errors are raised for `headrace.dataio.cli` to report. `diff` returns 1 if the versions differ.
 """
 
 from __future__ import annotations

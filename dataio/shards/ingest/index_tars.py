@@ -11,7 +11,8 @@ Invariants:
   (`tar_scanner.SPOOL_BYTES`). Neither depends on the size of a shard.
 * Keys are WebDataset's keys. With `keys="shard"`, the shard's path is put in front of them. Use it for collections
   whose sample numbers start again in every shard.
-* The index describes the bytes that were read. A shard whose size or time changes during indexing stops the indexing.
+* The index describes the bytes that were read. If a shard's size or modification time changes during indexing, `index`
+  raises `TransientError`.
 * Nothing is visible before the version document, which is written last.
 
 Failure behaviour: a sample that cannot be used is skipped. A shard that is damaged, compressed or missing, or that

@@ -22,9 +22,8 @@ Invariants:
 * Records are immutable and depend only on the plan. Two packers of one plan write the same records.
 * Readers never use the folder `packing/`.
 
-Failure behaviour: planning raises nothing. The packer detects files that have changed since the plan was made. A
-damaged record counts as absent, and the packer packs its unit again. You can delete the folder of a pack that will
-never be resumed.
+Failure behaviour: planning raises nothing. A damaged record counts as absent, and the packer packs its unit again. You
+can delete the folder of a pack that will never be resumed.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ and remarks.
 Invariants:
 
 * Members to be probed (media, images, `.txt`, `.json`) are copied to a temporary folder, where the worker processes
-  read them. The folder holds at most `SPOOL_BYTES` and one sample.
+  read them. The folder holds at most `SPOOL_BYTES` and one sample. Subtitles (`.vtt`) are not probed, so they do not
+  become the text of a sample.
 * A sample is a run of adjacent members with the same key, as in WebDataset.
 * The samples of a shard are held in memory. There are at most `MAX_SHARD_SAMPLES`.
 

@@ -46,7 +46,7 @@ def decode(data: bytes | memoryview) -> VideoFrame:
     """Decode the image in `data`, which is the contents of a whole file."""
     if len(data) > IMAGE_BYTES:
         raise UnsupportedError(f"an image file of more than {limits.format_bytes(IMAGE_BYTES)}")
-    if bytes(data[:2]) == _JPEG and _JPEG_END not in bytes(data[-_TAIL:]):  # the decoder would make up the rest
+    if bytes(data[:2]) == _JPEG and _JPEG_END not in bytes(data[-_TAIL:]):  # the decoder would fill in the rest
         raise CorruptionError("truncated: the JPEG has no end")
     if _is_animated_webp(bytes(data[: _WEBP_FLAGS + 1])):
         raise UnsupportedError(f"an animation, not an image; {_AS_VIDEO}")

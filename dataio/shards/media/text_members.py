@@ -10,9 +10,9 @@ Invariants:
 * The new JSON member is the old object with the fields added or replaced. Its form is fixed, so equal input gives equal
   bytes.
 
-Failure behaviour: a file without the first line of WebVTT, or with an unreadable time, raises `CorruptionError`. A
-larger file raises `UnsupportedError`. A JSON member that cannot be parsed raises `CorruptionError`. One that is not an
-object raises `UnsupportedError`.
+Failure behaviour: a WebVTT file without the line `WEBVTT` at its beginning, or with an invalid time, raises
+`CorruptionError`. A file that is too large raises `UnsupportedError`. A JSON member that cannot be parsed raises
+`CorruptionError`. A JSON member that is not an object raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def parse(text: str) -> list[Cue]:
 
 
 def words(cues: list[Cue]) -> str:
-    """Return the words of the cues as one text. A line that repeats the line before (rolling captions) occurs once."""
+    """Return the words of the cues as one text. Repeated adjacent lines (rolling captions) occur once."""
     plain_lines: list[str] = []
     for cue in cues:
         for line in cue.text.split("\n"):

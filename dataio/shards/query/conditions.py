@@ -163,7 +163,7 @@ def field_types(document: VersionDocument) -> dict[str, str]:
 
 
 def matching(opened: OpenIndex, document: VersionDocument, text: str) -> Iterator[tuple[RowNumbers, int]]:
-    """For each part, the rows that are samples and meet the condition `text`, and the total bytes of their members."""
+    """Yield for each part the rows of samples that meet the condition `text`, and the total bytes of their members."""
     connection = connect()
     try:
         predicate = parse(connection, text, field_types(document))

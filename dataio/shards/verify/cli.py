@@ -1,9 +1,9 @@
 """The command `headrace verify`.
 
-Invariants: standard output holds only results. Progress goes to standard error, if that is a terminal. The command
+Invariants: standard output holds only results. Progress is printed to standard error if that is a terminal. The command
 writes nothing without `--repair` and `--apply`.
-Failure behaviour: the command lists damage and returns 1. An error that prevents every check is raised to
-`headrace.dataio.cli`.
+Failure behaviour: the command lists damage and returns 1. If nothing can be checked, an error is raised for
+`headrace.dataio.cli` to report.
 """
 
 from __future__ import annotations

@@ -45,8 +45,7 @@ class NotRepairable(Exception):
 def check_copy(store: Store, copy: Store) -> None:
     """Raise `UsageError` unless `copy` is a second copy of the dataset in `store`.
 
-    The nonces in both files `dataset.json` must be equal, if the one of `store` is readable. The one of `copy` must be
-    readable.
+    The `dataset.json` of `copy` must be readable. If that of `store` is readable, both must have the same nonce.
     """
     nonces = [_nonce(store), _nonce(copy)]
     if copy.location.url == store.location.url:

@@ -2,7 +2,7 @@
 
 Invariant: each object that the version names has exactly one report. A report lists at most `LISTED` findings, but
 counts all.
-Failure behaviour: none; these types only hold data.
+Failure behaviour: none. These types only hold data.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ObjectReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report of one stored object.
 
     `kind` is document, index or shard. `bytes` counts the bytes read, `members` the members whose checksums were
-    checked, and `decoded` the samples decoded to their end. `repaired` means that the object was replaced; the findings
-    are then those of the new object. `unrepaired` gives the reason why a repair was refused.
+    checked, and `decoded` the samples decoded to their end. `repaired` means that the object was replaced. The findings
+    are then those of the new object. `unrepaired` gives the reason why the object could not be repaired.
     """
 
     object: str
