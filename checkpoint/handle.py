@@ -127,8 +127,8 @@ class Handle:
     def copied(self, timeout: float | None = None) -> None:
         """Return once the state may change again.
 
-        With eager staging the state may change when `save` returns. With lazy staging the step of an optimizer in the
-        state waits by itself. A loop that changes the state in another way must call this first.
+        With eager staging the state may change when `save` returns. With lazy staging, the next step of an optimizer in
+        the state waits automatically. A loop that changes the state in another way must call this method first.
 
         Args:
             timeout (float | None): Seconds to wait; None waits without limit.

@@ -34,7 +34,7 @@ ADDRESS_BYTES = 18
 _NOWHERE = bytes(ADDRESS_BYTES)
 _QUEUE = 1024
 _IDLE, _INTERVAL, _PROBES = 15, 5, 3
-"""TCP keepalive: idle seconds before the first probe, seconds between probes, unanswered probes. 30 s in all."""
+"""TCP keepalive: idle seconds before the first probe, seconds between probes, unanswered probes. 30 s in total."""
 _ANSWER_SECONDS = 10.0
 """Seconds that a second connection may take to be answered, after the first has broken."""
 _UNREACHED = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}

@@ -216,7 +216,8 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
 class Layout:
     """The places of tensors in the arena.
 
-    Tensor i starts at `offsets[i]`. Bytes [0, small_bytes) are the small stream. `total`: the number of bytes in all.
+    Tensor i starts at `offsets[i]`. Bytes [0, small_bytes) are the small stream. `total`: the number of bytes from the
+    start of the first tensor to the end of the last.
     """
 
     offsets: tuple[int, ...]

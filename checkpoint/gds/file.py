@@ -4,7 +4,7 @@
 host memory and an ordinary file. `probe` writes and reads back a small file and compares every byte. So "available"
 means that cuFile worked on this machine and file system at that time. Its compatibility mode, which copies through host
 memory, counts as available and is reported.
-Invariant: the bytes are the same whichever path they take.
+Invariant: direct transfers and copies through host memory give the same bytes.
 Failure behaviour: `TransientError` for a transfer that failed or was cut short; `UsageError` for a tensor that is not
 contiguous. `probe` never raises for a missing capability; its verdict gives the reason in one line.
 

@@ -187,7 +187,7 @@ def _fence(
 ) -> tuple[tuple[str, ...], set[StepOfRun]]:
     """Abort every attempt whose lease has expired; return those attempts and the spared steps.
 
-    All aborts are written before any step is removed. `docs/design/0012-retention.md` shows what goes wrong otherwise.
+    All aborts are written before any step is removed. `docs/design/0012-retention.md` gives the reason.
     """
     spared = plans.spared(seen, to_remove, now)
     aborted = []

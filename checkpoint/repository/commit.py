@@ -3,9 +3,9 @@
 Invariant: COMMIT names an attempt only if that attempt's decision is "commit". A decision "commit" is written only if
 every rank's manifest is stored and valid, no newer timeline is open, and the writer's lease is alive. After the
 decision is written, the step is complete. Any process may then write COMMIT, and writing it twice changes nothing.
-Failure behaviour: `ConflictError` names the winner or the new owner. `TransientError` is raised when the lease ran
-out or the attempt was aborted. `DeadlineError` names the missing ranks. Each of these leaves the step absent or
-complete.
+Failure behaviour: `ConflictError` names the attempt that was committed instead, or the new owner of the run.
+`TransientError` is raised when the lease ran out or the attempt was aborted. `DeadlineError` names the missing ranks.
+Each of these leaves the step absent or complete.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _places(
 
 
 def _read_again(store: Store, pack: str, chunk: Place, stored: memoryview) -> memoryview | None:
-    """Read the chunk again by itself, then from the other copies. A store has only a few copies."""
+    """Read the chunk again separately, then from the other copies. A store has only a few copies."""
     for _ in range(_COPIES):
         if _try_read(store, pack, [(chunk.offset, stored)]):
             good = _unpacked(store, chunk, stored)

@@ -155,7 +155,7 @@ class Reader:
         kept = {}
         for step, info, commit in self._many(self._commit, listed):
             seen.commits[step] = commit
-            if commit.tombstone:  # if it replaced the listed COMMIT only now, the time in the tombstone itself counts
+            if commit.tombstone:  # it may have replaced the COMMIT after the listing: its own time counts then
                 seen.tombstones[step] = max(info.modified, commit.committed)
                 kept[info.key] = commit
         self._tombstones = kept

@@ -4,9 +4,10 @@ Invariant, policy: the newest step of the branch and every step with a matching 
 are removed unless a tag names them, but only up to the newest step number of the current branch. So a trainer that
 started by mistake deletes nothing.
 Invariant, plan: an attempt is dead only if its decision is "abort" or if its step has another outcome. That is, COMMIT
-is a tombstone or names another complete attempt. An attempt without a decision is kept whole, and so is every pack that
-a manifest of a live attempt names. Packs without lease, manifest and decision are deleted when they are a week old. The
-decision of a removed step is deleted with the last of its attempt's packs, and the tombstone when it is a week old.
+is a tombstone or names another complete attempt. All objects of an attempt without a decision are kept. Every pack that
+a manifest of a live attempt names is kept, too. Packs without lease, manifest and decision are deleted when they are a
+week old. The decision of a removed step is deleted with the last of its attempt's packs, and the tombstone when it is a
+week old.
 Failure behaviour: `UsageError` for an impossible policy; nothing else fails.
 """
 

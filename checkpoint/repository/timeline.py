@@ -141,7 +141,7 @@ def is_of_same_process(store: Store, run: str, number: int, newer: Timeline) -> 
     """Whether the process that opened timeline `number` also opened the newer one."""
     try:
         own = read_timeline(store, run, number).writer
-    except CorruptionError:  # the document was lost; the newer timeline counts anyway
+    except CorruptionError:  # the document was lost; the newer timeline counts in any case
         return False
     return bool(own) and own.partition("-")[0] == newer.writer.partition("-")[0]
 

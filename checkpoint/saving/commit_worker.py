@@ -200,7 +200,7 @@ class _Commit:
 
 
 def _existing_commit(store: Store, attempt: Attempt) -> Commit | None:
-    """The COMMIT, if an earlier worker wrote it. Raises if the attempt cannot become the step any more."""
+    """The COMMIT, if an earlier worker wrote it. Raises if the attempt can no longer become the step."""
     view = commit.look(store, attempt, lease_alive=True)
     action = commit.decide(attempt, view)
     if isinstance(action, commit.Stop):

@@ -6,8 +6,8 @@ before its step, for the rest of the copy. Everything else (buffers, generators,
 before `save` returns. Threads copy main memory piece by piece. Copies from a CUDA device run on their own stream. A
 thread that waits for the copy also copies pieces.
 Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began. A tensor is copied late
-only if it shares memory with a frozen parameter, or with a parameter or state tensor of an optimizer in the saved
-state. PyTorch's version counters show whether the trainer wrote it during the copy.
+only if it shares memory with a parameter or state tensor of a saved optimizer, or with a frozen parameter. PyTorch's
+version counters show whether the trainer wrote it during the copy.
 Failure behaviour: `wait` raises `UsageError`, which names the tensor, if a tensor was written during the copy. It
 raises any error of the copy to every caller. After an error, nothing writes into the arena. An error of the copy fails
 the save, never the optimizer.
