@@ -4,7 +4,7 @@ Purpose: create, adopt and remove cache files, and remember which disks fail. A 
 a map `<name>.map` that lists its blocks, so a restarted daemon begins with the blocks that the last one fetched
 (docs/design/0002).
 Invariants: the engine calls `Disks` under its lock. A block is listed only after it was written, and its digest is
-checked after a restart before any reader gets the bytes. A file that does not match its map (size, owner, kind) is
+checked after a restart before any reader gets the bytes. A file that does not match its map (size, owner, type) is
 removed unread. One daemon at a time owns a directory of persistent files. When a block has two attempts, only one of
 them writes piece by piece. The block belongs to the attempt that completes it first; the other one writes nothing
 afterwards. So a block's bytes and its digest come from one attempt.

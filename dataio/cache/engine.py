@@ -77,7 +77,7 @@ class Engine:
         buffers: int | None = None,
     ) -> None:
         """Args:
-        directory: Where the fastest tier's files are made.
+        directory: Directory of the fastest tier's files.
         budget: Its maximum size in bytes.
         threads: Maximum number of concurrent requests to stores.
         max_files: Maximum number of cache files.
@@ -96,8 +96,8 @@ class Engine:
         self._sources: dict[str, Store] = {}
         self._waiting: dict[int, Future[Lease | None]] = {}
         self._ended: deque[int] = deque()
-        self._jobs: dict[int, str] = {}  # of streams
-        self._trace_parents: dict[int, str] = {}  # of streams: the span of their last request
+        self._jobs: dict[int, str] = {}  # by stream
+        self._trace_parents: dict[int, str] = {}  # by stream: the span of its last request
         self._announcing: dict[int, _Stream] = {}
         self._tickets = itertools.count()
         self._closed = False
@@ -150,7 +150,7 @@ class Engine:
         if len(self._ended) > ENDED:
             self._run([])
         with self._lock:
-            file = self._plan.take(known, ranges)  # type: ignore[arg-type]  # any sequence of pairs will do
+            file = self._plan.take(known, ranges)  # type: ignore[arg-type]  # any sequence of pairs works
             if file is None or file not in self._disks.files:
                 return None
             self._counters.add(size, present=True, bypassed=False, announced=bool(stream))
@@ -234,7 +234,7 @@ class Engine:
                 self._plan.touch(file)
 
     def forget(self, source: str) -> None:
-        """Fetch nothing from the store until a request passes it again. Call this before the store is closed."""
+        """Stop fetching from the store until a request passes it again. Call this before the store is closed."""
         with self._lock:
             self._sources.pop(source, None)
 

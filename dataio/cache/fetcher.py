@@ -5,8 +5,8 @@ decisions and wake-ups cost a large part of the time that reading a block from t
 once.
 
 Invariants: each fetch reports its outcome once: from the first attempt that succeeds, or from the last one if all fail.
-A second attempt (a hedge) is started only while a request waits for the bytes, for at most one in a hundred fetches, and
-never for batched blocks. Jobs share the threads fairly (`scheduling`). A fetch or a batch uses one buffer of one block,
+A second attempt (a hedge) is started only while a request waits for the bytes, and for at most one in a hundred fetches.
+Batched blocks have none. Jobs share the threads fairly (`scheduling`). A fetch or a batch uses one buffer of one block,
 and no other memory that grows with its size.
 Failure behaviour: a store's error is reported when no other attempt is running; an error of the cache's own disk is a
 `DiskError`. When a local file cannot be read completely (truncated, deleted, bad disk), the store reads it instead, and
@@ -131,7 +131,7 @@ class Fetcher:
                     job()
             except Exception:
                 _log.exception("a job of the cache failed")
-            del job  # else it would keep its file open while this thread waits
+            del job  # otherwise it would keep its file open while this thread waits
 
     def _next(self) -> Job | list[FetchTask] | None:
         """The next job, or a batch of fetches; None after `close`."""
@@ -205,7 +205,7 @@ class Fetcher:
                         with self._queue_changed:  # other threads need not wait for the rest
                             if self._queue:
                                 self._wake()
-        except Exception:  # out of memory at most; the remaining fetches report it
+        except Exception:  # such as a lack of memory; the attempts of the remaining fetches report it
             _log.exception("a batch of blocks could not be fetched")
         if done:
             self._on_fetched(done)

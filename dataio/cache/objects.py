@@ -71,7 +71,7 @@ class Objects:
         return find
 
     def find(self, store: Store, key: str) -> ObjectId:
-        """The object: as known, else as the store reports it."""
+        """The object as `known` returns it, else as the store reports it."""
         return self.known(store, key) or self._stat(store, key)
 
     def _stat(self, store: Store, key: str) -> ObjectId:

@@ -1,6 +1,6 @@
 """Which fetch starts next, how many bytes may be in flight, and when a fetch counts as late. Sans-I/O.
 
-`FairQueue` is start-time fair queueing: the job that has received the fewest bytes is next, so a job that requests a
+`FairQueue` is start-time fair queueing: the job that has received the fewest bytes is next. So a job that requests a
 thousand blocks at once does not delay another job's single block. `FetchWindow` measures bandwidth and latency. The
 limit of bytes in flight is bandwidth × latency × `SAFETY`, from the best bandwidth and the shortest latency of the last
 `KEPT` fetches. So the window grows while more requests increase the bandwidth, and stops when they only wait for each
@@ -45,7 +45,10 @@ class _Job(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """One queue per job. A job is removed when it has nothing waiting or in flight and its bandwidth is paid for."""
+    """One queue per job.
+
+    A job is removed when it has nothing waiting or in flight, and its bandwidth limit would not delay another fetch.
+    """
 
     def __init__(self, limits: JobLimits | None = None) -> None:
         self._limits = limits or JobLimits()

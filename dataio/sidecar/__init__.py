@@ -1,0 +1,29 @@
+"""The sidecar: one daemon per node, which shares a cache between trainers and stages their checkpoints.
+
+The trainer's side:
+
+- `client`: the API
+- `reader`: reads shards through the daemon
+- `connection`: the connection to the daemon; `staged_jobs`: the checkpoints that were handed to it
+- `meters`: measure how long the trainer waits
+
+The daemon's side:
+
+- `daemon`: its life cycle
+- `connections`, `session`: its clients
+- `reads`: their reads; `staging`: their checkpoints
+- `jobs`: staged checkpoints
+- `tier`: the local tier, which keeps the last steps, and copies of them on other nodes
+- `status`, `status_server`, `job_stats`, `metrics`: what it reports
+- `cache_directory`, `systemd`: what it gets from the node
+
+Both sides use `protocol` (the messages), `wire` (their frames) and `paths` (the socket). `settings` is the
+configuration. `cli` and `cli_status` are the commands.
+
+Terms:
+
+- To *stage* a checkpoint is to hand it to the daemon, which uploads and commits it.
+- An *arena* is a memory file with the bytes of a checkpoint. A *put plan* says which of them go into which objects.
+- A *worker* is the process that uploads one staged checkpoint.
+- A *token* identifies a staged job.
+"""

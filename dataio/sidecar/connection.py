@@ -355,7 +355,7 @@ class Sidecar:
         if not data:
             raise TransientError("the daemon closed it")
         for frame in self._framer.feed(data, descriptors):
-            self._last_message = time.monotonic()  # only complete messages count as a sign of life
+            self._last_message = time.monotonic()  # only complete messages show that the daemon works
             self._dispatch(frame)
 
     def _receive(self) -> None:

@@ -323,7 +323,7 @@ class ClientSocket:
             self.close(reason)
 
     def close(self, reason: str) -> None:
-        """Close at once."""
+        """Close the connection at once, without sending the outbox."""
         if not self.open:
             return
         self.open = False

@@ -2,8 +2,8 @@
 
 Purpose: the daemon's life cycle, from the lock of the socket to the drain, and its status. `connections`, `reads` and
 `staging` serve the clients' requests.
-Invariants: the daemon's state belongs to the loop's thread, except that of the cache engine, the open stores and the
-local tier, which have locks of their own. A daemon without clients and jobs records no history (`Ticker`).
+Invariants: the daemon's state belongs to the loop's thread. Only the cache engine, the open stores and the local tier
+have locks of their own. A daemon without clients and jobs records no history (`Ticker`).
 Failure behaviour: SIGTERM and SIGINT drain the daemon. It accepts no new clients or jobs, answers opens with
 `bypassed`, and waits up to `drain_seconds` for staged checkpoints. `serve` returns True if all of them have ended, else
 False; running workers continue without the daemon.

@@ -207,7 +207,7 @@ class JobStats:
         now = self._clock()
         return {name: list(_points(list(job.points), now)) for name, job in sorted(self._jobs.items())}
 
-    # inside
+    # internal
 
     def _describe(self, name: str, job: _Job, total: Totals, now: float) -> dict[str, object]:
         own = [p for p in self._processes.values() if p.job == name]

@@ -1,6 +1,6 @@
 """The path of the sidecar's socket, and the lock that makes one process its daemon.
 
-Invariants: the socket lies in a directory that only its owner may enter. The process that holds the lock on
+Invariants: the socket is in a directory that only its owner may enter. The process that holds the lock on
 `<socket>.lock` is the daemon of that socket. The kernel releases the lock when that process dies, so a dead daemon's
 socket can be taken over safely.
 Failure behaviour: `ConflictError` names the pid of the daemon that holds the socket. `AccessDeniedError` names a

@@ -35,7 +35,7 @@ Files = Annotated[list[Id], msgspec.Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t"):
-    """Base of all messages."""
+    """Base class of all messages."""
 
 
 class Where(msgspec.Struct, frozen=True):
@@ -131,7 +131,7 @@ class Recall(Message, frozen=True, tag="recall"):
 
 
 class AskStatus(Message, frozen=True, tag="status?"):
-    """Answered by `Status`."""
+    """Request the daemon's status. Answered by `Status`."""
 
     id: Id
 

@@ -5,8 +5,8 @@ fetched, and `read` copies nothing.
 Invariants: the bytes are the same with and without the daemon. A view stays valid while it is referenced, even when the
 daemon evicts the file or dies. Ranges that are known to be present are read without a message to the daemon, and
 without waiting for another thread.
-Failure behaviour: a read that the daemon cannot serve (it has ended, has no credentials or no room, or is too slow) is
-served by this process, which is logged once. The reader tries to reconnect every `RETRY_SECONDS`, less often if the
+Failure behaviour: the daemon may have ended, may have no credentials or no room, or may be too slow. Then this process
+serves the read itself. Errors are logged once. The reader tries to reconnect every `RETRY_SECONDS`, less often if the
 daemon hangs.
 """
 

@@ -92,7 +92,7 @@ class FollowJob:
 
 @dataclass(frozen=True, slots=True)
 class StartRecall:
-    """Ask the buddy; answer with `recalled`."""
+    """Fetch an object from the buddy; answer with `recalled`."""
 
     request: m.Recall
 
@@ -263,7 +263,7 @@ class Session:
         """Number of opens in progress."""
         return len(self._opens)
 
-    # inside
+    # internal
 
     def _hello(self, hello: m.Hello) -> list[Instruction]:
         if self.state != "new":

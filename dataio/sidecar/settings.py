@@ -1,8 +1,8 @@
 """The daemon's configuration: one list of names for the flags, the environment and the configuration file.
 
 Purpose: the setting `cache_bytes` can be given as the flag `--cache-bytes`, as the variable
-`HEADRACE_SIDECAR_CACHE_BYTES`, or as the key `cache_bytes` of a TOML file, which `--config` or
-`HEADRACE_SIDECAR_CONFIG` names. They take precedence in this order. `Config` is the result.
+`HEADRACE_SIDECAR_CACHE_BYTES`, or as the key `cache_bytes` of a TOML file. They take precedence in this order.
+`--config` or `HEADRACE_SIDECAR_CONFIG` names the file. `Config` is the result.
 Invariant: nothing is ignored: an unknown key, in the file or in the environment, is an error, and so is an invalid
 value.
 Failure behaviour: `UsageError` names the setting, where it was given, and the allowed values.

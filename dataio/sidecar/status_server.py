@@ -2,7 +2,7 @@
 
 Purpose: serves /livez, /readyz, /metrics, /status.json, /history.json, and the status page at /.
 Invariants: the server listens on loopback only. It answers only GET and HEAD of these paths, and no request changes
-anything. It refuses a request whose Host is not a name of loopback, so a page of another site cannot read this one by
+anything. It refuses a request whose Host is not a name of loopback. So a page of another site cannot read this one by
 pointing its domain here (DNS rebinding). The page may connect only to this server, and runs only its own script. Any
 user of the machine may read /livez, /readyz and /metrics. The other paths reveal file paths, so only the daemon's user
 and root may read them.

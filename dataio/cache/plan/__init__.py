@@ -6,7 +6,10 @@
 - `in_flight`: running fetches, and the requests and streams that they are for
 - `files`: files, tiers and their byte counts
 - `streams`: the announcements of the loaders
-- `events`: the values that go in and out
+- `events`: the input and output values
+
+A *ticket* is the number of a request, and a `Want` is one announced read. `headrace.dataio.cache` explains the other
+terms.
 """
 
 from headrace.dataio.cache.plan.core import CachePlan

@@ -128,7 +128,7 @@ class CachePlan:
         return [*out, *(Bypass(ticket) for ticket in waiting), *self._prefetch()]
 
     def released(self, *file_ids: int) -> list[Instruction]:
-        """One hold on each file has ended, which a `Ready` or `take` began."""
+        """For each of these files, one hold has ended, which a `Ready` or `take` began."""
         for file_id in file_ids:
             self._tiers.release(self._tiers.files[file_id])
         return self._prefetch()
@@ -318,8 +318,8 @@ class CachePlan:
         """The files of several tiers that hold, or now fetch, the blocks of `ranges`, by block.
 
         Each block is in one tier. A read that spans tiers is assembled from copies in a ring file, so its blocks are not
-        stored twice. The result is empty if the object is in no tier, if there is only one tier, or if no tier has room for
-        the missing blocks.
+        stored twice. The result is empty in three cases: the object is in no tier, there is only one tier, or no tier has
+        room for the missing blocks.
         """
         parts = self._pinned.spread(obj, ranges) if self._streams.uses(obj.source) else {}
         lacking = blocks_of(ranges, self.block_bytes) - parts.keys()

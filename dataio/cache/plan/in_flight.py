@@ -76,7 +76,7 @@ class InFlight:
         checking = number in file.checking
         waiting = self._landed(file, number)
         if checking:
-            file.adopted.add(number)  # its bytes, good or bad, are still on the disk
+            file.adopted.add(number)  # its bytes are still on the disk, and not verified
         else:
             self._tiers.charge(file, -file.part(number)[1])
         for ticket in waiting:

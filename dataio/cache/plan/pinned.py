@@ -79,7 +79,7 @@ class Pinned:
             if file is not None:
                 return file
             if tier.pinned.dropped and not self._crowded(tier, 0, new_file=False):
-                evict = False  # room appears as holders close files: do not evict from the next tier for it
+                evict = False  # there will be room when holders close files: evict nothing from the next tier
         return None
 
     def _into(

@@ -1,9 +1,9 @@
 """The ring: files of single reads, each kept until every stream that announced the read has read it. Sans-I/O.
 
-When there is no room for the blocks of an announced read, the read passes through a small file with exactly its bytes,
-in the fastest tier. So a byte that is not kept is fetched once for each time that it is read, and never as part of a
-block that is discarded. If a read is announced *again* before its first use (its source has a higher weight), its file
-is kept between the uses. The next use of such reads is known. When room is short, the read whose next use is latest is
+If there is no room for the blocks of an announced read, the read passes through a small file in the fastest tier. The
+file has exactly its bytes. So a byte that is not kept is fetched at most once for each read, and never as part of a block
+that is discarded. If a read is announced *again* before its first use (its source has a higher weight), its file is
+kept between the uses. The next use of such reads is known. When room is short, the read whose next use is latest is
 evicted first, which is Belady's rule.
 
 `ScatteredReads` decides which reads use the ring although their blocks would fit. For example, a clip of a long video
@@ -181,7 +181,7 @@ class Ring:
                 del file.awaited[stream]
 
     def withdrawn(self, stream: int, out: list[Instruction]) -> None:
-        """The stream has ended."""
+        """The stream has ended: drop the files for which only it waited."""
         for file in list(self._tiers.ring_files.values()):
             if file.awaited.pop(stream, None) is not None and self._tiers.live(file):
                 self.sweep(file.object, out)
@@ -212,7 +212,7 @@ class Ring:
             self._shrink_blocks(tier, out)
 
     def _keep(self, file: CacheFile) -> None:
-        """The file is read again: it counts for the reserve, which grows if necessary."""
+        """The file will be read again: count it for the reserve, which grows if necessary."""
         file.reused = True
         self._reused[file.id] = file
         step = max(1, self._tiers.all[file.tier].budget // STEPS)

@@ -38,7 +38,7 @@ class Stream:
     times: Counter[Read] = field(default_factory=Counter)
     """How often the newest announcement names each read."""
     reread: set[Read] = field(default_factory=set)
-    """Reads that were placed and then read. If the next announcement contains one, it is placed again."""
+    """Reads that were handled and then read. If the next announcement contains one, it is handled again."""
 
     @cached_property
     def due(self) -> dict[Read, float]:
@@ -113,7 +113,7 @@ class Streams:
         return found.number if found else 0
 
     def announce(self, number: int, source: str, wants: Sequence[Want]) -> int:
-        """Replace what the stream announced before; returns how often it has announced."""
+        """Replace the stream's announcement; returns the number of its announcements so far."""
         stream = self._streams.get(number)
         if stream is None or stream.source != source:
             self.withdraw(number)
@@ -127,7 +127,7 @@ class Streams:
         return self._streams[number].named
 
     def read(self, number: int, obj: ObjectId, ranges: Ranges) -> None:
-        """The stream reads this now. If the stream announces it again, it is placed again."""
+        """The stream reads this now. If the stream announces it again, it is prefetched again."""
         stream = self._streams.get(number)
         if stream is not None:
             stream.read((obj, ranges))
@@ -175,7 +175,7 @@ class Streams:
             self._streams[number].in_flight_bytes += cost
 
     def waiting(self) -> int:
-        """Number of wants that are not placed yet."""
+        """Number of announced reads that are not prefetched yet."""
         return sum(len(stream.wants) for stream in self._streams.values())
 
 

@@ -1,7 +1,12 @@
 """The interface through which loaders read shards, and how a process without a sidecar chooses an implementation.
 
-Purpose: one interface for ranged reads of objects. The implementations read from the node's sidecar (a mapped file
-descriptor of its cache), from a cache inside the process, from local files, or directly from the store.
+Purpose: one interface for ranged reads of objects. There are implementations that read
+
+- from the node's sidecar, by mapping files of its cache;
+- from a cache inside the process;
+- from local files;
+- directly from the store.
+
 Invariants: the bytes are those of the stored object. Callers verify them against the index's digests, since bytes on a
 cache disk may be damaged. Memory of a `ThreadBuffer` is not reused while anything refers to it.
 Failure behaviour: errors of `headrace.dataio.core.errors`; a reader whose sidecar dies continues without it.

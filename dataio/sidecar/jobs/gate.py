@@ -38,9 +38,9 @@ class PriorityGate:
             return
 
     def for_a_worker(self) -> int:
-        """A new descriptor for a worker, which the caller must close.
+        """A descriptor for a worker, which the caller must close.
 
-        It is opened anew, because a lock belongs to an open file description.
+        The file is opened again, because a lock belongs to an open file description.
         """
         return os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 

@@ -1,11 +1,11 @@
-"""Accepts staged checkpoints, and answers questions about them.
+"""Accepts staged checkpoints, and answers queries about them.
 
 Purpose: adds jobs to the `JobTable` and passes them to the `Runner`. An accepted job runs to its end even if the
 client, its worker or this daemon dies. Its events go to its listeners.
 Invariants: `answer` gets a job only after the job is in the journal and its arena in the keeper. The last finished jobs
 are remembered for clients that reconnect. All state belongs to one thread; files and the keeper belong to another.
-Failure behaviour: a job is refused, and both its descriptors are closed, if a descriptor has the wrong type, the job's
-kind is unknown, the queue is full, or there is no room for the arena. The runner handles jobs whose worker fails. If no
+Failure behaviour: a job is refused if a descriptor has the wrong type, its kind is unknown, the queue is full, or there
+is no room for the arena. Then both descriptors are closed. The runner handles jobs whose worker fails. If no
 keeper can be started, jobs are accepted without it.
 """
 

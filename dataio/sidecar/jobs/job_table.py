@@ -1,7 +1,7 @@
 """The daemon's staged checkpoints: one `Job` each, and the `JobTable` that `JobService` and `Runner` share.
 
-Purpose: holds the jobs that have not ended and the last `KEPT` that have, with their states in the schedule, their
-journal entries and their arenas in the keeper.
+Purpose: holds the jobs that have not ended and the last `KEPT` that have. For each job, it updates the schedule, the
+journal and the keeper together.
 Invariants: a job is in at most one of the two tables. A removed job is not in the schedule. `arena` and `plan` are
 descriptors that the job owns, -1 for none. All state belongs to one thread; a second one, `files`, uses the journal and
 the keeper.

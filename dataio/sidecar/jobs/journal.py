@@ -10,9 +10,9 @@ Each job has these files, named by its token:
 An entry is 8 bytes of magic, a length, msgpack, and the XXH3-64 of all bytes before it.
 Invariants: an entry exists only if its plan does, and both are on the disk before `record` returns. A worker is alive
 exactly as long as its `.events` file is locked; its pid may have been reused. The files contain no secrets.
-Failure behaviour: an entry is logged and moved to `refused/` if it is incomplete or too large, if a newer version wrote
-it, or if it belongs to another user or job. `refused/` keeps the last `REFUSED` entries. Files without an entry are
-removed. `CorruptionError` for a plan that differs from the recorded one.
+Failure behaviour: an entry is invalid if it is incomplete or too large, if a newer version wrote it, or if it belongs to
+another user or job. An invalid entry is logged and moved to `refused/`, which keeps the last `REFUSED`. Files without an
+entry are removed. `CorruptionError` for a plan that differs from the recorded one.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Journal:
         """A descriptor of one of the job's files. The caller must close it."""
         return os.open(self.folder / f"{token}.{kind}", flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
-    # inside
+    # internal
 
     def _names(self, suffix: str) -> Iterator[str]:
         return iter(sorted(name for name in os.listdir(self.folder) if name.endswith(suffix)))

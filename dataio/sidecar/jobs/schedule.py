@@ -143,7 +143,7 @@ class Schedule:
             "retrying": sum(item.state == "retrying" for item in items),
         }
 
-    # inside
+    # internal
 
     def _check_admissible(self, size: int, urgent: bool) -> None:
         if size > self.budget:

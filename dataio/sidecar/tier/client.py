@@ -6,7 +6,7 @@ matches. A record is sent after those of its objects that this node has. Only th
 that this node keeps for guests are not forwarded. The sender uses one connection and one thread, at the configured
 rate.
 Failure behaviour: `BuddyError` says why the buddy cannot be reached or refuses a request; a broken connection is not
-reused. If the buddy is unreachable or full, the sender logs each new reason once, shows it in the status, and tries
+reused. If the buddy is unreachable or full, the sender logs each new reason once, and shows it in the status. It tries
 again after 1 to `LONGEST` seconds. Saves continue meanwhile.
 """
 

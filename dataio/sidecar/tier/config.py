@@ -1,9 +1,8 @@
 """Configuration of the local tier and its buddy, and the TLS contexts made from it.
 
 Invariants: after `TierConfig.check` the configuration is complete: a daemon that connects to a buddy or accepts copies
-has all three TLS files. Both sides use TLS 1.3 with certificates of one CA. The daemon reads no message of a peer before
-it has checked the peer's certificate against the CA, and the names in it against the configured ones. Only OpenSSL reads
-the keys.
+has all three TLS files. Both sides use TLS 1.3 with certificates of one CA. Before the daemon reads a message of a peer,
+it checks the peer's certificate against the CA, and its names against the configured ones. Only OpenSSL reads the keys.
 Failure behaviour: `UsageError` names the missing or wrong setting. A refused peer raises `ssl.SSLError` or
 `UnknownPeerError`.
 """

@@ -8,8 +8,8 @@ Invariants:
 - At most `CONNECTIONS` peers are admitted, each with its own thread, so a slow peer does not delay others.
 - A connection gets a thread when its first bytes arrive. At most `SILENT` connections have sent nothing; a further one
   replaces the oldest of them.
-- At most `UNADMITTED` threads serve peers that are not admitted yet. If there are more, a new peer replaces the oldest
-  one of the address that has the most of them, if the new peer's address then still has fewer.
+- At most `UNADMITTED` threads serve peers that are not admitted yet. Beyond that, a new peer replaces the oldest one of
+  the address that has the most of them. If the new peer's address would then have as many, the new peer is refused.
 
 Failure behaviour: a peer that is refused or violates the protocol is disconnected, and counted by reason. A request
 without room is refused with the code "capacity", and the connection stays open.

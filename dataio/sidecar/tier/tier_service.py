@@ -101,7 +101,7 @@ class TierService:
         """The status of the tier, the buddy and the guests, of bounded size."""
         return {**self._shown, "buddy": self._buddy(), "guests": self._guests(), "recalled": self.recalled}
 
-    # inside
+    # internal
 
     def _tidy_periodically(self) -> None:
         while not self._stop.wait(TIDY_SECONDS / 5):
