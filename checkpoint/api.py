@@ -6,7 +6,8 @@ timeline is a sequence of steps within a run. The first save of a trainer opens 
 writer in the process. A save that begins a branch opens one, too. Saves of an earlier trainer of the run then raise
 `ConflictError`. Restoring changes nothing in the run.
 Failure behaviour: if a save fails in the background, the error is logged, and the handle's `result` raises it. If the
-caller has not fetched the error, `close` raises it. Training continues, and earlier steps are unchanged.
+caller has not fetched the error, `close` raises it. If there are several such errors, it raises one. Training
+continues, and earlier steps are unchanged.
 """
 
 from __future__ import annotations
@@ -272,7 +273,10 @@ class Checkpointer:
         )
 
     def last_save_of(self, step: int) -> Handle | None:
-        """The save of this step by this checkpointer, in flight or committed; None if there is none or it failed."""
+        """The save of this step by this checkpointer, in flight or committed; None if there is none or it failed.
+
+        Errors of all failed saves then count as fetched, so `close` does not raise them.
+        """
         return self._saves.of(step)
 
     def restore(

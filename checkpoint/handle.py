@@ -2,7 +2,8 @@
 
 Invariant: a handle changes once from staging to staged, and once from there to committed or failed. `result` returns
 only for committed saves. All methods of a handle may be called from any thread, any number of times. A step is saved
-once in a timeline. If the caller did not fetch the error of a save, the checkpointer raises it once.
+once in a timeline. If the caller did not fetch the error of a save, the next save or `close` raises it. `close` raises
+at most one error.
 Failure behaviour: `result` raises the save's error every time. A wait that times out raises `DeadlineError` and changes
 nothing. In a forked child, waiting for a save of the parent raises `UsageError` immediately. `Saves` raises
 `ConflictError` for a step that is already saved.
@@ -279,7 +280,10 @@ class Saves:
         return tried
 
     def of(self, step: int) -> Handle | None:
-        """The save of this step, in flight or committed, or None. Failed saves are forgotten."""
+        """The save of this step, in flight or committed, or None.
+
+        Failed saves are dropped, for all steps. Their errors count as fetched, so `close` does not raise them.
+        """
         for handle in self._handles.values():
             handle.fetched = handle.fetched or (handle.done and handle.error is not None)
         self.settle()
