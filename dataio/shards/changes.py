@@ -108,7 +108,7 @@ def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, mess
 
 
 def count_removed(dataset: Dataset, keys: Iterable[str] | None, where: str | None) -> int:
-    """The number of samples that `remove` would remove from the open version. It raises the same errors."""
+    """Return the number of samples that `remove` would remove from the open version, or raise the same errors."""
     listed = _keys_to_remove(dataset, keys, where)
     with _with_mounts(dataset, dataset.document) as store:
         opened = OpenIndex(store, dataset.document)
@@ -116,7 +116,7 @@ def count_removed(dataset: Dataset, keys: Iterable[str] | None, where: str | Non
 
 
 def _keys_to_remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None) -> set[str] | None:
-    """The keys to remove, or None for a condition."""
+    """Return the keys to remove, or None for a condition."""
     if (keys is None) == (where is None):
         raise UsageError("remove takes either keys or where", hint="give one of them")
     if isinstance(keys, str):
@@ -128,7 +128,7 @@ def _keys_to_remove(dataset: Dataset, keys: Iterable[str] | None, where: str | N
 def _removed_rows(
     dataset: Dataset, opened: OpenIndex, base: VersionDocument, listed: set[str] | None, where: str | None
 ) -> list[tuple[RowNumbers, int]]:
-    """For each index part, the rows to remove and the bytes of their members."""
+    """Return for each index part the rows to remove and the bytes of their members."""
     if listed is not None:
         removed, missing = query.rows_with_keys(opened, listed)
         if missing:
@@ -329,7 +329,7 @@ def _union_of_rows(store: Store, document: VersionDocument, same: Sequence[Index
 
 
 def _first_position(opened: OpenIndex, part: int, positions: Any) -> tuple[int, int]:
-    """The position of the first row of a part, even if that row was removed."""
+    """Return the position of the first row of a part, even if that row was removed."""
     row = opened.first_row(part)
     return positions[row.shard], row.members[0].offset
 
@@ -377,7 +377,7 @@ class Diff:
         return bool(self.added or self.removed or self.changed)
 
     def keys(self, kind: str) -> list[str]:
-        """All keys of one kind."""
+        """Return all keys of one kind."""
         return [change.key for change in self if change.kind == kind]
 
     def close(self) -> None:
@@ -415,7 +415,7 @@ def _content_columns(table: Any) -> Any:
 
 
 def _parts_to_read(old: Dataset, new: Dataset) -> tuple[Sequence[int], Sequence[int]]:
-    """The parts of each dataset that the other one does not have with the same remaining rows."""
+    """Return the parts of each dataset that the other one does not have with the same remaining rows."""
     same_store = old.url == new.url
     known = {(p.key, p.digest): n for n, p in enumerate(new.document.index)} if same_store else {}
     old_parts, new_parts = list[int](), set(range(len(new.document.index)))
@@ -438,6 +438,6 @@ def _same_rows(old: Dataset, number: int, new: Dataset, match: int) -> bool:
 
 
 def _samples_in(dataset: Dataset, part: int) -> int:
-    """The number of samples in a part of a version or view."""
+    """Return the number of samples in a part of a version or view."""
     ends = dataset.index.ends
     return int(ends[part] - (ends[part - 1] if part else 0))

@@ -251,7 +251,7 @@ def summary(dataset: Dataset) -> dict[str, Any]:
 
 
 def _tags_of(dataset: Dataset) -> list[str]:
-    """The tags of this version, or for a view, of the version that it filters.
+    """Return the tags of this version, or for a view, of the version that it filters.
 
     Only the first `_MAX_TAGS` tags are searched.
     """
@@ -296,7 +296,7 @@ def _bytes_in_shards(found: dict[str, Any]) -> str:
 
 
 def _origin(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows that say how the version was made, as far as its document records it."""
+    """Return the rows that say how the version was made, as far as its document records it."""
     sources = ", ".join(f"{source['name']} version {source['version']}" for source in found["made_from"])
     made = [found["message"], f"from {sources}" if sources else "", "" if found["trunk"] else "a saved view"]
     rows = [("made by", ", ".join(filter(None, made))), ("where", " and ".join(found["where"]))]

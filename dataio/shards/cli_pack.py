@@ -64,7 +64,7 @@ def _seconds(text: str) -> float:
 
 
 def _common_options(strict: str, processes: str) -> tuple[Argument, ...]:
-    """The options that `pack` and `index` have in common."""
+    """Return the options that `pack` and `index` have in common."""
     return (
         argument("--strict", action="store_true", help=f"stop at the first {strict}"),
         workers(processes),

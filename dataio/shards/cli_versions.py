@@ -227,7 +227,7 @@ def merge(args: Namespace) -> int:
 
 
 def _read_keys(path: str) -> list[str]:
-    """The keys in a text file with one key per line. `-` means standard input."""
+    """Read keys from a text file with one key per line. `-` means standard input."""
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
             data = file.read(_KEYS_BYTES + 1)

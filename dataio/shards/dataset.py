@@ -207,7 +207,7 @@ class Dataset:
         return self.index.columns(names)
 
     def constant_value(self, column: str) -> str | None:
-        """The value that all samples have in this column, if the version document records one, else None.
+        """Return the value that all samples have in this column, or None if the version document records none.
 
         This reads nothing from the store.
         """

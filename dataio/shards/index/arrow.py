@@ -52,32 +52,32 @@ list_element, list_flatten, list_parent_indices, list_value_length, take = map(
 
 
 def is_null(values: Any) -> Any:
-    """A mask of the null values. NaN is not null."""
+    """Return a mask of the null values. NaN is not null."""
     return _call("is_null", [values], _compute.NullOptions(nan_is_null=False))
 
 
 def index(values: Any, value: Any) -> Any:
-    """The position of the first `value`, or -1."""
+    """Return the position of the first `value`, or -1."""
     return _call("index", [values], _compute.IndexOptions(_scalar(value)))
 
 
 def index_in(values: Any, among: Any) -> Any:
-    """For each value, its position in `among`, or null."""
+    """Return for each value its position in `among`, or null."""
     return _call("index_in", [values], _compute.SetLookupOptions(among, skip_nulls=False))
 
 
 def is_in(values: Any, among: Any) -> Any:
-    """For each value, whether `among` contains it."""
+    """Return for each value whether `among` contains it."""
     return _call("is_in", [values], _compute.SetLookupOptions(among, skip_nulls=False))
 
 
 def struct_field(values: Any, names: Sequence[str]) -> Any:
-    """The field at the path `names` of each struct."""
+    """Return the field at the path `names` of each struct."""
     return _call("struct_field", [values], _compute.StructFieldOptions(list(names)))
 
 
 def rows(table: Any, numbers: Any) -> Any:
-    """The rows `numbers` of a table, in this order."""
+    """Return the rows `numbers` of a table, in this order."""
     return _call("take", [table, numbers])
 
 
@@ -90,14 +90,14 @@ class ParquetReader:
         self.metadata: Any = self._reader.metadata
 
     def read(self, groups: Sequence[int] | None = None, columns: Collection[str] | None = None) -> Any:
-        """A table of these columns (None: all) of these row groups (None: all), in the file's order."""
+        """Read a table of these columns (None: all) of these row groups (None: all), in the file's order."""
         chosen = range(self.metadata.num_row_groups) if groups is None else groups
         stored = None if columns is None else leaf_columns(self.metadata, columns)
         return self._reader.read_row_groups(list(chosen), column_indices=stored, use_threads=False)
 
 
 def leaf_columns(metadata: Any, columns: Collection[str]) -> list[int]:
-    """The numbers of the leaf columns that store these columns.
+    """Return the numbers of the leaf columns that store these columns.
 
     A list or a struct is stored as one or more leaf columns.
     """
@@ -106,7 +106,7 @@ def leaf_columns(metadata: Any, columns: Collection[str]) -> list[int]:
 
 
 def leaf_paths(schema: Any) -> list[str]:
-    """The paths of the leaf columns of a file with this schema, in the order in which `leaf_columns` numbers them."""
+    """Return the paths of the leaf columns of a file with this schema, as `leaf_columns` numbers them."""
     return [path for field in schema for path in _paths(field.type, field.name)]
 
 

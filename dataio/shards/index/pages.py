@@ -183,7 +183,7 @@ _decode_row = msgspec.msgpack.Decoder(_RowWithPieces).decode
 
 
 def write(samples: Iterable[Sample]) -> tuple[bytes, bytes]:
-    """The pages of these samples, and their directory."""
+    """Encode samples as pages. Return the pages and their directory."""
     pages, entries, packer = list[bytes](), list[tuple[int, int, int, bytes]](), zstandard.ZstdCompressor(level=6)
     for rows in _group_into_pages(samples):
         data = _encode_page(rows)
@@ -193,12 +193,12 @@ def write(samples: Iterable[Sample]) -> tuple[bytes, bytes]:
 
 
 def section_at(offset: int, pages: bytes, directory: bytes) -> Section:
-    """The document entry for the output of `write`, stored at `offset`."""
+    """Return the document entry for the output of `write`, stored at `offset`."""
     return Section(offset=offset, pages=len(pages), directory=len(directory), digest=digest(directory))
 
 
 def encode_row(sample: Sample) -> bytes:
-    """The encoded row of a sample."""
+    """Encode a sample as a row."""
     members = [(m.ext, m.offset, m.length, m.xxh3) for m in sample.members]
     fields = json.dumps(dict(sample.fields), sort_keys=True, ensure_ascii=False) if sample.fields else None
     video, audio = _encode_video(sample.video), _encode_audio(sample.audio)
@@ -296,12 +296,12 @@ class Directory:
         return len(self._entries)
 
     def find(self, rows: I64) -> tuple[I64, I64]:
-        """For each row, the number of its page and its position in that page."""
+        """Return for each row the number of its page and its position in that page."""
         pages = np.searchsorted(self._ends, rows, side="right")
         return pages, rows - (self._ends[pages] - self._entries["rows"][pages])
 
     def range(self, page: int) -> tuple[int, int]:
-        """The start and the end of a page in the part."""
+        """Return the start and the end of a page in the part."""
         return int(self._offsets[page]), int(self._offsets[page + 1])
 
     def unpack(self, page: int, stored: bytes | memoryview) -> list[msgspec.Raw]:
@@ -321,7 +321,7 @@ class Directory:
         return rows
 
     def unpacked(self, page: int) -> int:
-        """The unpacked size of a page in bytes."""
+        """Return the unpacked size of a page in bytes."""
         return int(self._entries["unpacked"][page])
 
     def _bad(self, page: int, why: str) -> CorruptionError:
@@ -362,7 +362,7 @@ class RowDecoder:
             members[one.member] = Member(whole.ext, whole.offset, whole.length, whole.xxh3, pieces)
 
     def files(self, data: msgspec.Raw, at: int) -> Files:
-        """The positions of the files of row `at`."""
+        """Return the positions of the files of row `at`."""
         return Files(*self._locate(self._decoded(_decode_files, data, at), at))
 
     def _decoded(self, decode: Any, data: msgspec.Raw, at: int) -> Any:
@@ -428,7 +428,7 @@ def _fraction(numerator: int, denominator: int) -> Fraction:
 
 
 def without_page_fields(sample: Sample) -> Sample:
-    """The sample without the values that tables do not hold.
+    """Return the sample without the values that tables do not hold.
 
     These are the pieces of its files, the positions of its key frames, and the start and the marks of its audio.
     """
@@ -470,10 +470,10 @@ _decode_json = json.JSONDecoder(parse_constant=_reject_constant).decode
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """BLAKE3 of `data`, in hex."""
+    """Return the BLAKE3 of `data` in hexadecimal."""
     return str(blake3.blake3(data).hexdigest())
 
 
 def short_digest(data: bytes | bytearray | memoryview) -> bytes:
-    """The first `SHORT_DIGEST` bytes of the BLAKE3 of `data`."""
+    """Return the first `SHORT_DIGEST` bytes of the BLAKE3 of `data`."""
     return blake3.blake3(data).digest(SHORT_DIGEST)

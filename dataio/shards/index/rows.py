@@ -113,7 +113,7 @@ RowNumbers = I64 | range | None
 
 
 def to_row(sample: Sample) -> dict[str, Any]:
-    """One row of `SCHEMA`. The sample's number is the position of the row, so the row does not store it."""
+    """Convert a sample to a row of `SCHEMA`. The position of the row is the sample's number, so it is not stored."""
     row: dict[str, Any] = {
         "key": sample.key,
         "shard": sample.shard,
@@ -150,7 +150,7 @@ def _audio_columns(a: AudioInfo | None) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any], number: int) -> Sample:
-    """The sample of a checked row."""
+    """Convert a checked row to a sample."""
     return Sample(
         id=number,
         key=row["key"],
@@ -192,7 +192,7 @@ def files_of(table: Any) -> Iterator[Files]:
 
 
 def _members(table: Any) -> tuple[list[int], list[Member]]:
-    """The list of all members, and before it the boundaries of the rows in that list, starting with 0."""
+    """Return the boundaries of the rows in the list of all members (starting with 0), and that list."""
     column = table["members"]
     members = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
     ends = [0, *accumulate(pc.list_value_length(members).to_pylist())]
@@ -220,7 +220,7 @@ def _video(row: Mapping[str, Any]) -> VideoInfo:
 
 
 def has_file(lists: Any, ext: str) -> npt.NDArray[np.bool_]:
-    """A mask of the rows in a column of members that have a file with this extension."""
+    """Return a mask of the rows in a column of members that have a file with this extension."""
     has = np.zeros(len(lists), np.bool_)
     extensions = pc.struct_field(pc.list_flatten(lists), ["ext"])
     has[pc.list_parent_indices(lists).to_numpy()[pc.equal(extensions, ext).to_numpy(zero_copy_only=False)]] = True
@@ -228,7 +228,7 @@ def has_file(lists: Any, ext: str) -> npt.NDArray[np.bool_]:
 
 
 def block_digests(data: bytes | bytearray | memoryview) -> list[bytes]:
-    """The digest of each block of `BLOCK_BYTES` of `data`. The last block may be shorter."""
+    """Return the digest of each block of `BLOCK_BYTES` of `data`. The last block may be shorter."""
     view = memoryview(data)
     blocks = (view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES))
     return [short_digest(block) for block in blocks]
@@ -326,20 +326,20 @@ class _Columns:
 
 
 def _minimum(column: Any) -> Any:
-    """The smallest value. None if all values are null."""
+    """Return the smallest value, or None if all values are null."""
     if column.null_count == len(column):
         return None
     return pc.min_max(column)["min"].as_py() if column.null_count else column.to_numpy().min()
 
 
 def _first_true(bad: npt.NDArray[np.bool_]) -> int:
-    """The position of the first true value, or -1."""
+    """Return the position of the first true value, or -1."""
     first = int(bad.argmax()) if len(bad) else 0
     return first if len(bad) and bad[first] else -1
 
 
 def _shard_sizes(columns: _Columns, shards: Mapping[str, int]) -> tuple[I64, I64]:
-    """For each row, the number of its shard (from 0) and the size of that shard."""
+    """Return for each row the number of its shard (from 0) and the size of that shard."""
     used = pc.unique(columns["shard"])
     which = pc.index_in(columns["shard"], used)
     sizes = pa.array([shards.get(key) for key in used.to_pylist()], pa.int64())

@@ -154,7 +154,7 @@ def narrow(store: Store, document: VersionDocument, opened: OpenIndex, lineage: 
 
 
 def field_types(document: VersionDocument) -> dict[str, str]:
-    """The promoted fields of a version, by name, with their types."""
+    """Return the promoted fields of a version, by name, with their types."""
     types = dict[str, str]()
     for part in document.index:
         for name, kind in part.fields.items():
@@ -178,7 +178,7 @@ def matching(opened: OpenIndex, document: VersionDocument, text: str) -> Iterato
 
 
 def rows_with_keys(opened: OpenIndex, keys: Iterable[str]) -> tuple[list[tuple[RowNumbers, int]], set[str]]:
-    """For each part, the rows of samples with one of these keys, and the total bytes of their members.
+    """Return for each part the rows of samples with one of these keys, and the total bytes of their members.
 
     Also returns the keys that no sample has.
     """
@@ -296,7 +296,7 @@ def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
 
 
 def quote(text: str) -> str:
-    """The condition as errors quote it, cut to 200 characters."""
+    """Return the condition as errors quote it, cut to 200 characters."""
     return repr(text if len(text) <= 200 else text[:200] + "…")
 
 
@@ -367,7 +367,7 @@ def _allow(node: Mapping[str, Any], text: str) -> None:
 
 
 def _growth(tree: Mapping[str, Any]) -> float:
-    """An upper bound for the length of a string that the condition builds, divided by the length of its inputs."""
+    """Return an upper bound for the length of a built string divided by the total length of its inputs."""
     longer, joined, waiting = 1.0, 0, [tree]
     while waiting:
         node: Any = waiting.pop()
@@ -384,7 +384,7 @@ def _growth(tree: Mapping[str, Any]) -> float:
 
 
 def _longer(*found: Mapping[str, Any]) -> float:
-    """The growth factor of `replace` in the worst case, a text that consists only of the replaced string."""
+    """Return the growth factor of `replace` in the worst case, a text that consists only of the replaced string."""
     old, new = (
         [str(one["literal"]["text"]) if "literal" in one else None for one in found] if len(found) == 2 else ("", "")
     )

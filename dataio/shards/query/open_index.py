@@ -81,7 +81,7 @@ class OpenIndex:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def samples(self, numbers: Sequence[int]) -> list[Sample]:
-        """The samples with these numbers, in this order. The caller checks that the numbers are in range."""
+        """Return the samples with these numbers, in this order. The caller checks that the numbers are in range."""
 
         def read(part: int, rows: I64, own: list[int]) -> list[Sample]:
             pages = self._reader(part)
@@ -90,7 +90,7 @@ class OpenIndex:
         return self._found(numbers, read)
 
     def files(self, numbers: Sequence[int]) -> list[Files]:
-        """The positions of these samples' files, in this order. The caller checks that the numbers are in range."""
+        """Return the positions of these samples' files, in this order. The caller checks the numbers."""
 
         def read(part: int, rows: I64, own: list[int]) -> list[Files]:
             pages = self._reader(part)
@@ -103,15 +103,15 @@ class OpenIndex:
         return self._tables.tables(columns)
 
     def columns(self, columns: Sequence[str] | None = None) -> Any:
-        """These columns (None: all) of all samples, ordered by number."""
+        """Return these columns (None: all) of all samples, ordered by number."""
         return self._tables.columns(columns)
 
     def part_table(self, part: int, columns: Sequence[str] | None = None) -> Any:
-        """These columns of the samples in one part."""
+        """Return these columns of the samples in one part."""
         return self._tables.part_table(part, columns)
 
     def first_row(self, part: int) -> Sample:
-        """The first row of a part, as sample number 0. The row may have been removed from the version."""
+        """Return the first row of a part, as sample number 0. The row may have been removed from the version."""
         pages, row = self._reader(part), np.zeros(1, np.int64)
         return (self._tables.samples(part, row, [0]) if pages is None else pages.samples(row, [0]))[0]
 
@@ -152,7 +152,7 @@ class OpenIndex:
         return wrong
 
     def constant_value(self, column: str) -> str | None:
-        """The value that all samples have in this column, if the version document records one.
+        """Return the value that all samples have in this column, if the version document records one.
 
         None means that the column has to be read.
         """
@@ -166,14 +166,14 @@ class OpenIndex:
         return frozenset.intersection(*each) if each else frozenset()
 
     def remaining_rows(self, part: int) -> RowNumbers | None:
-        """The rows of a part that are samples. None means all rows."""
+        """Return the rows of a part that are samples. None means all rows."""
         if part not in self._remaining_rows:
             described = self._document.index[part]
             self._remaining_rows[part] = load_bitmap(self._store, described, name_of(self._store, described))
         return self._remaining_rows[part]
 
     def part_rows(self, part: int) -> int:
-        """The number of rows of a part, including removed ones."""
+        """Return the number of rows of a part, including removed ones."""
         return self._document.index[part].rows
 
     def _found(self, numbers: Sequence[int], read: Callable[[int, I64, list[int]], list[T]]) -> list[T]:
@@ -206,7 +206,7 @@ class OpenIndex:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_remote(self, part: int) -> bool:
-        """Whether a part is not a local file. All parts in one mount are in one store, so only one part is opened."""
+        """Return whether a part is not a local file. All parts of a mount are in one store, so only one is opened."""
         key = self._document.index[part].key
         mount = key.removeprefix(PREFIX).partition("/")[0] if key.startswith(PREFIX) else ""
         if mount not in self._remote:
@@ -220,7 +220,7 @@ class OpenIndex:
         return self._remote[mount]
 
     def _reader(self, part: int) -> PageReader | None:
-        """The reader of a part's pages. None if the part has no pages."""
+        """Return the reader of a part's pages, or None if the part has no pages."""
         return None if self._document.index[part].pages is None else self._page_reader(part)
 
     @cached_property
@@ -234,14 +234,14 @@ class OpenIndex:
 
 
 def encode_bitmap(rows: RowNumbers, of: int) -> bytes:
-    """The compressed bitmap of `rows` in a part with `of` rows."""
+    """Encode `rows` as the compressed bitmap of a part with `of` rows."""
     bits = np.zeros(of, np.bool_)
     bits[rows] = True
     return zlib.compress(np.packbits(bits, bitorder="little").tobytes(), 6)
 
 
 def decode_bitmap(data: bytes, of: int, count: int, name: str) -> RowNumbers:
-    """The rows in a bitmap from `encode_bitmap`, of which there must be `count`. Errors name the part `name`."""
+    """Decode a bitmap from `encode_bitmap`, which must hold `count` rows. Errors name the part `name`."""
     size = (of + 7) // 8
     try:
         unpacked = zlib.decompressobj().decompress(data, size + 1)

@@ -40,7 +40,7 @@ Page = list[msgspec.Raw]
 
 
 def name_of(store: Store, part: IndexPart) -> str:
-    """The name of a part for error messages."""
+    """Return the name of a part for error messages."""
     return f"{store.location.url}: {part.key}"
 
 
@@ -101,7 +101,7 @@ class PageReader:
         return [self._rows.sample(raw, row, number) for raw, row, number in found]
 
     def files(self, rows: I64) -> list[Files]:
-        """The positions of the files of these rows."""
+        """Return the positions of the files of these rows."""
         return [self._rows.files(raw, row) for raw, row in zip(self._raw(rows), rows.tolist(), strict=True)]
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ class PageReader:
         return got
 
     def _stored(self, pages: Sequence[int]) -> list[memoryview]:
-        """The stored bytes of these pages. Adjacent pages are read as one range."""
+        """Return the stored bytes of these pages. Adjacent pages are read as one range."""
         ranges = [self._directory.range(page) for page in pages]
         if self._data:
             return [self._data[start - self._first : end - self._first] for start, end in ranges]

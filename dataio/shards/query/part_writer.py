@@ -126,7 +126,7 @@ def store_part(store: Store, number: int, part: EncodedPart, rows: int, size: in
 
 
 def field_types(samples: Iterable[Sample]) -> dict[str, str]:
-    """The types of the promoted fields, by name. Fields that are always null are left out."""
+    """Return the types of the promoted fields, by name. Fields that are always null are left out."""
     types = dict[str, str]()
     for sample in samples:
         for name, value in sample.fields.items():
@@ -137,7 +137,7 @@ def field_types(samples: Iterable[Sample]) -> dict[str, str]:
 
 
 def join_types(one: str, other: str) -> str:
-    """The type that can hold values of both types."""
+    """Return the type that can hold values of both types."""
     if one == other:
         return one
     return "number" if {one, other} == {"integer", "number"} else "mixed"
@@ -214,7 +214,7 @@ def _samples_of(table: Any) -> Iterator[Sample]:
 
 
 def constant_values(data: bytes) -> dict[str, str]:
-    """The columns of `STATISTICS` in which all rows of a part have the same value, and that value.
+    """Return the columns of `STATISTICS` in which all rows of a part have the same value, and that value.
 
     They come from the statistics in the footer.
     """
@@ -231,7 +231,10 @@ def constant_values(data: bytes) -> dict[str, str]:
 
 
 def rows_per_group(table: Any) -> int:
-    """The number of rows in a row group. Short columns count as 512 bytes a row, long columns by their lengths."""
+    """Return the number of rows for each row group of a part.
+
+    Short columns count as 512 bytes a row, and long columns by their lengths.
+    """
     long = [pc.list_value_length(table["key_frames"]), pc.list_value_length(table["members"])]
     long += [pc.binary_length(table[name]) for name in ("text", "fields")]
     sums = [int(pc.sum_(lengths).as_py() or 0) for lengths in long]
@@ -241,5 +244,5 @@ def rows_per_group(table: Any) -> int:
 
 
 def footer_bytes(data: bytes) -> int:
-    """The size of the footer at the end of a Parquet file, in bytes."""
+    """Return the size of the footer at the end of a Parquet file, in bytes."""
     return int.from_bytes(data[-8:-4], "little") + 8

@@ -100,7 +100,7 @@ class Tables:
         return [found[place] for place in range(len(numbers))]
 
     def files(self, part: int, rows: I64) -> list[Files]:
-        """The positions of the files of these rows of a part."""
+        """Return the positions of the files of these rows of a part."""
         found = dict[int, Files]()
         for table, places, inside in self._found(part, rows):
             found_rows = pc.rows(table.select(["shard", "members"]), pa.array(inside, pa.int64()))
@@ -123,13 +123,13 @@ class Tables:
                     future.cancel()
 
     def columns(self, columns: Sequence[str] | None = None) -> Any:
-        """These columns (None: all) of all samples, ordered by number."""
+        """Return these columns (None: all) of all samples, ordered by number."""
         tables = list(self.tables(columns))
         empty = index.SCHEMA.empty_table().select(index.SCHEMA.names if columns is None else list(columns))
         return pa.concat_tables([empty, *tables])
 
     def part_table(self, part: int, columns: Sequence[str] | None = None) -> Any:
-        """These columns of the samples in one part."""
+        """Return these columns of the samples in one part."""
         table, rows = self._reader(part).read(columns), self._remaining_rows(part)
         return table if rows is None else pc.rows(table, pa.array(rows))
 
@@ -201,7 +201,7 @@ class Tables:
             yield table, places, inside
 
     def group(self, part: int, group: int) -> Any:
-        """All rows of a row group, including rows that are not samples. See `_read` for the columns."""
+        """Return all rows of a row group, including rows that are not samples. See `_read` for the columns."""
         table, held = self._read(part, [group])
         ends = [int(end) for end in self._reader(part).ends]
         sizes = {one: ends[one] - (ends[one - 1] if one else 0) for one in held}
@@ -245,7 +245,7 @@ class Tables:
 
 
 def repeated_keys(tables: Iterable[Any]) -> list[str]:
-    """Up to three keys that occur more than once in the column `key` of `tables`."""
+    """Return up to three keys that occur more than once in the column `key` of `tables`."""
     from headrace.dataio.shards.query.conditions import connect  # imports DuckDB
 
     connection = connect()
@@ -308,7 +308,7 @@ class PartReader:
         return table
 
     def _numbers(self, groups: Sequence[int]) -> I64:
-        """The row numbers, within the part, of the rows in these row groups."""
+        """Return the row numbers, within the part, of the rows in these row groups."""
         starts = [int(self.ends[group - 1]) if group else 0 for group in groups]
         return np.concatenate([np.arange(start, self.ends[group]) for start, group in zip(starts, groups, strict=True)])
 
@@ -337,7 +337,7 @@ class PartReader:
         return [joined[start : start + each] for start in range(0, len(joined), each)]
 
     def _ranges(self, groups: Sequence[int], columns: set[str]) -> list[tuple[int, int]]:
-        """The (start, end) of each column chunk in the file."""
+        """Return the (start, end) of each column chunk in the file."""
         ranges, limit = list[tuple[int, int]](), self._part.size - self._part.footer
         wanted = pc.leaf_columns(self._metadata, columns)
         for group in (self._metadata.row_group(g) for g in groups):

@@ -187,12 +187,12 @@ class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
     lineage: Lineage | None = None
 
     def shard_sizes(self) -> Mapping[str, int]:
-        """Shard key → size in bytes."""
+        """Return the size in bytes of each shard, by key."""
         return {shard.key: shard.size for shard in self.shards}
 
 
 def version_key(version: int) -> str:
-    """The object key of the document of `version`."""
+    """Return the object key of the document of `version`."""
     return f"versions/{version:08}.json"
 
 
@@ -240,13 +240,13 @@ def encode(document: msgspec.Struct) -> bytes:
 
 
 def list_versions(store: Store) -> list[int]:
-    """The numbers of the existing versions, in ascending order."""
+    """Return the numbers of the existing versions, in ascending order."""
     matches = (_VERSION_KEY.fullmatch(info.key) for info in store.list("versions/"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def name_of(store: Store) -> str:
-    """The default name of a dataset: the last segment of its URL, percent-decoded."""
+    """Return the default name of a dataset: the last segment of its URL, percent-decoded."""
     return urllib.parse.unquote(store.location.url.rstrip("/").rpartition("/")[2]) or "dataset"
 
 
@@ -419,7 +419,7 @@ def _part_agrees(part: IndexPart) -> bool:
 
 
 def _mounts_agree(document: VersionDocument, keys: list[str]) -> bool:
-    """Whether the mounts are unique, at most `MAX_MOUNTS`, and include every mount that a shard or part key names."""
+    """Return whether the mounts are unique, at most `MAX_MOUNTS`, and include all mounts that keys name."""
     names = [mount.name for mount in document.mounts]
     used = {key.split("/")[1] for key in keys if key.startswith(PREFIX)}
     return len(set(names)) == len(names) <= MAX_MOUNTS and used <= set(names)

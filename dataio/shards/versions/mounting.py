@@ -54,14 +54,14 @@ from headrace.dataio.store.url_policy import allowed_options, mountable, scheme_
 
 
 def mount_of(location: Location) -> Mount:
-    """The mount that records a store at `location`."""
+    """Return the mount that records a store at `location`."""
     options = allowed_options(location.url, location.options) if mountable(location.url) else {}
     content = msgspec.json.encode([location.url, options], order="deterministic")
     return Mount(name=f"m{blake3.blake3(content).hexdigest()[:8]}", url=location.url, options=options)
 
 
 def named_by(store: Store) -> list[Mount]:
-    """The mounts that `store` was opened with. The caller that opened it named or trusted them."""
+    """Return the mounts that `store` was opened with. The caller that opened it named or trusted them."""
     return [mount_of(one.location) for one in store.mounted.values()] if isinstance(store, Mounts) else []
 
 
@@ -111,7 +111,7 @@ class _MountPolicy:
         self._given = {name: value for name, value in given.items() if name != OPTION}
 
     def options(self, mount: Mount, version: int) -> dict[str, Any]:
-        """The options for opening `mount`. Raises an error if it may not be opened."""
+        """Return the options for opening `mount`, or raise an error if it may not be opened."""
         place = f"{self._base.url} version {version}: a mount, {mount.url!r:.300},"
         if not mountable(mount.url):
             if (mount.url, mount.options) in self._known:
@@ -136,7 +136,7 @@ class _MountPolicy:
         return options
 
     def _check(self, url: str, options: dict[str, Any], named: bool) -> tuple[str, dict[str, Any]]:
-        """The reason why this mount needs trust ("" if it needs none), and the options for opening it."""
+        """Return the reason why this mount needs trust ("" if it needs none), and the options for opening it."""
         scheme = scheme_of(url)
         if scheme == "file":
             return ("" if self._is_below_dataset(url) else "is a folder on this machine outside the dataset"), options
@@ -159,7 +159,7 @@ class _MountPolicy:
         return reason, options
 
     def _is_below_dataset(self, url: str) -> bool:
-        """Whether `url` is a folder below the dataset's own folder, after resolving symbolic links."""
+        """Return whether `url` is a folder below the dataset's own folder, after resolving symbolic links."""
         if scheme_of(self._base.url) != "file":
             return False
         folder = os.path.realpath(folder_of(url) if "://" in url else url)
@@ -168,7 +168,7 @@ class _MountPolicy:
 
 
 def _endpoint(url: str, options: Mapping[str, Any]) -> str | None:
-    """The S3 endpoint that serves `url`, including one from the process's environment variables. None for AWS."""
+    """Return the S3 endpoint of `url`, which may come from the process's environment variables. None means AWS."""
     found = parse(url, {"endpoint_url": options.get("endpoint_url")}).endpoint_url
     return found and found.rstrip("/").lower()
 
@@ -178,6 +178,6 @@ def _bucket(url: str) -> str:
 
 
 def _origin(url: str) -> tuple[str, str]:
-    """The scheme and the host with port of a web server."""
+    """Return the scheme and the host with port of a web server."""
     parts = urllib.parse.urlsplit(url)
     return parts.scheme.lower(), parts.netloc.lower()

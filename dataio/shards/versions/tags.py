@@ -95,7 +95,7 @@ def read(store: Store, name: str) -> Tag:
 
 
 def names(store: Store) -> list[str]:
-    """The names of all tags, up to `MAX_TAGS`."""
+    """Return the names of all tags, up to `MAX_TAGS`."""
     matches = (_KEY.fullmatch(info.key) for _, info in zip(range(MAX_TAGS), store.list("tags/"), strict=False))
     return [match[1] for match in matches if match]
 
