@@ -63,8 +63,8 @@ class VideoConfig(LoaderConfig):
         flip_prob (float): probability of flipping a clip horizontally, 0 to 1. Default: 0.0.
         antialias (bool): apply an antialiasing filter when scaling down. Default: True.
         rotate (bool): rotate frames as the file's metadata specifies. Default: False.
-        color (str): color conversion. "bt601": all decoders return the same pixels, bit-identical on CPUs. "tagged":
-            use the file's color metadata. "fast": as "tagged", but convert and scale in one pass. Default: "bt601".
+        color (str): colour conversion. "bt601": all decoders return the same pixels, bit-identical on CPUs. "tagged":
+            use the file's colour metadata. "fast": as "tagged", but convert and scale in one pass. Default: "bt601".
         normalize (tuple | None): `(mean, std)` of three numbers each, for pixels in 0 to 1: subtract the mean, then
             divide by the standard deviation. Default: None.
         dtype (str | torch.dtype | None): "uint8", "float16", "bfloat16" or "float32"; floating-point pixels are scaled
@@ -182,7 +182,7 @@ class VideoLoader(Loader):
         super().__init__(plan, start_processor, delivery=delivery, bad_samples=config.bad_samples, owned=owned)
 
     def explain(self, sample: int | Sample = 0) -> str:
-        """Explain how the loader decodes a sample, and why: its stream, decoder, colors and size, and the byte ranges
+        """Explain how the loader decodes a sample, and why: its stream, decoder, colours and size, and the byte ranges
         it reads.
 
         Args:

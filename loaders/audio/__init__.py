@@ -1,1 +1,1 @@
-"""Audio: windows of recordings, decoded and resampled, and the features computed from them."""
+"""Audio: decoding and resampling windows of recordings, and computing features from them."""

@@ -1,1 +1,1 @@
-"""Decoders: compressed clips to frames. Several back ends share one contract and return the same pixels."""
+"""Decoders: compressed clips to frames. Several back ends implement one contract and return the same pixels."""

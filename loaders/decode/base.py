@@ -1,18 +1,19 @@
-"""The decode contract: what every back end promises. Read this first.
+"""The contract of all decoding back ends. Start reading here.
 
-Purpose: turn compressed bytes, the index entry and the wanted frames into pixels, identically in every back end.
+Purpose: turn compressed bytes, an index entry and a list of frames into pixels, identically in every back end.
 
 Invariants, for every back end:
 
-* *Same pixels.* Frames are uint8 RGB, and rotation metadata is ignored (`resize.rotate` turns the frames afterwards).
-  `color="bt601"` converts by BT.601, whatever the stream's tags say. CPU back ends agree bit for bit; a GPU is expected
-  within 2, and seldom off by more than 1. "tagged" and "fast" follow the tags, which only PyAV supports. "fast" uses
-  libswscale's fastest conversion. JPEGs always have libjpeg-turbo's RGB.
+* *Same pixels.* Frames are uint8 RGB, and rotation metadata is ignored (`resize.rotate` rotates the frames afterwards).
+  `color="bt601"` converts by BT.601 and ignores the stream's colour tags. CPU back ends are bit-identical; a GPU may
+  differ
+    by 2, and rarely differs by more than 1. "tagged" and "fast" use the tags, which only PyAV supports. "fast" uses
+    libswscale's fastest conversion. JPEGs always have libjpeg-turbo's RGB.
 * *Same crop.* Frames are returned at full resolution. With `Request.fit` they are bit-identical to the output of
   `resize.fit`. The exception is "fast" with antialiasing, which scales and converts in one pass of libswscale.
-* *All or nothing.* A request returns exactly the requested frames, or an error. It never returns zeros, stale frames of
-  another request, or a neighbour in place of a missing frame.
-* *Independent requests.* A bad request never harms the others of the same call.
+* *All or nothing.* A request returns exactly the requested frames, or an error. It never returns zeros, frames of
+another request, or an adjacent frame in place of a missing one. * *Independent requests.* A bad request never affects
+the other requests of the same call.
 
 Failure behaviour: `decode` returns an error at the position of each bad request: `CorruptionError` for damaged bytes,
 `UnsupportedError` for a request that this back end cannot decode, `CapacityError` for a clip above `MAX_CLIP_BYTES`. It
@@ -41,15 +42,16 @@ Color = Literal["bt601", "tagged", "fast"]
 MAX_CLIP_BYTES = 4 * GIB
 """The limit on the size of one decoded clip before it is resized."""
 GPU_BATCH = 16
-"""Clips that are decoded together on a GPU."""
+"""Number of clips that are decoded together on a GPU."""
 _FRAMES_IN_WORK = 8
-"""Frames that a decoder and a converter hold at a time for a clip that is cropped frame by frame."""
+"""Number of full-size frames that a decoder and a converter hold for a clip that is cropped frame by frame."""
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """Pictures are scaled to cover `size` (height, width), cropped, and optionally mirrored left to right.
+    """How frames are scaled and cropped.
 
-    `at` is the position of the crop between top and bottom, and between left and right: 0 to 1 each.
+    They are scaled to cover `size` (height, width), cropped, and optionally mirrored left to right. `at` is the
+    position of the crop, vertically and horizontally: 0 to 1 each.
     """
 
     size: tuple[int, int]
@@ -62,7 +64,7 @@ class Request(msgspec.Struct, frozen=True):
     """One clip to decode.
 
     `data` is the file, as bytes or as an object that reads them on access. It must stay valid until `decode` returns.
-    `room(shape)` returns memory for the fitted frames, or None; the decoder then allocates its own.
+    `allocate(shape)` returns memory for the fitted frames, or None; the decoder then allocates its own.
     """
 
     data: Media
@@ -74,8 +76,11 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """`frames`: uint8 (T, H, W, 3), or fitted (T, 3, h, w), on the back end's device. `pts`: the T time stamps, in the
-    stream's time base."""
+    """A decoded clip.
+
+    `frames` is uint8 (T, H, W, 3), or (T, 3, h, w) if a `Fit` was applied, on the back end's device. `pts` are the T
+    time stamps in units of the stream's time base.
+    """
 
     frames: torch.Tensor
     pts: tuple[int, ...]
@@ -91,26 +96,26 @@ class Decoder(Protocol):
         ...
 
     def clip_bytes(self, info: VideoInfo, frames: int, size: tuple[int, int] | None, color: Color) -> int:
-        """Bytes that a clip takes at most while it is decoded, besides its file: `whole_clip_bytes`, or less.
+        """The maximum number of bytes that decoding a clip takes, without its file: `whole_clip_bytes`, or less.
 
         Args:
             info: the index entry of the stream.
-            frames: of the clip.
+            frames: number of frames of the clip.
             size: height and width of the clip if the decoder scales and crops it (`Request.fit`), else None.
             color: how colours are converted.
         """
         ...
 
     def close(self) -> None:
-        """Release the decoder's resources. It must not be used afterwards."""
+        """Release the decoder's resources. It is not used afterwards."""
         ...
 
 
 def whole_clip_bytes(info: VideoInfo, frames: int) -> int:
-    """Bytes of a clip whose frames all exist in full size."""
+    """Bytes of a clip whose frames are all kept at full size."""
     return info.width * info.height * 3 * frames
 
 
 def cropped_clip_bytes(info: VideoInfo, frames: int, size: tuple[int, int]) -> int:
-    """Bytes of a clip whose frames are scaled and cropped one by one, so that few exist in full size."""
+    """Bytes of a clip whose frames are scaled and cropped one by one, so that only a few are kept at full size."""
     return whole_clip_bytes(info, _FRAMES_IN_WORK) + size[0] * size[1] * 3 * frames

@@ -1,19 +1,21 @@
-"""The decoders of video that loaders may use, and the rule by which each clip gets one.
+"""The registry of video decoders, and the rule that selects the decoder of each clip.
 
-Purpose: a decoder is one module that calls `register_decoder`. Loaders, `VideoLoader.explain` and the benchmarks read
-the registry and name no decoder. A new decoder needs its module and its tests; if it comes with this package, also its
+Purpose: a decoder is one module that calls `register_decoder`. Loaders, `VideoLoader.explain` and the benchmarks use
+the
+registry and name no decoder. A new decoder needs its module and its tests. A decoder of this package also needs its
 module's name in `_BUILT_IN`.
 
 Invariants:
-- The rule: of the decoders that the option allows, the one with the highest priority that reads the stream and is
-  available gets the clip. `FALLBACK` reads every stream and is always available.
-- `FALLBACK` also decodes every clip that another decoder refuses. So whether a sample counts as damaged does not depend
-  on what is installed.
-- The rule depends on the index entry and the options only, so it is the same on every rank that has the same packages.
-- A decoder is asked whether it is available, and is built, when the first clip needs it.
+- The rule: among the decoders that the option allows, those that support the stream and are available are considered.
+  The one with the highest priority decodes the clip. `FALLBACK` supports every stream and is always available.
+- `FALLBACK` also decodes every clip that another decoder rejects. So whether a sample counts as damaged does not depend
+  on the installed packages.
+- The rule depends only on the index entry, the options and the available decoders. So it is the same on every rank with
+  the same packages.
+- The registry checks whether a decoder is available, and builds it, when the first clip needs it.
 
-Failure behaviour: that of `headrace.loaders.decode.base`. An unavailable decoder is passed over, and one warning gives
-the reason. `UsageError` for an option that no decoder has.
+Failure behaviour: that of `headrace.loaders.decode.base`. An unavailable decoder is skipped, and one warning gives the
+reason. `UsageError` for an option that no decoder has.
 """
 
 from __future__ import annotations
@@ -32,16 +34,16 @@ from headrace.loaders.decode.base import Color, Decoded, Decoder, Request
 from headrace.loaders.validation import check_choice
 
 FALLBACK = "pyav"
-"""The decoder that reads every stream."""
+"""The decoder that supports every stream."""
 _BUILT_IN = ("headrace.loaders.decode.pyav", "headrace.loaders.decode.dali")
-"""The modules whose import registers the decoders of this package."""
+"""Importing these modules registers the decoders of this package."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderType:
-    """What the registry knows of a decoder; the fields are the arguments of `register_decoder`."""
+    """A registered decoder. The fields are the arguments of `register_decoder`."""
 
     name: str
     build: Callable[[int], Decoder]
@@ -73,28 +75,30 @@ def register_decoder(
     rule: str = "the streams that it reads",
     label: Callable[[VideoInfo], str] | None = None,
 ) -> None:
-    """Let `VideoLoader` decode with a decoder of your own. A decoder of the same name is replaced.
+    """Register a custom decoder for `VideoLoader`. It replaces a decoder with the same name.
 
-    Call this before the loader is made, in every process that makes one. The contract of a decoder is in
-    `headrace.loaders.decode.base`. A decoder also says how much memory a clip takes (`Decoder.clip_bytes`).
+    Call this before a loader is created, in every process that creates one. `headrace.loaders.decode.base` describes
+    the contract of a decoder. A decoder also reports how much memory a clip takes (`Decoder.clip_bytes`).
 
     Args:
         name (str): the decoder's name, which `VideoLoader.explain` shows.
-        build (Callable[[int], Decoder]): returns the decoder, for the number of a GPU (0 on a CPU). It is called once
-            for each loader.
-        reads (Callable[[VideoInfo, Color], bool]): whether it decodes a stream, from the index entry and the loader's
-            `color`. A pure function. Default: every stream.
-        missing (Callable[[int], str | None]): why the decoder is not available on this machine, or on this GPU; None if
-            it is. Default: always available.
-        device (str): "cpu", or "cuda" if it is used for loaders with `device="cuda"` only. Default: "cpu".
+        build (Callable[[int], Decoder]): returns the decoder for the GPU with this index (0 on a CPU). It is called
+            once for each loader.
+        reads (Callable[[VideoInfo, Color], bool]): a pure function that returns whether the decoder supports a stream,
+            from the index entry and the loader's `color`. Default: every stream.
+        missing (Callable[[int], str | None]): returns why the decoder is not available on this machine or GPU, or None
+            if it is. Default: always available.
+        device (str): "cpu", or "cuda" if only loaders with `device="cuda"` use it. Default: "cpu".
         option (str | None): the value of the loaders' `decoder` that allows it. Default: its name.
-        automatic (bool): whether `decoder="auto"` allows it, too. Default: False.
-        priority (int): of several decoders that read a stream, the one with the highest priority gets it. Those of this
-            package have 0 to 20. Default: 100.
-        shares_decoding (bool): whether `decode` is faster for clips of one video that begin at one key frame if it gets
-            them in one call. Default: False.
-        rule (str): what it reads, in words, for `VideoLoader.explain`. Default: "the streams that it reads".
-        label (Callable[[VideoInfo], str] | None): what `VideoLoader.explain` calls it for a stream. Default: its name.
+        automatic (bool): whether `decoder="auto"` allows it as well. Default: False.
+        priority (int): of several decoders that support a stream, the one with the highest priority is used. The
+            decoders of this package have 0 to 20. Default: 100.
+        shares_decoding (bool): whether one call of `decode` is faster than several for clips that begin at the same key
+            frame of a video. Default: False.
+        rule (str): text for `VideoLoader.explain` that describes the supported streams. Default: "the streams that it
+            reads".
+        label (Callable[[VideoInfo], str] | None): returns the name that `VideoLoader.explain` shows for a stream.
+            Default: the decoder's name.
 
     Example:
         >>> from headrace.loaders.decode.pyav import PyAVDecoder
@@ -120,7 +124,7 @@ def register_decoder(
 
 
 def all_decoders() -> dict[str, DecoderType]:
-    """Every registered decoder, by its name."""
+    """Every registered decoder by name."""
     for module in _BUILT_IN:
         import_module(module)
     return dict(_registered)
@@ -132,7 +136,7 @@ def check_option(option: str) -> None:
 
 
 def candidates(option: str = "auto", device: str = "cpu") -> tuple[DecoderType, ...]:
-    """The decoders that an option allows on a device, the preferred one first, and the fallback last."""
+    """The decoders that an option allows on a device, in order of preference. The fallback is last."""
     known = all_decoders()
     fallback = known.pop(FALLBACK)
     allowed = [
@@ -149,7 +153,7 @@ def choose(info: VideoInfo, color: Color, among: Sequence[DecoderType]) -> Decod
 
 
 def missing(name: str, device_id: int = 0) -> str | None:
-    """Why a decoder is not available on this machine, or on this GPU; None if it is."""
+    """Why a decoder is not available on this machine or GPU, or None if it is."""
     return all_decoders()[name].missing(device_id)
 
 
@@ -158,8 +162,8 @@ def open_decoder(option: str = "auto", device: str = "cpu", device_id: int = 0) 
 
     Args:
         option: the loader's `decoder`.
-        device: "cpu" or "cuda", where the batches are.
-        device_id: number of the GPU.
+        device: "cpu" or "cuda", the device of the batches.
+        device_id: index of the GPU.
     """
     among = candidates(option, device)
     _log.info("%s", _rule(among))
@@ -167,7 +171,7 @@ def open_decoder(option: str = "auto", device: str = "cpu", device_id: int = 0) 
 
 
 class ChoosingDecoder:
-    """Decodes each clip by the rule, with the first of `among` that reads it. The last one is the fallback."""
+    """Decodes each clip with the first decoder of `among` that supports it. The last one is the fallback."""
 
     name = "auto"
 
@@ -210,7 +214,7 @@ class ChoosingDecoder:
         return self._fallback
 
     def _available(self, kind: DecoderType) -> Decoder | None:
-        """The decoder of this type, built when it is needed first; None if it is not available."""
+        """The decoder of this type, which is built on first use. None if it is not available."""
         with self._lock:
             if kind.name not in self._built:
                 reason = kind.missing(self._device_id)
@@ -220,14 +224,14 @@ class ChoosingDecoder:
             return self._built[kind.name]
 
     def _warn_once_a_codec(self, codec: str, error: HeadraceError) -> None:
-        """The fallback takes CPU time that the user wanted to save."""
+        """Warn once for each codec, since the fallback takes CPU time that the user wanted to save."""
         if codec not in self._warned_of:
             self._warned_of.add(codec)
             _log.warning("%s decodes some %s that the chosen decoder refuses: %s", FALLBACK, codec, error)
 
 
 def explain(sample: Sample, *, color: Color = "bt601", option: str = "auto", device: str = "cpu") -> str:
-    """Which stream of a sample is decoded, by which decoder and why, in a few lines of plain text."""
+    """Text that says which stream of a sample is decoded, by which decoder, and why."""
     info = sample.video
     if info is None:
         return f"sample {sample.key!r} holds no video"

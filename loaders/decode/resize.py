@@ -1,12 +1,15 @@
 """Scale and crop clips to the requested size: one implementation for the frames of all decoders.
 
-Purpose: equal frames give equal results. `FittedCanvas` does the same frame by frame, and skips pixels that the crop discards
-where torch's filter allows it.
-Invariants: a clip is scaled bilinearly, by default with antialiasing, so that it just covers the requested size at its
-own aspect ratio. Then it is cropped, by default at the centre. On the CPU the arithmetic stays in uint8. A GPU computes
-in float and rounds, which may differ by 1. `FittedCanvas` is bit-identical to `fit` of the whole converted clip. It leaves
-out columns right of the crop and rows below it, with a scale factor whose inverse is the same number. Pixels left of
-the crop and above it are scaled from undefined content, which no kept pixel reads.
+Purpose: equal frames give equal results. `fit` processes a whole clip. `FittedCanvas` does the same frame by frame, and
+skips pixels that the crop discards if torch's filter allows it.
+
+Invariants:
+- A clip is scaled bilinearly, by default with antialiasing, to the smallest size that covers the requested size at the
+  clip's aspect ratio. Then it is cropped, by default at the centre.
+- On the CPU, all arithmetic is in uint8. A GPU computes in float and rounds, which may differ by 1.
+- `FittedCanvas` is bit-identical to `fit` of the whole converted clip. It leaves out columns to the right of the crop
+  and rows below it, and uses a scale factor with exactly the same inverse. Pixels to the left of the crop and above it
+  are scaled from undefined content, which no kept pixel depends on.
 Failure behaviour: that of the converter; the loader has checked all sizes.
 """
 
@@ -34,7 +37,7 @@ def fit(
 ) -> torch.Tensor:
     """uint8 (T, H, W, 3) to uint8 (T, 3, h, w), possibly a view. `size` is (h, w); None keeps the source's size.
 
-    `at` is the position of the crop between top and bottom, and between left and right: 0 to 1 each.
+    `at` is the position of the crop, vertically and horizontally: 0 to 1 each.
     """
     planes = frames.permute(0, 3, 1, 2)
     if size is not None and tuple(planes.shape[2:]) != size:
@@ -47,29 +50,29 @@ def fit(
 
 
 def rotate(frames: torch.Tensor, degrees: int) -> torch.Tensor:
-    """(T, H, W, 3) turned clockwise by 0, 90, 180 or 270 degrees, as rotation metadata specifies."""
+    """Rotate (T, H, W, 3) clockwise by 0, 90, 180 or 270 degrees, as rotation metadata specifies."""
     return torch.rot90(frames, -degrees // 90 % 4, (1, 2))
 
 
 def apply(frames: torch.Tensor, how: Fit | None) -> torch.Tensor:
-    """`fit` with the parameters of a request; the frames unchanged if there are none."""
+    """`fit` with the parameters of a request. Without parameters, the frames are returned unchanged."""
     return frames if how is None else fit(frames, how.size, antialias=how.antialias, at=how.at, mirror=how.mirror)
 
 
 def scale(planes: torch.Tensor, height: int, width: int, antialias: bool) -> torch.Tensor:
-    """Planes (N, 3, H, W) to another size."""
+    """Scale planes (N, 3, H, W) to another size."""
     if planes.device.type == "cpu":
         return F.interpolate(planes, (height, width), mode="bilinear", antialias=antialias)
     scaled = F.interpolate(planes.float(), (height, width), mode="bilinear", antialias=antialias)
     return scaled.round_().clamp_(0, 255).to(torch.uint8)
 
 
-_WORTH = 0.95  # share of the pixels; skipping fewer pixels gains nothing
+_WORTH = 0.95  # pixels are skipped only if less than this fraction of them remains
 Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FittedCanvas:
-    """A canvas that scales and crops each frame. `clip`: uint8 (T, 3, h, w)."""
+    """A canvas that scales and crops each frame. Its `clip` is uint8 (T, 3, h, w)."""
 
     def __init__(self, request: Request, fit: Fit, converter: Converter) -> None:
         self._fit, self._color, self._convert = fit, request.color, converter
@@ -108,7 +111,7 @@ class FittedCanvas:
 
 
 def _scaling(down: Axis, across: Axis, bottom: int, right: int, antialias: bool) -> tuple[int, int, Scale]:
-    """How many rows and columns of a picture are scaled, and the function that scales them."""
+    """How many rows and columns of a frame are scaled, and the function that scales them."""
     if (down.source, across.source) == (down.scaled, across.scaled):
         return down.source, across.source, lambda page: page
     vertical, horizontal = down.factor(bottom), across.factor(right)

@@ -1,12 +1,14 @@
-"""Decoding in subprocesses, which may crash or hang.
+"""Decoding in subprocesses, so that a crash or hang does not affect the trainer.
 
 Purpose: survive failures that no check can prevent, such as a segmentation fault or an endless loop inside a codec.
-Invariants: the pixels and samples are those of `PyAVDecoder` and `decode_audio`, which the subprocesses run. A process
-that crashes is gone, and one that takes longer than `seconds` is ended. The sample that it was decoding counts as
-damaged, and the next request gets a new process. Decoding time depends on the machine, so `seconds` is far above what
-any undamaged sample needs.
-Failure behaviour: `CorruptionError` at the position of the culprit, naming the signal or the time. `UnsupportedError`
-when the processes do not start. The cost is one copy of the compressed bytes and of the pixels through a pipe.
+Invariants: the subprocesses run `PyAVDecoder` and `decode_audio`, so the pixels and samples are the same. A process
+that
+takes longer than `seconds` is killed. If a process crashes or is killed, the sample that it was decoding counts as
+damaged, and the next request gets a new process. Decoding time depends on the machine, so `seconds` should be far above
+what any undamaged sample needs.
+Failure behaviour: `CorruptionError` with the signal or the time limit, at the position of the damaged sample.
+`UnsupportedError` if the processes do not start. The cost is one copy of the compressed bytes and of the pixels through
+a pipe.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ SECONDS = 60.0
 """Time limit of a process for one clip or window."""
 _HEADER = 1 << 20
 _ASKED = 8
-"""How often a process may ask for a missing piece of a file. After that it gets the whole file."""
+"""How often a process may request a missing piece of a file. After that it receives the whole file."""
 COMMAND = run_module("headrace.loaders.decode.subprocess_worker")
 
 
 class SubprocessDecoder:
-    """A `Decoder` whose processes start on demand.
+    """A `Decoder` whose subprocesses start on demand.
 
     Args:
-        workers: the most processes.
+        workers: maximum number of processes.
         seconds: time limit for one clip or window.
-        command: starts a process. Default: `headrace.loaders.decode.subprocess_worker`.
+        command: command that starts a process. Default: `headrace.loaders.decode.subprocess_worker`.
     """
 
     name = "isolated"
@@ -98,8 +100,11 @@ class SubprocessDecoder:
         return Decoded(frames if fit else resize.apply(frames, request.fit), done.numbers)
 
     def _ask(self, data: Media, task: Callable[[bytes | SentPieces], subprocess_worker.Task]) -> subprocess_worker.Done:
-        """Send the task to a process. For a file that is in memory in part, the process names each piece that it lacks,
-        and gets it with the next attempt."""
+        """Send the task to a process, and return its result.
+
+        If only some pieces of the file are in memory, the process names a missing piece, and receives it with the next
+        attempt.
+        """
         if not isinstance(data, PartialFile):
             return self._done(task(bytes(data[:])))
         for _ in range(_ASKED):

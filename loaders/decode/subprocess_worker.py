@@ -1,10 +1,9 @@
-"""The subprocess that decodes for a trainer: it answers requests on standard input until the input ends.
+"""The subprocess that decodes for a trainer. It answers requests on standard input until the input ends.
 
-Purpose: a decoder that crashes or hangs on a file ends this process, and not the trainer.
+Purpose: a decoder that crashes or hangs on a file affects this process and not the trainer.
 Invariants: each message frame gets one answer: msgpack of checked types, with the array's bytes unchanged. The process
-dies with its parent. Nothing here imports torch, so it starts in a fraction of a second.
-Failure behaviour: an error of a request is a normal answer. Every other error ends the process, and the parent detects
-that.
+is killed when its parent dies. The module does not import torch, so the process starts in a fraction of a second.
+Failure behaviour: an error of a request is a normal answer. Any other error ends the process, which the parent detects.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class AudioTask(msgspec.Struct, tag="listen"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The error of the sample."""
+    """The error of a sample."""
 
     code: str
     message: str
@@ -63,7 +62,7 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Done(msgspec.Struct, tag="done"):
-    """An array. `numbers` are a clip's time stamps, or the number of samples that are real audio."""
+    """A decoded array. `numbers` holds the time stamps of a clip, or the number of samples that are real audio."""
 
     shape: tuple[int, ...]
     numbers: tuple[int, ...]
@@ -71,7 +70,7 @@ class Done(msgspec.Struct, tag="done"):
 
 
 class Missing(msgspec.Struct, tag="missing"):
-    """The task needs this piece as well."""
+    """The task needs this piece of the file as well."""
 
     piece: int
 
@@ -85,7 +84,7 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def answer(task: Task) -> Answer:
-    """Run the task; its errors become answers."""
+    """Run the task. Errors of the sample become answers."""
     try:
         return _decode_clip(task) if isinstance(task, ClipTask) else _decode_audio(task)
     except HeadraceError as error:
@@ -114,18 +113,20 @@ def _done(array: np.ndarray[Any, Any], numbers: tuple[int, ...]) -> Done:
 
 
 def serve(source: IO[bytes], out: IO[bytes]) -> None:
-    """Answer until `source` ends."""
+    """Answer requests until `source` ends."""
     write_frame(out, HELLO)
     while (frame := read_frame(source)) is not None:
         write_frame(out, encode_answer(answer(decode_task(frame))))
 
 
 def main() -> None:
-    """Serve on standard input and output."""
+    """Serve requests on standard input, with the answers on standard output."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that a library's output cannot be taken for an answer
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 1
+        )  # so that the parent cannot mistake a library's output for an answer
         serve(sys.stdin.buffer, out)
 
 

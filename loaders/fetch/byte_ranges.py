@@ -1,10 +1,10 @@
 """Which pieces of a long file a clip or a window needs, computed from the index.
 
-Purpose: predicted pieces can be announced and fetched in one request. Pure.
+Purpose: predicted pieces can be announced, and fetched in one request. All functions are pure.
 Invariants: whether a file is read in part depends on the sample and the loader's settings, never on the single clip or
-window. So a read reports damage only in what it reads itself, independently of other reads. Predictions are hints: no
-sample depends on them.
-Failure behaviour: none. Files that the index describes too little are read whole.
+window. So damage is reported by the reads that access it, and by no others. Predictions are hints: no sample's content
+depends on them.
+Failure behaviour: none. If the index describes a file too little, it is read whole.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from headrace.dataio.shards.sample import AudioInfo, Member, Sample, VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 
 MOST = 0.5
-"""A file is read whole if a clip needs a larger share of it."""
+"""A file is read whole if a clip needs a larger fraction of it."""
 _READ_ON = 64 * limits.KIB
 """Bytes that a demuxer reads at a time, including bytes that it does not need."""
 _AROUND = Fraction(1, 2)
-"""Seconds by which audio may be stored before or after the pictures of the same time. It includes the audio that codecs
+"""Seconds by which audio may be stored before or after the video of the same time. It includes the audio that codecs
 need before the window."""
 _WITHOUT_STAMPS = frozenset(["avi"])
 _FROM_KEY_FRAMES = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 
 _RESERVOIR = 64 * 1152
-"""Samples of MP3 before the wanted ones. A frame may need bytes of some twenty earlier frames, and the decoder state
-that those left."""
+"""Samples of MP3 that are read before the requested ones. A frame may need bytes of about twenty earlier frames, and
+the decoder state after those."""
 
 Runs = tuple[tuple[int, int], ...]
 """Pieces of a file as (first, count), in order, disjoint."""
@@ -73,7 +73,7 @@ def size(member: Member, some: Runs) -> int:
 
 
 def ranges(member: Member, some: Runs) -> list[tuple[int, int]]:
-    """Where these pieces lie in the shard: (offset, length)."""
+    """Where these pieces are in the shard: (offset, length)."""
     assert member.pieces is not None
     each, end = member.pieces.size, member.length
     return [
@@ -111,8 +111,10 @@ def of_clip(video: VideoInfo, wanted: Wanted, length: int) -> Span:
 
 
 def of_time(video: VideoInfo, start: Fraction, end: Fraction, length: int) -> Span:
-    """The bytes that hold the audio of this time, located by the video's key frames. Times are seconds of the file's
-    own time line."""
+    """The bytes that contain the audio of this time span, located by the video's key frames.
+
+    `start` and `end` are seconds on the file's own time line.
+    """
     low, high = (int(t / video.time_base) for t in (start - _AROUND, end + _AROUND))
     first = bisect_right(video.key_frames, low, key=_pts) - 1
     after = bisect_right(video.key_frames, high, key=_pts)
@@ -123,7 +125,7 @@ _pts, _index = attrgetter("pts"), attrgetter("index")
 
 
 def explain(sample: Sample, clip: Clip, *, sound: bool) -> str:
-    """How much of its file a clip of this sample reads, in plain words."""
+    """Text that says how much of its file a clip of this sample reads."""
     video = sample.video
     member = None if video is None else member_of(sample, video.ext)
     if video is None or member is None or not reads_part_of_video(member, video, clip, sound=sound):
@@ -154,10 +156,10 @@ def reads_part_of_sound(sample: Sample, member: Member, audio: AudioInfo, second
 
 
 def of_window(sample: Sample, audio: AudioInfo, start: Fraction, seconds: Fraction, length: int) -> Span:
-    """The bytes of a window that begins `start` seconds after the audio does.
+    """The bytes of a window that begins `start` seconds after the audio.
 
-    Files with video are located by its key frames, files with marks by these. In other files the position is the
-    window's share of the duration.
+    In a file with video, the video's key frames locate the window. In a file with marks, the marks do. In other files,
+    the window's position is computed from its share of the duration.
     """
     among = _pictures_of(sample, audio)
     if among is not None:
@@ -175,7 +177,7 @@ def of_window(sample: Sample, audio: AudioInfo, start: Fraction, seconds: Fracti
 
 
 def mark_before(marks: Sequence[tuple[int, int]], sample: int) -> int:
-    """The number of the mark at which decoding must begin for this sample to be right."""
+    """The number of the mark at which decoding must begin so that this sample is correct."""
     return max(0, bisect_right(marks, sample - _RESERVOIR, key=_samples) - 1)
 
 
@@ -188,7 +190,7 @@ _samples = itemgetter(1)
 
 
 def _pictures_of(sample: Sample, audio: AudioInfo) -> VideoInfo | None:
-    """The video in the same file as the audio."""
+    """The video in the same file as the audio, if it has key frames."""
     video = sample.video
     return video if video is not None and video.ext == audio.ext and video.key_frames else None
 

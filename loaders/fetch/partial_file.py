@@ -1,15 +1,21 @@
 """A long file of which only the required pieces are fetched, and a cache of the heads of such files.
 
-Purpose: decoders open the file, seek and read. The pieces that the index predicts are fetched in advance, and others on
-access. Every clip of a long video reads the head of its file first. That head may be as long as the clip, and an epoch
-reads clips of one video at many positions.
-Invariants: a piece is compared with its digest on first access. A fetched piece that is never accessed is not compared.
-A piece that does not match is read again directly from the store, since the cache may be wrong. If it is still wrong,
-it is read a third time later, since the network may be at fault. Sequential access doubles the size of each fetch, up
-to `AHEAD_BYTES`. About `KEPT_BYTES` of unpredicted pieces are kept. `HeadCache` holds verified pieces only, at most its
-limit in bytes but always one piece. It evicts the least recently used first, and is safe to share between threads.
-Failure behaviour: `CorruptionError` names the object and the offset of a piece that is wrong or missing. Other errors
-of the store pass through. Failures are not remembered. `PartialFile` is not safe to share between threads.
+Purpose: decoders open the file, seek and read. The pieces that the index predicts are fetched in advance, and other
+pieces on access. Every clip of a long video first reads the head of its file. The head may be as long as the clip, and
+an epoch reads clips of one video at many positions, so heads are cached.
+
+Invariants:
+- A piece is compared with its digest on first access. A fetched piece that is never accessed is not compared.
+- A piece that does not match is read again directly from the store, since the cache may be wrong. If it still does not
+  match, it is read a third time later, since the network may be faulty.
+- Sequential access doubles the size of each fetch, up to `AHEAD_BYTES`. About `KEPT_BYTES` of unpredicted pieces are
+  kept.
+- `HeadCache` holds only verified pieces, at most its limit in bytes but always at least one piece. It evicts the least
+  recently used piece first.
+- `HeadCache` is safe to share between threads. `PartialFile` is not.
+
+Failure behaviour: `CorruptionError` with the object and the offset of a piece that is wrong or missing. Other errors of
+the store are raised unchanged. Failures are not cached.
 """
 
 from __future__ import annotations
@@ -153,8 +159,10 @@ class PartialFile:
         return view
 
     def _fetch_on(self, number: int) -> None:
-        """Fetch an unpredicted piece. The fetch doubles in size each time that reading continues where the last such
-        fetch ended."""
+        """Fetch an unpredicted piece.
+
+        The size of the fetch doubles each time that reading continues where the last such fetch ended.
+        """
         most = max(1, AHEAD_BYTES // self._pieces.size)
         count = min(2 * self._count, most) if number == self._next else 1
         last = -(-len(self) // self._pieces.size)
@@ -233,7 +241,7 @@ class SentFile:
 
 
 HELD_BYTES = 64 * limits.MIB
-"""The limit of one loader. Its sources share it equally."""
+"""The limit for one loader. Its sources share it equally."""
 PieceKey = tuple[str, int, int]
 """A piece: the object's name, the file's offset in it, and the piece's number."""
 

@@ -2,12 +2,16 @@
 
 Purpose: read the files of a sample through a `ShardReader`, and compare them with the index's checksums before a
 decoder receives them.
-Invariant: `fetch` returns bytes with the XXH3-64 that the index lists, or raises. In a long file that is needed in
-part, each piece is verified when it is read. Wrong bytes are read up to three times. After the first mismatch the
-reader bypasses the cache, whose disk may be faulty. After the second mismatch it reads the store again `LATER` seconds
-later through another connection, since the network may be faulty.
-Failure behaviour: `CorruptionError` naming shard, offset and length when the store's own bytes are wrong or missing.
-Other errors of the store pass through.
+
+Invariants: `fetch` returns bytes with the XXH3-64 that the index lists, or raises. In a long file that is read in part,
+each piece is verified when it is accessed. Wrong bytes are read up to three times:
+
+1. through the cache;
+2. directly from the store, since the cache's disk may be faulty;
+3. from the store again `LATER` seconds later and through another connection, since the network may be faulty.
+
+Failure behaviour: `CorruptionError` with shard, offset and length if the store's own bytes are wrong or missing. Other
+errors of the store are raised unchanged.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ _log = get_logger(__name__)
 
 
 LATER = 0.25
-"""Seconds until bytes that were wrong twice are read again."""
+"""Seconds to wait before bytes that were wrong twice are read again."""
 AT_ONCE = 64
-"""Reads that are prepared together. With many more, the garbage collector would run in between."""
+"""Number of reads that are prepared together. With many more, the garbage collector would run between them."""
 Range = tuple[str, int, int]
 """Part of an object: key, offset, length."""
 
@@ -109,7 +113,7 @@ class SampleReader:
         self._reader, self._direct, self._heads = reader, StoreReader(store), HeadCache(held)
 
     def fetch(self, sample: Sample, needs: Needs) -> dict[str, Media]:
-        """The needed files, read-only, by extension.
+        """The requested files by extension, read-only.
 
         Of a file that is needed in part, the predicted pieces are read now. Other pieces are read when a decoder
         accesses them.
@@ -142,7 +146,7 @@ class SampleReader:
         return file
 
     def fetch_into(self, files: Files, memory: memoryview) -> int:
-        """Read some files of a sample, one after the other, into writable `memory`, which must be long enough.
+        """Read files of a sample into writable `memory`, one after the other. `memory` must be long enough.
 
         Returns:
             The number of bytes that were read.
@@ -196,15 +200,14 @@ class SampleReader:
 
     @property
     def held(self) -> int:
-        """Bytes of the heads of long files in memory."""
+        """Bytes in memory for the heads of long files."""
         return self._heads.nbytes
 
     def close(self) -> None:
         self._reader.close()
 
     def _read_again(self, shard: str, member: Member) -> memoryview:
-        """Read a file whose bytes were wrong again, directly from the store: first at once, then later through another
-        connection."""
+        """Read a file again whose bytes were wrong: from the store at once, then later through another connection."""
         offset, length, xxh3 = member.offset, member.length, member.xxh3
         again = self._direct.read(shard, [(offset, length)])[0]
         if _is_right(again, xxh3):

@@ -1,1 +1,1 @@
-"""Processors: one module for each kind of sample, and wrappers that add to any of them."""
+"""Processors: one module for each kind of sample, and wrappers that work with any processor."""

@@ -1,13 +1,12 @@
-"""Audio alone: choose a window, or take the piece that packing assigned, then decode and resample it.
+"""Audio without video: choose a window, or take the piece that packing assigned, then decode and resample it.
 
 Purpose: the processors of `AudioLoader`, and `finished_sound`, which `ClipProcessor` uses for the audio of clips.
 Invariants: those of `headrace.loaders.interfaces`. A window starts at the sample that
 `headrace.loaders.audio.spec.begin` returns. A piece of samples has exactly the length that its `SampleRef` gives, at
 the target rate. Zeros follow where the recording is shorter than the index says. With spectrograms, rows and pieces are
 counted in columns. A piece's columns come from its own audio only, never from its neighbours. Zeros follow audio that
-is too short to transform.
-Failure behaviour: the error of a damaged recording is returned at its position.
-"""
+is too short to transform. Failure behaviour: `process` returns the error of a damaged recording at the sample's
+position."""
 
 from __future__ import annotations
 
@@ -39,9 +38,9 @@ from headrace.loaders.sampling.plan import Stream, column
 
 
 class WindowProcessor:
-    """Makes windows.
+    """Turns files into windows of audio.
 
-    Each sample has "audio", float32 (C, S); "start", the window's beginning in seconds after the audio's; and
+    Each sample has "audio", float32 (C, S); "start", the seconds from the start of the audio to the window; and
     "audio_samples", the number of samples that are real audio.
     """
 
@@ -67,7 +66,7 @@ class WindowProcessor:
         return {audio.ext: byte_ranges.runs(member, [span])}
 
     def _stretch(self, ref: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
-        """The start of the window, in seconds after the audio's beginning, and its length in seconds."""
+        """The seconds from the start of the audio to the window, and the window's length in seconds."""
         return begin(audio, self._window, ref), Fraction(self._window.seconds)
 
     def cost(self, sample: Sample) -> int:
@@ -105,16 +104,17 @@ def finished_sound(
     *,
     from_first: bool = False,
 ) -> tuple[torch.Tensor, int]:
-    """The tensor of `samples` samples from `start`, in the format of `spec`, and how many of them are real audio."""
+    """The tensor of `samples` samples from `start`, in the format of `spec`, and the number of them that are real
+    audio."""
     sound, real = decode(fetched.media[info.ext], info, start, spec, samples, from_first)
     return torch.from_numpy(sound), real
 
 
 class PieceProcessor(WindowProcessor):
-    """Makes pieces.
+    """Turns files into the pieces of packed rows.
 
-    Each sample has "audio", float32 (C, L) of the piece's own length; "start" in seconds after the audio's beginning;
-    and "audio_samples", the number of samples that are real audio.
+    Each sample has "audio", float32 (C, L), where L is the piece's own length; "start", the seconds from the start of
+    the audio to the piece; and "audio_samples", the number of samples that are real audio.
     """
 
     def __init__(self, spec: AudioSpec, packing: Packing, isolated: SubprocessDecoder | None = None) -> None:
@@ -159,8 +159,8 @@ class PieceProcessor(WindowProcessor):
 
 
 def lengths(stream: Stream, spec: AudioSpec) -> I64:
-    """The length of each recording of a stream, computed from the index: samples at the wanted rate, or columns of
-    spectrograms."""
+    """The length of each recording of a stream, computed from the index: samples at the output rate, or spectrogram
+    columns."""
     samples, rates = (column(stream.dataset, name, stream.ids) for name in ("samples", "sample_rate"))
     count: I64 = _samples(samples, rates, spec.sample_rate)
     return np.where(count > 0, spec.features.frames(count), 0) if isinstance(spec.features, LogMel) else count

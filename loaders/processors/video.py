@@ -1,11 +1,9 @@
 """Video: choose the clip's frames, decode them, crop and scale them, and add the audio of the same time window.
 
-Purpose: the processor of `VideoLoader`. An image is a clip of one frame.
-Invariants: those of `headrace.loaders.interfaces`. `headrace.loaders.clip.choose` selects the frames, and the audio
-starts with the first of them. All frames of a clip get the same crop. Equal `SampleRef`s get equal crops, on every rank
-and after every resume.
-Failure behaviour: the error of a damaged sample is returned at its position.
-"""
+Purpose: the processor of `VideoLoader`. An image is a clip of one frame. Invariants: those of
+`headrace.loaders.interfaces`. `headrace.loaders.clip.choose` selects the frames, and the audio starts with the first of
+them. All frames of a clip get the same crop. Equal `SampleRef`s get equal crops, on every rank and after every resume.
+Failure behaviour: `process` returns the error of a damaged sample at the sample's position."""
 
 from __future__ import annotations
 
@@ -73,11 +71,13 @@ def _uniform(ref: SampleRef, purpose: int) -> float:
 
 _WHOLE = Cut()
 LIGHT = 1 << 20
-"""Pixels that one thread decodes in a group of small clips: a few milliseconds of work. Smaller groups spend much of
-their time in Python. Threads that share such work slow each other down, since every library call releases the GIL."""
+""" Pixels that one thread decodes in a group of small clips: a few milliseconds of work. Smaller groups would spend
+much of
+their time in Python. Threads that work on single small clips slow each other down, since every library call releases
+the GIL."""
 _MOST_SEEN = 64
-"""Sets of extensions that are remembered as already checked for more videos. Samples with further sets are checked
-every time."""
+"""Number of sets of extensions that are remembered as already checked for further videos. Samples with other sets are
+checked every time."""
 
 
 class ClipSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,11 +93,11 @@ class ClipSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def together(specs: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Sequence[SampleRef]], list[list[int]]]:
-    """Returns a function that groups the samples of a batch; one thread processes each group. `specs` are indexed by
-    stream. Pure.
+    """Return a function that groups the samples of a batch; one thread processes each group. `specs` are indexed by
+    stream.
 
     Clips that may share their decoding form a group. Otherwise, small clips form groups of up to `LIGHT` pixels. There
-    are no such groups if a transform or audio follows, since those may take longer.
+    are no groups of small clips if a transform or audio follows, since those may take longer.
     """
     several = any(spec.clip.per_video > 1 or spec.clip.start == "every" for spec in specs)
 
@@ -119,7 +119,7 @@ def together(specs: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Seque
 
 
 def _beginning(ref: SampleRef, spec: ClipSpec) -> Hashable:
-    """Equal for clips that may share their decoding."""
+    """A value that is equal for clips that may share their decoding."""
     video = ref.sample.video
     try:
         begins = None if video is None else beginning(video.ext, wanted_by(ref, video, spec.clip))
@@ -129,34 +129,31 @@ def _beginning(ref: SampleRef, spec: ClipSpec) -> Hashable:
 
 
 def _pixels(ref: SampleRef, spec: ClipSpec) -> int:
-    """Approximately how many pixels are decoded, without the frames between the key frame and the clip."""
+    """Approximate number of pixels that are decoded, without the frames between the key frame and the clip."""
     video = ref.sample.video
     return 0 if video is None else video.width * video.height * min(video.frames, spec.clip.frames * spec.clip.stride)
 
 
 def wanted_by(ref: SampleRef, video: VideoInfo, clip: Clip) -> Wanted:
-    """The frames that this sample reference selects."""
+    """The frames that this `SampleRef` selects."""
     return choose(video, clip, ref.seed, ref.epoch, ref.sample.id, ref.number, ref.attempt)
 
 
 def _instant(video: VideoInfo, frame: int) -> Fraction:
-    """Approximately when this frame is shown, in seconds of the file's own time line."""
+    """The approximate time at which this frame is shown, in seconds on the file's own time line."""
     return (video.start_pts + Fraction(frame, video.frames) * video.duration_pts) * video.time_base
 
 
 class ClipProcessor:
-    """Makes clips.
+    """Turns files into clips.
 
     Each sample has "video", uint8 (T, 3, H, W), and "clip", its start in seconds. With audio it also has "audio",
     float32 (C, S), and "audio_samples", the number of samples that are real audio.
     """
 
     def __init__(self, spec: ClipSpec, decoder: Decoder, audio_decoder: AudioDecoder | None = None) -> None:
-        """Args:
-        spec: the format of the clips.
-        decoder: decodes the pictures.
-        audio_decoder: decodes the audio. Default: `decode_audio`.
-        """
+        """Args: spec: the format of the clips. decoder: decodes the video. audio_decoder: decodes the audio. Default:
+        `decode_audio`."""
         self._spec, self._decoder = spec, decoder
         if audio_decoder is None and spec.audio is not None:
             from headrace.loaders.audio.decode import decode_audio
@@ -237,7 +234,7 @@ class ClipProcessor:
         )
 
     def _warn_of_others(self, sample: Sample, video: VideoInfo) -> None:
-        """Warn once that samples have more videos than the one that is decoded."""
+        """Warn once if samples contain more videos than the one that is decoded."""
         names = (video.ext, *[member.ext for member in sample.members])
         if names in self._known_files:
             return
@@ -253,7 +250,7 @@ class ClipProcessor:
             )
 
     def _cut(self, ref: SampleRef, video: VideoInfo) -> Fit | None:
-        """The fit that the decoder applies to the frames; None where frames are rotated first."""
+        """The scaling and cropping that the decoder applies to the frames. None if frames are rotated first."""
         spec = self._spec
         if spec.size is None or self._turned(video):
             return None

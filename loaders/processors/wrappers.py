@@ -1,13 +1,11 @@
-"""Wrappers that add to any processor: columns of the index, source names, log-mel spectrograms, the user's transform.
+"""Wrappers that extend any processor: columns of the index, source names, log-mel spectrograms, the user's transform.
 
-Purpose: each feature that all loaders share is written once.
-Invariants: a wrapper's additions depend only on the sample and its `SampleRef`. The transform gets a generator seeded
-from the `SampleRef`. So a resumed run draws the same numbers, and so does a run with another world size. Spectrograms
-depend on the audio alone; on a GPU DALI computes them.
-Failure behaviour: an error of the user's transform passes through with a note that names the sample, and the sample
-does not count as damaged. `UsageError` for an unknown column names the known ones. All other errors come from the
-wrapped processor.
-"""
+Purpose: each feature that all loaders share is implemented once. Invariants: a wrapper's results depend only on the
+sample and its `SampleRef`. The transform gets a generator seeded from the `SampleRef`. So a resumed run draws the same
+numbers, and so does a run with another world size. Spectrograms depend on the audio alone; on a GPU, DALI computes them
+if it is installed. Failure behaviour: an error of the user's transform is raised with a note that names the sample. The
+sample does not count as damaged. `UsageError` for an unknown column names the known ones. All other errors come from
+the wrapped processor."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ Transform = Callable[[dict[str, torch.Tensor], torch.Generator], Tensors]
 
 
 class ProcessorWrapper:
-    """A processor that delegates to `inner` and adds to its results."""
+    """A processor that delegates to `inner` and extends its results."""
 
     def __init__(self, inner: Processor) -> None:
         self._inner = inner
@@ -68,8 +66,7 @@ class ProcessorWrapper:
 
 
 class WithColumns(ProcessorWrapper):
-    """Adds these index columns, or promoted fields of the samples' JSON, to every batch. None where a sample has no
-    value."""
+    """Adds index columns, or promoted fields of the samples' JSON, to every batch. A missing value is None."""
 
     def __init__(self, inner: Processor, columns: Sequence[str]) -> None:
         from headrace.dataio.shards.index.rows import to_row  # imports Arrow, which only loaders with columns need
@@ -90,8 +87,10 @@ class WithColumns(ProcessorWrapper):
 
 
 def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tuple[str, ...]:
-    """Return `columns` without duplicates. Raise `UsageError` if a column does not exist or has the name of something
-    that batches contain."""
+    """Return `columns` without duplicates.
+
+    Raise `UsageError` if a column does not exist, or has the name of another entry of the batches.
+    """
     for name in columns:
         if name in _RESERVED:
             raise UsageError(f"columns cannot hold {name!r}: batches have something of that name", hint="leave it out")
@@ -103,8 +102,8 @@ def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tup
 
 
 class Transformed(ProcessorWrapper):
-    """Calls `transform(tensors, generator)` for every sample, in the thread that decoded it. The returned tensors are
-    batched."""
+    """Calls `transform(tensors, generator)` for every sample, in the thread that decoded it. The batch holds the
+    returned tensors."""
 
     def __init__(self, inner: Processor, transform: Transform) -> None:
         super().__init__(inner)
@@ -136,14 +135,14 @@ class Transformed(ProcessorWrapper):
 
 
 def known_columns(fields: Mapping[str, object]) -> list[str]:
-    """The names that `columns` may contain: the index's columns and a sample's promoted `fields`."""
+    """The names that `columns` may contain: the index's columns, and the promoted `fields` of samples."""
     from headrace.dataio.shards.index import rows
 
     return [*(name for name in rows.SCHEMA.names if name not in ("key", "text")), *fields]
 
 
 def wrapped(processor: Processor, columns: Sequence[str], transform: Transform | None) -> Processor:
-    """`work` with the requested columns and transform."""
+    """`processor` with the requested columns and transform."""
     if transform is not None:
         processor = Transformed(processor, transform)
     return WithColumns(processor, columns) if columns else processor
@@ -166,8 +165,10 @@ class WithSource(ProcessorWrapper):
 
 
 class PerStreamProcessor:
-    """One processor for each of the plan's streams. They share the resources that `close` releases, so only the first
-    one is closed."""
+    """One processor for each of the plan's streams.
+
+    The processors share the resources that `close` releases, so only the first one is closed.
+    """
 
     def __init__(self, processors: Sequence[Processor]) -> None:
         self._processors = tuple(processors)
@@ -194,12 +195,12 @@ class PerStreamProcessor:
 
 
 def by_stream(processors: Sequence[Processor]) -> Processor:
-    """A single processor is returned as it is; several are combined by stream."""
+    """Combine processors by stream. A single processor is returned unchanged."""
     return processors[0] if len(processors) == 1 else PerStreamProcessor(processors)
 
 
 def sourced(processor: Processor, names: Sequence[str]) -> Processor:
-    """`work` with the names of a mixture's sources, if there are any."""
+    """`processor` with the names of a mixture's sources, if there are any."""
     return WithSource(processor, names) if names else processor
 
 
@@ -207,7 +208,7 @@ MelFunction = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class WithMels(ProcessorWrapper):
-    """Replaces "audio" by "mel"."""
+    """Replaces "audio" with "mel"."""
 
     def __init__(self, inner: Processor, compute: MelFunction, close: Callable[[], None] = lambda: None) -> None:
         super().__init__(inner)
@@ -229,8 +230,10 @@ class WithMels(ProcessorWrapper):
 
 
 def mels(inner: Processor, spec: AudioSpec, device: torch.device) -> Processor:
-    """`inner` with the features that `spec` requests. DALI computes them on a GPU where it is installed; otherwise the
-    decoding thread does."""
+    """`inner` with the features that `spec` requests.
+
+    On a GPU, DALI computes them if it is installed. Otherwise the decoding thread does.
+    """
     from headrace.loaders.audio.mel import DaliMel, log_mel  # few loaders need these slow imports
     from headrace.loaders.audio.spec import LogMel
 

@@ -1,1 +1,1 @@
-"""Bad samples: what a loader skips, the record of it on this machine, and the list that runs share."""
+"""Bad samples: which ones a loader skips, their record on this machine, and the list that several runs share."""
