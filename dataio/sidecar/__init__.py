@@ -23,7 +23,8 @@ configuration. `cli` and `cli_status` are the commands.
 Terms:
 
 - To *stage* a checkpoint is to hand it to the daemon, which uploads and commits it.
-- An *arena* is a memory file with the bytes of a checkpoint. A *put plan* says which of them go into which objects.
-- A *worker* is the process that uploads one staged checkpoint.
+- An *arena* is a memory file with the tensors of one rank. A *put plan* is the rest that is needed to commit them: where
+  each tensor is in the arena, and the run, the step and the store.
+- A *worker* is the process that uploads and commits one staged checkpoint.
 - A *token* identifies a staged job.
 """

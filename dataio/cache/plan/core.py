@@ -318,8 +318,10 @@ class CachePlan:
         """The files of several tiers that hold, or now fetch, the blocks of `ranges`, by block.
 
         Each block is in one tier. A read that spans tiers is assembled from copies in a ring file, so its blocks are not
-        stored twice. The result is empty in three cases: the object is in no tier, there is only one tier, or no tier has
-        room for the missing blocks.
+        stored twice. The result is empty in these cases:
+
+        - No stream announces the store, there is only one tier, or no tier has blocks of the object.
+        - The missing blocks are not worthwhile as a whole, or no tier has room for them.
         """
         parts = self._pinned.spread(obj, ranges) if self._streams.uses(obj.source) else {}
         lacking = blocks_of(ranges, self.block_bytes) - parts.keys()

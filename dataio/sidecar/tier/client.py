@@ -6,8 +6,9 @@ matches. A record is sent after those of its objects that this node has. Only th
 that this node keeps for guests are not forwarded. The sender uses one connection and one thread, at the configured
 rate.
 Failure behaviour: `BuddyError` says why the buddy cannot be reached or refuses a request; a broken connection is not
-reused. If the buddy is unreachable or full, the sender logs each new reason once, and shows it in the status. It tries
-again after 1 to `LONGEST` seconds. Saves continue meanwhile.
+reused. If the buddy is unreachable, the sender logs each new reason once, shows it in the status, and tries again after
+1 to `LONGEST` seconds. If the buddy is full, the sender logs this and tries again about every second. Saves continue
+meanwhile.
 """
 
 from __future__ import annotations
