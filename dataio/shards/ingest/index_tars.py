@@ -180,7 +180,7 @@ class _Indexer:
             parts,
             version=1,
             parent=None,
-            message="indexed in position",
+            message="indexed in place",
             mounts=tuple(sorted((m for m in mounts if m.name in used), key=lambda m: m.name)),
         )
         versions.publish(self._store, document)

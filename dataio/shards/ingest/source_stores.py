@@ -143,7 +143,7 @@ class SourceStores:
         """Copy `length` bytes of the object, from `offset`, to a new file."""
         read_at = self.reader(url)
         try:
-            with open(path, "wb", buffering=0) as file:
+            with open(path, "wb") as file:  # buffered: writes all or raises, also on a disk that becomes full
                 for at in range(0, length, _COPY_BYTES):
                     if self._stopped.is_set():
                         raise TransientError(f"copying {url} was cancelled", hint=_RETRY_HINT)

@@ -164,3 +164,18 @@ def test_a_full_scratch_folder_stops_the_packing_and_skips_nothing(
     monkeypatch.undo()
     with pack(clips, tmp_path / "ds") as dataset:
         assert len(dataset) == 4
+
+
+def test_a_disk_that_becomes_full_never_leaves_a_shortened_copy(tmp_path: Path) -> None:
+    program = (
+        "import resource\n"
+        "from headrace.dataio.shards.ingest.source_stores import SourceStores\n"
+        "from headrace.dataio.store.open import open_store\n"
+        "with open_store('memory://inputs') as store, SourceStores() as sources:\n"
+        "    store.put('clip', bytes(2500))\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        f"    sources.copy('memory://inputs/clip', 0, 2500, {str(tmp_path / 'copy')!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert "File too large" in done.stderr
+    assert (tmp_path / "copy").stat().st_size == 1000, "the limit was met in the middle of the copy"
