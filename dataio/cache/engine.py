@@ -76,16 +76,18 @@ class Engine:
         slower: Sequence[TierDirectory] = (),
         buffers: int | None = None,
     ) -> None:
-        """Args:
-        directory: Directory of the fastest tier's files.
-        budget: Its maximum size in bytes.
-        threads: Maximum number of concurrent requests to stores.
-        max_files: Maximum number of cache files.
-        block_bytes: Size of a block.
-        clock: Replaced in tests.
-        keep: Whether files outlive the engine and are adopted by the next one.
-        slower: Further tiers, fastest first.
-        buffers: Maximum number of blocks in flight; by default as many as threads.
+        """Create the engine, adopt the files of an earlier one, and start the threads.
+
+        Args:
+            directory: Directory of the fastest tier's files.
+            budget: Maximum size of that tier in bytes.
+            threads: Maximum number of concurrent requests to stores.
+            max_files: Maximum number of cache files.
+            block_bytes: Size of a block.
+            clock: Replaced in tests.
+            keep: Whether files outlive the engine and are adopted by the next one.
+            slower: Further tiers, fastest first.
+            buffers: Maximum number of blocks in flight; by default as many as threads.
         """
         buffers = buffers or threads
         tiers = (TierDirectory(directory, budget, keep), *slower)

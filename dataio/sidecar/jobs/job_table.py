@@ -35,6 +35,8 @@ _log = get_logger(__name__)
 
 
 class JobTable:
+    """The jobs by token: `jobs` are those that have not ended, `finished` the last ones that have."""
+
     def __init__(self, folder: Path, schedule: Schedule) -> None:
         self.schedule, self.journal, self.keeper = schedule, Journal(folder), FdKeeper(folder)
         self.files = ThreadPoolExecutor(1, thread_name_prefix="headrace-journal")

@@ -57,7 +57,7 @@ class Runner:
         self._call, self._later, self._lost_seconds = call, later, lost_seconds
         self.retry_schedule = retry_schedule
         self.retries = 0
-        """Workers that were started after one that failed."""
+        """Number of workers that were started after one that failed."""
         self._cancel_check: Callable[[], None] = lambda: None
 
     def find_worker(self, job: Job) -> None:
