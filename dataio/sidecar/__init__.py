@@ -11,11 +11,12 @@ The daemon's side:
 
 - `daemon`: its life cycle
 - `connections`, `session`: its clients
-- `reads`: their reads; `staging`: their checkpoints
-- `jobs`: staged checkpoints
+- `reads`, `staging`: the clients' requests about shards and about checkpoints
+- `jobs`: the staged checkpoints
 - `tier`: the local tier, which keeps the last steps, and copies of them on other nodes
-- `status`, `status_server`, `job_stats`, `metrics`: what it reports
-- `cache_directory`, `systemd`: what it gets from the node
+- `status`, `status_server`, `job_stats`, `metrics`: the status page and the metrics
+- `cache_directory`: the directories of the cache
+- `systemd`: socket activation and the watchdog
 
 Both sides use `protocol` (the messages), `wire` (their frames) and `paths` (the socket). `settings` is the
 configuration. `cli` and `cli_status` are the commands.
