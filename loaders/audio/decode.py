@@ -1,12 +1,11 @@
-"""The audio of a clip or a window: the wanted time span, resampled, with an exact length.
+"""The audio of a clip or a window: the requested time span, resampled, with an exact length.
 
 Purpose: turn compressed bytes, the index entry and a start time into float32 samples.
 
 Invariants: the result has exactly the requested number of samples per channel. Its first sample is the one that plays
 at `start`, by time stamps (`headrace.loaders.audio.frames`), rounded to the nearest sample of the source. Samples that
-the file does not hold (before its first, after its last, or in a gap) are zero. Equal arguments give equal samples.
-Failure behaviour: `CorruptionError` for data inside the window that cannot be demuxed or decoded.
-"""
+the file does not contain (before its first, after its last, or in a gap) are zero. Equal arguments give equal samples.
+Failure behaviour: `CorruptionError` for data inside the window that cannot be demuxed or decoded."""
 
 from __future__ import annotations
 
@@ -40,22 +39,23 @@ from headrace.loaders.fetch.partial_file import Media
 
 T = TypeVar("T")
 DecodedAudio = tuple[F32, Fraction]
-"""(channels, samples) in the wanted format, and the second up to which there is audio."""
+"""(channels, samples) in the requested format, and the second up to which there is audio."""
 AudioDecoder = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
 """`decode_audio`, in this process or in another one."""
 
 _EDGE = Fraction(1, 25)
-"""Seconds around the window that the resampler's filter reads. A whole number of samples at every usual rate, so that
+"""Seconds around the window that the resampler's filter reads. It is a whole number of samples at every usual rate, so
 no sample is shifted."""
 _FINE = Fraction(1, 4)
-"""Samples: stamps with a smaller rounding error still identify one sample."""
+"""Samples. Time stamps with a smaller rounding error still identify one sample."""
 _WITHOUT_MEMORY = frozenset(["flac", "alac", "wavpack", "adpcm_ima_wav", "adpcm_ms"])
 """Codecs whose packets decode independently of each other, like those of PCM."""
 _WITHOUT_GAPS = frozenset(["wav", "mp3", "flac"])
 _MORE_PACKETS = 1 << 12
 """Packets that may be decoded for a window in addition to two for each of its samples."""
 _STAMPED_BY_SEEKING = frozenset(["ogg", "mp3", "flac"])
-"""Containers for which libav computes the stamps of packets after a seek. The computed stamps are sometimes wrong."""
+"""Containers for which libav computes the time stamps of packets after a seek. The computed values are sometimes wrong.
+"""
 
 
 def decode_audio(
@@ -79,7 +79,7 @@ def decode_audio(
 def _found(
     data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, spec: AudioSpec, from_first: bool
 ) -> DecodedAudio | None:
-    """The window with `_EDGE` on both sides; None if all of it is silence."""
+    """The window with `_EDGE` on both sides. None if all of it is silence."""
     first = _read(data, info, _first) if info.start is None else info.start  # an older index does not list the start
     start += first if from_first else 0
     excerpt = excerpt_of(data, info, start - _EDGE, start + seconds + _EDGE)
@@ -146,15 +146,17 @@ def _check(
 
 
 def _check_silence(container: InputContainer, info: AudioInfo, start: Fraction, seconds: Fraction) -> None:
-    """Raise `CorruptionError` if a window without decoded audio cannot be a gap. The window begins `start` after the
-    audio does."""
+    """Raise `CorruptionError` if a window without decoded audio cannot be a gap.
+
+    The window begins `start` seconds after the audio.
+    """
     whole = Fraction(info.samples, info.sample_rate)
     if container.format.name in _WITHOUT_GAPS and start + seconds > _EDGE and start < whole - _EDGE:
         raise CorruptionError(f"no sound can be decoded {float(start):.2f} s after it begins, and the index lists some")
 
 
 def _is_coarse(stream: AudioStream) -> bool:
-    """Whether stamps are too coarse to identify a sample: no sample lies at a whole number of ticks."""
+    """Whether time stamps are too coarse to identify a sample: no sample is at a whole number of ticks."""
     tick = (stream.time_base or 0) * stream.sample_rate
     return tick > _FINE and tick.numerator != 1
 
@@ -164,7 +166,7 @@ def _is_without_memory(codec: str) -> bool:
 
 
 def _settles(codec: str) -> bool:
-    """Whether decoding may begin anywhere, a little before the wanted samples."""
+    """Whether decoding may begin anywhere, a little before the requested samples."""
     return codec in SETTLING or _is_without_memory(codec)
 
 
@@ -179,7 +181,10 @@ def _head(container: InputContainer, stream: AudioStream) -> Head | None:
 
 
 def _first(container: InputContainer, stream: AudioStream) -> Fraction:
-    """When the audio begins: the stamp of the first decoded frame, which may differ from that of the first packet."""
+    """The time at which the audio begins.
+
+    This is the time stamp of the first decoded frame, which may differ from that of the first packet.
+    """
     head, base = _head(container, stream), stream.time_base or Fraction(0)
     return (head.pts if head is not None else stream.start_time or 0) * base
 
@@ -221,8 +226,10 @@ def _frames(
 
 
 def _seek(container: InputContainer, guide: AudioStream | VideoStream, start: Fraction) -> None:
-    """Seek to `start` or before it. Near the end of a FLAC file libav finds no position and raises `PermissionError`,
-    so this tries earlier times."""
+    """Seek to `start` or before it.
+
+    Near the end of a FLAC file libav finds no position and raises `PermissionError`, so this tries earlier times.
+    """
     assert guide.time_base is not None
     back = Fraction(0)
     while True:
@@ -236,8 +243,10 @@ def _seek(container: InputContainer, guide: AudioStream | VideoStream, start: Fr
 
 
 def _guides(container: InputContainer, stream: AudioStream) -> Iterator[AudioStream | VideoStream]:
-    """The streams to seek by, in order of preference. Matroska indexes the video's positions; if asked for an audio
-    position, libav would read everything before it."""
+    """Yield the streams to seek by, in order of preference.
+
+    Matroska indexes the positions of video. To seek to an audio position, libav would read everything before it.
+    """
     if "matroska" in container.format.name:
         yield from container.streams.video[:1]
     yield stream
@@ -253,11 +262,12 @@ def _decoded(
     all_packets: bool = False,
     counted: bool = False,
 ) -> Generator[AudioFrame]:
-    """Frames that end after `start` and begin before `end`.
+    """Yield frames that end after `start` and begin before `end`.
 
-    With a `mark`, frames from the marked packet on; none if that packet is not where the index says. `all_packets`
-    decodes every packet, for codecs whose state covers the whole stream. Of several frames in a packet only the first
-    has a stamp. If no frame has one, `counted` computes stamps by counting from the first frame.
+    With a `mark`, frames from the marked packet on are decoded; none if that packet is not where the index says. With
+    `all_packets`, every packet is decoded, for codecs whose state covers the whole stream. If a packet contains several
+    frames, only the first has a time stamp. If no frame has one, `counted` computes time stamps by counting from the
+    first frame.
     """
     base = stream.time_base
     assert base is not None
@@ -286,7 +296,7 @@ def _decoded(
 
 
 def _from_mark(packets: Iterator[Packet[AudioStream]], mark: AudioMark) -> Iterator[Packet[AudioStream]]:
-    """The packets from the marked one on; none if its stamp differs or it does not appear."""
+    """Yield the packets from the marked one on. None are yielded if its time stamp differs or it does not appear."""
     for packet in packets:
         if packet.pos == mark.at:
             if packet.pts == mark.pts:

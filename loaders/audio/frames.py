@@ -1,13 +1,19 @@
-"""Decoded audio frames, placed where their time stamps say.
+"""Decoded audio frames, placed according to their time stamps.
 
 Purpose: turn a decoder's frames and a time span into float32 samples of that span, at the source's rate.
-Invariants: frames whose stamps allow it follow each other without gap or overlap. Matroska, WebM and FLV stamp in
-milliseconds. Where all frames have one length, frames are therefore placed by counting from the file's first sample.
-Samples that no frame holds are zero. The conversion to float32 gives the values of FFmpeg's own conversion. Frames are
-copied on arrival, so that the decoder can reuse their memory. Consecutive frames are placed and converted together at
-the end.
-Failure behaviour: `CorruptionError` for frames without stamps, for far more frames than the span has room for, and for
-audio that changes its rate, channels or format midway. `UnsupportedError` for sample formats that are not in `_KINDS`.
+
+Invariants:
+- If their time stamps allow it, frames follow each other without gap or overlap.
+- Time stamps of Matroska, WebM and FLV are in milliseconds. If all frames have the same length, frames are therefore
+  placed by counting from the file's first sample.
+- Samples that no frame contains are zero. The conversion to float32 gives the same values as FFmpeg's own conversion.
+- Each frame is copied when it is added, so the decoder can reuse its memory. Consecutive frames are placed and
+  converted
+  together at the end.
+
+Failure behaviour: `CorruptionError` for frames without time stamps, for far more frames than the span has room for, and
+for audio that changes its rate, channels or format midway. `UnsupportedError` for sample formats that are not in
+`_KINDS`.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 
 F32 = npt.NDArray[np.float32]
 _ROUNDED = Fraction(1, 1000)
-"""Seconds: the tick of Matroska, WebM and FLV, and of MP4 files remuxed from them."""
+"""Seconds. The time stamp resolution of Matroska, WebM and FLV, and of MP4 files remuxed from them."""
 _KINDS: dict[str, tuple[Any, int, int]] = {
     "u8": (np.uint8, 1 << 7, 1 << 7),
     "s16": (np.int16, 0, 1 << 15),
@@ -39,8 +45,8 @@ _KINDS: dict[str, tuple[Any, int, int]] = {
 
 
 MOST_OF_WINDOW = 4
-"""The limit on decoded samples, as a multiple of the samples that the span should have. Frames may overlap, but a few
-bytes may decode to hours."""
+"""The limit on decoded samples, as a multiple of the number of samples in the span. Frames may overlap, so the limit is
+above 1. It is needed because a few bytes may decode to hours of audio."""
 _MOST_OF_SHORT = 1 << 18
 
 
@@ -94,7 +100,7 @@ class FrameCollector:
         self._end = end
 
     def placed(self, start: Fraction, seconds: Fraction, head: Head | None) -> tuple[F32, Fraction]:
-        """The samples of `seconds` from `start`, and the second up to which there is audio."""
+        """The samples of `seconds` from `start` on, and the second up to which there is audio."""
         canvas = np.zeros((self.channels, round(seconds * self.rate)), np.float32)
         held, end, at = self._held[:, : self._end], 0, 0
         if not self._planar:
@@ -119,7 +125,8 @@ class FrameCollector:
 
 
 def collect_frames(frames: Iterable[AudioFrame], seconds: Fraction) -> FrameCollector | None:
-    """Collect all frames. `seconds` is their expected duration, which sizes the buffer. None if there are no frames."""
+    """Collect all frames, or return None if there are none. `seconds` is their expected duration, which sizes the
+    buffer."""
     found: FrameCollector | None = None
     for frame in frames:
         found = found or FrameCollector(frame, seconds)
@@ -128,7 +135,7 @@ def collect_frames(frames: Iterable[AudioFrame], seconds: Fraction) -> FrameColl
 
 
 def _runs(places: list[int], lengths: list[int]) -> list[tuple[int, int]]:
-    """Merge frames that follow each other without a gap into runs: (begin, length) of each."""
+    """Merge frames that follow each other without a gap into runs of (start, length)."""
     out, end = list[tuple[int, int]](), None
     for place, length in zip(places, lengths, strict=True):
         if place == end:
@@ -140,10 +147,10 @@ def _runs(places: list[int], lengths: list[int]) -> list[tuple[int, int]]:
 
 
 def _places(sound: FrameCollector, start: Fraction, head: Head | None) -> list[int]:
-    """Where each frame begins, in samples from `start`. Stamps are in ticks, and a tick is `sound.tick` samples.
+    """Where each frame begins, in samples from `start`. Time stamps are in ticks, and a tick is `sound.tick` samples.
 
-    Frames follow each other while each stamp is within a millisecond, or a tick, of the end of the frame before. Such a
-    run begins at the instant that fits all of its stamps best. Elsewhere there is a gap or an overlap.
+    Frames are consecutive while each time stamp is within a millisecond, or a tick, of the end of the frame before.
+    Such a run begins at the time that fits all of its time stamps best. Between runs there is a gap or an overlap.
     """
     stamps, lengths, tick = sound.stamps, sound.lengths, sound.tick
     one = tick.denominator  # integers are faster than fractions
@@ -171,8 +178,10 @@ def _places(sound: FrameCollector, start: Fraction, head: Head | None) -> list[i
 
 
 def _counted(head: Head, begin: Fraction, lengths: set[int], tick: Fraction) -> Fraction:
-    """The frame boundary within a tick of `begin`, if all frames since the first had the one length in `lengths`.
-    Otherwise `begin`."""
+    """The frame boundary within a tick of `begin`, if all frames since the first have the one length in `lengths`.
+
+    Otherwise `begin`.
+    """
     if len(lengths) != 1:
         return begin
     (length,) = lengths

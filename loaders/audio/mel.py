@@ -1,14 +1,18 @@
-"""Log-mel spectrograms: by torch on the device that holds the samples, or by DALI for a whole batch on a GPU.
+"""Log-mel spectrograms: by torch on the samples' device, or by DALI for a whole batch on a GPU.
 
-Purpose: the features that speech and music models use.
-Invariants: the short-time Fourier transform is centred (reflected at both ends) with a periodic Hann window. Mel bands
-are triangles on Slaney's scale with Slaney's area norm (Slaney 1998, Auditory Toolbox), or on HTK's scale without a
-norm. Powers are summed, floored at `floor`, and converted to natural or base-10 logarithms. The result differs from the
-same formulas in double precision by less than 1e-3 wherever the power is at least 1e-6 of the clip's largest. DALI's
-graph stays within the same distance of `log_mel`. Tests check its CPU version everywhere, and its GPU version where
-there is a GPU. Every channel carries a number through the graph, so results cannot be mixed up.
-Failure behaviour: `DaliMel` raises `UnsupportedError` at construction without DALI or without the GPU. DALI's other
-errors pass through, since no audio can cause them.
+Purpose: compute the features that speech and music models use.
+
+Invariants:
+- The short-time Fourier transform is centred (reflected at both ends) with a periodic Hann window.
+- Mel bands are triangles on Slaney's scale with Slaney's area norm (Slaney 1998, Auditory Toolbox), or on HTK's scale
+  without a norm. Powers are summed, clamped to at least `floor`, and converted to natural or base-10 logarithms.
+- The result differs from the same formulas in double precision by less than 1e-3 wherever the power is at least 1e-6 of
+  the clip's largest. DALI's results differ from those of `log_mel` by less than that, too. Tests check DALI on the CPU
+  everywhere, and on the GPU if there is one.
+- Every channel has a number that passes through the graph, so results cannot be mixed up.
+
+Failure behaviour: the constructor of `DaliMel` raises `UnsupportedError` without DALI or without the GPU. DALI's other
+errors are raised unchanged, since no audio can cause them.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ _LINEAR_HZ, _BREAK_HZ, _LOG_STEP = 200 / 3, 1000.0, math.log(6.4) / 27  # Slaney
 
 
 def log_mel(sound: torch.Tensor, sample_rate: int, what: LogMel) -> torch.Tensor:
-    """float32 (C, S) to float32 (C, bands, 1 + S // hop), on the same device."""
+    """float32 (C, S) to float32 (C, n_mels, 1 + S // hop_length), on the same device."""
     window = torch.hann_window(what.n_fft, device=sound.device)
     spectrum = torch.stft(sound, what.n_fft, what.hop_length, window=window, center=True, return_complex=True)
     power = spectrum.real.square() + spectrum.imag.square()
@@ -42,7 +46,7 @@ def log_mel(sound: torch.Tensor, sample_rate: int, what: LogMel) -> torch.Tensor
 
 @functools.lru_cache(maxsize=16)
 def _bands(what: LogMel, sample_rate: int) -> torch.Tensor:
-    """The triangular filters: float32 (bands, n_fft // 2 + 1)."""
+    """The triangular filters: float32 (n_mels, n_fft // 2 + 1)."""
     high = sample_rate / 2 if what.f_max is None else what.f_max
     ends = torch.tensor([_to_mel(what.f_min, what.scale), _to_mel(high, what.scale)], dtype=torch.float64)
     steps = torch.linspace(float(ends[0]), float(ends[1]), what.n_mels + 2, dtype=torch.float64)
@@ -69,12 +73,14 @@ def _to_hz(mel: float, scale: str) -> float:
 
 
 MAX_CHANNELS = 64
-"""Channels that one run of a graph transforms. More channels take several runs."""
+"""Number of channels that one run of a graph transforms. More channels take several runs."""
 
 
 class DaliMel:
-    """Spectrograms on `device_id` (None: the CPU). Safe to share between threads: only one thread at a time uses a
-    graph."""
+    """Spectrograms on the GPU `device_id`, or on the CPU if it is None. Safe to share between threads.
+
+    Each graph is used by one thread at a time.
+    """
 
     def __init__(self, what: LogMel, sample_rate: int, device_id: int | None = None) -> None:
         if not dali_installed():
@@ -86,7 +92,7 @@ class DaliMel:
         self._lock = threading.Lock()
 
     def __call__(self, sounds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Transform each float32 (C, S) on the CPU to float32 (C, bands, 1 + S // hop) on the graph's device."""
+        """Transform each float32 (C, S) on the CPU to float32 (C, n_mels, 1 + S // hop_length) on the graph's device."""
         channels = [channel for sound in sounds for channel in sound]
         rows = list[torch.Tensor]()
         for start in range(0, len(channels), MAX_CHANNELS):
@@ -102,7 +108,7 @@ class DaliMel:
         with self._lock:
             graph = self._idle.pop() if self._idle else None
         graph = graph or _Graph(self._what, self._rate, self._device_id)
-        rows = graph.run(channels)  # when it raises, the graph is not used again
+        rows = graph.run(channels)  # if it raises, the graph is not used again
         with self._lock:
             self._idle.append(graph)
         return rows
@@ -127,7 +133,7 @@ class _Graph:
                 nfft=what.n_fft,
                 window_length=what.n_fft,
                 window_step=what.hop_length,
-                window_fn=torch.hann_window(what.n_fft).tolist(),  # DALI's default window is half a sample off
+                window_fn=torch.hann_window(what.n_fft).tolist(),  # DALI's default window is shifted by half a sample
                 center_windows=True,
                 reflect_padding=True,
                 power=2,

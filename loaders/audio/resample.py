@@ -1,13 +1,16 @@
-"""Convert audio from the source's rate and channels to the wanted ones.
+"""Convert audio from the source's sample rate and channels to those that are requested.
 
 Purpose: turn samples of a known format into the float32 samples that `AudioSpec` describes, with FFmpeg's own
-resampler. It runs without the GIL and on the calling thread. PyAV's resampler has threads of its own, for which it
-waits.
-Invariants: silence precedes and follows the samples, independently of what was resampled before. The result does not
-depend on how the samples are split into frames. They are resampled in pieces, since a span of many seconds does not fit
-into the CPU's caches. Samples that already have the wanted format are returned unchanged. Each thread keeps its
-resamplers: building one takes a tenth of the decoding time, most of it while holding the GIL.
-Failure behaviour: libav's errors pass through. A resampler that failed is not used again.
+resampler. It runs without the GIL in the calling thread. PyAV's resampler starts threads of its own and waits for them.
+
+Invariants:
+- The samples are treated as if silence preceded and followed them. The result depends neither on earlier audio nor on
+  how the samples are split into frames.
+- Samples are resampled in pieces, since a span of many seconds does not fit into the CPU's caches.
+- Samples that already have the requested format are returned unchanged.
+- Each thread keeps its resamplers. Building one takes a tenth of the decoding time, most of it while holding the GIL.
+
+Failure behaviour: libav's errors are raised unchanged. A resampler that failed is not used again.
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ from headrace.loaders.audio.frames import F32
 from headrace.loaders.audio.spec import LAYOUTS, AudioSpec
 
 AT_ONCE = 1 << 13
-"""Samples of each channel in a piece, about."""
+"""Approximate number of samples of each channel in a piece."""
 MAX_KEPT = 8
-"""Resamplers that a thread keeps. Beyond that, it drops the least recently used one."""
+"""Maximum number of resamplers that a thread keeps. It drops the least recently used one first."""
 _LONGEST = 1 << 26
-"""Samples in a frame: FFmpeg allocates at most two gigabytes at once."""
+"""Maximum number of samples in a frame, since FFmpeg allocates at most two gigabytes at once."""
 _TAPS = 48
-"""Samples at the lower rate: more than the length of FFmpeg's filters."""
+"""Samples at the lower rate; more than the length of FFmpeg's filters."""
 
 
 class _Kind(msgspec.Struct, frozen=True):
@@ -53,7 +56,7 @@ class _Kind(msgspec.Struct, frozen=True):
 
     @property
     def reach(self) -> int:
-        """Samples of silence that keep two consecutive spans from affecting each other's output."""
+        """Samples of silence that prevent two consecutive spans from affecting each other's output."""
         return self._periods(-(-_TAPS * max(self.rate, self.wanted_rate) // self.wanted_rate))
 
     @property
@@ -68,10 +71,10 @@ class _Kind(msgspec.Struct, frozen=True):
 
 
 class _Resampler:
-    """Resamples one span after the other. Silence fills each span up to `pieces` pieces.
+    """Resamples one span after the other. Each span is padded with silence to `pieces` pieces.
 
-    Output arrives in frames as long as a span, and the last samples of a frame need the input that follows. So each
-    span begins `lead` samples after the beginning of a frame, and silence also precedes the first span.
+    The output arrives in frames as long as a padded span, and the last samples of a frame depend on the input that
+    follows. So each span begins `lead` samples after the beginning of a frame. Silence also precedes the first span.
     """
 
     def __init__(self, kind: _Kind, pieces: int) -> None:
@@ -131,7 +134,7 @@ _CACHE = _ThreadCache()
 
 
 def resampled(source: F32, rate: int, layout: str, spec: AudioSpec) -> F32:
-    """(channels, source length times the ratio of rates, rounded)."""
+    """Resample samples to (channels, source length times the ratio of rates, rounded)."""
     wanted = LAYOUTS[spec.channels]
     if spec.downmix == "first":
         source, layout = _first(source, spec.channels), wanted
@@ -145,7 +148,7 @@ def resampled(source: F32, rate: int, layout: str, spec: AudioSpec) -> F32:
 
 
 def resampled_frame(frame: AudioFrame, spec: AudioSpec) -> F32:
-    """Like `resampled`, for a decoder's frame, which this consumes. All of its channels are mixed."""
+    """Like `resampled`, for a decoder's frame. The frame cannot be used afterwards. All of its channels are mixed."""
     kind = _Kind(frame.format.name, frame.layout.name, frame.sample_rate, LAYOUTS[spec.channels], spec.sample_rate)
     return _CACHE.resampled(kind, frame.samples, [frame])
 
@@ -162,5 +165,5 @@ def _silence(kind: _Kind, samples: int) -> AudioFrame:
 
 
 def _first(source: F32, channels: int) -> Any:
-    """The first channels. The last one is repeated where there are too few."""
+    """The first channels. The last one is repeated if there are too few."""
     return np.ascontiguousarray(source[np.minimum(np.arange(channels), len(source) - 1)])

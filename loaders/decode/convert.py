@@ -1,16 +1,25 @@
 """Convert frames to RGB with FFmpeg's filter graphs, and collect the frames of a clip on canvases.
 
-Purpose: this module defines how colours are converted, in the cheapest way that gives the defined bits. Each frame is
-converted, scaled and cropped while it is in the CPU's cache. A clip of full-size frames exists only on request. `Axis`
-computes which source pixels a crop needs, so that the others are neither converted nor scaled.
-Invariants: "bt601" and "tagged" give the bits of swscale's `bilinear+full_chroma_int+accurate_rnd` to rgb24, which is
-DALI's conversion. For the usual planar formats with even sides the conversion goes through planes (gbrp), which swscale
-computes with vector instructions. This could change only the rounding of chroma between rows, and at chroma weights of
-1 and 3 there is nothing to round. Other frames are converted directly. A part of a usual frame has the bits of the
-whole frame, except within `MARGIN` pixels of the part's edges. "fast" uses the quickest conversion, or scales in the
-same pass. A canvas gets `draw` calls for frames 0, 1, … in order (or `paint` with pixels); `again` repeats the previous
-frame. `clip` is complete after the last call. Nothing here imports torch, so that the decoding subprocess starts quickly.
-Failure behaviour: libav's errors pass through. A graph that failed is rebuilt. The loader has checked all sizes.
+Purpose: this module defines how colours are converted, and uses the fastest conversion that returns exactly these
+pixels. Each frame is converted, scaled and cropped while it is in the CPU's cache. A clip is kept at full size only on
+request. `Axis` computes which source pixels a crop needs. The other pixels are neither converted nor scaled.
+
+Invariants:
+- "bt601" and "tagged" are bit-identical to swscale's `bilinear+full_chroma_int+accurate_rnd` to rgb24, which is DALI's
+  conversion.
+- Usual planar formats with even sides are converted through planes (gbrp), which swscale computes with vector
+  instructions. This could change only the rounding of chroma between rows, and at chroma weights of 1 and 3 there is
+  nothing to round. Other frames are converted directly.
+- A converted part of a usual frame is bit-identical to the same part of the converted frame, except within `MARGIN`
+  pixels of the part's edges.
+- "fast" uses the fastest conversion, or scales in the same pass.
+- A canvas receives `draw` calls (or `paint` calls with pixels) for frames 0, 1, … in order. `again` repeats the
+  previous
+  frame. `clip` is complete after the last call.
+- The module does not import torch, so the decoding subprocess starts quickly.
+
+Failure behaviour: libav's errors are raised unchanged. A graph that failed is rebuilt. The loader has checked all
+sizes.
 """
 
 from __future__ import annotations
@@ -30,11 +39,11 @@ from headrace.loaders.decode.base import Color, Fit, Request
 
 U8 = npt.NDArray[np.uint8]
 Chain = tuple[tuple[str, str], ...]
-"""Filters in order: name and arguments."""
+"""Filters in order, as (name, arguments)."""
 EXACT = "bilinear+full_chroma_int+accurate_rnd"
 MARGIN, LEAST = 4, 8
-"""Pixels around a part that may differ, and the fewest rows or columns that a part may have. With fewer than `LEAST`,
-libswscale gives other bits."""
+"""`MARGIN`: pixels at the edges of a part that may differ. `LEAST`: the minimum number of rows and columns of a part.
+With fewer, libswscale returns slightly different pixels."""
 KEPT = 6
 _PLANAR = frozenset(
     f"yuv{j}{sampling}p" for j in ("", "j") for sampling in ("420", "422", "444")
@@ -42,7 +51,7 @@ _PLANAR = frozenset(
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A rectangle of a frame: rows and columns, begin and end."""
+    """A rectangle of a frame: first and last (exclusive) row and column."""
 
     top: int
     bottom: int
@@ -51,12 +60,12 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def is_usual(frame: VideoFrame) -> bool:
-    """Whether the frame can be cropped by planes and converted with vector instructions without changing a bit."""
+    """Whether cropping the planes and converting with vector instructions does not change any pixel of this frame."""
     return frame.format.name in _PLANAR and frame.width % 2 == 0 and frame.height % 2 == 0
 
 
 def with_margin(rows: tuple[int, int], columns: tuple[int, int], frame: VideoFrame) -> Part:
-    """A part around these rows and columns within which the conversion is exact. The whole frame if its format is not
+    """A part around these rows and columns in which the conversion is exact. The whole frame if its format is not
     usual."""
     if not is_usual(frame):
         return Part(0, frame.height, 0, frame.width)
@@ -81,7 +90,7 @@ def rgb(frame: VideoFrame, color: Color, part: Part | None = None) -> Chain:
 
 
 def scaled(frame: VideoFrame, part: Part, height: int, width: int) -> Chain:
-    """The filter chain that converts a part of a frame to planes of another size in one pass, using the file's colour
+    """The filter chain that converts a part of a frame to planes of another size in one pass, by the file's colour
     tags."""
     return *_cut(part, frame), ("scale", f"{width}:{height}:flags={EXACT}"), ("format", "gbrp")
 
@@ -94,7 +103,10 @@ def _cut(part: Part | None, frame: VideoFrame) -> Chain:
 
 
 class Converter:
-    """Runs filter chains. It keeps the graphs of the last `KEPT` kinds of frames. Not safe to share between threads."""
+    """Runs filter chains. Not safe to share between threads.
+
+    It keeps the graphs of the last `KEPT` kinds of frames.
+    """
 
     def __init__(self) -> None:
         self._graphs: OrderedDict[tuple[object, ...], Graph] = OrderedDict()
@@ -105,7 +117,7 @@ class Converter:
         frame.pts = None
         graph.vpush(frame)
         result = graph.vpull()
-        self._graphs[kind] = graph  # a graph that failed is not used again
+        self._graphs[kind] = graph  # not reached if the graph failed, so it is not used again
         if len(self._graphs) > KEPT:
             self._graphs.popitem(last=False)
         return result
@@ -128,7 +140,7 @@ def _graph(frame: VideoFrame, chain: Chain) -> Graph:
 
 
 def planes(frame: VideoFrame, samples: int = 1) -> list[U8]:
-    """The planes' memory as (height, width × samples), without a copy."""
+    """The memory of the planes as (height, width × samples), without a copy."""
     every: Any = frame.planes
     height, width = frame.height, frame.width * samples
     return [np.frombuffer(one, np.uint8).reshape(-1, one.line_size)[:height, :width] for one in every]
@@ -149,14 +161,14 @@ class Paintable(Canvas, Protocol):
 
 
 def clip_memory(request: Request, fit: Fit) -> U8:
-    """Memory for the fitted clip: that of the request if it provides any."""
+    """Memory for the fitted clip. It is the request's memory if the request provides any."""
     shape = (len(request.wanted.values), 3, *fit.size)
     allocate = None if request.allocate is None else request.allocate(shape)
     return np.empty(shape, np.uint8) if allocate is None else allocate
 
 
 class FullSizeCanvas:
-    """Frames at full size. `clip`: uint8 (T, H, W, 3)."""
+    """Frames at full size. `clip` is uint8 (T, H, W, 3)."""
 
     def __init__(self, request: Request, converter: Converter) -> None:
         self._color, self._convert = request.color, converter
@@ -174,7 +186,7 @@ class FullSizeCanvas:
 
 
 class OnePassCanvas:
-    """Frames that `fit` scales in the same pass that converts the colours. `clip`: uint8 (T, 3, h, w)."""
+    """Frames that are scaled and converted in one pass. `clip` is uint8 (T, 3, h, w)."""
 
     def __init__(self, request: Request, fit: Fit, converter: Converter) -> None:
         self._fit, self._convert = fit, converter
@@ -206,15 +218,15 @@ class OnePassCanvas:
         self.clip[number] = self.clip[number - 1]
 
 
-# --- scaling and cropping, as arithmetic on the two sides of a picture
+# --- scaling and cropping, computed for the two sides of a frame
 
 _SHIFT = 1 / 16
-"""Pixels by which the "fast" conversion may move a side of the picture, so that a part begins at a whole pixel."""
+"""Pixels by which the "fast" conversion may shift a side of the frame, so that a part begins at a whole pixel."""
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """One side of a picture. `source` pixels are scaled to `scaled` pixels, and `kept` of these are kept from `first`
-    on."""
+    """One side of a frame. `source` pixels are scaled to `scaled` pixels, of which `kept` pixels from `first` on are
+    kept."""
 
     source: int
     scaled: int
@@ -223,21 +235,20 @@ class Axis(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> float:
-        """Source pixels per pixel of the result."""
+        """Source pixels per output pixel."""
         return self.source / self.scaled
 
     def needed(self, antialias: bool = True) -> tuple[int, int]:
-        """Begin and end of the source pixels that bilinear filtering reads for the kept pixels."""
+        """First and last (exclusive) of the source pixels that bilinear filtering reads for the kept pixels."""
         reach = max(1.0, self.step) if antialias else 1.0
         begin = math.floor(self.step * (self.first + 0.5) - reach) - 1
         end = math.ceil(self.step * (self.first + self.kept - 0.5) + reach) + 1
         return max(0, begin), min(self.source, end)
 
     def factor(self, end: int) -> float | None:
-        """A scale factor whose inverse equals `step` to the last bit, and which scales the first `end` pixels to enough
-        pixels.
+        """A scale factor whose inverse is exactly `step`, and which scales the first `end` pixels to enough pixels.
 
-        None if there is no such factor, or if the number of pixels would stay the same, because torch then skips
+        None if there is no such factor. Also None if the number of pixels would stay the same, since torch then skips
         scaling.
         """
         guess = self.scaled / self.source
@@ -248,11 +259,11 @@ class Axis(msgspec.Struct, frozen=True):
         return None
 
     def window(self) -> tuple[int, int, int, int]:
-        """A part of the source that can be scaled alone: its begin and length, and the begin and length of the scaled
+        """A part of the source that can be scaled alone: its start and length, and the start and length of the scaled
         part.
 
-        It begins and ends at even pixels (or at the picture's end), to within `_SHIFT`. It extends far enough around
-        the kept pixels that its edges do not affect them.
+        It begins and ends at even pixels (or at the frame's end), to within `_SHIFT`. It extends so far around the kept
+        pixels that its edges do not affect them.
         """
         margin = math.ceil((max(1.0, self.step) + 4) / self.step)
         first = next(j for j in range(max(0, self.first - margin), -1, -1) if self._is_even(j))
@@ -269,7 +280,7 @@ class Axis(msgspec.Struct, frozen=True):
 
 
 def axes(height: int, width: int, fit: Fit) -> tuple[Axis, Axis]:
-    """The vertical and the horizontal axis for pictures of this size."""
+    """The vertical and the horizontal axis for frames of this size."""
     high, wide = covering(height, width, fit.size)
     down = Axis(height, high, offset(high - fit.size[0], fit.at[0]), fit.size[0])
     return down, Axis(width, wide, offset(wide - fit.size[1], fit.at[1]), fit.size[1])
@@ -283,5 +294,9 @@ def covering(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
 
 
 def offset(allocate: int, at: float) -> int:
-    """The crop's offset. The centre's offset is rounded down; other positions are spread over 0 … room."""
+    """The crop's offset.
+
+    The offset of a centred crop is rounded down. Other positions are distributed over 0 … `allocate`, the number of
+    pixels that are cropped.
+    """
     return allocate // 2 if at == 0.5 else min(allocate, int(at * (allocate + 1)))

@@ -1,15 +1,19 @@
 """Decoding with NVIDIA DALI: H.264, HEVC, VP9 and AV1 on a GPU (NVDEC); VP8, VP9 and MJPEG on the CPU on request.
 
 Purpose: the fast path, under the same contract as PyAV's, for the streams that DALI decodes correctly. DALI expects one
-decoded picture per packet, identifies frames by stamps of whole milliseconds, and converts pixels in blocks of two by
-two. For other streams it would return neighbouring frames or misplaced pixels without an error, so they are refused.
-Invariants: DALI never gets a whole file, only packets that `trim` selected and checked, so it cannot run out of data
-and pad with zeros. Every request carries a number through the graph, and the same number must come out with its frames.
-After an error the pipeline is discarded (building one takes milliseconds), and each request of the batch runs again in
-a new one. That identifies the bad request, and the others are decoded. The checks are pure; `nvdec_missing` looks for
-the driver's library once. DALI keeps input buffers by reference (`no_copy`), so this module keeps them until the
-outputs are copied.
-Failure behaviour: that of `headrace.loaders.decode.base`. `UnsupportedError` at construction where DALI is not
+decoded frame per packet, identifies frames by time stamps in whole milliseconds, and converts pixels in blocks of two
+by two. For other streams it would return adjacent frames or misplaced pixels without an error, so they are rejected.
+
+Invariants:
+- DALI never gets a whole file, only packets that `trim` selected and checked. So it cannot run out of data and pad with
+  zeros.
+- Every request has a number that passes through the graph, and its frames must come back with the same number.
+- After an error the pipeline is discarded (building one takes milliseconds). Each request of the batch then runs again
+  in a new one. That identifies the bad request, and the others are decoded.
+- The checks are pure. `nvdec_missing` searches for the driver's library once.
+- DALI keeps input buffers by reference (`no_copy`), so this module keeps them until the outputs are copied.
+
+Failure behaviour: that of `headrace.loaders.decode.base`. The constructor raises `UnsupportedError` if DALI is not
 installed or the GPU is missing. `check_nvdec` raises `UnsupportedError` with the reason, also for packets that it
 cannot parse.
 
@@ -43,17 +47,17 @@ from headrace.loaders.decode.registry import register_decoder
 from headrace.loaders.decode.trim import Window, mux, open_window
 
 GPU_THREADS = 4
-"""Clips of a run that are decoded in parallel. Each DALI thread keeps one of the card's decoders (up to seven) busy,
-and waits for it."""
+"""Number of clips of a run that are decoded in parallel. Each DALI thread keeps one of the GPU's decoders (up to seven)
+busy, and waits for it."""
 _Feed = tuple[bytes, tuple[int, ...]]
 _Wanted = tuple[tuple[int, ...], tuple[int, ...]]
-"""The numbers of a clip's frames, and their time stamps."""
+"""The indices of a clip's frames in its window, and their time stamps."""
 
 _log = get_logger(__name__)
 
 
 def _module(name: str) -> Any:
-    """Import a module of DALI late, since the import takes most of a second. DALI's types are incomplete."""
+    """Import a module of DALI on first use, since the import takes most of a second. DALI's types are incomplete."""
     return importlib.import_module(name)
 
 
@@ -69,7 +73,7 @@ def dali_installed() -> bool:
 
 @functools.cache
 def gpu_count() -> int:
-    """The number of GPUs that DALI sees; 0 without DALI or without a usable driver."""
+    """The number of GPUs that DALI detects; 0 without DALI or without a usable driver."""
     if not dali_installed():
         return 0
     try:
@@ -80,9 +84,9 @@ def gpu_count() -> int:
 
 
 class DaliDecoder:
-    """A decoder on the CPU (`device_id=None`) or on the GPU with this number.
+    """A decoder on the CPU (`device_id=None`) or on the GPU with this index.
 
-    Only one thread at a time uses a pipeline. On a GPU, each pipeline decodes `threads` clips in parallel.
+    Each pipeline is used by one thread at a time. On a GPU, a pipeline decodes `threads` clips in parallel.
     """
 
     def __init__(self, device_id: int | None = None, threads: int = GPU_THREADS) -> None:
@@ -149,7 +153,7 @@ class DaliDecoder:
         with self._lock:
             pipeline = self._idle.pop() if self._idle else None
         pipeline = pipeline or _Pipeline(self._device_id, self._batch, self._threads)
-        frames = pipeline.run(feeds)  # when it raises, the pipeline is not used again
+        frames = pipeline.run(feeds)  # if it raises, the pipeline is not used again
         with self._lock:
             self._idle.append(pipeline)
         return frames
@@ -169,7 +173,7 @@ class _Pipeline:
             picks = fn.external_source(name="picks", dtype=types.INT32, ndim=1)
             uid = fn.external_source(name="uid", dtype=types.INT64, ndim=1)
             device = "cpu" if device_id is None else "mixed"
-            # a missing frame must be an error; DALI's default is a black picture
+            # a missing frame must be an error; DALI's default is a black frame
             return fn.decoders.video(encoded, device=device, frames=picks, affine=False, pad_mode="none"), uid
 
         self._pipe = clips()
@@ -190,7 +194,8 @@ class _Pipeline:
 def copied(outputs: Any) -> list[torch.Tensor]:
     """Copy DALI's outputs into tensors. On a GPU this returns after the copies have finished.
 
-    DALI does not know torch's streams, so the next run may overwrite its output buffers as soon as they are released.
+    DALI does not synchronise with torch's streams. So the next run may overwrite its output buffers as soon as they are
+    released.
     """
     found = [torch.from_dlpack(outputs[i]).clone() for i in range(len(outputs))]
     if found and found[0].is_cuda:
@@ -222,21 +227,21 @@ def _first_line(error: Exception) -> str:
 NVDEC_CODECS = frozenset(["h264", "hevc", "vp9", "av1"])
 NVDEC_FORMATS = frozenset(["yuv420p"])
 LEAST_SIDE = 144
-"""The minimum of HEVC. The other codecs have lower minimums, and such small pictures cost a CPU little."""
+"""The minimum of HEVC. The other codecs have lower minimums, but a CPU decodes such small frames quickly."""
 _MOST_SIDE = {"h264": 4096}
 _MOST = 8192
 _LIBRARY = "libnvcuvid.so.1"
 _LEAP = 11
-"""DALI looks for a key frame to skip to when the next wanted frame is more than this many frames ahead."""
+"""DALI searches for a key frame to skip to if the next requested frame is more than this many frames ahead."""
 _PROGRESSIVE = 1
 """libav's `AV_FIELD_PROGRESSIVE`. 0 is unknown; all higher values are kinds of interlacing."""
 _FRAME_HEADER = 3
-"""The type of AV1 units that can show a previously decoded picture."""
+"""The type of AV1 units that can show a previously decoded frame."""
 
 
 @functools.cache
 def nvdec_missing() -> str | None:
-    """Why no GPU here can decode video, or None. Containers often include CUDA but not the video driver."""
+    """Why no GPU of this machine can decode video, or None. Containers often include CUDA but not the video driver."""
     try:
         ctypes.CDLL(_LIBRARY)
     except OSError as error:
@@ -245,7 +250,7 @@ def nvdec_missing() -> str | None:
 
 
 def nvdec_supports(info: VideoInfo) -> bool:
-    """Whether the GPU decodes streams of this format and size, as far as the index tells."""
+    """Whether the GPU decodes streams of this format and size, according to the index."""
     sides = info.width, info.height
     return (
         info.codec in NVDEC_CODECS
@@ -278,15 +283,15 @@ def check_nvdec(window: Window, codec: str) -> None:
 
 
 def _leaps(picks: Sequence[int]) -> bool:
-    """Whether DALI skips frames on its way to a wanted one, if there is a key frame to skip to."""
+    """Whether DALI would skip frames on its way to a requested one, if there is a key frame to skip to."""
     return any(pick - before > _LEAP for before, pick in pairwise((-1, *picks)))
 
 
 def _is_open(window: Window) -> bool:
-    """Whether pictures that follow a key frame, other than the first, are shown before it.
+    """Whether frames that are stored after a key frame, other than the first, are shown before it.
 
-    A decoder that begins at that key frame may drop them. DALI counts packets, so it would give their stamps to later
-    pictures.
+    A decoder that begins at that key frame may drop them. DALI counts packets, so it would assign their time stamps to
+    later frames.
     """
     key: int | None = None
     for packet in window.packets[1:]:
@@ -297,8 +302,10 @@ def _is_open(window: Window) -> bool:
 
 
 def _vp9_repeats(packet: bytes) -> bool:
-    """Whether one of the packet's frames only repeats an older frame. Valid for profile 0, the only one with 8-bit
-    4:2:0."""
+    """Whether one of the packet's frames only repeats an older frame.
+
+    This is valid for profile 0, the only profile with 8-bit 4:2:0.
+    """
     return any(not frame or bool(frame[0] & 0x08) for frame in _vp9_frames(packet))
 
 
@@ -318,12 +325,12 @@ def _vp9_frames(packet: bytes) -> Iterator[bytes]:
 
 
 def _av1_repeats(packet: bytes) -> bool:
-    """Whether one of the packet's frame headers shows an older picture. Units that hold whole frames cannot."""
+    """Whether one of the packet's frame headers shows an older frame. Units that contain whole frames cannot."""
     return any(kind == _FRAME_HEADER and (not unit or bool(unit[0] & 0x80)) for kind, unit in _av1_units(packet))
 
 
 def _av1_units(packet: bytes) -> Iterator[tuple[int, bytes]]:
-    """Types and payloads. A truncated unit yields the bytes that exist."""
+    """Yield types and payloads. For a truncated unit, the payload is the bytes that exist."""
     at = 0
     while at < len(packet):
         head = packet[at]
@@ -336,7 +343,7 @@ def _av1_units(packet: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _leb128(data: bytes, at: int) -> tuple[int, int]:
-    """The number that is encoded at `at`, and where it ends. It has at most eight bytes."""
+    """The number that is encoded at `at`, and where its encoding ends. The encoding has at most eight bytes."""
     value = 0
     for place, byte in enumerate(data[at : at + 8]):
         value |= (byte & 0x7F) << (7 * place)
@@ -388,7 +395,7 @@ register_decoder(
     priority=20,
     rule="8-bit 4:2:0 " + "/".join(sorted(NVDEC_CODECS)) + " in bt601, by NVDEC",
 )
-register_decoder(  # not automatic: it gives PyAV's bits but uses more CPU time
+register_decoder(  # not automatic: it returns the same pixels as PyAV but uses more CPU time
     "dali_cpu",
     lambda device_id: DaliDecoder(),
     reads=lambda info, color: _is_video(info, color) and cpu_supports(info),

@@ -1,16 +1,19 @@
 """MP4 and MOV: read their tables as arrays, and write a small file that lists only the packets of one clip.
 
-Purpose: libav creates an object for every packet, audio included, when it opens a file. This takes some milliseconds
-for ten minutes of video. For hours of video it takes about as long as decoding a clip. Here the tables become numpy
-arrays, and the tables of an excerpt are written from a part of them. Boxes for codec, rotation and colour are copied
-unchanged, and packets stay where they are.
-Invariants: pure. A box is read only within its own length. An excerpt lists packets of the file from the clip's key
-frame to a few packets after the next one. They keep their bytes and key frames, and their stamps differ by one constant
-shift. Only simple files are cut: a video track without fragments, with one sample description and one edit that
-contains the excerpt. The positions of both key frames, and the number of frames between them, must be those of the
-index.
+Purpose: when libav opens a file, it creates an object for every packet, including audio. This takes a few milliseconds
+for ten minutes of video. For hours of video it takes about as long as decoding a clip. This module reads the tables as
+numpy arrays, and writes the tables of an excerpt from a part of them. Boxes for codec, rotation and colour are copied
+unchanged, and packets are not moved.
+
+Invariants:
+- All functions are pure. A box is read only within its own length.
+- An excerpt lists the file's packets from the clip's key frame to a few packets after the first key frame that follows
+  the clip. Their bytes and key frames are unchanged, and their time stamps differ by one constant.
+- Only simple files are cut: a video track without fragments, with one sample description and one edit that contains the
+  excerpt. The positions of both key frames, and the number of frames between them, must match the index.
+
 Failure behaviour: the functions that read tables raise one of `WRONG`. `excerpt` then returns None, and libav reads the
-file itself. Errors of reading the file pass through.
+whole file. Errors of reading the file are raised unchanged.
 """
 
 from __future__ import annotations
@@ -47,8 +50,10 @@ Boxes = Mapping[bytes, memoryview]
 
 
 class Edit(msgspec.Struct, frozen=True):
-    """A track plays from its tick `media` on, for `seconds` (0: to its end). It starts `start` seconds after the file
-    begins."""
+    """The part of a track that is played: from its tick `media` on, for `seconds` (0 means to its end).
+
+    It begins `start` seconds after the beginning of the file.
+    """
 
     start: Fraction = Fraction(0)
     media: int = 0
@@ -56,7 +61,7 @@ class Edit(msgspec.Struct, frozen=True):
 
 
 def find(data: Media) -> memoryview | None:
-    """The file's tables: the content of `moov`."""
+    """The file's tables: the content of `moov`. None if there is none, or if it is too large."""
     at = 0
     while at + 16 <= len(data):
         size, kind, large = struct.unpack(">I4sQ", data[at : at + 16])
@@ -70,14 +75,13 @@ def find(data: Media) -> memoryview | None:
 
 
 def brand(data: Media) -> bytes:
-    """The file's first box, if it names the kind of MP4: QuickTime describes some properties differently. Otherwise
-    nothing."""
+    """The file's first box, if it names the kind of MP4, else b"". QuickTime describes some properties differently."""
     size, kind = struct.unpack(">I4s", data[:8])
     return bytes(data[:size]) if kind == b"ftyp" and size <= _MOST_OF_BRAND else b""
 
 
 def inside(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """Consecutive boxes: kind, payload."""
+    """Yield consecutive boxes as (kind, payload)."""
     at = 0
     while at + 8 <= len(view):
         size, kind = struct.unpack_from(">I4s", view, at)
@@ -88,7 +92,7 @@ def inside(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def once(view: memoryview) -> Boxes:
-    """The boxes by kind. `ValueError` if a kind appears twice."""
+    """The boxes by kind. Raises `ValueError` if a kind appears twice."""
     found = list(inside(view))
     if len(found) != len(dict(found)):
         raise ValueError("a box that comes twice")
@@ -133,8 +137,10 @@ def ticks_per_second(view: memoryview) -> int:
 
 
 def edited(track: Boxes, movie: int) -> Edit | None:
-    """The part of a track that plays, if it is one span, optionally after an initial gap. `movie` is the movie's ticks
-    per second."""
+    """The part of a track that is played, if it is one span, optionally after an initial gap. Otherwise None.
+
+    `movie` is the movie's ticks per second.
+    """
     view = once(track[b"edts"]).get(b"elst") if b"edts" in track else None
     if view is None:
         return Edit()
@@ -150,13 +156,13 @@ def edited(track: Boxes, movie: int) -> Edit | None:
 
 
 def numbers(view: memoryview, columns: int, kind: str = ">u4") -> Stored:
-    """A table of integers as stored, (rows, columns), without a copy, since tables may be very long."""
+    """A table of integers as stored, (rows, columns). It is not copied, since tables may be very long."""
     (count,) = struct.unpack_from(">I", view, 4)
     return np.frombuffer(view[8:], kind, count * columns).reshape(count, columns)
 
 
 def packet_sizes(view: memoryview) -> Stored | None:
-    """The size in bytes of each packet; None where the table gives one size for all."""
+    """The size in bytes of each packet. None if the table gives one size for all packets."""
     size, count = struct.unpack_from(">II", view, 4)
     return None if size else np.frombuffer(view, ">u4", count, 12)
 
@@ -178,7 +184,7 @@ def first_of_chunk(tables: Boxes, count: int) -> Ints:
 
 
 def box(kind: bytes, *payload: bytes | memoryview) -> bytes:
-    """A box with these payloads, one after the other."""
+    """A box with the concatenated payloads."""
     return struct.pack(">I4s", 8 + sum(map(len, payload)), kind) + b"".join(payload)
 
 
@@ -188,14 +194,14 @@ def table(kind: bytes, first: int, entries: Any, stored: str = ">u4", version: i
 
 
 FEW = 2_000
-"""Frames: for shorter videos, libav reads the tables as quickly."""
+"""Frames. For shorter videos, libav reads the tables as quickly."""
 _MORE = 64
-"""Packets after the next key frame: decoders output pictures later than they receive them."""
+"""Packets after the next key frame, since decoders output frames later than they receive them."""
 _MOST_OF_TABLES = 16 * limits.MIB
 _LARGE_BOX, _FULL_BOX = 16, 4
 """Bytes before a box's content: kind and length; version and flags."""
 _UNLIKELY = 1 << 28
-"""Ticks: libav treats longer durations and delays by rules of its own."""
+"""Ticks. libav handles longer durations and delays differently."""
 _KNOWN = frozenset([b"stsd", b"stts", b"ctts", b"cslg", b"stss", b"sdtp", b"stsc", b"stsz", b"stco", b"co64"])
 _ENCRYPTED = frozenset([b"encv", b"drmi"])
 _pts, _index = attrgetter("pts"), attrgetter("index")
@@ -254,13 +260,15 @@ class _Packets(msgspec.Struct, frozen=True):
 
 
 def pays(info: VideoInfo) -> bool:
-    """Whether a file has a suitable kind and is long enough."""
+    """Whether an excerpt is worthwhile: the file has a suitable kind and is long enough."""
     return info.ext in EXTENSIONS and info.frames >= FEW
 
 
 def excerpt(data: Media, info: VideoInfo, wanted: Wanted) -> Excerpt | None:
-    """A file whose stream 0 is this video, from the wanted key frame to a few packets after the first key frame that
-    follows the clip."""
+    """A file whose stream 0 is this video, from the requested key frame to a few packets after the next key frame.
+
+    The next key frame is the first one after the clip. None if the file is not simple.
+    """
     ends = _ends(info, wanted)
     if ends is None:
         return None
@@ -276,9 +284,10 @@ def excerpt(data: Media, info: VideoInfo, wanted: Wanted) -> Excerpt | None:
 
 
 def _ends(info: VideoInfo, wanted: Wanted) -> tuple[KeyFrame, KeyFrame] | None:
-    """The wanted key frame, and the next one after the clip. None if the index does not list their positions.
+    """The requested key frame, and the next one after the clip. None if the index does not list their positions.
 
-    Also None at the first key frame and after the last one: libav trims those parts by its own rules.
+    Also None for the first key frame, and for a clip after the last one, since libav trims those parts by its own
+    rules.
     """
     keys, key = info.key_frames, wanted.key
     after = bisect_right(keys, wanted.values[-1], key=_index if wanted.by == "index" else _pts)
@@ -291,7 +300,7 @@ def _ends(info: VideoInfo, wanted: Wanted) -> tuple[KeyFrame, KeyFrame] | None:
 
 
 def _track(moov: memoryview, info: VideoInfo) -> _Track | None:
-    """The track of this video, if it is a simple one."""
+    """The track of this video. None if it is not simple."""
     found = list(inside(moov))
     movie = dict(found)
     if b"mvex" in movie:
@@ -348,7 +357,7 @@ def _places(sizes: Stored, chunks: Stored, starts: Ints, first: int, end: int) -
 
 
 def _keys(tables: Boxes, first: int, end: int) -> Ints | None:
-    """The positions of the key frames among some packets; None where all packets are key frames."""
+    """The positions of the key frames among some packets. None if all packets are key frames."""
     if b"stss" not in tables:
         return None
     keys: Ints = numbers(tables[b"stss"], 1)[:, 0].astype(np.int64) - 1
@@ -370,7 +379,7 @@ def _likely(runs: Stored, least: int) -> bool:
 
 
 def _at(place: int, sizes: Stored, chunks: Stored, starts: Ints) -> int | None:
-    """The number of the packet that begins at this byte; None if there is none."""
+    """The number of the packet that begins at this byte. None if no packet does."""
     chunk = int(np.searchsorted(chunks, place, side="right")) - 1
     if chunk < 0:
         return None
@@ -396,7 +405,7 @@ def _ticks_before(runs: Stored, ends: Ints, packet: int) -> int:
 
 
 def _fits(track: _Track, packets: _Packets, ends: tuple[KeyFrame, KeyFrame], length: int) -> bool:
-    """Whether the tables agree with the index, and the edit cuts nothing off the excerpt."""
+    """Whether the tables match the index, and the edit removes nothing from the excerpt."""
     key, after = ends
     begin, end = int(packets.shown[0]), int(packets.shown[packets.next_key])
     edit, keys = track.edit, packets.keys
@@ -418,7 +427,8 @@ def _fits(track: _Track, packets: _Packets, ends: tuple[KeyFrame, KeyFrame], len
 
 
 def _written(data: Media, track: _Track, packets: _Packets) -> Excerpt | None:
-    """The excerpt. Its tables come last, so that the shift of all byte positions is known before they are written."""
+    """The excerpt. Its tables are at the end, so the new positions of all bytes are known before the tables are
+    written."""
     head = brand(data)
     head += struct.pack(">I4sQ", 1, b"mdat", _LARGE_BOX + len(data))
     moov = _moov(track, packets, len(head))

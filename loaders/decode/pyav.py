@@ -1,16 +1,21 @@
 """Decoding with FFmpeg through PyAV: every codec, on the CPU, with the same pixels as DALI. libjpeg-turbo decodes JPEG.
 
-Purpose: the decoder that is always available. libjpeg-turbo decodes a JPEG in a third of the time of decoding its
-planes and converting them, and gives the pixels of Pillow, OpenCV and torchvision. Clips of one video that start at the
-same key frame are decoded once and drawn on all of their canvases.
-Invariants: a frame is identified by its time stamp, or by its number where stamps are unusable. Each requested frame
-must come out, undamaged and in order. As far as packets tell, a frame is decoded only if it is requested or if others
-refer to it. Clips decoded together are bit-identical to clips decoded alone. A JPEG is decoded whole and strictly,
-always as JFIF's full-range BT.601. Warnings of libjpeg count as errors, and no more pixels are decoded than the index
-lists.
-Failure behaviour: that of `headrace.loaders.decode.base`. A clip uses one codec context with one thread; clips run in
-parallel. If decoding several clips together fails, each is decoded alone. PyAV decodes or rejects a JPEG that
-libjpeg-turbo refuses.
+Purpose: the decoder that is always available. libjpeg-turbo decodes a JPEG in a third of the time that FFmpeg's
+decoding
+and conversion take. It returns the same pixels as Pillow, OpenCV and torchvision. Clips of one video that start at the
+same key frame are decoded once, and each frame is drawn on every canvas that needs it.
+
+Invariants:
+- A frame is identified by its time stamp, or by its number if time stamps are unusable.
+- The decoder must return each requested frame, undamaged and in order.
+- A frame is decoded only if it is requested or if others refer to it, as far as the packets show this.
+- Clips that are decoded together are bit-identical to clips that are decoded alone.
+- A JPEG is decoded completely and strictly, always as JFIF's full-range BT.601. Warnings of libjpeg count as errors. No
+  more pixels are decoded than the index lists.
+- A clip uses one codec context with one thread. Clips are decoded in parallel.
+
+Failure behaviour: that of `headrace.loaders.decode.base`. If decoding several clips together fails, each is decoded
+alone. If libjpeg-turbo rejects a JPEG, PyAV decodes it or rejects it, too.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ _SKIPPING = frozenset(["h264", "hevc"])
 
 Surface = TypeVar("Surface", bound=Canvas)
 ClipPixels = tuple[U8, tuple[int, ...]]
-"""The clip and its T time stamps."""
+"""A clip and its T time stamps."""
 
 
 class PyAVDecoder:
@@ -61,7 +66,7 @@ class PyAVDecoder:
         self._mine = threading.local()
 
     def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
-        """Decode requests that begin at one key frame together. If that fails, decode each by itself."""
+        """Decode requests that begin at the same key frame together. If that fails, decode each by itself."""
         done = dict[int, Decoded | HeadraceError]()
         for numbers in grouped(requests):
             if len(numbers) > 1:
@@ -108,7 +113,7 @@ def _decoded_together(requests: Sequence[Request], converter: Converter) -> Iter
 
 
 def _canvas(request: Request, converter: Converter) -> Any:
-    """The canvas for a clip. Imports torch only where a canvas needs it."""
+    """The canvas for a clip. torch is imported only if the canvas needs it."""
     fit = request.fit
     if fit is None:
         return FullSizeCanvas(request, converter)
@@ -132,8 +137,10 @@ def is_one_pass(request: Request) -> bool:
 
 
 def clip_of(request: Request, converter: Converter | None = None) -> ClipPixels:
-    """The result of `PyAVDecoder` as an array. Needs no torch. It applies `fit` only if `is_one_pass`; other requests must
-    not have one."""
+    """The result of `PyAVDecoder` as an array, without torch.
+
+    `fit` is applied only if `is_one_pass(request)`. Other requests must not have one.
+    """
     used = converter or Converter()
     fit = request.fit
     if fit is not None:
@@ -144,14 +151,14 @@ def clip_of(request: Request, converter: Converter | None = None) -> ClipPixels:
 
 
 def _drawn(request: Request, make_canvas: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
-    """A canvas with the clip on it, and the clip's time stamps."""
+    """A canvas on which the clip is drawn, and the clip's time stamps."""
     return (
         _picture(request, make_canvas()) if request.info.ext in IMAGE_EXTENSIONS else _from_keys(request, make_canvas)
     )
 
 
 def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...]]:
-    """An image, repeated for every frame of the clip."""
+    """Draw an image on every frame of the clip."""
     pixels = decode_jpeg(request) if is_jpeg(request.info) else None
     if pixels is None:
         frame = images.decode(request.data[:])
@@ -167,8 +174,10 @@ def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...
 
 
 def _from_keys(request: Request, make_canvas: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
-    """Decode from the key frame before the clip. If that fails, decode from earlier key frames: a key frame may only be
-    a point from which the picture recovers gradually."""
+    """Decode from the key frame before the clip. If that fails, decode from earlier key frames.
+
+    At some key frames decoding can start, but the frames become correct only gradually.
+    """
     first: CorruptionError | None = None
     for earlier, trusting, bare in _starts(request):
         if isinstance(first, NoStartError) and earlier.wanted.key == request.wanted.key:
@@ -186,13 +195,13 @@ def _from_keys(request: Request, make_canvas: Callable[[], Surface]) -> tuple[Su
 
 
 def _starts(request: Request) -> Iterator[tuple[Request, bool, bool]]:
-    """The ways to decode a request, in order:
+    """Yield the ways to decode a request, in order:
 
-    - as the container describes the streams, where `tells_all`;
+    - as the container describes the streams, if `tells_all`;
     - as libav probes the streams;
-    - from one key frame earlier;
+    - from the previous key frame;
     - from the first key frame;
-    - without the stream's supplemental messages, since some encoders write messages that strict decoders refuse.
+    - without the stream's supplemental messages, since some encoders write messages that strict decoders reject.
     """
     if tells_all(request):
         yield request, True, False
@@ -205,7 +214,7 @@ def _starts(request: Request) -> Iterator[tuple[Request, bool, bool]]:
 
 
 def _clip(window: Window, request: Request, canvas: Surface) -> Surface:
-    """Draw the wanted frames on the canvas. A frame that the clip repeats is drawn once."""
+    """Draw the requested frames on the canvas. A frame that the clip repeats is drawn once."""
     picks, filled = window.picks, 0
     ranked = _ranked(window)
     for rank, frame in ranked:
@@ -238,8 +247,10 @@ def _check_others(window: Window, request: Request, ranked: Iterator[tuple[int, 
 
 
 def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
-    """Decoded frames with their position among the window's frames: by time stamp, or by counting where stamps are
-    unusable."""
+    """Yield decoded frames with their index among the window's frames.
+
+    Frames are matched by time stamp, or counted if time stamps are unusable.
+    """
     for count, frame in enumerate(_frames(window)):
         if not window.stamped:
             yield count, frame
@@ -251,14 +262,17 @@ def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
 
 
 def _frames(window: Window) -> Iterator[VideoFrame]:
-    """The decoder's frames. Unwanted pictures that no other picture refers to are not decoded. Decoding stops after the
-    last packet with a wanted frame."""
+    """Yield the decoder's frames.
+
+    Frames that are neither requested nor referred to are not decoded. Decoding stops after the last packet with a
+    requested frame.
+    """
     context = window.stream.codec_context
     context.thread_count = 1
     codec, packets, needed = context.codec.canonical_name, window.packets, set[int]()
     skipping = window.stamped and codec in _SKIPPING
     wanted = set(window.pts) if window.stamped else set[int]()
-    if window.stamped:  # up to the last packet that holds a wanted frame
+    if window.stamped:  # up to the last packet that contains a requested frame
         last = max((number for number, packet in enumerate(packets) if packet.pts in wanted), default=len(packets) - 1)
         packets = packets[: last + 1]
     if skipping:
@@ -277,8 +291,10 @@ def _frames(window: Window) -> Iterator[VideoFrame]:
 
 
 def _in_lower_layers(window: Window, packets: Sequence[Packet[VideoStream]]) -> set[int]:
-    """The packets that no picture of their own temporal layer refers to, but a picture of a higher layer may. libav's
-    HEVC decoder treats them as unreferenced."""
+    """The packets to which no frame of their own temporal layer refers, but a frame of a higher layer may.
+
+    libav's HEVC decoder treats them as unreferenced.
+    """
     context = window.stream.codec_context
     if context.codec.canonical_name != "hevc":
         return set()
@@ -289,7 +305,7 @@ def _in_lower_layers(window: Window, packets: Sequence[Packet[VideoStream]]) -> 
 
 
 def _damage(frame: VideoFrame, request: Request) -> CorruptionError:
-    """The error for a frame that is damaged or has another size than its video."""
+    """The error for a frame that is damaged or differs in size from its video."""
     if frame.is_corrupt:
         return CorruptionError(f"the frame at time stamp {frame.pts} is damaged")
     return CorruptionError(
@@ -298,7 +314,7 @@ def _damage(frame: VideoFrame, request: Request) -> CorruptionError:
 
 
 def beginning(ext: str, wanted: Wanted) -> Hashable:
-    """Equal for clips of one file whose decoding begins at the same packet.
+    """A value that is equal for clips of one file whose decoding begins at the same packet.
 
     None for images, which have no key frames.
     """
@@ -306,8 +322,10 @@ def beginning(ext: str, wanted: Wanted) -> Hashable:
 
 
 def grouped(requests: Sequence[Request]) -> list[list[int]]:
-    """The numbers of the requests that are decoded together; each number appears once. Requests of one file share its
-    `data`."""
+    """The numbers of the requests that are decoded together; each number appears once.
+
+    Requests of one file share their `data` object.
+    """
     groups: dict[Hashable, list[int]] = {}
     for number, request in enumerate(requests):
         begins = beginning(request.info.ext, request.wanted)
@@ -316,13 +334,13 @@ def grouped(requests: Sequence[Request]) -> list[list[int]]:
 
 
 def union(requests: Sequence[Request]) -> Request:
-    """One request for every frame that any of these requests wants, each frame once."""
+    """One request for every frame that any of these requests contains, each frame once."""
     values = sorted({value for request in requests for value in request.wanted.values})
     return replace(requests[0], wanted=replace(requests[0].wanted, values=tuple(values)))
 
 
 class _Drawing(msgspec.Struct):
-    """One clip's canvas, the positions of its frames among the union's values, and how many frames are drawn."""
+    """The state of one clip: its canvas, its frames as indices into the union's frames, and how many are drawn."""
 
     canvas: Canvas
     wants: list[int]
@@ -339,7 +357,7 @@ class _Drawing(msgspec.Struct):
 
 
 class UnionCanvas:
-    """A `Canvas` for the union of several requests, which draws on their canvases."""
+    """A `Canvas` for the union of several requests. It draws on the canvases of the requests."""
 
     def __init__(self, union_request: Request, requests: Sequence[Request], canvases: Sequence[Canvas]) -> None:
         values = union_request.wanted.values
@@ -359,7 +377,7 @@ class UnionCanvas:
         self.draw(number, self._last)
 
     def pts(self, stamps: Sequence[int]) -> list[tuple[int, ...]]:
-        """The time stamps of each clip's frames, taken from the union's."""
+        """The time stamps of each clip's frames, taken from those of the union."""
         return [tuple(stamps[want] for want in drawing.wants) for drawing in self._drawings]
 
 
@@ -367,12 +385,12 @@ _CHANNELS = frozenset(["YCbCr", "RGB", "Gray"])
 
 
 def is_jpeg(info: VideoInfo) -> bool:
-    """Whether the index lists a JPEG image, as opposed to Motion JPEG video."""
+    """Whether the index lists a JPEG image. False for Motion JPEG video."""
     return info.codec == "mjpeg" and info.ext in IMAGE_EXTENSIONS
 
 
 def decode_jpeg(request: Request) -> Any:
-    """uint8 (H, W, 3) of the size that the index lists; None if PyAV has to decode the image."""
+    """uint8 (H, W, 3) of the size that the index lists. None if PyAV has to decode the image."""
     data = request.data[:]
     try:
         height, width, channels, _ = simplejpeg.decode_jpeg_header(data)

@@ -1,18 +1,24 @@
-"""Select the packets of a file that one clip needs, and identify which of their frames make the clip.
+"""Select the packets of a file that one clip needs, and find which of their frames form the clip.
 
-Purpose: decoders here do not seek. Each gets the compressed packets from the key frame before the clip to the clip's
-end, so the cost does not grow with the clip's position in a long video. This module is also the one place where wanted
-frames become time stamps.
+Purpose: the decoders do not seek. Each gets the compressed packets from the key frame before the clip to the clip's
+end, so the cost does not grow with the clip's position in a long video. Requested frames are converted to time stamps
+only in this module.
 
-Invariants: the packets of a `Window` start with a key frame, are in decode order, and hold everything that any frame up
-to the last wanted one refers to. Pictures that are shown before that key frame but stored after it (open GOP) are left
-out, since the pictures they refer to are missing. Frames from the key frame on never refer to them. `times` are the
-presentation stamps of the window's frames, ascending; `picks` are the positions of the clip's frames in it.
-A key frame of the index at which decoding cannot begin is refused (`bitstream.is_random_access`; datasets from older
-versions contain some). These streams are read whole, and their frames are counted from the first: streams whose packets
-are not frames (AVI, packed MPEG-4), frames before the first key frame, and streams without key frames.
+Invariants:
+- The packets of a `Window` start with a key frame and are in decode order. They contain everything that any frame up to
+  the last requested one refers to.
+- Frames that are shown before that key frame but stored after it (open GOP) are left out, since frames that they refer
+  to are missing. Frames from the key frame on never refer to them.
+- `times` are the presentation time stamps of the window's frames, in ascending order. `picks` are the positions of the
+  clip's frames in `times`.
+- A key frame of the index at which decoding cannot begin is rejected (`bitstream.is_random_access`). Datasets from
+  older
+  versions contain some.
+- Some files are read whole, and their frames are counted from the first one. This applies to streams whose packets are
+  not frames (AVI, packed MPEG-4), to frames before the first key frame, and to streams without key frames.
+
 Failure behaviour: `CorruptionError` for data that cannot be demuxed, for a packet that is marked as damaged, and for a
-file that ends earlier than its container or index says. `UnsupportedError` for a stream, or a wanted frame, without
+file that ends earlier than its container or index says. `UnsupportedError` for a stream, or a requested frame, without
 time stamps. Only the listed demuxers may open a file, so that a playlist in a dataset cannot name other files.
 """
 
@@ -49,7 +55,7 @@ from headrace.loaders.fetch.partial_file import Media
 _EXPANDED = 4
 _CUT_OFF, _BLOCK = 2, 128
 _REORDERED = 4096
-"""Limit in frames; codecs show pictures at most some tens of frames later than they are decoded."""
+"""Limit in frames. Codecs show a frame at most a few tens of frames after it is decoded."""
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 _DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
@@ -59,23 +65,22 @@ _EXPLODING = {"err_detect": "crccheck+explode"}
 _STRICT = frozenset(["hevc", "mjpeg"])
 """Codecs whose decoders find more damage with stricter settings.
 
-H.264 gets the strict settings where decoding begins at an instantaneous refresh. Elsewhere its pictures may lack
-earlier references, without harm. For other codecs the settings make no difference.
-"""
+H.264 gets the strict settings if decoding begins at an instantaneous decoder refresh (IDR). Otherwise its frames may
+lack earlier references, which is harmless. For other codecs the settings make no difference."""
 _READ_BYTES = 1 << 16
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _WITH_DECODE_TIMES = frozenset(["mp4", "m4v", "mov"])
 _IN_ORDER = frozenset(["av1", "vp8", "vp9", "mjpeg"])
 _NEVER = -(1 << 63)
-"""The time of a frame without a stamp; it sorts before all others."""
+"""The time of a frame without a time stamp. It sorts before all others."""
 
 Packets: TypeAlias = "Iterator[Packet[VideoStream]]"
 
 
 class Window(msgspec.Struct, frozen=True):
-    """The value of `open_window`. Valid only inside its `with` block; its packets can be decoded or muxed once.
+    """The value of `open_window`. It is valid only inside the `with` block. Its packets can be decoded or muxed once.
 
-    `stamped` is False where frames are identified by counting. `bare` means decoding without supplemental messages.
+    `stamped` is False if frames are identified by counting. `bare` means decoding without supplemental messages.
     """
 
     stream: VideoStream
@@ -94,8 +99,10 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class ViewFile(io.RawIOBase):
-    """A file object over `Media`, without a copy of the whole. `failed` is the first read error: libav may mistake it
-    for the end of the file."""
+    """A file object over `Media` that does not copy the whole file.
+
+    `failed` is the first read error, since libav may treat it as the end of the file.
+    """
 
     def __init__(self, data: Media) -> None:
         self._data, self._at = data, 0
@@ -130,19 +137,18 @@ class ViewFile(io.RawIOBase):
 def open_media(
     data: Media, *, trusting: bool = False, ext: str = "", info: VideoInfo | None = None
 ) -> Iterator[av.container.InputContainer]:
-    """Open the container of `data`, which must be complete and of a kind that cannot name other files. libav's errors
-    become Headrace errors.
+    """Open the container of `data`, which must be complete and of a kind that cannot name other files.
 
-    With `trusting`, the container's description of its streams is used as it is, and `ext` selects the demuxer.
-    Otherwise libav decodes the first pictures to probe the streams, and tries every demuxer. `info` is the video whose
-    size limits the frames.
+    libav's errors become Headrace errors. With `trusting`, the container's description of its streams is used
+    unchanged, and `ext` selects the demuxer. Otherwise libav decodes the first frames to probe the streams, and tries
+    every demuxer. `info` is the video whose size limits the frames.
     """
     file = ViewFile(data)
     check_complete(cast(BinaryIO, file), len(data))
     decoding = _DECODING if info is None else _pixels(info)
     options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **decoding}
     if trusting:
-        options["codec_whitelist"] = "none"  # only for the decoders that probe; clips are decoded by others
+        options["codec_whitelist"] = "none"  # affects only the decoders that probe, not those that decode clips
     try:
         demuxer = _DEMUXER_OF.get(ext) if trusting else None
         with av.open(
@@ -162,8 +168,10 @@ def open_media(
 
 @contextmanager
 def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]:
-    """The packets and frames of `request`. libav's errors inside the block also become Headrace errors. `trusting` (see
-    `open_media`) is only for requests that `tells_all` accepts."""
+    """The packets and frames of `request`. libav's errors inside the block also become Headrace errors.
+
+    `trusting` (see `open_media`) is only for requests that `tells_all` accepts.
+    """
     if request.info.width * request.info.height * 3 * len(request.wanted.values) > MAX_CLIP_BYTES:
         raise CapacityError("the decoded clip would be too large", hint="ask for fewer frames a clip")
     cut = _excerpt(request) if trusting else None
@@ -182,7 +190,7 @@ def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]
 
 
 def _excerpt(request: Request) -> Excerpt | None:
-    """The clip's part of a long video, where the tables can be read without libav."""
+    """The clip's part of a long video, if the tables can be read without libav."""
     if request.info.codec not in _ONE_PACKET_ONE_FRAME or not pays(request.info):
         return None
     check_complete(cast(BinaryIO, ViewFile(request.data)), len(request.data))
@@ -190,9 +198,9 @@ def _excerpt(request: Request) -> Excerpt | None:
 
 
 def _read_excerpt(container: av.container.InputContainer, request: Request) -> Window:
-    """The same window, read from an excerpt.
+    """The window of the request, read from an excerpt.
 
-    Stamps of an excerpt are shifted, and its end is not the end of the video.
+    The time stamps of an excerpt are shifted, and its end is not the end of the video.
     """
     wanted = request.wanted
     stream = _video(container, request.info, 0)
@@ -222,7 +230,7 @@ def tells_all(request: Request) -> bool:
 
 
 def _read(container: av.container.InputContainer, request: Request) -> Window | None:
-    """The window; None where frames can only be counted from the file's first packet."""
+    """The window. None if frames can only be counted from the file's first packet."""
     info, wanted = request.info, request.wanted
     stream = _video(container, info, info.stream)
     if _is_counted(container, info.codec) or wanted.values[0] < (
@@ -259,20 +267,24 @@ def _video(container: av.container.InputContainer, info: VideoInfo, number: int)
 
 
 def _pixels(info: VideoInfo) -> dict[str, str]:
-    """The limit on the pixels of a decoded frame: a little above the shown size, since codecs decode whole blocks and
-    crop margins."""
+    """The limit on the pixels of a decoded frame.
+
+    It is a little above the displayed size, since codecs decode whole blocks and crop margins.
+    """
     most = _CUT_OFF * (info.width + _BLOCK) * (info.height + _BLOCK)
     return {"max_pixels": str(min(most, limits.FRAME_PIXELS))}
 
 
 def _is_counted(container: av.container.InputContainer, codec: str) -> bool:
-    """Whether packets are not frames or carry their neighbours' stamps: packed B-frames, AVI."""
+    """Whether packets are not frames, or have the time stamps of adjacent ones: packed B-frames, AVI."""
     return codec not in _ONE_PACKET_ONE_FRAME or ("avi" in container.format.name and codec != "mjpeg")
 
 
 def _whole(container: av.container.InputContainer, request: Request) -> Window:
-    """A window with every packet. The index counted the frames by decoding from the start, so the clip must be decoded
-    from there too."""
+    """A window with every packet.
+
+    The index counted the frames by decoding from the start, so the clip must be decoded from there too.
+    """
     info, wanted = request.info, request.wanted
     stream = _video(container, info, info.stream)
     with demuxed(container, stream) as source:
@@ -303,7 +315,7 @@ def _bounded(source: Packets, request: Request, *, decoding: bool = True) -> Pac
 
 
 def _most_frames(info: VideoInfo) -> int:
-    """The most frames that are decoded for one clip."""
+    """The maximum number of frames that are decoded for one clip."""
     return limits.CLIP_PIXELS // max(1, info.width * info.height)
 
 
@@ -316,13 +328,13 @@ def _check_pixels(info: VideoInfo, frames: int) -> None:
 
 
 def _times(packets: Sequence[Packet[VideoStream]], shown: Iterable[bool]) -> list[int]:
-    """The times of the packets that show a frame, ascending."""
+    """The times of the packets that show a frame, in ascending order."""
     stamps = (p.pts if p.pts is not None else p.dts for p, one in zip(packets, shown, strict=True) if one)
     return sorted(_NEVER if stamp is None else stamp for stamp in stamps)
 
 
 def _decoded_times(request: Request) -> list[int]:
-    """The times of the decoder's frames, where packets do not tell them. This decodes the whole file."""
+    """The times of the decoder's frames, if packets do not contain them. This decodes the whole file."""
     times = list[int]()
     with open_media(request.data, info=request.info) as container:
         stream = _video(container, request.info, request.info.stream)
@@ -338,7 +350,7 @@ def _decoded_times(request: Request) -> list[int]:
 
 
 def _from_key(container: av.container.InputContainer, stream: VideoStream, wanted: Wanted) -> Packets:
-    """Packets in decode order from the wanted key frame on, even where the container's own index leads elsewhere."""
+    """Packets in decode order from the requested key frame on, even if the container's own index points elsewhere."""
     if wanted.key.index:
         _seek(container, wanted.key.pts, stream)
     packets = _skip_to(container, stream, wanted.key.pts)
@@ -376,10 +388,10 @@ def _skip_to(container: av.container.InputContainer, stream: VideoStream, pts: i
 
 
 def _collect(source: Packets, wanted: Wanted) -> tuple[list[Packet[VideoStream]], list[int], bool]:
-    """Three values:
+    """Collect the packets of the clip. Returns three values:
 
-    - the packets up to the clip's end, without the first key frame's leading pictures;
-    - the ascending stamps of their frames;
+    - the packets up to the clip's end, without the first key frame's leading frames;
+    - the time stamps of their frames, in ascending order;
     - whether the stream ended before the clip did.
     """
     packets: list[Packet[VideoStream]] = []
@@ -422,7 +434,8 @@ def _check_start(packet: Packet[VideoStream]) -> None:
 
 
 def _is_over(dts: int, wanted: Wanted, times: list[int]) -> bool:
-    """Whether `times` holds all frames up to the last wanted one: packets from decode time `dts` on are shown later."""
+    """Whether `times` holds all frames up to the last requested one, since packets from decode time `dts` on are shown
+    later."""
     if wanted.by == "pts":
         return dts > wanted.values[-1]
     needed = max(0, wanted.values[-1] - wanted.key.index)
