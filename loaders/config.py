@@ -215,8 +215,10 @@ class LoaderConfig:
 
     @property
     def bad_samples(self) -> BadSampleOptions:
-        """How damaged samples are handled. In an evaluation, a substitute would be counted twice, so the default is
-        "skip"."""
+        """How damaged samples are handled.
+
+        In an evaluation, a substitute would be counted twice, so the default is "skip".
+        """
         on_error = self.on_error or ("skip" if self.evaluate else "replace")
         return BadSampleOptions(self.max_bad_samples, on_error, self.quarantine_list)
 
@@ -313,8 +315,10 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 
 def default_threads() -> int:
-    """This process's share of the cores that it may use, at most 16. torchrun's `LOCAL_WORLD_SIZE` is the number of
-    shares."""
+    """This process's share of the cores that it may use, at most 16.
+
+    torchrun's `LOCAL_WORLD_SIZE` is the number of shares.
+    """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, min(DEFAULT_MOST_THREADS, usable // max(1, int(sharing) if sharing.isdecimal() else 1)))

@@ -5,7 +5,8 @@ Purpose: turn compressed bytes, the index entry and a start time into float32 sa
 Invariants: the result has exactly the requested number of samples per channel. Its first sample is the one that plays
 at `start`, by time stamps (`headrace.loaders.audio.frames`), rounded to the nearest sample of the source. Samples that
 the file does not contain (before its first, after its last, or in a gap) are zero. Equal arguments give equal samples.
-Failure behaviour: `CorruptionError` for data inside the window that cannot be demuxed or decoded."""
+Failure behaviour: `CorruptionError` for data inside the window that cannot be demuxed or decoded.
+"""
 
 from __future__ import annotations
 

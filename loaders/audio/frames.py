@@ -8,8 +8,7 @@ Invariants:
   placed by counting from the file's first sample.
 - Samples that no frame contains are zero. The conversion to float32 gives the same values as FFmpeg's own conversion.
 - Each frame is copied when it is added, so the decoder can reuse its memory. Consecutive frames are placed and
-  converted
-  together at the end.
+  converted together at the end.
 
 Failure behaviour: `CorruptionError` for frames without time stamps, for far more frames than the span has room for, and
 for audio that changes its rate, channels or format midway. `UnsupportedError` for sample formats that are not in
@@ -125,8 +124,10 @@ class FrameCollector:
 
 
 def collect_frames(frames: Iterable[AudioFrame], seconds: Fraction) -> FrameCollector | None:
-    """Collect all frames, or return None if there are none. `seconds` is their expected duration, which sizes the
-    buffer."""
+    """Collect all frames, or return None if there are none.
+
+    `seconds` is their expected duration, which sizes the buffer.
+    """
     found: FrameCollector | None = None
     for frame in frames:
         found = found or FrameCollector(frame, seconds)

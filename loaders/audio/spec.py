@@ -197,8 +197,10 @@ class Window:
 
 
 def counts(window: Window, seconds: Values) -> int | Counts:
-    """The number of windows of each recording, given the recordings' durations. One number where all have the same
-    count."""
+    """The number of windows of each recording, given the recordings' durations.
+
+    One number where all have the same count.
+    """
     if window.start != "every":
         return window.per_sample
     return np.maximum(1, np.floor(seconds / window.seconds + 1e-9)).astype(np.int64)

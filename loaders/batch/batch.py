@@ -89,8 +89,10 @@ class Batch:
         return [self.target(slot) for slot in slots]
 
     def target(self, slot: int) -> PixelTarget | None:
-        """Where uint8 pixels for this slot may be written before `put`. None if the batch stores the pixels in another
-        form."""
+        """Where uint8 pixels for this slot may be written before `put`.
+
+        None if the batch stores the pixels in another form.
+        """
 
         def drawn(shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
             pixels: npt.NDArray[np.uint8] = self._target("video", shape, torch.uint8)[slot].numpy()

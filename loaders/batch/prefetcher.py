@@ -286,8 +286,7 @@ class Prefetcher:
             self._plans.append(self._executor.run(self._plan_next, max(1, self._room())))
 
     def _room(self) -> int:
-        """Number of batches that may be in progress after the next one: `ahead`, or fewer if the memory limit requires
-        it."""
+        """How many batches may be in progress after the next one: `ahead`, or fewer if the memory limit requires it."""
         if not self._batch_bytes:
             return self._ahead
         return max(0, min(self._ahead, self._memory.limit // self._batch_bytes - 1))
@@ -327,8 +326,10 @@ class Prefetcher:
         self._plans.append(self._executor.run(self._plan, ANNOUNCED_BATCHES + PLANNED_AT_ONCE, announce=True))
 
     def _plan(self, count: int, *, announce: bool = False) -> None:
-        """Plan until `count` batches are planned, in any thread. An error is stored, and `next` raises it when its
-        batch is due."""
+        """Plan until `count` batches are planned, in any thread.
+
+        An error is stored, and `next` raises it when its batch is due.
+        """
         try:
             with self._lock:
                 while len(self._planned) < count and self._failed is None:

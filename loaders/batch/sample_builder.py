@@ -175,8 +175,10 @@ class SampleBuilder:
     def _fetch_files(
         self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
     ) -> list[FetchedSample | HeadraceError]:
-        """Read files directly into the batch. All are read together up to the first damaged one, and one by one from
-        there on."""
+        """Read files directly into the batch.
+
+        All are read together up to the first damaged one, and one by one from there on.
+        """
         wanted = dict[int, list[tuple[int, FileTarget]]]()
         for slot, (ref, target) in enumerate(zip(refs, targets, strict=True)):
             if isinstance(target, FileTarget) and not self._quarantine.known_bad(ref):
@@ -249,8 +251,10 @@ class SampleBuilder:
 
 
 def _union(needs: Sequence[Needs]) -> Needs:
-    """The files and pieces that several parts of one sample need. Whether a file is read in part is the same for all of
-    them."""
+    """The files and pieces that several parts of one sample need.
+
+    Whether a file is read in part is the same for all of them.
+    """
     found = dict(needs[0])
     for ext, runs in found.items():
         if runs is not None:

@@ -14,8 +14,7 @@ Invariants:
   pixels of the part's edges.
 - "fast" uses the fastest conversion, or scales in the same pass.
 - A canvas receives `draw` calls (or `paint` calls with pixels) for frames 0, 1, … in order. `again` repeats the
-  previous
-  frame. `clip` is complete after the last call.
+  previous frame. `clip` is complete after the last call.
 - The module does not import torch, so the decoding subprocess starts quickly.
 
 Failure behaviour: libav's errors are raised unchanged. A graph that failed is rebuilt. The loader has checked all
@@ -65,8 +64,10 @@ def is_usual(frame: VideoFrame) -> bool:
 
 
 def with_margin(rows: tuple[int, int], columns: tuple[int, int], frame: VideoFrame) -> Part:
-    """A part around these rows and columns in which the conversion is exact. The whole frame if its format is not
-    usual."""
+    """A part around these rows and columns in which the conversion is exact.
+
+    The whole frame if its format is not usual.
+    """
     if not is_usual(frame):
         return Part(0, frame.height, 0, frame.width)
     return Part(*_widened(*rows, frame.height), *_widened(*columns, frame.width))
@@ -90,8 +91,7 @@ def rgb(frame: VideoFrame, color: Color, part: Part | None = None) -> Chain:
 
 
 def scaled(frame: VideoFrame, part: Part, height: int, width: int) -> Chain:
-    """The filter chain that converts a part of a frame to planes of another size in one pass, by the file's colour
-    tags."""
+    """The filter chain that converts and scales a part of a frame to planes in one pass, by the file's colour tags."""
     return *_cut(part, frame), ("scale", f"{width}:{height}:flags={EXACT}"), ("format", "gbrp")
 
 
@@ -225,8 +225,7 @@ _SHIFT = 1 / 16
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """One side of a frame. `source` pixels are scaled to `scaled` pixels, of which `kept` pixels from `first` on are
-    kept."""
+    """One side of a frame. `source` pixels are scaled to `scaled` pixels; `kept` of these, from `first` on, are kept."""
 
     source: int
     scaled: int

@@ -427,8 +427,7 @@ def _fits(track: _Track, packets: _Packets, ends: tuple[KeyFrame, KeyFrame], len
 
 
 def _written(data: Media, track: _Track, packets: _Packets) -> Excerpt | None:
-    """The excerpt. Its tables are at the end, so the new positions of all bytes are known before the tables are
-    written."""
+    """The excerpt. Its tables are at the end, so all byte positions are known before the tables are written."""
     head = brand(data)
     head += struct.pack(">I4sQ", 1, b"mdat", _LARGE_BOX + len(data))
     moov = _moov(track, packets, len(head))

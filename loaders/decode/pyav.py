@@ -1,9 +1,8 @@
 """Decoding with FFmpeg through PyAV: every codec, on the CPU, with the same pixels as DALI. libjpeg-turbo decodes JPEG.
 
 Purpose: the decoder that is always available. libjpeg-turbo decodes a JPEG in a third of the time that FFmpeg's
-decoding
-and conversion take. It returns the same pixels as Pillow, OpenCV and torchvision. Clips of one video that start at the
-same key frame are decoded once, and each frame is drawn on every canvas that needs it.
+decoding and conversion take. It returns the same pixels as Pillow, OpenCV and torchvision. Clips of one video that
+start at the same key frame are decoded once, and each frame is drawn on every canvas that needs it.
 
 Invariants:
 - A frame is identified by its time stamp, or by its number if time stamps are unusable.

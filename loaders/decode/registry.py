@@ -1,8 +1,7 @@
 """The registry of video decoders, and the rule that selects the decoder of each clip.
 
 Purpose: a decoder is one module that calls `register_decoder`. Loaders, `VideoLoader.explain` and the benchmarks use
-the
-registry and name no decoder. A new decoder needs its module and its tests. A decoder of this package also needs its
+the registry and name no decoder. A new decoder needs its module and its tests. A decoder of this package also needs its
 module's name in `_BUILT_IN`.
 
 Invariants:

@@ -2,8 +2,7 @@
 
 Purpose: survive failures that no check can prevent, such as a segmentation fault or an endless loop inside a codec.
 Invariants: the subprocesses run `PyAVDecoder` and `decode_audio`, so the pixels and samples are the same. A process
-that
-takes longer than `seconds` is killed. If a process crashes or is killed, the sample that it was decoding counts as
+that takes longer than `seconds` is killed. If a process crashes or is killed, the sample that it was decoding counts as
 damaged, and the next request gets a new process. Decoding time depends on the machine, so `seconds` should be far above
 what any undamaged sample needs.
 Failure behaviour: `CorruptionError` with the signal or the time limit, at the position of the damaged sample.

@@ -12,8 +12,7 @@ Invariants:
 - `times` are the presentation time stamps of the window's frames, in ascending order. `picks` are the positions of the
   clip's frames in `times`.
 - A key frame of the index at which decoding cannot begin is rejected (`bitstream.is_random_access`). Datasets from
-  older
-  versions contain some.
+  older versions contain some.
 - Some files are read whole, and their frames are counted from the first one. This applies to streams whose packets are
   not frames (AVI, packed MPEG-4), to frames before the first key frame, and to streams without key frames.
 
@@ -434,8 +433,10 @@ def _check_start(packet: Packet[VideoStream]) -> None:
 
 
 def _is_over(dts: int, wanted: Wanted, times: list[int]) -> bool:
-    """Whether `times` holds all frames up to the last requested one, since packets from decode time `dts` on are shown
-    later."""
+    """Whether `times` holds all frames up to the last requested one.
+
+    Packets from decode time `dts` on are shown later.
+    """
     if wanted.by == "pts":
         return dts > wanted.values[-1]
     needed = max(0, wanted.values[-1] - wanted.key.index)

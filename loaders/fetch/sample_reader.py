@@ -53,8 +53,10 @@ def files_of(sample: Sample, exts: Sequence[str]) -> Files:
 
 
 def spans(files: Files) -> list[Range]:
-    """The ranges that `SampleReader.fetch_into` reads. Adjacent files form one range, which includes the tar headers
-    between them."""
+    """The ranges that `SampleReader.fetch_into` reads.
+
+    Adjacent files form one range, which includes the tar headers between them.
+    """
     shard, each = files.shard, files.members
     first, end, gaps = each[0].offset, 0, GAP_BYTES * (len(each) - 1)
     for member in each:  # a plain loop takes half the time, and thousands of samples a second pass here

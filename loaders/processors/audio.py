@@ -5,8 +5,9 @@ Invariants: those of `headrace.loaders.interfaces`. A window starts at the sampl
 `headrace.loaders.audio.spec.begin` returns. A piece of samples has exactly the length that its `SampleRef` gives, at
 the target rate. Zeros follow where the recording is shorter than the index says. With spectrograms, rows and pieces are
 counted in columns. A piece's columns come from its own audio only, never from its neighbours. Zeros follow audio that
-is too short to transform. Failure behaviour: `process` returns the error of a damaged recording at the sample's
-position."""
+is too short to transform.
+Failure behaviour: `process` returns the error of a damaged recording at the sample's position.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +105,7 @@ def finished_sound(
     *,
     from_first: bool = False,
 ) -> tuple[torch.Tensor, int]:
-    """The tensor of `samples` samples from `start`, in the format of `spec`, and the number of them that are real
-    audio."""
+    """The tensor of `samples` samples from `start`, in the format of `spec`, and how many of them are real audio."""
     sound, real = decode(fetched.media[info.ext], info, start, spec, samples, from_first)
     return torch.from_numpy(sound), real
 
@@ -159,8 +159,10 @@ class PieceProcessor(WindowProcessor):
 
 
 def lengths(stream: Stream, spec: AudioSpec) -> I64:
-    """The length of each recording of a stream, computed from the index: samples at the output rate, or spectrogram
-    columns."""
+    """The length of each recording of a stream, computed from the index.
+
+    The unit is a sample at the output rate, or a spectrogram column.
+    """
     samples, rates = (column(stream.dataset, name, stream.ids) for name in ("samples", "sample_rate"))
     count: I64 = _samples(samples, rates, spec.sample_rate)
     return np.where(count > 0, spec.features.frames(count), 0) if isinstance(spec.features, LogMel) else count

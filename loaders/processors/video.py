@@ -1,9 +1,11 @@
 """Video: choose the clip's frames, decode them, crop and scale them, and add the audio of the same time window.
 
-Purpose: the processor of `VideoLoader`. An image is a clip of one frame. Invariants: those of
-`headrace.loaders.interfaces`. `headrace.loaders.clip.choose` selects the frames, and the audio starts with the first of
-them. All frames of a clip get the same crop. Equal `SampleRef`s get equal crops, on every rank and after every resume.
-Failure behaviour: `process` returns the error of a damaged sample at the sample's position."""
+Purpose: the processor of `VideoLoader`. An image is a clip of one frame.
+Invariants: those of `headrace.loaders.interfaces`. `headrace.loaders.clip.choose` selects the frames, and the audio
+starts with the first of them. All frames of a clip get the same crop. Equal `SampleRef`s get equal crops, on every rank
+and after every resume.
+Failure behaviour: `process` returns the error of a damaged sample at the sample's position.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +74,8 @@ def _uniform(ref: SampleRef, purpose: int) -> float:
 _WHOLE = Cut()
 LIGHT = 1 << 20
 """ Pixels that one thread decodes in a group of small clips: a few milliseconds of work. Smaller groups would spend
-much of
-their time in Python. Threads that work on single small clips slow each other down, since every library call releases
-the GIL."""
+much of their time in Python. Threads that work on single small clips slow each other down, since every library call
+releases the GIL."""
 _MOST_SEEN = 64
 """Number of sets of extensions that are remembered as already checked for further videos. Samples with other sets are
 checked every time."""
@@ -152,8 +153,13 @@ class ClipProcessor:
     """
 
     def __init__(self, spec: ClipSpec, decoder: Decoder, audio_decoder: AudioDecoder | None = None) -> None:
-        """Args: spec: the format of the clips. decoder: decodes the video. audio_decoder: decodes the audio. Default:
-        `decode_audio`."""
+        """Create the processor.
+
+        Args:
+            spec: the format of the clips.
+            decoder: decodes the video.
+            audio_decoder: decodes the audio. Default: `decode_audio`.
+        """
         self._spec, self._decoder = spec, decoder
         if audio_decoder is None and spec.audio is not None:
             from headrace.loaders.audio.decode import decode_audio

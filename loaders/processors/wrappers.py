@@ -1,11 +1,13 @@
 """Wrappers that extend any processor: columns of the index, source names, log-mel spectrograms, the user's transform.
 
-Purpose: each feature that all loaders share is implemented once. Invariants: a wrapper's results depend only on the
-sample and its `SampleRef`. The transform gets a generator seeded from the `SampleRef`. So a resumed run draws the same
-numbers, and so does a run with another world size. Spectrograms depend on the audio alone; on a GPU, DALI computes them
-if it is installed. Failure behaviour: an error of the user's transform is raised with a note that names the sample. The
-sample does not count as damaged. `UsageError` for an unknown column names the known ones. All other errors come from
-the wrapped processor."""
+Purpose: each feature that all loaders share is implemented once.
+Invariants: a wrapper's results depend only on the sample and its `SampleRef`. The transform gets a generator seeded
+from the `SampleRef`. So a resumed run draws the same numbers, and so does a run with another world size. Spectrograms
+depend on the audio alone; on a GPU, DALI computes them if it is installed.
+Failure behaviour: an error of the user's transform is raised with a note that names the sample. The sample does not
+count as damaged. `UsageError` for an unknown column names the known ones. All other errors come from the wrapped
+processor.
+"""
 
 from __future__ import annotations
 
@@ -102,8 +104,10 @@ def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tup
 
 
 class Transformed(ProcessorWrapper):
-    """Calls `transform(tensors, generator)` for every sample, in the thread that decoded it. The batch holds the
-    returned tensors."""
+    """Calls `transform(tensors, generator)` for every sample, in the thread that decoded it.
+
+    The batch holds the returned tensors.
+    """
 
     def __init__(self, inner: Processor, transform: Transform) -> None:
         super().__init__(inner)

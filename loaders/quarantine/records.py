@@ -118,8 +118,10 @@ def write(skipped: SkippedSample, version: int, folder: Path | None) -> None:
 
 
 def read(folder: Path, dataset: str | None = None) -> Iterator[Record | None]:
-    """Yield the records of one dataset, or of all datasets, oldest first in each file. None stands for an unreadable
-    line."""
+    """Yield the records of one dataset, or of all datasets, oldest first in each file.
+
+    None stands for an unreadable line.
+    """
     paths = [file_of(folder, dataset)] if dataset is not None else sorted(folder.glob(f"*{_SUFFIX}"))
     for path in paths:
         if path.is_file():

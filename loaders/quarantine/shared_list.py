@@ -179,7 +179,8 @@ class QuarantineList:
     def append(self, entries: Iterable[Entry]) -> int:
         """Add the entries that the list lacks, in versions of up to `MAX_ENTRIES`.
 
-        Returns the newest version, which then contains all of `entries`."""
+        Returns the newest version, which then contains all of `entries`.
+        """
         if self.pinned is not None:
             raise UsageError(f"{self.url} was opened at version {self.pinned}: nothing is added to it")
         wanted, lost = {(entry.location, entry.run): entry for entry in entries}, 0
@@ -320,8 +321,10 @@ network. A forked child keeps its parent's value, so it does not confirm them ei
 
 
 class ListAtVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """The samples that one epoch of a run skips; the value of `SampleRef.known_bad`. `urls` are the URLs of the plan's
-    datasets."""
+    """The samples that one epoch of a run skips; the value of `SampleRef.known_bad`.
+
+    `urls` are the URLs of the plan's datasets.
+    """
 
     list: QuarantineList
     version: int
@@ -401,8 +404,10 @@ class FollowedList:
         return self._plan.batches_in(epoch)
 
     def add(self, skipped: SkippedSample, epoch: int) -> bool:
-        """Add a sample that was skipped in a batch of `epoch`. Returns whether that epoch then skips it because of the
-        list."""
+        """Add a sample that was skipped in a batch of `epoch`.
+
+        Returns whether that epoch then skips it because of the list.
+        """
         sample = self._plan.datasets[skipped.source].sample(skipped.id)
         location = location_of(sample, self._urls[skipped.source])
         if self.list.refused(location, self.version_of(epoch), self._run, epoch) is not None:

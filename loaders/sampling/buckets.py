@@ -232,8 +232,10 @@ class Bucketed:
         shuffle: bool = True,
         drop_last: bool = True,
     ) -> Bucketed:
-        """The schedule for buckets with these global batch sizes and populations. `numbers` identify the buckets in
-        states."""
+        """The schedule for buckets with these global batch sizes and populations.
+
+        `numbers` identify the buckets in states.
+        """
         there = tuple(bucket for bucket, population in enumerate(populations) if population.samples)
         orders = tuple(populations[bucket].order(batches[bucket], seed, shuffle) for bucket in there)
         made = cls(orders, there, short(key_of(*numbers)), drop_last, seed)

@@ -2,9 +2,8 @@
 
 Purpose: `Interleave` computes which stream fills place x of a merged stream, and how often that stream filled earlier
 places. Buckets are interleaved this way, batch by batch. `Strata` computes which stream fills slot s of batch t, and
-how
-often that stream filled a lane's slots of earlier batches. Mixtures are composed this way, sample by sample. Both take
-O(log D) for D streams.
+how often that stream filled a lane's slots of earlier batches. Mixtures are composed this way, sample by sample. Both
+take O(log D) for D streams.
 
 How `Interleave` works. Place x is mapped to the point u = (step * x + offset) mod Q of a circle of Q points. On the
 circle, each stream has an arc as long as its quota. `step` is about Q divided by the golden ratio and is coprime to Q
@@ -15,12 +14,11 @@ O(log Q) steps (Graham, Knuth, Patashnik, Concrete Mathematics, 3.5).
 How `Strata` works. The slots of a batch of G are G evenly spaced points on a circle. Each stream has an arc as long as
 its share w. So it gets floor(w * G) or ceil(w * G) points, however the circle is rotated. Each batch rotates the points
 by `step`. The step is chosen by the golden ratio for three moduli: the whole circle, the distance between a lane's
-points, and the
-distance between adjacent points. So slots, lanes and the sum of batches all hold every stream in proportion to its
-share. The G / K points of a lane are evenly spaced, too. By Hermite's identity (ibid., 3.2) a single floor counts the
-points on an arc, and sums of floors count all earlier ones. Adjacent slots are far from each other on the circle, in
-the order of van der Corput's sequence (in the bases of the factors of G). So the slots of a rank are evenly
-distributed. They are exactly even for most world sizes, such as powers of two that divide K, or G if K is 1.
+points, and the distance between adjacent points. So slots, lanes and the sum of batches all hold every stream in
+proportion to its share. The G / K points of a lane are evenly spaced, too. By Hermite's identity (ibid., 3.2) a single
+floor counts the points on an arc, and sums of floors count all earlier ones. Adjacent slots are far from each other on
+the circle, in the order of van der Corput's sequence (in the bases of the factors of G). So the slots of a rank are
+evenly distributed. They are exactly even for most world sizes, such as powers of two that divide K, or G if K is 1.
 
 Invariants:
 - `Interleave`: any Q consecutive places hold each stream exactly as often as its quota. In a range of any length, the
@@ -67,8 +65,10 @@ class Interleave:
 
     @cached_property
     def step(self) -> int:
-        """Close to Q divided by the golden ratio and coprime to Q; of such numbers, the hardest to approximate by
-        fractions."""
+        """Close to Q divided by the golden ratio and coprime to Q.
+
+        Of such numbers, it is the hardest to approximate by fractions.
+        """
         return golden(self.period)
 
     def stream(self, places: I64, offsets: int | I64 = 0) -> I64:
@@ -113,8 +113,10 @@ def evenly(step: int, modulus: int, factor: int) -> int:
 
 
 def _quotients(a: int, b: int) -> int:
-    """The sum of the partial quotients of a / b. The smaller it is, the more evenly a step of a distributes points over
-    b places."""
+    """The sum of the partial quotients of a / b.
+
+    The smaller it is, the more evenly a step of a distributes points over b places.
+    """
     total = 0
     while a:
         total, a, b = total + b // a, b % a, a
@@ -122,8 +124,10 @@ def _quotients(a: int, b: int) -> int:
 
 
 def floor_sums(counts: I64, modulus: int, step: int, offsets: I64) -> I64:
-    """For each element, the sum over 0 <= x < count of floor((step * x + offset) / modulus). No argument may be
-    negative."""
+    """For each element, the sum over 0 <= x < count of floor((step * x + offset) / modulus).
+
+    No argument may be negative.
+    """
     n, b = np.broadcast_arrays(np.asarray(counts, np.int64), np.asarray(offsets, np.int64))
     n, b = n.copy(), b.copy()
     total, m, a = np.zeros(n.shape, np.int64), modulus, step

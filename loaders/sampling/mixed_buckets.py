@@ -5,8 +5,7 @@ Purpose: combine mixtures and buckets, exactly and for any world size, with a po
 How it works. Let a source have the share w of all samples, and n of its N clips in a bucket. In that bucket, its
 samples are in proportion to w * n / N. The sum of these numbers over the sources, divided by the clips in a batch of
 the bucket, determines how often the bucket has a turn. `Turns` uses `Interleave` to compute which bucket has its turn
-in
-a step, and how often it had a turn before. That count is the batch number in the bucket's own `Mixed`, in which the
+in a step, and how often it had a turn before. That count is the batch number in the bucket's own `Mixed`, in which the
 sources have these shares. A change of weights begins a new segment of the turns, and a new segment in every bucket. The
 bucket's segment begins at the number of batches that the bucket has given by then, so counts continue without a gap.
 
@@ -234,8 +233,10 @@ def _rates(amounts: Rates, totals: Sequence[int], quotas: Sequence[int]) -> Rate
 def _inside(
     turns: Turns, segments: Sequence[Segment], rates: Rates, place: int, amounts: Sequence[int]
 ) -> tuple[Segment, ...]:
-    """The segments of the mixture in the bucket at `place`: the shares of its sources, from which batch of the bucket
-    on."""
+    """The segments of the mixture in the bucket at `place`.
+
+    A segment's step is the batch of the bucket from which the sources have these shares.
+    """
     own = [amount > 0 for amount in amounts]
     found = list[Segment]()
     for segment, rate in zip(segments, rates, strict=True):

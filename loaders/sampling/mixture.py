@@ -306,8 +306,10 @@ def segments_of(
 
 
 def quotas(names: Sequence[str], weights: Weights, temperature: float = 1.0) -> tuple[int, ...]:
-    """weight ** (1 / temperature) of each source as whole numbers that sum to `RESOLUTION`, rounded by largest
-    remainders."""
+    """weight ** (1 / temperature) of each source as whole numbers that sum to `RESOLUTION`.
+
+    Rounding is by largest remainders.
+    """
     for name in (*weights, *names):
         if name not in names or name not in weights:
             raise UsageError(

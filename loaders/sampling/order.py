@@ -6,7 +6,7 @@ The order is built in four steps:
 
 1. The samples are cut into chunks of `chunk` consecutive samples, so a chunk is one or two short ranges of one shard.
 2. A fixed permutation distributes the chunks over K `lanes`, in the same way in all epochs. So the same node reads a
-   lane's chunks in every epoch, and its cache stays useful. Slot s of a global batch of G belongs to lane
+   lane's chunks in every epoch, and its cache stays useful. In a global batch of G, slot s is in lane
    floor(s * K / G).
 3. In each lane, the chunks are shuffled for every (seed, epoch).
 4. The shuffled chunks are cut into windows of `window` chunks, and the samples of each window are shuffled. Windows of
@@ -122,13 +122,14 @@ class Order:
         return self._in_lane(epoch, lane, place)
 
     def batch_of(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> I64:
-        """The samples of `rank` in global batch `number`. If `number` is `full_batches`, these are samples of the tail,
-        maybe none."""
+        """The samples of `rank` in global batch `number`.
+
+        If `number` is `full_batches`, these are samples of the tail, maybe none.
+        """
         return self.take(epoch, self.slots(number, rank, world_size))
 
     def slots(self, number: int, rank: int = 0, world_size: int = 1) -> I64:
-        """The positions of `rank` in global batch `number`: contiguous, and distributed over ranks as evenly as
-        possible."""
+        """The positions of `rank` in global batch `number`: contiguous, and shared as evenly as possible."""
         size = self.batch if number < self.full_batches else self.tail
         if not 0 <= rank < world_size:
             raise UsageError(f"rank {rank} is outside a world of {world_size}")
@@ -156,8 +157,10 @@ class Order:
     # -- positions to lanes
 
     def _lane_and_place(self, positions: I64) -> tuple[I64, I64]:
-        """The lane that each position reads, and the place in that lane. Places that a short lane lacks are taken from
-        others."""
+        """The lane that each position reads, and the place in that lane.
+
+        Places that a short lane lacks are taken from others.
+        """
         owed, share = self._owed, self.batch // self.lanes
         number, slot = positions // self.batch, positions % self.batch
         lane = slot // share

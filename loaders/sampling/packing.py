@@ -102,8 +102,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Packed:
-    """The sequences. Piece i of sequence s is row `ends[s-1] + i` of the columns `samples`, `starts` and `lengths`
-    (int64)."""
+    """The sequences.
+
+    Piece i of sequence s is row `ends[s-1] + i` of the columns `samples`, `starts` and `lengths` (int64).
+    """
 
     packing: Packing
     samples: I64

@@ -3,8 +3,7 @@
 Purpose: shuffle any number of items with O(1) memory, and compute the new or the original place of any item directly.
 Invariants: for one key and one n, `permute` is a bijection of [0, n) and `unpermute` is its inverse. Keys and sizes may
 differ from element to element. Only wrapping 64-bit integer arithmetic is used, so equal arguments give equal results
-on
-every machine and in every version of numpy. This is a shuffle, not a cipher: it is not secure.
+on every machine and in every version of numpy. This is a shuffle, not a cipher: it is not secure.
 Failure behaviour: `ValueError` for a value outside [0, n).
 
 Method: Feistel rounds over two halves of the bits (Luby and Rackoff 1988). The halves may differ in width, so the
@@ -43,8 +42,10 @@ def mix(values: U64) -> U64:
 
 
 def key_of(*parts: int | I64) -> U64:
-    """A 64-bit key for each element, from any number of integers or integer arrays (broadcast). The order of the parts
-    matters."""
+    """A 64-bit key for each element, from any number of integers or integer arrays (broadcast).
+
+    The order of the parts matters.
+    """
     if set(map(type, parts)) <= {int}:  # a single key, as for each clip: ten times as fast as the array path
         return np.array([_one_key(parts)], np.uint64)  # type: ignore[arg-type] # mypy does not follow `set`
     arrays = [np.atleast_1d(np.asarray(_wrap(part))) for part in parts]
@@ -70,8 +71,10 @@ def short(key: U64) -> str:
 
 
 def permute(values: I64, n: int | I64, key: U64) -> I64:
-    """The place of each of `values` in the permutation of [0, n) that `key` selects. All arguments are broadcast to one
-    dimension."""
+    """The place of each of `values` in the permutation of [0, n) that `key` selects.
+
+    All arguments are broadcast to one dimension.
+    """
     return _walk(values, n, key, range(_ROUNDS))
 
 
@@ -99,8 +102,10 @@ def _walk(values: I64, n: int | I64, key: U64, rounds: range) -> I64:
 
 
 def _feistel(x: U64, left: U64, right: U64, key: U64, rounds: range) -> U64:
-    """Apply the rounds. Even rounds change the upper `left` bits using the lower `right` bits; odd rounds do the
-    reverse."""
+    """Apply the rounds.
+
+    Even rounds change the upper `left` bits using the lower `right` bits. Odd rounds do the reverse.
+    """
     one = np.uint64(1)
     upper_mask, lower_mask = (one << left) - one, (one << right) - one
     upper, lower = x >> right, x & lower_mask

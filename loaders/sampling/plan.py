@@ -208,8 +208,10 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 def samples_with(dataset: Dataset, column: str, what: str, *, without: Collection[str] = ()) -> I64:
-    """The ids of the samples whose `column` is neither null nor in `without`. `what` describes them in the error if
-    there are none."""
+    """The ids of the samples whose `column` is neither null nor in `without`.
+
+    `what` describes them in the error if there are none.
+    """
     if not len(dataset):
         raise UsageError(f"no sample of {dataset.url} is left", hint="loosen the condition of the view")
     only = dataset.constant_value(column)

@@ -86,8 +86,10 @@ class Schedule(Protocol):
         ...
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
-        """How many samples each source of a mixture has given before batch `number` of `epoch`. Empty without a
-        mixture."""
+        """How many samples each source of a mixture has given before batch `number` of `epoch`.
+
+        Empty without a mixture.
+        """
         ...
 
     def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
@@ -199,8 +201,10 @@ def ordered_share(
     *,
     ahead: bool = False,
 ) -> Share:
-    """The share of a batch that comes from one stream. With `ahead`, the following batches are computed too, and
-    cached."""
+    """The share of a batch that comes from one stream.
+
+    With `ahead`, the following batches are computed too, and cached.
+    """
     where = (epoch, number, rank, world_size)
     virtual = _ahead(order, *where) if ahead else order.batch_of(*where)
     size = order.batch if number < order.full_batches else order.tail

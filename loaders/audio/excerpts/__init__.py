@@ -1,1 +1,1 @@
-"""Excerpts: small files that hold the part of a recording that a window needs, each decoded in one call."""
+"""Excerpts: small files that contain the part of a recording that a window needs. Each is decoded in one call."""

@@ -1,12 +1,17 @@
-"""Shared parts of the excerpt makers: the `Excerpt`, a search for the byte to begin at, and in-memory files.
+"""What all excerpt modules share: the `Excerpt`, a search for the byte at which to begin, and in-memory files.
 
-Purpose: containers differ in how a time is found in them. In every case FFmpeg decodes a small file at the end.
-Invariants: decoding an excerpt gives the samples of decoding the recording, except for the first few, which only warm
-up the decoder. Stamps of the excerpt are `shift` smaller than the recording's. Before an excerpt is used, its maker
-compares the packets in the file with those that the index marked (`around`). The search (`before`) returns a position
-at or before the wanted sample. The number of reads hardly depends on the file's length.
-Failure behaviour: a maker returns None for a file with an unusual structure, and libav then reads that file itself. The
-search falls back to its lower bound. `OSError` if there is no memory for a `memfd`.
+Purpose: each container format has its own way to find a time. Each module writes a small file, which FFmpeg decodes.
+
+Invariants:
+- Decoding an excerpt returns the same samples as decoding the recording, except for the first few samples, which only
+  warm up the decoder.
+- Time stamps of the excerpt are smaller than the recording's by `shift`.
+- Before an excerpt is used, the packets in the file are compared with those that the index marked (`around`).
+- The search (`before`) returns a position at or before the requested sample. The number of reads hardly depends on the
+  file's length.
+
+Failure behaviour: for a file with an unusual structure, a module returns None, and libav then reads the file itself.
+The search falls back to its lower bound. `OSError` if there is no memory for a `memfd`.
 """
 
 from __future__ import annotations
@@ -26,10 +31,11 @@ from headrace.dataio.shards.sample import AudioInfo, AudioMark
 
 
 class Excerpt(msgspec.Struct, frozen=True):
-    """A file made of `parts` in order, for libav's `demuxer`, which may include options.
+    """A file made of `parts` in order.
 
-    `shift` and `until` are seconds on the recording's time line; there is no audio after `until`, if it is known.
-    `whole` means that the excerpt starts at the recording's beginning, so silence precedes zero.
+    `demuxer` is the libav demuxer that reads it, and may include options. `shift` and `until` are seconds on the
+    recording's time line. If `until` is known, there is no audio after it. `whole` means that the excerpt starts at the
+    recording's beginning, so there is silence before time zero.
     """
 
     parts: Sequence[Bytes]
@@ -43,14 +49,16 @@ _pts = attrgetter("pts")
 
 
 def mark_before(marks: Sequence[AudioMark], pts: int) -> AudioMark | None:
-    """The last marked packet that begins at this stamp or before it."""
+    """The last marked packet that begins at or before this time stamp."""
     number = bisect_right(marks, pts, key=_pts)
     return marks[number - 1] if number else None
 
 
 def around(info: AudioInfo, low: Fraction, high: Fraction) -> Sequence[AudioMark]:
-    """The marked packets from the last one before `low` to the first one after `high`, in seconds of the file's own
-    time line. At least one packet, if any are marked."""
+    """The marked packets from the last one before `low` to the first one after `high`.
+
+    Times are seconds on the file's own time line. At least one packet is returned, if any are marked.
+    """
     if info.time_base is None:
         return ()
     first = bisect_right(info.marks, low / info.time_base, key=_pts)
@@ -60,16 +68,17 @@ def around(info: AudioInfo, low: Fraction, high: Fraction) -> Sequence[AudioMark
 
 Bytes = bytes | memoryview
 _AT_ONCE = 1024
-"""Buffers that Linux accepts in one call."""
+"""Number of buffers that Linux accepts in one call."""
 
 
 @contextlib.contextmanager
 def memfd(parts: Sequence[Bytes]) -> Iterator[int]:
-    """The descriptor of an in-memory file that holds `parts` in order. Its position is the beginning."""
+    """The descriptor of an in-memory file that contains `parts` in order. The file position is its beginning."""
     descriptor = os.memfd_create("sound", os.MFD_CLOEXEC)
     try:
         at = 0
-        for first in range(0, len(parts), _AT_ONCE):  # few calls: after each one the thread waits for the GIL
+        # as few calls as possible, since the thread waits for the GIL after each one
+        for first in range(0, len(parts), _AT_ONCE):
             some = parts[first : first + _AT_ONCE]
             end = at + sum(map(len, some))
             if os.pwritev(descriptor, some, at) != end - at:
@@ -86,7 +95,7 @@ Find = Callable[[int], Mark | None]
 """Returns the first mark after a byte, or None if there is none within reach."""
 
 NEAR = 64 * limits.KIB
-"""Bytes: when the wanted position is at most this far ahead, `before` walks from mark to mark."""
+"""Bytes. If the requested position is at most this far ahead, `before` steps from mark to mark."""
 _GUESSES, _STEPS = 6, 40
 
 

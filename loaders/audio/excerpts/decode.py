@@ -1,15 +1,19 @@
-"""Choose the excerpt maker for a file, then decode, cut and resample the excerpt in one call to FFmpeg.
+"""Make the excerpt of a file, then decode, cut and resample it in one call to FFmpeg.
 
-Purpose: packets hold a few milliseconds of audio. Threads that release and take the GIL for every packet wait for each
-other: two threads are hardly faster than one. FFmpeg's filters do everything in one call. `amovie` opens, demuxes and
-decodes, `atrim` cuts by stamps, and the result arrives in one frame.
-Invariants: the samples are bit-identical to those of `headrace.loaders.audio.frames` and
-`headrace.loaders.audio.resample`. Silence precedes and follows the recording, and is added before resampling. An
-excerpt begins early enough for its codec to settle. A file is cut only where the index marks some of its packets and
-the maker finds them there. WAV needs no marks, since its header is enough.
-Failure behaviour: None where libav has to read the file itself: there is no maker, decoding fails, or the number of
-samples is wrong. The caller then finds the cause. `CorruptionError` for a truncated MP4. Decoding uses one thread,
-because FFmpeg's frame threads can request buffers from a decoder that is being freed.
+Purpose: packets contain a few milliseconds of audio. Threads that release and acquire the GIL for every packet wait for
+each other, so two threads are hardly faster than one. FFmpeg's filters do everything in one call: `amovie` opens,
+demuxes and decodes, `atrim` cuts by time stamps, and the result is one frame.
+
+Invariants:
+- The samples are bit-identical to those of `headrace.loaders.audio.frames` and `headrace.loaders.audio.resample`.
+- The silence before and after the recording is added before resampling.
+- An excerpt begins early enough for its codec's output to become correct.
+- A file is cut only if the index marks some of its packets, and they are where the index says. WAV needs no marks,
+  since its header is sufficient.
+- Decoding uses one thread, because FFmpeg's frame threads can request buffers from a decoder that is being freed.
+
+Failure behaviour: None if libav has to read the file itself: its format has no excerpts, decoding fails, or the number
+of samples is wrong. The caller then finds the cause. `CorruptionError` for a truncated MP4.
 """
 
 from __future__ import annotations
@@ -32,15 +36,15 @@ from headrace.loaders.decode.trim import ViewFile
 from headrace.loaders.fetch.partial_file import Media
 
 WARM_UP = Fraction(23, 50)
-"""Seconds that are decoded before the wanted audio. Codecs need some audio before their output is right (Opus and MP3 a
-few packets)."""
+"""Seconds that are decoded before the requested audio. Codecs need some audio before their output is correct (Opus and
+MP3 need a few packets)."""
 SETTLING = frozenset(["aac", "ac3", "eac3", "mp1", "mp2", "mp3", "opus", "vorbis"])
-"""Codecs whose output is right after `WARM_UP`. Other codecs with a state are decoded from the file's beginning."""
+"""Codecs whose output is correct after `WARM_UP`. Other codecs with a state are decoded from the file's beginning."""
 _IN_MP4 = SETTLING | {"alac", "flac"}
 
 
 def excerpt_of(data: Media, info: AudioInfo, start: Fraction, end: Fraction) -> Excerpt | None:
-    """The excerpt from which `start` to `end` are decoded, in seconds of the file's own time line."""
+    """The excerpt for the audio from `start` to `end`, in seconds on the file's own time line."""
     if info.ext in wav.EXTENSIONS:
         return wav.excerpt(data, info, start, end)
     if not info.marks:
@@ -62,10 +66,10 @@ _MORE = 1 << 12
 
 
 def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: AudioSpec) -> tuple[F32, int] | None:
-    """Decode `count` samples from the recording's sample `first` on, counted by its stamps, in the format of `spec`.
+    """Decode `count` samples from the recording's sample `first` on, in the format of `spec`.
 
-    Returns (channels, about count times the ratio of rates), and how many of `count` are audio. None if the caller has
-    to read the whole file.
+    `first` is counted by time stamps. Returns (channels, about count times the ratio of rates), and how many of the
+    `count` samples are audio. None if the caller has to read the whole file.
     """
     rate = info.sample_rate
     begin = first - round(excerpt.shift * rate)
@@ -90,7 +94,7 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
     except (av.error.FFmpegError, OSError):
         return None
     late = frame.pts is None or abs(frame.pts * frame.time_base * rate - begin - silent) > 1
-    if late or frame.samples != sounding:  # a gap, an overlap, or decoding stopped early
+    if late or frame.samples != sounding:  # there is a gap or an overlap, or decoding stopped early
         return None
     if not part:
         return _samples(frame) if rate == spec.sample_rate else resampled_frame(frame, spec), left
@@ -106,7 +110,7 @@ def _samples(frame: Any) -> F32:
 
 
 def _chosen(channels: int, spec: AudioSpec) -> list[str]:
-    """The filter that selects the first channels unchanged, for `downmix="first"`."""
+    """The filter that selects the first channels unchanged, for `downmix="first"`. No filter for "mix"."""
     if spec.downmix == "mix":
         return []
     chosen = [f"c{number}=c{min(number, channels - 1)}" for number in range(spec.channels)]

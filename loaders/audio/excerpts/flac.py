@@ -1,15 +1,19 @@
 """Excerpts of FLAC, frame by frame, wrapped in Matroska.
 
-Purpose: every FLAC frame contains its number, so a few reads find a time. libav also searches for it, but with more
-reads, and for times close to the end it starts at the file's beginning. In raw FLAC, libav must search for every frame
-header. In a Matroska packet its decoder takes one frame after the other.
-Invariants: an excerpt holds whole, unchanged frames. They begin with the frame that holds the sample `low`, or the
-first frame, and end with the frame that holds `high`, or the last. Only files with a fixed block size are cut, since
-those number their frames. The first packet of the Matroska file has the stamp zero. Its ticks are nanoseconds, so
-rounding of stamps stays small.
-Failure behaviour: `CorruptionError` where nearly every position looks like a frame. None where the file is not FLAC,
-differs from the index, has no frame in reach, or lacks its last frame; libav then reads the file itself. A false frame
-(right sync code, number and 8-bit checksum) gives too few samples, and the caller rejects the excerpt.
+Purpose: every FLAC frame contains its number, so a few reads find a time. libav also searches, but with more reads, and
+for times close to the end it starts at the file's beginning. In raw FLAC, libav must search for every frame header. In
+a Matroska packet, its decoder reads one frame after the other.
+
+Invariants:
+- An excerpt contains whole, unchanged frames: from the frame of sample `low`, or the first frame, to the frame of
+  sample `high`, or the last frame.
+- Only files with a fixed block size are cut, since their frames are numbered.
+- The first packet of the Matroska file has time stamp zero. Time stamps are in nanoseconds, so their rounding errors
+  are small.
+
+Failure behaviour: `CorruptionError` if nearly every position looks like a frame. None if the file is not FLAC, does not
+match the index, has no frame within reach, or lacks its last frame; libav then reads the file itself. Bytes that look
+like a frame (correct sync code, number and 8-bit checksum) lead to too few samples, and the caller rejects the excerpt.
 """
 
 from __future__ import annotations
@@ -33,16 +37,20 @@ _SYNC = b"\xff\xf8"
 _ALIKE, _MOST_OF_FRAME_HEADER = 4, 16
 _FIRST_BYTES, _NEXT_BYTES = 16 * limits.KIB, 64 * limits.KIB
 _LARGEST = 1 * limits.MIB
-"""Bytes of a frame, about. The theoretical maximum, 65,535 samples of eight channels, does not occur in practice."""
+"""Approximate maximum size of a frame in bytes. The theoretical maximum, 65,535 samples of eight channels, does not
+occur in practice."""
 _NEAR_IN_MEMORY = 8 * limits.KIB
 MAX_CANDIDATES = 1 << 14
-"""Candidate positions that are examined for one window. With the shortest frames that FLAC allows, 64 KiB hold a third
-as many."""
+"""Maximum number of candidate positions that are examined for one window. With the shortest frames that FLAC allows, 64
+KiB contain a third as many."""
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """The header of a file: the STREAMINFO block, the byte at which frames begin, the first bytes of the first frame,
-    the samples per frame, and the total number of samples."""
+    """The header of a file.
+
+    It holds the STREAMINFO block, the byte at which frames begin, the first bytes of the first frame, the samples per
+    frame, and the total number of samples.
+    """
 
     info: bytes
     end: int
@@ -60,7 +68,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
-    """The excerpt from `low` to `high`, seconds of the file's own time line."""
+    """The excerpt from `low` to `high`, in seconds on the file's own time line."""
     header, marks = _header(data), around(info, low, high)
     if header is None or not marks or not _agrees(data, header, info, marks):
         return None
@@ -84,7 +92,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
 
 
 def _agrees(data: Media, header: _Header, info: AudioInfo, marks: Sequence[AudioMark]) -> bool:
-    """Whether the file matches the index, and the frames that the index marks are there."""
+    """Whether the file matches the index, and contains the frames that the index marks."""
     listed = header.rate, header.channels, header.samples
     if listed != (info.sample_rate, info.channels, info.samples) or info.time_base != Fraction(1, header.rate):
         return False
@@ -121,19 +129,20 @@ def _header(data: Media) -> _Header | None:
 
 
 class _FrameSearch:
-    """Searches for frames. It stops with an error where nearly every position looks like one, since such data is not
-    audio."""
+    """Searches for frames. It raises an error if nearly every position looks like a frame."""
 
     def __init__(self, data: Media, header: _Header) -> None:
         self._data, self._header, self._left = data, header, MAX_CANDIDATES
 
     def find(self, at: int) -> Mark | None:
-        """The first frame that begins after this byte; None if there is none within reach."""
+        """The first frame that begins after this byte. None if there is none within reach."""
         return next(self.frames(at), None)
 
     def frames(self, at: int) -> Iterator[Mark]:
-        """The frames that begin after this byte, each with the number of samples before it. The search ends when no
-        frame follows the last one within `_LARGEST`."""
+        """Yield the frames that begin after this byte, each with the number of samples before it.
+
+        The search ends if no frame follows within `_LARGEST` bytes of the last one.
+        """
         data, header = self._data, self._header
         at, size, begun = at + 1, _FIRST_BYTES, at
         while at - begun < _LARGEST and at + _MOST_OF_FRAME_HEADER < len(data):
@@ -156,8 +165,10 @@ class _FrameSearch:
 
 
 def _number(head: bytes, file: _Header) -> int | None:
-    """The number of the frame that begins with these bytes; None if they are not a frame header. Frames match the first
-    one, except for the number of samples in the last frame."""
+    """The number of the frame that begins with these bytes. None if they are not a frame header.
+
+    A frame must match the first frame, except for the number of samples in the last frame.
+    """
     if len(head) < _MOST_OF_FRAME_HEADER or (head[2] ^ file.first[2]) & 0xF or (head[3] ^ file.first[3]) & 0xF:
         return None
     if head[2] < 0x10 or head[3] >= 0xB0:
@@ -208,8 +219,10 @@ _NANOSECONDS = 1_000_000_000
 
 
 def file(codec: bytes, private: bytes, rate: int, channels: int, packets: Sequence[tuple[int, Bytes]]) -> list[Bytes]:
-    """The parts of a Matroska file with these packets, each given with the number of samples before it. `private` is
-    the codec's initialization data."""
+    """The parts of a Matroska file with these packets. Each packet is given with the number of samples before it.
+
+    `private` is the codec's initialization data.
+    """
     audio = _element(_RATE, struct.pack(">d", rate)) + _element(_CHANNELS, bytes([channels]))
     track = _element(_NUMBER, b"\x01") + _element(_UID, b"\x01") + _element(_TYPE, _SOUND)
     track += _element(_CODEC, codec) + _element(_PRIVATE, private) + _element(_AUDIO, audio)

@@ -1,10 +1,15 @@
-"""Excerpts of MP3, from a frame that the index marked. The file itself does not say where in it a time is.
+"""Excerpts of MP3, from a frame that the index marked. The file itself does not contain the position of a time.
 
 Purpose: to find a time, libav would read everything before it and count the frames.
-Invariants: frames are whole and unchanged. They begin some frames before the wanted ones, since a frame needs bytes of
-earlier frames and the decoder state that those left. They end after the wanted ones, or where the index says that the
-audio ends: the padding of the last frame is not audio. Every frame begins where the one before ends.
-Failure behaviour: None for files without marks, for windows at the beginning of the audio, and where no frame begins at
+
+Invariants:
+- An excerpt contains whole, unchanged frames, and every frame begins where the frame before it ends.
+- It begins a few frames before the requested ones, since a frame needs bytes of earlier frames and the decoder state
+  after them.
+- It ends after the requested frames, or where the audio ends according to the index. The padding of the last frame is
+  not audio.
+
+Failure behaviour: None for files without marks, for windows at the beginning of the audio, and if no frame begins at
 the mark or directly after another frame. libav then reads the file itself.
 """
 
@@ -29,16 +34,16 @@ _KBITS = (
 _RATES = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_000, 8_000)}
 """Sample rates by the two version bits: MPEG 1, 2 and 2.5."""
 _RESERVOIR = 2048
-"""Bytes before the first wanted frame. A frame may need at most 511 bytes of the frames before it, and those need bytes
+"""Bytes before the first requested frame. A frame needs at most 511 bytes of the frames before it, and those need bytes
 of earlier ones."""
 _AT_FIRST = Fraction(1, 2)
 """Seconds at the beginning of the audio that libav reads itself."""
 _MORE = 2
-"""Frames after the last wanted one."""
+"""Number of frames after the last requested one."""
 
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
-    """The excerpt from `low` to `high`, seconds of the file's own time line. It starts from a known mark."""
+    """The excerpt from `low` to `high`, in seconds on the file's own time line. The search starts at a known mark."""
     rate, begin, base = info.sample_rate, info.start, info.time_base
     # decoders drop part of the first frame
     if begin is None or base is None or not info.marks or low <= begin + _AT_FIRST:
@@ -63,7 +68,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
 
 
 def _agree(offsets: Sequence[int], marks: Sequence[Mark], at: int, before: int, length: int) -> bool:
-    """Whether the marked packets within this range are frames that have the right number of samples before them."""
+    """Whether the marked packets in this range are frames with the correct number of samples before them."""
     here = [mark for mark in marks if at <= mark[0] < at + offsets[-1]]
     return all(offsets[-1] and _is_at(offsets, place - at, samples - before, length) for place, samples in here)
 
@@ -74,7 +79,7 @@ def _is_at(offsets: Sequence[int], place: int, samples: int, length: int) -> boo
 
 
 def _offsets(view: memoryview, rate: int, count: int) -> list[int] | None:
-    """Where `count` consecutive frames begin, and where the last one ends."""
+    """The offsets at which `count` consecutive frames begin, and the offset at which the last one ends."""
     at = [0]
     for _ in range(count):
         size = _bytes(bytes(view[at[-1] : at[-1] + 3]), rate)
@@ -86,7 +91,7 @@ def _offsets(view: memoryview, rate: int, count: int) -> list[int] | None:
 
 @functools.lru_cache(1 << 10)
 def _bytes(head: bytes, rate: int) -> int:
-    """The length of the frame that begins with these three bytes; 0 if none does."""
+    """The length of the frame that begins with these three bytes, or 0 if they are not a frame header."""
     if len(head) < 3 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
         return 0
     version, kbits, which, padding = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3, head[2] >> 1 & 1

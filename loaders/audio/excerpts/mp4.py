@@ -1,13 +1,17 @@
-"""Excerpts of MP4, M4A and MOV, found through the tables that list where each packet lies.
+"""Excerpts of MP4, M4A and MOV, found through the tables that list the position of each packet.
 
-Purpose: libav makes an object of each packet when it opens a file, which takes ten milliseconds for an hour of audio.
-Here the tables become arrays, and the small file's tables are written from a part of them. The codec's description is
-copied unchanged.
-Invariants: packets are whole and unchanged, from the one that holds `low` to a few after the one that holds `high`. The
-excerpt's stamps count from its first packet. Only simple files are cut: an audio track without fragments, whose packets
-play in stored order, after at most one initial silence and without cuts. The packets that the index marks around the
-window must have their positions and stamps. The first and last packets of a file are not used: libav trims parts of
-those by its own rules.
+Purpose: libav creates an object for each packet when it opens a file, which takes ten milliseconds for an hour of
+audio. This module reads the tables as arrays, and writes the tables of the excerpt from a part of them. The codec's
+description is copied unchanged.
+
+Invariants:
+- An excerpt contains whole, unchanged packets: from the packet of `low` to a few packets after that of `high`. Its time
+  stamps count from its first packet.
+- Only simple files are cut: an audio track without fragments, whose packets are played in stored order, after at most
+  one initial silence and without cuts.
+- The packets that the index marks around the window must have the positions and time stamps that the index lists.
+- The first and last packets of a file are not used, since libav trims parts of them by its own rules.
+
 Failure behaviour: None for every other file; libav then reads it itself.
 """
 
@@ -31,20 +35,19 @@ from headrace.loaders.fetch.partial_file import Media
 
 EXTENSIONS = mp4.EXTENSIONS
 _EDGE = 8
-"""Packets at the beginning and at the end of a file that an excerpt never includes."""
+"""Number of packets at the beginning and at the end of a file that an excerpt never includes."""
 _MOST_CHUNKS = 1 << 14
-"""Limit on the chunks of packets in an excerpt."""
+"""Maximum number of chunks of packets in an excerpt."""
 _MOST_TRACKS = 64
 _MORE = 4
-"""Packets after the last wanted one: decoders output some audio later than they receive it."""
+"""Number of packets after the last requested one, since decoders output some audio later than they receive it."""
 
 
 class Track(msgspec.Struct, frozen=True):
-    """The tables of a track: runs of packets with equal duration (`counts`, `ticks`), the packets' sizes, and their
-    chunks.
+    """The tables of a track: runs of packets with equal duration (`counts`, `ticks`), packet sizes, and chunks.
 
-    `start` is when its first sample plays, `end` when the edit cuts it off, and `lead` the ticks of its packets before
-    `start`.
+    `start` is the time at which the first sample is played. `end` is the time at which the edit ends the track. `lead`
+    is the number of ticks of the packets before `start`.
     """
 
     scale: int
@@ -61,8 +64,10 @@ class Track(msgspec.Struct, frozen=True):
 
 
 def track(data: Media, info: AudioInfo, marks: Sequence[AudioMark]) -> Track | None:
-    """The file's simple track with these packets at the positions that the index lists; None if there is none. libav
-    may number tracks differently from the file, since it counts cover pictures."""
+    """The file's simple track whose packets are at the positions that the index lists. None if there is none.
+
+    libav may number tracks differently from the file, since it counts cover pictures.
+    """
     try:
         moov = mp4.find(data)
         found = [] if moov is None else [view for kind, view in mp4.inside(moov) if kind == b"trak"][:_MOST_TRACKS]
@@ -77,7 +82,7 @@ def track(data: Media, info: AudioInfo, marks: Sequence[AudioMark]) -> Track | N
 
 
 def _fits(track: Track, info: AudioInfo, marks: Sequence[AudioMark]) -> bool:
-    """Whether the marked packets belong to this track and begin when the index says."""
+    """Whether the marked packets belong to this track and begin at the times that the index lists."""
     base, ends = info.time_base, np.cumsum(track.counts * track.ticks)
     if base is None or not marks or (track.scale % info.sample_rate and info.sample_rate % track.scale):
         return False
@@ -92,7 +97,7 @@ def _fits(track: Track, info: AudioInfo, marks: Sequence[AudioMark]) -> bool:
 
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
-    """The excerpt from `low` to `high`, seconds of the file's own time line."""
+    """The excerpt from `low` to `high`, in seconds on the file's own time line."""
     track_ = track(data, info, around(info, low, high))
     return None if track_ is None else _excerpt(data, track_, low, high)
 
@@ -159,8 +164,10 @@ def _track(moov: memoryview, view: memoryview) -> Track | None:
 
 
 def _packet(track: Track, ends: Ints, time: int) -> int:
-    """The number of the packet that holds this tick; -1 before the first packet, and the number of packets after the
-    last."""
+    """The number of the packet that contains this tick.
+
+    -1 before the first packet, and the number of packets after the last one.
+    """
     if time < 0:
         return -1
     run = int(np.searchsorted(ends, time, side="right"))
@@ -171,7 +178,7 @@ def _packet(track: Track, ends: Ints, time: int) -> int:
 
 
 def _run(track: Track, packet: int) -> int:
-    """The number of the run of equally long packets that holds this packet."""
+    """The number of the run of equally long packets that contains this packet."""
     return int(np.searchsorted(np.cumsum(track.counts), packet, side="right"))
 
 
@@ -182,7 +189,7 @@ def _time(track: Track, ends: Ints, packet: int) -> int:
 
 
 def _stretches(track: Track, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Where in the file these packets lie: (offset, bytes) of each chunk's part."""
+    """Yield the position of these packets in the file: (offset, bytes) for each chunk's part."""
     low = int(np.searchsorted(track.first_of_chunk, first, side="right")) - 1
     high = int(np.searchsorted(track.first_of_chunk, last, side="left"))
     for chunk in range(low, high):
@@ -193,7 +200,7 @@ def _stretches(track: Track, first: int, last: int) -> Iterator[tuple[int, int]]
 
 
 def _moov_of(track: Track, first: int, last: int, place: int) -> bytes:
-    """The tables of a file that stores these packets one after the other from `place` on."""
+    """The tables of a file that stores these packets one after the other, from offset `place` on."""
     ticks, count = int(track.ticks[_run(track, first)]), last - first
     tables = [
         mp4.box(b"stsd", track.described),

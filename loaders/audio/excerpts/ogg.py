@@ -1,12 +1,17 @@
 """Excerpts of Ogg (Opus and Vorbis), page by page.
 
-Purpose: each page lists the number of samples up to its end. Pages can follow the file's headers unchanged.
-Invariants: pages are whole and unchanged, from the one that holds `low` minus `_BEFORE` to the one that holds
-`high` plus `_BEFORE`. They keep their stamps, which count from the file's beginning. No page is missing between two
-packets that the index marks, and the pages' counts agree with the stamps that libav found during indexing. Only files
-with one stream are cut, and never from the first audio page. FLAC in Ogg is not cut, since libav counts the packets
-that it gets.
-Failure behaviour: None for every other file, and where no page begins at the end of the one before; libav then reads
+Purpose: each page lists the number of samples up to its end. So an excerpt can consist of the file's headers and some
+of its pages, unchanged.
+
+Invariants:
+- An excerpt contains whole, unchanged pages: from the page of `low` minus `_BEFORE` to the page of `high` plus
+  `_BEFORE`. They keep their time stamps, which count from the file's beginning.
+- No page is missing between two packets that the index marks. The pages' sample counts match the time stamps that libav
+  found during indexing.
+- Only files with one stream are cut, and an excerpt never begins with the first audio page.
+- FLAC in Ogg is not cut, since libav counts the packets that it receives.
+
+Failure behaviour: None for every other file, and if no page begins at the end of the page before it; libav then reads
 the file itself. `check` raises `CorruptionError` for damaged or missing pages.
 """
 
@@ -29,17 +34,17 @@ from headrace.loaders.fetch.partial_file import Media
 EXTENSIONS = frozenset(["ogg", "oga", "opus"])
 _CODECS = frozenset(["opus", "vorbis"])
 _BEFORE = Fraction(1, 10)
-"""Seconds by which pages may count more than stamps: pages also count the samples that decoders drop at the beginning.
-"""
+"""Seconds by which the pages' counts may exceed time stamps: pages also count the samples that decoders drop at the
+beginning."""
 _PAGE = struct.Struct("<4sBBqIIIB")
 _MOST_HEADERS = 4 * limits.MIB
 _MOST_PAGES = 1 << 16
 _FIRST_PAGE = 512
 _PAGES = Fraction(5)
-"""Seconds: the duration of several pages."""
+"""Seconds. The duration of several pages."""
 _AT_ONCE = 64 * limits.KIB
 _LONGEST_PACKET = 1 << 13
-"""Samples of a packet. A packet may begin on the page before."""
+"""Maximum number of samples in a packet. A packet may begin on the page before."""
 
 
 class _Page(msgspec.Struct, frozen=True):
@@ -52,8 +57,8 @@ class _Page(msgspec.Struct, frozen=True):
 
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
-    """The excerpt from `low` to `high`, seconds of the file's own time line."""
-    rate = 48_000 if info.codec == "opus" else info.sample_rate  # the rate at which pages count
+    """The excerpt from `low` to `high`, in seconds on the file's own time line."""
+    rate = 48_000 if info.codec == "opus" else info.sample_rate  # the sample rate in which pages count
     head = _headers(data) if info.codec in _CODECS else None
     if head is None or info.time_base != Fraction(1, rate):
         return None
@@ -75,8 +80,10 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
 
 
 def _agree(pages: Sequence[_Page], marks: Sequence[AudioMark], lead: int) -> bool:
-    """Whether no page is missing, and marked packets begin pages at the right time: `lead` samples before the count of
-    the page before."""
+    """Whether no page is missing, and marked packets begin pages at the correct time.
+
+    That time is `lead` samples less than the sample count of the page before.
+    """
     if any(other.number != (one.number + 1) % (1 << 32) for one, other in pairwise(pages)):
         return False
     before, counted = dict[int, int](), -1
@@ -91,15 +98,17 @@ def _agree(pages: Sequence[_Page], marks: Sequence[AudioMark], lead: int) -> boo
 
 
 def _lead(data: Media, info: AudioInfo) -> int:
-    """Samples that pages count before time zero."""
+    """Number of samples that pages count before time zero."""
     page = bytes(data[:_FIRST_PAGE])
     at = page.find(b"OpusHead") if info.codec == "opus" else -1
     return int.from_bytes(page[at + 10 : at + 12], "little") if at >= 0 else 0
 
 
 def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
-    """Raise `CorruptionError` if pages between these times are damaged or missing. libav skips such pages without an
-    error."""
+    """Raise `CorruptionError` if pages between these times are damaged or missing.
+
+    libav skips such pages without an error.
+    """
     first = _page(data, 0)
     lead, rate = _lead(data, info), 48_000 if info.codec == "opus" else info.sample_rate
     at, counted = 0, -1
@@ -129,7 +138,7 @@ def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
 
 
 def _next(data: Media, at: int) -> int:
-    """Where the next possible page begins; the end of the data if there is none."""
+    """The offset of the next possible page, or the end of the data if there is none."""
     while at < len(data):
         view = bytes(data[at : at + _AT_ONCE])
         found = view.find(b"OggS")
@@ -144,7 +153,7 @@ def _is_whole(data: Media, page: _Page) -> bool:
 
 
 def _page(data: Media, at: int) -> _Page | None:
-    """The page that begins at this byte; None if there is none."""
+    """The page that begins at this byte. None if no page does."""
     head = data[at : at + _PAGE.size]
     if len(head) < _PAGE.size:
         return None
@@ -169,7 +178,7 @@ def _headers(data: Media) -> _Page | None:
 
 
 def _until(data: Media, at: int, serial: int, wanted: int, least: int) -> Iterator[_Page]:
-    """Pages from `at` to the first one that ends beyond `wanted` samples and is not before byte `least`."""
+    """Yield pages from `at` to the first one that ends after `wanted` samples and does not begin before byte `least`."""
     for _ in range(_MOST_PAGES):
         page = _page(data, at)
         if page is None or page.serial != serial or page.end > len(data):
@@ -181,8 +190,10 @@ def _until(data: Media, at: int, serial: int, wanted: int, least: int) -> Iterat
 
 
 def _crc(page: bytes) -> int:
-    """Zero if the page's checksum is right. Ogg's CRC differs from zlib's CRC-32 in bit order, initial value and final
-    XOR."""
+    """Zero if the page's checksum is correct.
+
+    Ogg's CRC differs from zlib's CRC-32 in bit order, initial value and final XOR.
+    """
     stored, zeroed = page[22:26].translate(_TURNED), page[:22] + bytes(4) + page[26:]
     return zlib.crc32(zeroed.translate(_TURNED), 0xFFFFFFFF) ^ 0xFFFFFFFF ^ int.from_bytes(stored, "big")
 

@@ -1,9 +1,9 @@
-"""Excerpts of WAV. Samples are stored one after the other, so the position of a time is computed.
+"""Excerpts of WAV. Samples are stored one after the other, so the position of a time can be computed.
 
-Purpose: libav reads WAV in packets of 4 KiB, some of which last three milliseconds.
-Invariants: samples are unchanged, from the one at `low` to the one at `high`, or to the file's last sample.
+Purpose: libav reads WAV in packets of 4 KiB, which may last only three milliseconds.
+Invariants: an excerpt contains the unchanged samples from `low` to `high`, or to the file's last sample.
 Failure behaviour: None for compressed files, for files larger than their header can express, for windows without
-samples, and where the index disagrees. libav then reads the file itself.
+samples, and if the file does not match the index. libav then reads the file itself.
 """
 
 from __future__ import annotations
