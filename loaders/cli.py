@@ -73,7 +73,7 @@ def _url(named: str) -> str:
 
 
 def _is_missing(url: str) -> bool:
-    """Whether no dataset exists at `url`. False if the store cannot be asked."""
+    """Whether no dataset exists at `url`. False if the store cannot tell."""
     from headrace.dataio.store.open import open_store
 
     try:

@@ -96,8 +96,8 @@ class LoaderConfig:
             it. Default: False.
         sidecar (str | os.PathLike | None): "auto", the path of the sidecar's socket, or None to read without the
             sidecar. Default: "auto".
-        on_error (str | None): "replace" substitutes another sample of the same chunk for a damaged sample; "skip"
-            leaves the damaged sample out of its batch. Default: "replace"; in an evaluation, "skip".
+        on_error (str | None): "replace" substitutes a sample that is stored close to the damaged one; "skip" leaves the
+            damaged sample out of its batch. Default: "replace"; in an evaluation, "skip".
         max_bad_samples (float): raise `CorruptionError` if more samples than this are damaged. It is a number or, below
             1, a fraction of the epoch's samples. Default: 0.01.
         quarantine_list (str | os.PathLike | QuarantineList | None): a list of bad samples that several runs share.

@@ -219,7 +219,7 @@ def _frames(
         frames.close()
         if mark is None and guide is stream:
             return
-    if seeks:  # no seek led to the wanted packet
+    if seeks:  # no seek led to the requested packet
         _seek(container, stream, min(Fraction(0), first))
     yield from _decoded(
         container, stream, start, end, all_packets=not _settles(info.codec), counted=container.format.name == "wav"

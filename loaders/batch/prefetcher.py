@@ -247,7 +247,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """End the threads. Nothing is delivered afterwards."""
-        self._failed = self._failed or Closed()  # ends planning
+        self._failed = self._failed or Closed()  # stops planning
         self._memory.close()
         self._executor.stop()
         with contextlib.ExitStack() as ends:  # in reverse order; each one is closed even if another fails

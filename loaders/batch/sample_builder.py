@@ -77,8 +77,7 @@ class SampleBuilder:
         readers: one reader for each of the plan's datasets.
         quarantine: the samples that are known to be damaged.
         memory: limits the bytes of samples in processing.
-        on_error: "replace" substitutes another sample of the chunk for a damaged one; "skip" leaves it out of its
-            batch.
+        on_error: "replace" substitutes another sample for a damaged one; "skip" leaves the sample out of its batch.
     """
 
     def __init__(

@@ -224,7 +224,7 @@ def _moved(packets: Packets, begin: int) -> Packets:
 
 
 def tells_all(request: Request) -> bool:
-    """Whether the container stores decode times, or the codec decodes pictures in the order in which they are shown."""
+    """Whether the container stores decode times, or the codec decodes frames in the order in which they are shown."""
     return request.info.ext in _WITH_DECODE_TIMES or request.info.codec in _IN_ORDER
 
 

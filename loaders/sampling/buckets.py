@@ -45,7 +45,7 @@ from headrace.loaders.validation import check_fields
 MAX_BUCKETS = 256
 MAX_SIDE = 16_384
 _START = 8  # a purpose of `key_of` that no other module uses
-_SAME = 1e-6  # aspect ratios that differ by less are one
+_SAME = 1e-6  # aspect ratios that differ by less are treated as equal
 
 F64 = npt.NDArray[np.float64]
 

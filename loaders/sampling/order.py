@@ -6,8 +6,8 @@ The order is built in four steps:
 
 1. The samples are cut into chunks of `chunk` consecutive samples, so a chunk is one or two short ranges of one shard.
 2. A fixed permutation distributes the chunks over K `lanes`, in the same way in all epochs. So the same node reads a
-   lane's chunks in every epoch, and its cache stays useful. In a global batch of G, slot s is in lane
-   floor(s * K / G).
+   lane's chunks in every epoch, and its cache stays useful. Slot s of a batch of G
+   is in lane floor(s * K / G).
 3. In each lane, the chunks are shuffled for every (seed, epoch).
 4. The shuffled chunks are cut into windows of `window` chunks, and the samples of each window are shuffled. Windows of
    different lanes are staggered, so that they do not all begin in the same batch.
@@ -139,7 +139,8 @@ class Order:
         return np.arange(start + size * rank // world_size, start + size * (rank + 1) // world_size, dtype=np.int64)
 
     def substitute(self, sample: int, attempt: int, clips: int = 1) -> int | None:
-        """The virtual sample that replaces a damaged `sample`: the same clip number of a nearby sample.
+        """The virtual sample that replaces a damaged `sample`: the same clip number of a sample that is stored close to
+        it.
 
         The candidates are the samples of its chunk, or of an aligned group of `NEIGHBOURS` samples if chunks are
         smaller. Attempts 0, 1, … return each candidate once, then None, in an order drawn for this sample. Seed and

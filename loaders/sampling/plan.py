@@ -1,12 +1,11 @@
 """The plan of a loader: connects a schedule, which computes positions, with the datasets, which contain the samples.
 
 Purpose: choose the schedule (plain, mixture, buckets, both, or an evaluation of any of them), build its streams, and
-look samples up in the datasets. All of these use one class, `OrderPlan`, with different schedules.
-Invariants: part n of a sample is number `Parts.first(sample) + n` of its stream. Trainers see only the samples in the
-streams' `ids`. A sample's substitute is a sample of the same chunk and stream, the same one for every epoch and world
-size. The rank decides only which share of a batch it takes.
-Failure behaviour: `UsageError` if there is nothing to deliver, or if a batch size is given together with buckets.
-"""
+look samples up in the datasets. All of these use one class, `OrderPlan`, with different schedules. Invariants: part n
+of a sample is number `Parts.first(sample) + n` of its stream. Trainers see only the samples in the streams' `ids`. A
+sample's substitute belongs to the same stream and is stored close to it (see `Order.substitute`). It is the same for
+every epoch and world size. The rank decides only which share of a batch it takes. Failure behaviour: `UsageError` if
+there is nothing to deliver, or if a batch size is given together with buckets."""
 
 from __future__ import annotations
 
@@ -89,7 +88,7 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
         return Stream.of(self.dataset, self.ids[rows], parts, self.source)
 
     def substitute(self, order: Order, ref: SampleRef, attempt: int) -> SampleRef | None:
-        """The same part of another sample in the same chunk of `order`."""
+        """The same part of another sample, which the chunks of `order` determine (see `Order.substitute`)."""
         (number,), (part,) = self.parts.split(np.array([ref.virtual]))
         each = max(1, self.parts.total // len(self.ids))
         alone = Order(len(self.ids), order.batch, max(1, order.chunk // each), lanes=order.lanes, window=order.window)

@@ -113,7 +113,7 @@ def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
     lead, rate = _lead(data, info), 48_000 if info.codec == "opus" else info.sample_rate
     at, counted = 0, -1
     for mark in info.marks if info.time_base == Fraction(1, rate) else ():
-        if mark.pts >= (low - _PAGES) * rate:  # after a skipped page, stamps may be those of that page
+        if mark.pts >= (low - _PAGES) * rate:  # after a skipped page, time stamps may be those of that page
             break
         at, counted = mark.at, mark.pts + lead
     number, fault = None, -1
@@ -131,7 +131,7 @@ def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
             if fault >= 0 and counted >= int(low * rate) + lead:
                 break
             fault = -1
-        # page numbers may jump after the headers where the audio was cut
+        # page numbers may jump after the headers if the audio was cut
         at, number = page.end, (page.number + 1) % (1 << 32) if page.samples else None
     if fault >= 0:
         raise CorruptionError(f"the page of Ogg at byte {fault} is damaged, or one before it is missing")
