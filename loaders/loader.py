@@ -238,7 +238,7 @@ class Loader(IterableDataset[dict[str, Any]]):
             force: load a state that does not match this loader.
 
         Returns:
-            With `force`, what is lost, which is also logged. None if nothing is lost.
+            With `force`, a `Loss`, which is false if nothing is lost; a loss is also logged. Without `force`, None.
 
         Raises:
             MismatchError: the state does not match. The error names the first field that differs, and the loader is

@@ -183,10 +183,9 @@ class BatchExecutor:
 def batches_from(source: BatchSource, epoch: int, batch: int) -> Iterator[Sequence[SampleRef]]:
     """Yield a rank's batches from a position on, without end.
 
-    The first lookup is for one batch, and later lookups are for more and more, up to `PLANNED_AT_ONCE` batches or
-    `REFS_AT_ONCE` samples. If a lookup fails, its batches are looked up one by one, so that the batches before the
-    failing one can be delivered.
-    """
+    The first lookup is for one batch. Each later lookup is for up to twice as many batches, at most `PLANNED_AT_ONCE`
+    batches or `REFS_AT_ONCE` samples. If a lookup fails, its batches are looked up one by one, so that the batches
+    before the failing one can be delivered."""
     count = 1
     for later in itertools.count(epoch):
         end = source.batches_in(later)

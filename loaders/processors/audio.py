@@ -5,8 +5,8 @@ Invariants: those of `headrace.loaders.interfaces`. A window starts at the sampl
 `headrace.loaders.audio.spec.begin` returns. A piece of samples has exactly the length that its `SampleRef` gives, at
 the target rate. Zeros follow where the recording is shorter than the index says. With spectrograms, rows and pieces are
 counted in columns. A piece's columns depend on its own audio only, never on adjacent pieces. Audio that is too short to
-transform is padded with zeros. Failure behaviour: `process` returns the error of a damaged recording at the sample's
-position."""
+transform is padded with zeros.
+Failure behaviour: `process` returns the error of a damaged recording at the sample's position."""
 
 from __future__ import annotations
 

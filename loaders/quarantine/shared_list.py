@@ -222,8 +222,7 @@ class QuarantineList:
     def _lasting(self, location: Location, version: int) -> Entry | None:
         """The entry because of which every run skips the sample, or None.
 
-        It is an entry that is not only suspected, or the entry by which a second run in another process confirmed the
-        sample.
+        Either the entry is not marked as suspected, or it confirms the suspicion of another run in another process.
         """
         before = list[Entry]()
         for number, entry in self._entries.get(location, ()):

@@ -6,8 +6,7 @@ The order is built in four steps:
 
 1. The samples are cut into chunks of `chunk` consecutive samples, so a chunk is one or two short ranges of one shard.
 2. A fixed permutation distributes the chunks over K `lanes`, in the same way in all epochs. So the same node reads a
-   lane's chunks in every epoch, and its cache stays useful. Slot s of a batch of G
-   is in lane floor(s * K / G).
+   lane's chunks in every epoch, and its cache stays useful. Slot s of a batch of size G is in lane floor(s * K / G).
 3. In each lane, the chunks are shuffled for every (seed, epoch).
 4. The shuffled chunks are cut into windows of `window` chunks, and the samples of each window are shuffled. Windows of
    different lanes are staggered, so that they do not all begin in the same batch.

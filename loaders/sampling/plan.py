@@ -1,11 +1,11 @@
 """The plan of a loader: connects a schedule, which computes positions, with the datasets, which contain the samples.
 
 Purpose: choose the schedule (plain, mixture, buckets, both, or an evaluation of any of them), build its streams, and
-look samples up in the datasets. All of these use one class, `OrderPlan`, with different schedules. Invariants: part n
-of a sample is number `Parts.first(sample) + n` of its stream. Trainers see only the samples in the streams' `ids`. A
-sample's substitute belongs to the same stream and is stored close to it (see `Order.substitute`). It is the same for
-every epoch and world size. The rank decides only which share of a batch it takes. Failure behaviour: `UsageError` if
-there is nothing to deliver, or if a batch size is given together with buckets."""
+look samples up in the datasets. All of these use one class, `OrderPlan`, with different schedules.
+Invariants: part n of a sample is number `Parts.first(sample) + n` of its stream. Trainers see only the samples in the
+streams' `ids`. A sample's substitute belongs to the same stream and is stored close to it (see `Order.substitute`). It
+is the same for every epoch and world size. The rank decides only which share of a batch it takes.
+Failure behaviour: `UsageError` if there is nothing to deliver, or if a batch size is given together with buckets."""
 
 from __future__ import annotations
 
