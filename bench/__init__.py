@@ -1,1 +1,1 @@
-"""Floor 4: the demo and the benchmarks. May import everything below; nothing imports it."""
+"""The demo and the benchmarks. They may import all other packages of Headrace; no other package imports them."""

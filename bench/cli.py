@@ -1,8 +1,10 @@
 """`headrace bench`: finds the benchmark and runs it.
 
-Invariant: nothing of a benchmark is imported before it is chosen, so `headrace bench --help` answers at once. Every
-benchmark writes the same results document (`bench/core/results.py`), with raw samples. It prints no figure that was not
-measured in its run. Failure behaviour: an unknown name is wrong use, exit code 2.
+Invariants: a benchmark is imported only when it is chosen, so `headrace bench --help` responds at once. Every benchmark
+writes the same results document (`bench/core/results.py`), with raw samples. It prints only figures that were measured
+in its run.
+
+Failure behaviour: an unknown name is wrong use, with exit code 2.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("core.report:report", "Markdown tables of results files"),
     "compare": ("core.compare:compare_files", "what changed between two results files beyond noise"),
 }
-"""Benchmark → (module:command below `headrace.bench`, one line of help)."""
+"""The name of each benchmark → (module:command below `headrace.bench`, one line of help)."""
 
 _EXIT_CODES = """\
 Each has --rounds, --directory, -o FILE (raw samples and environment as JSON), --json, and its own options: see its --help.
@@ -49,7 +51,7 @@ def bench(argv: list[str]) -> int:
 
 
 def usage() -> str:
-    """The text of `headrace bench --help`."""
+    """Return the text of `headrace bench --help`."""
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:{width}}  {line}" for name, (_, line) in COMMANDS.items())
     head = "usage: headrace bench WHAT [OPTION ...]\n\nmeasure Headrace and its peers on this machine"

@@ -1,1 +1,1 @@
-"""What all benchmarks share: the results document, side-by-side measurement, statistics, the shell around a benchmark."""
+"""The code that all benchmarks share: results documents, measurement, statistics, and the command of a benchmark."""

@@ -1,16 +1,19 @@
-"""The frame of every benchmark: shared options, a scratch folder, progress, the results file, the exit code.
+"""The command of every benchmark: shared options, a scratch folder, progress, the results file, the exit code.
 
-How to add a benchmark: write a function under the decorator `benchmark`, and name it in `bench/cli.py`:
+To add a benchmark, write a function with the decorator `benchmark`, and list it in `bench/cli.py`:
 
     @benchmark("pack", "Packing files.", argument("--files", type=positive_int, default=160))
     def pack(job: Job, part: Part) -> None:
         ...
 
-The function fills the part as it measures. The job has the rounds, a scratch folder and the options.
-Invariant: once the options are parsed, the results file is always written. A part that raises is in it as failed, an
-interrupted one as interrupted, with what it had measured until then.
-Failure behaviour: exit code 1 when something failed and is named, 130 when interrupted. An error of the caller
-(`UsageError`) passes through.
+The function adds each result to the part as soon as it is measured. The job has the number of rounds, a scratch folder
+and the options.
+
+Invariant: once the options are parsed, the results file is always written. A part that raises is in it as failed, and
+an interrupted one as interrupted, with all earlier measurements.
+
+Failure behaviour: the exit code is 1 if something failed, which the output names, and 130 after an interrupt. A
+`UsageError` passes through.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ EXIT_CODES = (
 
 @dataclass(frozen=True)
 class Job:
-    """What a benchmark gets: `scratch` is an empty folder that is deleted afterwards; `args` are its options."""
+    """The input of a benchmark. `scratch` is an empty folder that is deleted afterwards. `args` are the options."""
 
     rounds: int
     scratch: Path
@@ -59,14 +62,14 @@ def benchmark(
     rounds: int = 3,
     show: Callable[[Part], str] = part_table,
 ) -> Callable[[Fill], Command]:
-    """Make a command of the function below, which fills a part of a results document.
+    """Decorator that makes a command from a function that fills a part of a results document.
 
     Args:
-        name: What follows `headrace bench` on the command line.
-        description: The text at the top of the command's help.
+        name: The word after `headrace bench` on the command line.
+        description: The text at the start of the command's help.
         arguments: The benchmark's own arguments.
-        rounds: How often everything runs by default.
-        show: Makes the text that is printed without `--json`.
+        rounds: The default number of rounds.
+        show: Returns the text that is printed without `--json`.
     """
     shared = (
         argument(
@@ -110,7 +113,7 @@ def _scratch(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
 
 @contextlib.contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """Treat SIGTERM as an interrupt, so that a time limit or a scheduler that ends the program keeps its results."""
+    """Treat SIGTERM as an interrupt, so that the results are kept if a time limit or a scheduler ends the program."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -122,14 +125,14 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def exit_code(found: Run) -> int:
-    """0, 1 when something failed, 130 when interrupted."""
+    """Return 0, or 1 if something failed, or 130 after an interrupt."""
     if any(part.status == "interrupted" for part in found.parts):
         return 130
     return 1 if any(part.failed for part in found.parts) else 0
 
 
 def text(part: Part, show: Callable[[Part], str] = part_table) -> str:
-    """A part under its heading."""
+    """Return the text of a part with its heading."""
     notes = "".join(f"\n\n{note}" for note in part.notes)
     return f"\n## {part.title or part.name}\n\n{show(part)}{notes}"
 

@@ -1,19 +1,19 @@
-"""Changes between two runs beyond noise: `headrace bench compare`.
+"""`headrace bench compare`: finds significant changes between two runs.
 
 The test is the exact Mann–Whitney U test (H. B. Mann and D. R. Whitney, "On a test of whether one of two random
 variables is stochastically larger than the other", 1947). The procedure of Benjamini and Hochberg (1995) judges the p
-values of all metrics together, which bounds the share of false alarms. The size of a change is the ratio of medians,
+values of all metrics together, which bounds the false discovery rate. The size of a change is the ratio of medians,
 with a seeded percentile-bootstrap interval (Efron, 1979).
 
 Invariants:
 
-- The comparison is pure and deterministic.
+- The comparison is deterministic, and depends only on the two documents.
 - Only samples of the same benchmark, settings, candidate and metric are compared.
 - Both runs come from one machine, unless the caller allows two. The result then says so.
 - With too few samples to reach the level, the verdict is "too few samples", not "no change".
 
-Failure behaviour: two machines are a `MismatchError` that names the differences. Empty samples are a `ValueError`.
-The command's exit code is 1 when a metric got worse beyond noise, so that scripts can use it.
+Failure behaviour: runs from two machines raise a `MismatchError` that names the differences. Empty samples raise a
+`ValueError`. The command's exit code is 1 if a metric became significantly worse, so that scripts can use it.
 """
 
 from __future__ import annotations
@@ -209,8 +209,7 @@ def mann_whitney(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def smallest_p(ours: int, theirs: int) -> float:
-    """Return the smallest value that `mann_whitney` can return for samples that are all different. Arguments are
-    counts."""
+    """Return the smallest p value for `ours` and `theirs` samples (counts) that are all different."""
     return 2 / math.comb(ours + theirs, ours)
 
 
@@ -227,7 +226,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def benjamini_hochberg(p_values: Mapping[str, float], level: float = LEVEL) -> set[str]:
-    """Return the names whose p values are discoveries at the false discovery rate `level`."""
+    """Return the names of the significant p values at the false discovery rate `level`."""
     order = sorted(p_values, key=p_values.__getitem__)
     cut = max((place for place, name in enumerate(order, 1) if p_values[name] <= level * place / len(order)), default=0)
     return set(order[:cut])

@@ -1,8 +1,11 @@
 """Data that several benchmarks, the demo and tests share: clips, and tar shards of plain files.
 
-The demo trains on real clips if there are any, otherwise on generated ones. Generated clips are real files in several
-containers and codecs. Their shapes move, so that the model can learn.
-Invariants: a generated clip is a pure function of its number. A sample of `tar_shards` holds the bytes of its files.
+The demo trains on real clips if there are any, otherwise on generated ones. Generated clips are video files in several
+containers and codecs. They show moving shapes, so that the model has something to learn.
+
+Invariants: the content of a generated clip depends only on its number. A sample of `tar_shards` has the bytes of its
+files.
+
 Failure behaviour: a `--media` folder without files is a `UsageError`. Errors of the file system are raised.
 """
 
@@ -64,9 +67,9 @@ def write_video(
         target: A path, or a file object together with `container`.
         codec: The name of FFmpeg's encoder.
         pictures: At least one.
-        pixel_format: What the pictures are converted to.
+        pixel_format: The pixel format to which the pictures are converted.
         options: Options of the encoder.
-        container: The name of FFmpeg's muxer; by default that of the path's suffix.
+        container: The name of FFmpeg's muxer. Default: the one for the path's suffix.
     """
     import av
 
@@ -85,7 +88,7 @@ def write_video(
 
 
 def _picture(number: int, index: int, width: int, height: int) -> np.ndarray:
-    """Frame `index` of clip `number`, (H, W, 3) uint8: a shaded disc circles over a slowly turning gradient."""
+    """Draw frame `index` of clip `number`, (H, W, 3) uint8: a shaded disc that circles over a turning gradient."""
     rng = np.random.default_rng(number)
     tint, ground = rng.integers(60, 255, 3), rng.integers(0, 160, 3)
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)
@@ -121,7 +124,7 @@ def tar_shards(files: Path, folder: Path) -> str:
 
 
 def _groups(paths: list[Path]) -> list[list[Path]]:
-    """Split the files, in order, into the groups that make a shard each."""
+    """Split the files, in order, into one group for each shard."""
     groups, size = list[list[Path]](), SHARD_BYTES
     for path in paths:
         if size >= SHARD_BYTES:

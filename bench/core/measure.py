@@ -1,13 +1,14 @@
 """Side-by-side measurement: candidates take turns, each in its own process, and every sample is kept.
 
-Every candidate runs once a round. Each round begins with another candidate (A B C, then B C A, …), so drift of the
-machine and the order itself affect all alike. A candidate is a function: `python -m headrace.bench.core.measure
-MODULE:FUNCTION ARGUMENTS` calls it and prints what it returns as JSON.
+Every candidate runs once per round. Each round begins with another candidate (A B C, then B C A, …), so drift of the
+machine and the order affect all candidates equally. A candidate is a function: `python -m headrace.bench.core.measure
+MODULE:FUNCTION ARGUMENTS` calls it and prints its result as JSON.
 
 `Latencies` is a histogram of bounded size with logarithmic ranges, each divided into 64 equal buckets (as in
 HdrHistogram). Its percentiles are at most 1.6 % too high and never too low, between a microsecond and an hour.
-Failure behaviour: a candidate that fails is reported with the end of its standard error and has no figures. The others
-go on. An interrupt ends the measurement; what was measured until then is in `samples`.
+
+Failure behaviour: a candidate that fails is reported with the end of its standard error, and has no figures. The others
+continue. An interrupt ends the measurement. All earlier samples are in `samples`.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ from headrace.bench.core.results import Samples
 
 CANDIDATE_SECONDS = 300.0
 Progress = Callable[[str, float], None]
-"""A callback that gets the name of the running candidate and the share of the work that is done, 0.0 to 1.0."""
+"""A callback that gets the name of the running candidate and the completed share of the work, 0.0 to 1.0."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do the work.
+    """One of the implementations that are compared.
 
     Args:
         name: Its name in tables.
         function: `module:function`. It returns a dict of metric → number. The dict may also have `histograms`, name →
-            pairs of (upper edge in seconds, count), which are added up over all rounds, and `errors`, a list of texts.
-        arguments: The arguments of the function: texts, numbers, or what else JSON can hold.
-        python: The interpreter; this one by default.
+            pairs of (upper edge in seconds, count), which are added up over all rounds. It may have `errors`, a list
+            of texts.
+        arguments: The arguments of the function, as values that JSON can represent.
+        python: The Python interpreter. Default: this one.
         environ: Environment variables, added to those of this process.
     """
 
@@ -54,7 +56,7 @@ class Candidate:
 
 
 def command_of(function: str, *arguments: Any, python: str = "") -> list[str]:
-    """Return the command that calls `module:function` in a process of its own and prints the result as JSON."""
+    """Return the command that calls `module:function` in a new process and prints the result as JSON."""
     return [python or sys.executable, "-m", "headrace.bench.core.measure", function, json.dumps(arguments)]
 
 
@@ -66,14 +68,14 @@ def alternate(
     *,
     seconds: float = CANDIDATE_SECONDS,
 ) -> dict[str, Samples]:
-    """Run every candidate once a round, each round beginning with another one.
+    """Run every candidate once per round. Each round begins with another candidate.
 
     Args:
-        candidates: They run in this order in the first round.
-        rounds: How often each runs.
+        candidates: The candidates, in the order of the first round.
+        rounds: The number of rounds.
         progress: Called before each run.
         samples: Results are added to this dict as they arrive, so an interrupt loses none.
-        seconds: The most that one process may take.
+        seconds: The time limit of one process.
 
     Returns:
         The samples of each candidate, by name.
@@ -89,10 +91,10 @@ def alternate(
 
 
 def compile_packages() -> None:
-    """Compile our packages, as an installation does.
+    """Compile Headrace's packages to bytecode, as an installation does.
 
-    A measured process may not write bytecode. It would compile the modules of a checkout each time, but not those of
-    its peers.
+    Measured processes do not write bytecode. Without this, they would compile the modules of a checkout each time, but
+    not the installed modules of the peers.
     """
     here = Path(__file__).parents[2]
     for package in ("dataio", "loaders", "checkpoint", "bench"):
@@ -130,13 +132,16 @@ def _run(candidate: Candidate, samples: Samples, seconds: float) -> None:
 
 
 class Meter:
-    """Measures the process that creates it: wall seconds, CPU seconds of it and its ended children, peak memory."""
+    """Measures the process that creates it: wall time, CPU time with its ended children, and peak memory."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), cpu_seconds()
 
     def read(self) -> dict[str, float]:
-        """`wall_s` and `cpu_s` since the meter was created, `peak_mib` of the process and of its largest ended child."""
+        """Return `wall_s` and `cpu_s` since the meter was created, and `peak_mib`.
+
+        `peak_mib` is the peak of the process plus that of its largest ended child.
+        """
         peak = sum(resource.getrusage(scope).ru_maxrss for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         return {
             "wall_s": time.perf_counter() - self._wall,
@@ -146,7 +151,7 @@ class Meter:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and its ended children."""
+    """Return the CPU seconds of this process and its ended children."""
     uses = [resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(use.ru_utime + use.ru_stime for use in uses)
 
@@ -208,7 +213,7 @@ _OCTAVES = 32
 
 
 def edge(seconds: float) -> float:
-    """The upper edge, in seconds, of the bucket of a latency."""
+    """Return the upper edge, in seconds, of the bucket of a latency."""
     ticks = min(max(seconds / _UNIT, 1.0), 2.0**_OCTAVES)
     octave = int(ticks).bit_length() - 1
     width = 2.0**octave / _STEPS
@@ -217,7 +222,7 @@ def edge(seconds: float) -> float:
 
 
 class Latencies:
-    """Counts by bucket. It has no lock: use one in each thread and merge them afterwards."""
+    """A histogram of latencies. Not thread-safe: use one in each thread, and merge them afterwards."""
 
     def __init__(self) -> None:
         self.counts: dict[float, int] = {}
@@ -236,11 +241,11 @@ class Latencies:
 
     @property
     def total(self) -> int:
-        """How many latencies were counted."""
+        """The number of counted latencies."""
         return sum(self.counts.values())
 
     def percentile(self, share: float) -> float:
-        """Seconds that a `share` (0 to 1) of all latencies did not exceed; 0 when there are none."""
+        """Return the seconds that a `share` (0 to 1) of all latencies did not exceed; 0 if there are none."""
         wanted, seen = share * self.total, 0
         for at, count in sorted(self.counts.items()):
             seen += count
@@ -249,7 +254,7 @@ class Latencies:
         return 0.0
 
     def pairs(self) -> list[tuple[float, int]]:
-        """(upper edge in seconds, count) of each bucket, for the results document."""
+        """Return (upper edge in seconds, count) of each bucket, for the results document."""
         return sorted(self.counts.items())
 
 

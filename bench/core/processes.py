@@ -1,6 +1,7 @@
-"""Real processes that benchmarks and tests need: the node's daemon, and an S3 server that counts the bytes it sends.
+"""Processes that benchmarks and tests need: the node's daemon, and an S3 server that counts the bytes it sends.
 
-Invariant: every process that is started here ends with its context.
+Invariant: every process that this module starts ends with its context.
+
 Failure behaviour: a daemon that does not start raises `RuntimeError`.
 """
 
@@ -22,7 +23,7 @@ START_SECONDS = 60.0
 
 
 class DaemonProcess:
-    """A running daemon: its process id, its socket, and what it costs."""
+    """A running daemon: its process id, its socket, its CPU time and its memory."""
 
     def __init__(self, pid: int, socket: Path) -> None:
         self.pid, self.socket = pid, socket
@@ -33,20 +34,20 @@ class DaemonProcess:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def thread_seconds(self) -> float:
-        """CPU seconds of the threads that run now, to the nanosecond."""
+        """CPU seconds of the threads that are alive now, with a resolution of a nanosecond."""
         times = [task.read_text().split()[0] for task in Path(f"/proc/{self.pid}/task").glob("*/schedstat")]
         return sum(int(time) for time in times) / 1e9
 
     def rss_mib(self) -> float:
-        """Resident memory."""
+        """Resident memory in MiB."""
         return memory_kib("VmRSS", self.pid) / 1024
 
     def peak_mib(self) -> float:
-        """The highest resident memory so far."""
+        """The peak resident memory so far, in MiB."""
         return memory_kib("VmHWM", self.pid) / 1024
 
     def connect(self) -> Sidecar:
-        """A client of the daemon."""
+        """Connect a client to the daemon."""
         found = Sidecar.find(self.socket)
         if found is None:
             raise RuntimeError("the daemon does not answer")
@@ -60,9 +61,9 @@ def daemon(
     """Run a daemon with its socket and its cache in `folder`.
 
     Args:
-        folder: Its path must be short, since the path of a socket must be.
-        environ: Variables of the daemon, added to those of this process.
-        log: The file for its output; by default the output of this process.
+        folder: The folder. Its path must be short, because the length of a socket's path is limited.
+        environ: Environment variables of the daemon, added to those of this process.
+        log: The file for its output. Default: the output of this process.
         settings: Options of `headrace sidecar run`, with `_` in place of `-`.
 
     Raises:
@@ -107,7 +108,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the block. All variables then get back the values that they had before."""
+    """Set environment variables for the block. Afterwards, all variables have their earlier values again."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -134,7 +135,7 @@ class Server:
         }
 
     def sent(self) -> int:
-        """Bytes of all bodies so far."""
+        """The bytes of all response bodies so far."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/sent", timeout=30) as answer:
             return int(answer.read())
 
@@ -145,8 +146,8 @@ def server(root: Path, rate: float = 0.0, delay: float = 0.0) -> Iterator[Server
 
     Args:
         root: The folder.
-        rate: Bytes a second of all connections together; 0 for no limit.
-        delay: Seconds by which each answer is late.
+        rate: Bytes per second of all connections together; 0 for no limit.
+        delay: Seconds by which each response is delayed.
     """
     command = [sys.executable, "-m", "headrace.bench.core.range_server", str(root), str(rate), str(delay)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -1,11 +1,15 @@
-"""A small S3 server for readers, over a directory: it counts the bytes it sends, and can limit its bandwidth and add latency.
+"""A small read-only S3 server over a directory. It counts the bytes it sends, and can limit bandwidth and add latency.
 
     python -m headrace.bench.core.range_server DIRECTORY [BYTES_PER_SECOND [SECONDS_OF_DELAY]]
 
-It prints its port. `GET /-/sent` answers with the bytes of all bodies so far. One process, one thread, loopback only.
-Invariants: all connections share the bandwidth. The delay is that of a round trip; a new connection adds one more. If a
-client closes the connection within an answer, the bytes that its machine acknowledged are counted when it has closed.
-Failure behaviour: a missing file is 404, a range beyond the end 416, another request 400. A listing (version 2) is one page.
+It prints its port. The response to `GET /-/sent` is the number of bytes of all bodies so far. The server has one
+process and one thread, and listens on loopback only. A listing (version 2) has one page.
+
+Invariants: all connections share the bandwidth. Each request is delayed by one round trip, and the first one of a
+connection by two. If a client closes the connection during a response, only the bytes that its machine has acknowledged
+count.
+
+Failure behaviour: the status is 404 for a missing file, 416 for a range beyond the end, and 400 for another request.
 """
 
 from __future__ import annotations
@@ -25,11 +29,11 @@ from xml.sax.saxutils import escape
 CHUNK = 256 << 10
 HEAD_BYTES = 64 << 10
 _ACKNOWLEDGED = 120
-"""Where Linux's `tcp_info` has the bytes that the other side has acknowledged."""
+"""The offset in Linux's `tcp_info` of the number of bytes that the other side has acknowledged."""
 
 
 class Connection:
-    """A connection, and how many bytes were written to it."""
+    """A connection, and the number of bytes that were written to it."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer, self._written = writer, 0
@@ -41,7 +45,7 @@ class Connection:
         await self._writer.drain()
 
     def end(self) -> int:
-        """Close the connection, and return the bytes that never arrived."""
+        """Close the connection, and return how many bytes were written but not acknowledged."""
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED + 8)
         self._socket.close()
         self._writer.close()
@@ -49,7 +53,10 @@ class Connection:
 
 
 class RangeServer:
-    """Serve files below `root` as bucket/key. `rate` in bytes a second, 0 for no limit; `delay` in seconds."""
+    """Serves files below `root` as bucket/key.
+
+    `rate` is the bandwidth in bytes per second; 0 for no limit. `delay` is in seconds.
+    """
 
     def __init__(self, root: Path, rate: float = 0.0, delay: float = 0.0) -> None:
         self._root, self._rate, self._delay, self.sent = root, rate, delay, 0
@@ -88,7 +95,7 @@ class RangeServer:
         await self._file(connection, file, headers.get("range", ""), body=method == "GET")
 
     def _listing(self, bucket: str, query_values: dict[str, str]) -> str:
-        """One page, whole."""
+        """Return a listing in one page."""
         prefix, delimiter = query_values.get("prefix", ""), query_values.get("delimiter", "")
         keys, folders = list[str](), set[str]()
         for path in sorted(p for p in (self._root / bucket).rglob("*") if p.is_file()):

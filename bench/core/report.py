@@ -1,8 +1,9 @@
-"""Markdown tables of results: `headrace bench report`, and what every benchmark prints.
+"""Markdown tables of results: for `headrace bench report`, and for the output of every benchmark.
 
-Invariant: a cell shows the median and, in brackets, the smallest and largest sample. A metric without samples is a
+Invariants: a cell shows the median and, in brackets, the smallest and largest sample. A metric without samples is a
 dash. Every error is listed below its table.
-Failure behaviour: a file without results is a `UsageError` that names it.
+
+Failure behaviour: a file without results is a `UsageError` that names the file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from headrace.dataio.core.cli import argument, command
 
 
 def part_table(part: Part, metrics: Iterable[str] | None = None) -> str:
-    """The table of `part`, or of some of its metrics: candidates as rows, or metrics as rows if there is only one candidate."""
+    """Return a table of `part`, with all metrics or the given ones.
+
+    The rows are candidates, or metrics if there is only one candidate.
+    """
     names = [name for name in (metrics or part.metrics) if name in part.metrics]
     shown = {name: part.metrics[name] for name in names}
     if len(part.candidates) == 1:
@@ -44,7 +48,7 @@ def _candidate_rows(metrics: Mapping[str, Metric], samples: Mapping[str, Samples
 
 
 def _metric_rows(metrics: Mapping[str, Metric], samples: Samples) -> list[str]:
-    """Goal and limit get a column only if a metric has one."""
+    """Return a table with metrics as rows. Goal and limit have a column only if a metric has one."""
     wanted = [
         name for name in ("goal", "limit") if any(getattr(metric, name) is not None for metric in metrics.values())
     ]
@@ -68,7 +72,7 @@ def _met(metric: Metric, values: Sequence[float] | None) -> str:
 
 
 def cell(values: Sequence[float] | None) -> str:
-    """Median (smallest–largest), or a dash."""
+    """Format samples as median (smallest–largest), or a dash."""
     if not values:
         return "–"
     if len(values) == 1:
@@ -77,12 +81,12 @@ def cell(values: Sequence[float] | None) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits, or whole from a hundred."""
+    """Format a number with three digits, or as a whole number from a hundred on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def ratio(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> str:
-    """Median over median, or a dash."""
+    """Format the ratio of the medians, or a dash."""
     if not ours or not theirs or not statistics.median(theirs):
         return "–"
     return f"{statistics.median(ours) / statistics.median(theirs):.2f}"
@@ -102,7 +106,7 @@ def report(args: argparse.Namespace) -> int:
 
 
 def markdown(runs: Sequence[Run], only: Iterable[str] = ()) -> str:
-    """The parts of `runs`, or those named in `only`, as Markdown. Incomplete parts are listed first, with reasons."""
+    """Return the parts of `runs`, or those in `only`, as Markdown. Incomplete parts come first, with reasons."""
     wanted = set(only)
     chosen = [(run, part) for run in runs for part in run.parts if not wanted or part.name in wanted]
     incomplete = [f"- **{part.name}** {why}" for _, part in chosen if (why := incompleteness(part))]
@@ -111,7 +115,7 @@ def markdown(runs: Sequence[Run], only: Iterable[str] = ()) -> str:
 
 
 def incompleteness(part: Part) -> str:
-    """Say what is missing of a part and why; empty if nothing is."""
+    """Describe the missing results of a part and the reason; "" if the part is complete."""
     if part.status != "done":
         return f"{part.status}: {part.why}"
     failed = [f"{name}: {found.errors[0]}" for name, found in part.candidates.items() if found.errors]
@@ -130,7 +134,7 @@ def _part_tables(run: Run, part: Part) -> str:
 
 
 def _command(run: Run) -> str:
-    """The command line without where it wrote its results, which says nothing to others."""
+    """Return the command line without the path of its results, which other readers do not need."""
     shown, words = list[str](), iter(run.command)
     for word in words:
         if word in ("-o", "--output"):
@@ -141,7 +145,7 @@ def _command(run: Run) -> str:
 
 
 def _tables(part: Part) -> str:
-    """One table; for a sweep one of throughput for each operation, and one of what is left."""
+    """Return one table, or, for a sweep, a table of throughput for each operation and a table of the other metrics."""
     operations = dict.fromkeys(
         str(metric.axes["operation"]) for metric in part.metrics.values() if "operation" in metric.axes
     )

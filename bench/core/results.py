@@ -1,17 +1,18 @@
 """The results of a benchmark: one JSON document for each run, in the same format for all benchmarks.
 
-A `Run` has the machine, the command line and its `Part`s. A part (one benchmark) has `Metric`s (what is measured, its
-unit, which direction is better, the physical limit) and the `Samples` of each candidate: all raw samples, and the
+A `Run` has the machine, the command line and its `Part`s. A part is one benchmark. It has `Metric`s (a quantity, its
+unit, which direction is better, the physical limit), and the `Samples` of each candidate: all raw samples, and the
 errors. `environment` describes the machine.
+
 Invariants:
 
-- Samples are stored as they were measured; medians are never stored.
-- A part that failed, was interrupted or was left out is in the document with its `status` and `why`.
+- Samples are stored as they were measured. Medians are never stored.
+- A part that failed, was interrupted or was skipped is in the document with its `status` and `why`.
 - Documents of a newer format are refused.
-- The description of the machine holds facts that were read in this run. None names a user, a host or a path.
+- The description of the machine has only facts that were read in this run. None names a user, a host or a path.
 
-Failure behaviour: a file that is no such document is a `UsageError` that names the file and the field. Facts about the
-machine that cannot be read are left out.
+Failure behaviour: a file that is not such a document is a `UsageError` that names the file and the field. Facts about
+the machine that cannot be read are left out.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ Better = Literal["higher", "lower"]
 
 
 class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is measured. `title` heads a column; `unit` is that of the samples.
+    """A measured quantity. `title` is the heading of its column, and `unit` the unit of its samples.
 
-    `limit` is what the hardware allows (`limit_why` says how it was found: measured in the same run, or a data sheet),
-    `goal` what we want of it. `axes` places the metric in a sweep (`{"operation": "get", "size": 262144, "concurrency":
-    4}`), so that a report can draw metrics of equal `quantity` as one curve. `group` is the part of the title that its
-    neighbour in a table already shows ("first save"); a chart shows both.
+    `limit` is the best value that the hardware allows. `limit_why` names its source: a measurement of the same run,
+    or a data sheet. `goal` is the value that we want to reach. `axes` is the metric's position in a sweep
+    (`{"operation": "get", "size": 262144, "concurrency": 4}`), so that a report can draw metrics of equal `quantity`
+    as one curve. `group` is a part of the title that a table shows only once for neighbouring columns ("first save").
+    A chart shows both.
     """
 
     title: str
@@ -62,7 +64,8 @@ class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
 class Samples(msgspec.Struct, omit_defaults=True):
     """All raw samples of one candidate, metric by metric, and the errors of the rounds that failed.
 
-    `histograms` are latency distributions over all rounds, by name: pairs of (upper edge of a bucket in seconds, how many).
+    `histograms` are latency distributions over all rounds, by name: pairs of (upper edge of a bucket in seconds,
+    count).
     """
 
     metrics: dict[str, list[float]] = {}
@@ -71,7 +74,7 @@ class Samples(msgspec.Struct, omit_defaults=True):
 
 
 class Part(msgspec.Struct, omit_defaults=True):
-    """One benchmark of a run. The first candidate is ours; `against` names the one that ratios are taken to."""
+    """One benchmark of a run. The first candidate is ours. `against` names the candidate that ratios refer to."""
 
     name: str
     title: str = ""
@@ -86,7 +89,7 @@ class Part(msgspec.Struct, omit_defaults=True):
 
     @property
     def failed(self) -> bool:
-        """Whether the part or one of its candidates did not end as it should."""
+        """Whether the part or one of its candidates failed."""
         return self.status in ("failed", "interrupted") or any(found.errors for found in self.candidates.values())
 
 
@@ -102,7 +105,7 @@ class Run(msgspec.Struct, omit_defaults=True):
 
 
 def shown(words: Iterable[str]) -> list[str]:
-    """A command line without the folders of this machine: only the last part of each path is kept."""
+    """Return a command line without the folders of this machine. Only the last component of each path is kept."""
     found = []
     for word in words:
         name, equals, path = word.partition("=") if word.startswith("-") or "=/" in word else ("", "", word)
@@ -120,13 +123,13 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def encode(run: Run) -> str:
-    """The document as text, indented by one space, with the format's name in it."""
+    """Return the document as text, indented by one space, with the format's name in it."""
     known = msgspec.to_builtins(run) | {"format": run.format, "version": run.version}
     return msgspec.json.format(_ENCODER.encode(known), indent=1).decode()
 
 
 def prepare(path: Path) -> None:
-    """Check before the measurement that `path` can be written."""
+    """Check that `path` can be written, before the measurement begins."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder", hint="name a file for the results")
     if is_special(path):
@@ -139,14 +142,14 @@ def prepare(path: Path) -> None:
 
 
 def write(run: Run, path: Path) -> None:
-    """Write the document to `path`, whole or not at all."""
+    """Write the document to `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_output(path) as file:
         file.write(f"{encode(run)}\n".encode())
 
 
 def read(path: Path) -> Run:
-    """The document in `path`; `UsageError` when it is none, too large, or of a newer format."""
+    """Read the document in `path`. Raises `UsageError` if it is not one, too large, or of a newer format."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) and not path.is_dir():  # reading it might never end
@@ -161,7 +164,7 @@ def read(path: Path) -> Run:
 
 
 def decode(data: bytes, name: str) -> Run:
-    """The document in `data`; `name` is for errors."""
+    """Decode the document in `data`. Errors use `name` for it."""
     try:
         head = msgspec.json.decode(data, type=_Head)
         if head.format != FORMAT:
@@ -201,7 +204,7 @@ MACHINE = ("cpu", "cpus", "memory_gib", "gpu")
 
 
 def environment(directory: Path | None = None) -> dict[str, Any]:
-    """Machine, versions, load, and the file system of `directory` (the current one by default)."""
+    """Describe the machine, the versions, the load, and the file system of `directory` (default: the current one)."""
     found = {
         "python": platform.python_version(),
         "kernel": platform.release(),
@@ -218,7 +221,7 @@ def environment(directory: Path | None = None) -> dict[str, Any]:
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the differences of two machines as texts; empty if none is known."""
+    """Return the differences between two machines as texts; empty if none is known."""
     return [f"{name}: {ours.get(name)} / {theirs.get(name)}" for name in MACHINE if ours.get(name) != theirs.get(name)]
 
 
@@ -243,7 +246,7 @@ def _gpu() -> str:
 
 
 def _file_system(directory: Path) -> str:
-    """Type of the file system, by the longest mount point above `directory`."""
+    """Return the type of the file system, by the longest mount point that contains `directory`."""
     try:
         mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
@@ -254,7 +257,7 @@ def _file_system(directory: Path) -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this file is in, with `+` when tracked files differ from it."""
+    """Return the commit of this file's checkout, with `+` if tracked files differ from it."""
     here = Path(__file__).parent
     try:
         commit = _git(here, "rev-parse", "--short=12", "HEAD")

@@ -1,11 +1,13 @@
 """`headrace bench all`, which `make bench` runs: a short version of every benchmark, and one report about all of them.
 
 It takes about five minutes on two cores. Each benchmark runs in its own process and gets the time that it needed on two
-cores. It may take longer while the later ones still have enough time. When its time is over, it is interrupted and
+cores. It may take longer if the later ones still have enough time. When its time is over, it is interrupted and
 keeps its results.
+
 Invariant: every requested benchmark is in `OUT/bench.json` and in `OUT/report.md` with its outcome: done, failed,
 interrupted or skipped. Both files are rewritten after each benchmark.
-Failure behaviour: exit code 1 if a benchmark is not done, 130 after Ctrl-C.
+
+Failure behaviour: the exit code is 1 if a benchmark is not done, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ GRACE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A benchmark, its options for a short run, and the seconds it needs. `name` distinguishes two runs of one
-    benchmark."""
+    """A benchmark, its options for a short run, and the seconds it needs.
+
+    `name` distinguishes two runs of the same benchmark.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -110,9 +114,10 @@ def run(plan: Sequence[PlannedRun], folder: Path, seconds: float, document: Run)
 
 
 def time_limit(need: float, left: float, later: float) -> float:
-    """Return the seconds that a benchmark may take. It needs `need`, `left` are left, and the later ones need `later`.
+    """Return the seconds that a benchmark may take.
 
-    The benchmark gets all time that the later ones do not need. If there is too little time for all, it gets its share.
+    It needs `need` seconds, the later ones need `later`, and `left` are left. The benchmark gets all time that the
+    later ones do not need. If there is too little time for all, it gets its share.
     """
     return max(left - later, left * need / (need + later) if need + later else 0.0)
 

@@ -1,10 +1,13 @@
-"""`headrace bench checkpoint`: stall and slow-down of the trainer, seconds until durable, bytes written, seconds to
-restore.
+"""`headrace bench checkpoint`: measures saves and restores of checkpoints.
 
-Every candidate runs in its own process (`checkpoint_worker`), on a disk, on tmpfs or against an S3 server on loopback,
-with one rank or several. `headrace.bench.peers.checkpointers` builds the candidates. Nothing heavy is imported here.
+The figures are the stall and the slow-down of the trainer, the time until a save is durable, the bytes written, and the
+time of a restore. Every candidate runs in its own process (`checkpoint_worker`), on a disk, on tmpfs or against an S3
+server on loopback, with one rank or several. `headrace.bench.peers.checkpointers` builds the candidates. This module
+imports no large package.
+
 Invariant: every candidate saves the same bytes, and a save counts as durable only when it is fsynced. A candidate fails
 if a restored state differs in any bit from the state at the time of the save.
+
 Failure behaviour: a candidate that fails is named with the end of its error, and the others continue.
 """
 
@@ -145,7 +148,7 @@ def _shown(part: Part) -> list[str]:
     show=show,
 )
 def checkpoint(job: Job, part: Part) -> None:
-    """Measure all candidates in one place after the other. Every candidate saves and restores the same state."""
+    """Measure all candidates in each place. Every candidate saves and restores the same state."""
     args = job.args
     places, mib = _places(args.on), parse_bytes(args.size) // MIB
     if mib < 8:

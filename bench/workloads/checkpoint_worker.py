@@ -2,22 +2,23 @@
 
 The saves are:
 
-1. a first one;
-2. one after one more step, when every tensor has changed;
-3. one after many steps, if requested;
-4. one after a step in which nine tenths of the layers were frozen;
-5. one of a LoRA run, if requested.
+1. The first save.
+2. A save after one more step, when every tensor has changed.
+3. A save after many steps, if requested.
+4. A save after a step in which nine tenths of the layers were frozen.
+5. A save of a LoRA run, if requested.
 
 Invariants:
 
 - Training continues from the return of `save` until the state is durable. The steps of that time are compared with
   steps without a save.
-- With several ranks each figure is that of the slowest rank. The ranks find each other by a file, not by a port:
-  another process may take a free port while the ranks import torch.
+- With several ranks, each figure is that of the slowest rank.
+- The ranks find each other by a file, not by a port. Another process might take a free port while the ranks import
+  torch.
 - Restored tensors equal the saved ones bit for bit.
 
-Failure behaviour: an exception ends the process; `headrace.bench.core.measure` reports it. The first rank that fails
-ends the others. No rank outlives the process that started it.
+Failure behaviour: an exception ends the process, and `headrace.bench.core.measure` reports it. If a rank fails, the
+others are ended. No rank outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to measure. `steps` is the number of steps before the third save, 0 for none. `lora` adds a LoRA run."""
+    """The measurements of a candidate. `steps` is the number of steps before the third save; 0 for no such save.
+
+    `lora` adds a LoRA run.
+    """
 
     build: Build
     where: str
@@ -304,7 +308,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def measure_in_process(name: str, where: str, mib: int, ranks: int, steps: int, lora: bool) -> Figures:
-    """Measure the candidate `name`; called in a process of its own. With several ranks it starts their processes."""
+    """Measure the candidate `name`, in its own process. With several ranks, it starts their processes."""
     if ranks > 1 and _RENDEZVOUS not in os.environ:
         return _start_ranks((name, where, mib, ranks, steps, lora), ranks)
     entry = ENTRIES[name]
@@ -321,7 +325,7 @@ def measure_in_process(name: str, where: str, mib: int, ranks: int, steps: int, 
 
 
 def _join_ranks() -> None:
-    """Join the process group, and make the kernel end this rank with the process that started it."""
+    """Join the process group, and let the kernel end this rank together with the process that started it."""
     file, _, parent = os.environ[_RENDEZVOUS].rpartition(" ")
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):

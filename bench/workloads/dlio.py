@@ -1,9 +1,11 @@
-"""`python -m headrace.bench.workloads.dlio DATA_FOLDER`: make a dataset of the files that DLIO generated.
+"""`python -m headrace.bench.workloads.dlio DATA_FOLDER`: makes datasets of the files that DLIO generated.
 
-It puts `DATA_FOLDER/train/*` into `DATA_FOLDER/headrace/train` (tar shards and an index), and `valid` likewise. The
-files stay, because DLIO counts them.
+It packs `DATA_FOLDER/train/*` into `DATA_FOLDER/headrace/train` (tar shards and an index), and `valid` in the same way.
+The files stay, because DLIO counts them.
+
 Invariant: each file is one sample, with the file's bytes.
-Failure behaviour: a folder without files is a `UsageError`. A folder that was prepared before stays as it is.
+
+Failure behaviour: a folder without files is a `UsageError`. An existing dataset stays as it is.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """`headrace bench loader`: Headrace and other loaders on video, audio and images, from files or from a local S3 server.
 
-Invariant: candidates alternate, each in its own process, and read the same files. Peers that are not installed are left
-out and named. Large packages are imported only after the options are parsed.
-Failure behaviour: a candidate that fails is named with the end of its error, and the others continue. Too few samples,
-or samples of another shape, fail a candidate.
+Invariants: candidates alternate, each in its own process, and read the same files. Peers that are not installed are
+skipped and named. Large packages are imported only after the options are parsed.
+
+Failure behaviour: a candidate that fails is named with the end of its error, and the others continue. A candidate fails
+if it delivers too few samples, or samples of another shape.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ def _served(root: Path, args: argparse.Namespace) -> Iterator[int]:
 
 
 def measure_in_process(candidate: str, folder: str, kind: str, port: int) -> dict[str, float]:
-    """Measure one epoch of one candidate; called in a process of its own."""
+    """Measure one epoch of one candidate, in its own process."""
     from headrace.bench.peers.source import Source
 
     return measure(candidate, Source(Path(folder), port), kinds()[kind])

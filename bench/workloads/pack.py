@@ -1,10 +1,12 @@
 """`headrace bench pack`: MB/s, files/s, CPU seconds and peak memory of packing the same files into tar shards.
 
 The peer is webdataset's ShardWriter, without an index and with one made by PyAV. Imports of the measured process do
-not count, as their cost does not grow with the number of files. Processes that it starts do count.
+not count, because their cost does not grow with the number of files. Processes that it starts do count.
+
 Invariant: every candidate writes tar shards of about `SHARD_BYTES` to local disk and fsyncs them within the measured
 time. Digests show that the members equal the files.
-Failure behaviour: wrong members or an exception end the process; `headrace.bench.core.measure` reports it.
+
+Failure behaviour: wrong members or an exception end the process, and `headrace.bench.core.measure` reports it.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ METRICS = {
     argument("--files", type=positive_int, default=160, help="files to pack (default: %(default)s)"),
 )
 def pack(job: Job, part: Part) -> None:
-    """Measure all candidates in turn. They pack the same copies of generated clips and, if there are any, of real
-    ones."""
+    """Measure all candidates in turn.
+
+    They pack the same copies of generated clips and, if there are any, of real ones.
+    """
     from headrace.bench.core.data import REAL_CLIPS
 
     size = make_files(job.scratch / "clips", job.args.files, job.progress, REAL_CLIPS)
@@ -96,7 +100,7 @@ def _usable(media: Path) -> list[Path]:
 def measure(candidate: str, directory: str) -> dict[str, float]:
     """Pack `directory`/clips into `directory`/packed, which is emptied first.
 
-    Figures "a core" are by CPU second of the process and its children.
+    Figures "a core" are per CPU second of the process and its children.
     """
     clips, packed = Path(directory, "clips"), Path(directory, "packed")
     shutil.rmtree(packed, ignore_errors=True)
@@ -169,8 +173,10 @@ def _shard_writer(files: list[Path], packed: Path, *, probed: bool) -> None:
 
 
 def _facts(content: bytes) -> dict[str, Any]:
-    """Collect the facts of a typical hand-written index: streams, packet count, key frames with pts, one decoded
-    frame."""
+    """Collect the facts of a typical hand-written index.
+
+    These are the streams, the packet count, the key frames with pts, and one decoded frame.
+    """
     import av
 
     with av.open(io.BytesIO(content), "r") as container:
@@ -191,7 +197,7 @@ def _facts(content: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Packer:
-    """A candidate: what it imports before the measurement, and the function that packs files into a folder."""
+    """A candidate: its imports before the measurement, and the function that packs files into a folder."""
 
     imports: tuple[str, ...]
     run: Callable[[list[Path], Path], None]

@@ -3,17 +3,19 @@
 Every candidate reads the same shuffled samples (three files each, in tars on local disk) and delivers each batch in one
 staging buffer. The page cache holds everything.
 
-- The plain loop is the least work: it knows all offsets, keeps the shards open, and lets the kernel copy into the
+- The plain loop does the least work: it knows all offsets, keeps the shards open, and lets the kernel copy into the
   buffer.
-- Headrace does what a loader does before it decodes: the order, the index, announcements eight batches ahead, a read
+- Headrace does the work of a loader before decoding: the order, the index, announcements eight batches ahead, a read
   into the buffer, and the digest of every file.
 - Both also run as a loader does: in two threads, one batch ahead, into one of two buffers.
-- `FileLoader` prepares three batches while the trainer holds one. Its floor is the loop with as many buffers: one
-  buffer of some megabytes stays in the processor's cache, and four do not.
+- `FileLoader` prepares three batches while the trainer holds one. Its lower bound is the loop with as many buffers,
+  because one buffer of some megabytes stays in the processor's cache, and four do not.
 
-The first epoch fills caches and has a column of its own.
-Invariant: all candidates deliver the same bytes, which their digests show. Failure behaviour: a candidate that fails is
-named.
+The first epoch fills caches and has its own column.
+
+Invariant: all candidates deliver the same bytes, which their digests show.
+
+Failure behaviour: a candidate that fails is named.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from headrace.loaders.sampling.order import Order
 
 BATCH, EPOCHS, AT_ONCE = 16, 6, 32
 HELD = 4
-"""Batches in memory at once: the trainer holds one, one is next, and two are prepared ahead."""
+"""Batches in memory at once: the trainer has one, one is next, and two are prepared ahead."""
 MEMBERS = {"video.bin": 386_000, "sound.bin": 64_000, "text.bin": 600}
 PLAIN, SIDECAR, ALONE = "pread into the staging buffer", "Headrace through the sidecar", "Headrace in one process"
 TWO, PLAIN_TWO = f"{ALONE}, 2 threads", f"{PLAIN}, 2 threads"
@@ -89,7 +91,7 @@ def raw(job: Job, part: Part) -> None:
 
 
 def require_equal_digests(part: Part) -> None:
-    """Raise unless all candidates delivered the same bytes. The digests are not figures, so they are removed."""
+    """Raise unless all candidates delivered the same bytes. Then remove the digests, which are not figures."""
     digests = {samples.metrics["digest"][0] for samples in part.candidates.values() if "digest" in samples.metrics}
     if len(digests) > 1:
         raise AssertionError("the candidates did not deliver the same bytes")
@@ -239,7 +241,7 @@ def _reading(
 
 
 def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack, sidecar: Path | None = None) -> Epochs:
-    """`FileLoader`, which delivers batches in its own memory."""
+    """Measure `FileLoader`, which delivers batches in its own memory."""
     from headrace.loaders import FileLoader
 
     options: dict[str, Any] = {"seed": 1, "sidecar": sidecar, "num_threads": 2, "drop_last": False}
@@ -290,7 +292,7 @@ def measure(name: str, folder: str) -> dict[str, float]:
 def _through(
     read: Callable[[Path, memoryview, contextlib.ExitStack, Path | None], Epochs],
 ) -> Callable[[Path, memoryview, contextlib.ExitStack], Epochs]:
-    """Return the same candidate, reading through a daemon."""
+    """Return the same candidate, which reads through a daemon."""
 
     def epochs(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Epochs:
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-"))

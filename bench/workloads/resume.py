@@ -1,13 +1,15 @@
-"""`headrace bench resume`: how long resuming in the middle of an epoch takes, how exact it is, and how large the state
-is.
+"""`headrace bench resume`: measures how fast and how exactly loaders resume in the middle of an epoch.
 
-Every candidate reads the same small clips in shuffled batches of 8 and decodes them: Headrace by its decoder, the peers
-by plain PyAV in the reading process, as their documentation shows. The floor opens the same dataset, then looks up,
-reads and decodes the next samples one after the other, without threads.
+It also measures the size of the state. Every candidate reads the same small clips in shuffled batches of 8 and decodes
+them. Headrace uses its own decoder. The peers use plain PyAV in the reading process, as their documentation shows. The
+lower bound ("floor") opens the same dataset, then looks up, reads and decodes the next samples one after the other,
+without threads.
+
 Invariant: a candidate delivers one epoch, and keeps its state and the ids of the next batches at 50 % and at 99 %. Then
-a new loader in the same process takes that state, as it comes back from JSON, and is timed until its first batch.
+a new loader in the same process loads that state, after a round trip through JSON, and is timed until its first batch.
 Imports do not count. The resume is exact if the next batches have the same ids.
-Failure behaviour: an exception ends the candidate's process; `headrace.bench.core.measure` reports it.
+
+Failure behaviour: an exception ends the candidate's process, and `headrace.bench.core.measure` reports it.
 """
 
 from __future__ import annotations
@@ -131,7 +133,7 @@ def _resume(make: Callable[[], Loader], state: str, found: dict[str, float], per
 
 @contextlib.contextmanager
 def _closed(loader: Loader) -> Iterator[Loader]:
-    """Close the loader and end its threads after the block, so that closing it is in no other measurement."""
+    """Close the loader and end its threads after the block, so that no other measurement includes this."""
     try:
         yield loader
     finally:
@@ -217,7 +219,7 @@ class _Floor:
 
 
 def _torchdata(folder: Path) -> Loader:
-    """torchdata's loader: samples by number, in torch's shuffled order."""
+    """Make torchdata's loader: samples by number, in torch's shuffled order."""
     import torch
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -237,7 +239,7 @@ def _torchdata(folder: Path) -> Loader:
 
 
 class _Encoded:
-    """Encodes a state that holds tensors as JSON."""
+    """Encodes a state that contains tensors as JSON."""
 
     def __init__(self, inner: Loader) -> None:
         self._inner = inner
@@ -278,7 +280,7 @@ def _mosaic(folder: Path) -> Loader:
     def collate(samples: Sequence[dict[str, Any]]) -> Any:
         return default_collate([{"id": one["id"], "data": _decoded(one["data"])} for one in samples])
 
-    local = folder / f"mosaic-{time.monotonic_ns()}"  # it takes each folder once in a process
+    local = folder / f"mosaic-{time.monotonic_ns()}"  # it accepts each folder only once in a process
     local.symlink_to(folder / MOSAIC)
     options = {"shuffle_seed": 1, "num_canonical_nodes": 1, "batch_size": BATCH}
     dataset = streaming.StreamingDataset(local=str(local), shuffle=True, **options)
@@ -294,7 +296,7 @@ def _convert(peer: str, folder: str, python: str) -> None:
 
 
 def convert(peer: str, folder: str) -> None:
-    """Write the samples of `folder`/ds in the peer's format; called in a process of its own."""
+    """Write the samples of `folder`/ds in the peer's format, in its own process."""
     {LITDATA: _to_litdata, MOSAIC: _to_mosaic}[peer](Path(folder))
 
 
@@ -327,7 +329,7 @@ class _Read:
 
 
 def _clip(number: int) -> bytes:
-    """Two frames of MJPEG."""
+    """Encode two frames as MJPEG."""
     import numpy as np
 
     target, rngs = io.BytesIO(), [np.random.default_rng([number, frame]) for frame in range(2)]

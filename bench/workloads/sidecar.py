@@ -1,11 +1,14 @@
 """`headrace bench sidecar`: throughput, latency, CPU and memory of the node's daemon, with medians and spread.
 
-Every round runs every measurement once, so drift of the machine affects all alike. The dataset is synthetic: random
-bytes in the shape of short clips (video, sound and text), on local disk. Ranks and daemon are real processes, and a
-rank copies every byte of its batches. Compared measurements (with and without the daemon, mapped and plain) alternate.
-A first epoch begins with as much free memory as it will fill (`Memory`). The reason is that a virtual machine may
-return free memory to its host. A page that it has not used for some seconds then takes several times longer.
+Every round runs every measurement once, so drift of the machine affects all of them equally. The dataset is synthetic:
+random bytes in files of the sizes of short clips (video, audio and text), on local disk. Ranks and daemon are real
+processes, and a rank copies every byte of its batches. Compared measurements (with and without the daemon, mapped and
+plain) alternate. A first epoch begins with as much free memory as it will fill (`Memory`). The reason is that a virtual
+machine may return free memory to its host. The first use of a page that was free for some seconds then takes several
+times longer.
+
 Invariant: only figures that were measured in this run are printed.
+
 Failure behaviour: a rank or daemon that fails ends the benchmark.
 """
 
@@ -41,7 +44,7 @@ IDLE_SECONDS = 4.0
 CLIENTS = 1000
 LIMITED = Shape(shards=8, per_shard=48)
 RATE = 40e6
-"""The limit of the slow server, in bytes a second."""
+"""The bandwidth of the slow server, in bytes per second."""
 
 
 FIGURES = {
@@ -124,7 +127,7 @@ def measure(scratch: Path, caches: Path, shape: Shape, rounds: int, found: Found
 
 
 def deliver(folder: Path, url: str, shape: Shape, ranks: int, found: Found) -> None:
-    """Deliver a first epoch and two later ones through a daemon whose cache holds the dataset."""
+    """Deliver a first epoch and two later ones through a daemon. Its cache is large enough for the dataset."""
     with daemon(folder, cache_bytes="4GiB") as running:
         for name, epoch, epochs in (("first", 0, 1), ("later", 1, 2)):
             memory = Memory(folder, 0 if epoch else shape.total_bytes)
@@ -142,7 +145,7 @@ def deliver(folder: Path, url: str, shape: Shape, ranks: int, found: Found) -> N
 
 
 def from_s3(folder: Path, root: Path, shape: Shape, ranks: int, found: Found) -> None:
-    """Deliver a first epoch from an S3 server on this machine. The server shares the cores."""
+    """Deliver a first epoch from an S3 server on this machine. The server uses the same cores."""
     with server(root) as s3, daemon(folder, s3.environ, cache_bytes="4GiB") as running:
         memory = Memory(folder, shape.total_bytes)
         before = running.cpu_seconds()
@@ -192,7 +195,7 @@ def cold(folder: Path, root: Path, found: Found) -> None:
 
 
 def open_p50(sidecar: Sidecar, url: str, key: str, wanted: tuple[int, int]) -> float:
-    """Return the median microseconds of a round trip for a cached range of a file whose descriptor is known."""
+    """Return the median microseconds of a round trip for a cached range of a file that is already open."""
     where, file, times = m.Where(url, {}), 0, list[float]()
     for _ in range(OPENS):
         message = (where, key, [wanted], 30.0, file)
@@ -206,7 +209,7 @@ def open_p50(sidecar: Sidecar, url: str, key: str, wanted: tuple[int, int]) -> f
 
 
 def bare_p50() -> float:
-    """Return the floor: the median microseconds of a round trip of a hundred bytes to a thread of this process."""
+    """Return the lower bound: the median microseconds of a round trip of a hundred bytes to a thread."""
     ours, theirs = socket.socketpair()
 
     def echo() -> None:
@@ -228,10 +231,10 @@ def bare_p50() -> float:
 
 
 def mapped_ratio(running: DaemonProcess, url: str, shape: Shape) -> float:
-    """Return the bytes a second through the sidecar's cache, divided by those through plain mappings of the same files.
+    """Return the throughput of the sidecar's cache, divided by that of plain mappings of the same files.
 
-    A mapping of another copy would differ by more than the overhead, as its pages are elsewhere in memory. The whole
-    dataset is read, so that the processor's caches do not serve it.
+    A mapping of another copy would differ by more than the overhead, because its pages are at other places in memory.
+    The whole dataset is read, so that the processor's caches cannot hold it.
     """
     staging = memoryview(bytearray(shape.sample_bytes))
     reads = [shape.read(sample) for sample in range(shape.samples)]
@@ -281,7 +284,7 @@ def seconds(action: Callable[[], None]) -> float:
 
 @contextlib.contextmanager
 def many_clients(running: DaemonProcess) -> Iterator[int]:
-    """Connect a thousand clients, each of which sends Hello, and yield the number of answers."""
+    """Connect a thousand clients, each of which sends Hello, and yield the number of responses."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
@@ -333,7 +336,7 @@ class Memory:
 
 
 def single_pass(data: Path, folder: Path, shape: Shape) -> tuple[float, float]:
-    """Measure the floor of a first epoch.
+    """Measure the lower bound of a first epoch.
 
     Returns: The seconds to read, digest and write all shards of `data` block by block, and the CPU seconds. The CPU
         seconds include one copy, sample by sample, out of mappings of the written files.

@@ -1,12 +1,13 @@
-"""One rank of the sidecar's benchmark: reads its share of the global order, raw, and copies each batch into one staging
-buffer.
+"""One rank of the sidecar's benchmark: reads its share of the global order, and copies each batch into one buffer.
 
     python -m headrace.bench.workloads.sidecar_rank JSON
 
 JSON is a `RankJob`. The process waits for a line on standard input and prints one JSON object.
 
-Invariant: a rank does what a loader does, except decoding and digests: it announces eight batches ahead and reads each
-sample once. The copy touches every byte. Failure behaviour: any error ends the process with a traceback.
+Invariant: a rank does the work of a loader except decoding and digests: it announces eight batches ahead, and reads
+each sample once. It copies every byte.
+
+Failure behaviour: any error ends the process with a traceback.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Read = tuple[str, list[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Shape:
-    """A dataset of equal shards of equal samples, each a video, a sound and a text side by side as in a tar."""
+    """A dataset of equal shards of equal samples. A sample is a video, a sound and a text, consecutive as in a tar."""
 
     shards: int = 14
     per_shard: int = 72
@@ -60,7 +61,7 @@ class Shape:
         return self.shards * self.shard_bytes
 
     def read(self, sample: int) -> Read:
-        """The key and ranges of a sample."""
+        """Return the key and the ranges of a sample."""
         shard, place = divmod(sample, self.per_shard)
         at, ranges = place * self.sample_bytes, list[tuple[int, int]]()
         for size in self.members:
@@ -71,7 +72,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class RankJob:
-    """What one rank does. `batch` is the batch size of one rank. `sidecar` is a socket or None."""
+    """The settings of one rank. `batch` is the batch size of one rank. `sidecar` is a socket or None."""
 
     url: str
     sidecar: str | None
@@ -99,7 +100,7 @@ class RankJob:
         for epoch in range(self.first_epoch, self.first_epoch + self.epochs):
             for first in numbers[
                 :: 1 + AHEAD
-            ]:  # some at once, as a loader does: the arithmetic costs the same for one as for ten
+            ]:  # several at once, as a loader does, because the computation costs the same for one as for ten
                 slots = [order.slots(n, self.rank, self.ranks) for n in numbers[first : first + 1 + AHEAD]]
                 samples = iter(order.take(epoch, np.concatenate(slots)).tolist())
                 for size in map(len, slots):
@@ -137,7 +138,7 @@ def run(job: RankJob) -> dict[str, float]:
 
 
 def write_shards(folder: Path, shape: Shape) -> None:
-    """Write shards of random bytes in the shape of a dataset."""
+    """Write shards of random bytes with the layout of a dataset."""
     (folder / "shards").mkdir(parents=True)
     for shard in range(shape.shards):
         key = shape.read(shard * shape.per_shard)[0]

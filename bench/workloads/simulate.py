@@ -1,21 +1,30 @@
-"""`headrace bench simulate`: a model of reading, saving and failing on 8 to 16,384 GPUs.
+"""`headrace bench simulate`: a model of reads, saves and failures on 8 to 16,384 GPUs.
 
-It computes, with and without the sidecar, deduplication and the local tier: read amplification, waits for data, stall
-and duration of a checkpoint, its best interval (Young, Daly, and by trying), and goodput. Costs follow from steady
-rates. Goodput follows from a simulation of saves, interruptions and restarts. Tests compare the costs with a
-discrete-event model of one node (`tests/support/node_model.py`), and that model with real runs.
+It computes, with and without the sidecar, deduplication and the local tier:
+
+- read amplification and waits for data;
+- stall and duration of a checkpoint;
+- its best interval (by Young, by Daly, and by trying intervals);
+- goodput.
+
+Costs follow from steady rates. Goodput follows from a simulation of saves, interruptions and restarts. Tests compare
+the costs with a discrete-event model of one node (`tests/support/node_model.py`), and that model with real runs.
 
 Sources: checkpoint sizes by number of processes are those of the MLPerf Storage rules v2.0, table 2 (8B, 70B, 405B, 1T;
-unofficial use). The rate of interruptions is that of "The Llama 3 Herd of Models" (arXiv:2407.21783, section 3.3.4):
-419 unexpected interruptions in 54 days on 16,384 GPUs, 78 % of them caused by hardware. Everything else is a setting.
+unofficial use). The rate of interruptions is from "The Llama 3 Herd of Models" (arXiv:2407.21783, section 3.3.4):
+419 unexpected interruptions in 54 days on 16,384 GPUs, of which 78 % were caused by hardware. Everything else is a
+setting.
 
-Goodput is the share of wall time whose work is in the model at the end. An interruption loses all work since the last
-durable checkpoint. Stalls and restarts are time without work. A save first stalls the steps, then runs during them. The
-next save begins when the last one is in the store. With the sidecar, a software failure does not lose a staged save.
+Goodput is the share of wall time that was spent on work which is in the model at the end. An interruption loses all
+work since the last durable checkpoint. Stalls and restarts are time without work. A save first stalls the steps, then
+runs during them. The next save begins when the last one is in the store. With the sidecar, a software failure does not
+lose a staged save.
+
 Invariants: the result is deterministic for a seed. Work, lost work and pauses add up to the wall time. Every setting is
-in the results. Nothing is measured here; measured numbers are set by `--set`.
-Failure behaviour: an interval that is not positive is a `ValueError`. A setting that does not exist is a `UsageError`
-that names those that do.
+in the results. The command measures nothing; measured numbers are set with `--set`.
+
+Failure behaviour: an interval that is not positive is a `ValueError`. An unknown setting is a `UsageError` that lists
+the known ones.
 """
 
 from __future__ import annotations
@@ -41,14 +50,16 @@ from headrace.loaders.sampling.order import Order
 GPU_MTBF_SECONDS = 54 * 86400 * 16384 / 419
 """Mean time between interruptions of one GPU's share of a job: about 5.8 years."""
 _SAMPLES = 100_000
-"""Samples of the dataset whose order `amplification` examines: enough for all lanes."""
+"""The smallest number of samples in the order that `amplification` examines. It is enough for all lanes."""
 _SIZES = ((8, 105e9), (64, 912e9), (512, 5.29e12), (1 << 30, 18e12))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Rates are in bytes a second, times in seconds. `store_requests` is the number of requests that the store answers
-    a second."""
+    """A cluster. Rates are in bytes per second, times in seconds.
+
+    `store_requests` is the number of requests that the store serves per second.
+    """
 
     gpus: int
     gpus_a_node: int = 8
@@ -75,8 +86,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """One training job: the compute time of a step, the bytes that a GPU reads for it, and the bytes of a whole
-    checkpoint.
+    """One training job: the compute time of a step, the bytes that a GPU reads for it, and the size of a checkpoint.
 
     `changed` is the share of a checkpoint's bytes that are new since the last one. `slow_down` is the share by which an
     upload slows the steps that run during it.
@@ -101,8 +111,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Features:
-    """The parts of Headrace in use. Without any, each rank reads for itself, and a save is lost when its trainer
-    fails."""
+    """The parts of Headrace in use.
+
+    Without any of them, each rank reads all its data itself, and a save in progress is lost if its trainer fails.
+    """
 
     name: str
     sidecar: bool = False
@@ -122,8 +134,8 @@ VARIANTS = (
 class Costs:
     """The costs of one job on one cluster, in seconds except for `amplification` and `data_stall` (share of wall time).
 
-    `durable` is the time from the save until it survives the loss of a node. `upload` is the time until the store has
-    the save. The next save waits for the upload, because the nodes' tiers would fill up otherwise.
+    `durable` is the time from the start of a save until it survives the loss of a node. `upload` is the time until the
+    store has the save. The next save waits for the upload, because the nodes' tiers would fill up otherwise.
     """
 
     amplification: float
@@ -141,11 +153,11 @@ class Costs:
 def amplification(
     gpus: int, gpus_a_node: int, batch: int, sample_bytes: float, block_bytes: float, *, shared: bool
 ) -> float:
-    """Read amplification: the bytes that a node fetches divided by the bytes that its ranks need.
+    """Compute the read amplification: the bytes that a node fetches divided by the bytes that its ranks need.
 
-    The epoch is in the loaders' own order. Readers fetch whole blocks. A reader fetches a block once, however many of
-    its samples the block holds. With `shared` the reader is the node (with the daemon), otherwise each rank. The result
-    is that of at most two nodes, which stand for all. `batch` is the batch size of one rank.
+    The epoch is in the loaders' own order. Readers fetch whole blocks. A reader fetches a block once for all of its
+    samples in the block. With `shared`, the reader is the node (with the daemon), otherwise each rank. The result is
+    computed for at most two nodes, which represent all. `batch` is the batch size of one rank.
     """
     everywhere = batch * gpus
     order = Order.of(max(_SAMPLES, 2 * everywhere), everywhere, sample_bytes=sample_bytes)
@@ -170,8 +182,10 @@ def _blocks(samples: npt.NDArray[np.int64], sample_bytes: float, block_bytes: fl
 
 
 def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
-    """Compute the costs from steady rates: all nodes do the same at the same time, so each gets an equal share of the
-    store."""
+    """Compute the costs from steady rates.
+
+    All nodes do the same at the same time, so each gets an equal share of the store.
+    """
     job = job.sized(cluster.gpus)
     ranks = min(cluster.gpus, cluster.gpus_a_node)
     amplified = amplification(
@@ -207,7 +221,7 @@ def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
 
 
 def young(cost: float, mtbf: float) -> float:
-    """Seconds between checkpoints, to first order.
+    """Return the optimal seconds between checkpoints, to first order.
 
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """
@@ -215,7 +229,7 @@ def young(cost: float, mtbf: float) -> float:
 
 
 def daly(cost: float, mtbf: float) -> float:
-    """Seconds of computing between checkpoints, to higher order.
+    """Return the optimal seconds of computing between checkpoints, to higher order.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006,
     equation 37.
@@ -293,7 +307,7 @@ class _Run:
             durable_at = clock + known.durable - known.stall
 
     def _interrupt(self, partial: float, kept: float, held: float, durable: bool, interrupted: bool) -> None:
-        """End the life while the job computes.
+        """End this part of the run while the job computes.
 
         An interruption loses the work since the last save, and the last save too if it does not survive.
         """
@@ -307,7 +321,7 @@ class _Run:
         self._lose(kept, held, staged=True, interrupted=interrupted, durable=durable)
 
     def _lose(self, kept: float, held: float, *, staged: bool, interrupted: bool, durable: bool = False) -> None:
-        """Count the work that is kept and lost. `held` is the work of the last save, which may not be durable yet."""
+        """Count the kept and the lost work. `held` is the work in the last save, which may not be durable yet."""
         out, known, cluster = self._out, self._known, self._cluster
         survives = not interrupted or durable
         if interrupted:
@@ -320,7 +334,7 @@ class _Run:
 
 
 def best_interval(cluster: Cluster, known: Costs, *, wall: float, seeds: range) -> tuple[float, list[float]]:
-    """Return the interval around Daly's with the highest mean goodput over `seeds`, and its goodput for each seed."""
+    """Try intervals around Daly's. Return the one with the highest mean goodput, and its goodput for each seed."""
     start = max(daly(known.stall + known.slow_down, known.mtbf), 1.0)
     tried = {
         interval: [simulate_job(cluster, known, interval, wall=wall, seed=seed).goodput for seed in seeds]

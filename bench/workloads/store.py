@@ -1,8 +1,9 @@
 """`headrace bench store [URL]`: Headrace and other clients on a bucket or a directory.
 
-It measures throughput, latency percentiles, CPU seconds per GiB and memory of each client, by operation, object size
-and concurrency: a cell for each. Without a URL it starts a SeaweedFS on loopback, which shares the cores with its
-clients. Then compare only the rows with each other, not the figures with those of another machine.
+It measures throughput, latency percentiles, CPU seconds per GiB and memory of each client. Each combination of
+operation, object size and concurrency is a cell. Without a URL it starts a SeaweedFS server on loopback, which uses the
+same cores as its clients. Then compare only the rows with each other, not the figures with those of another machine.
+
 Invariants:
 
 - The cells are the same for every client. The results name the cells that a bound excludes.
@@ -10,7 +11,7 @@ Invariants:
   deletes the keys of a listing, so it never touches an object of another program.
 - The bounds hold for the whole run.
 
-Failure behaviour: a client that fails, or whose package is missing, is named with the end of its error. The exit code
+Failure behaviour: a client that fails, or that lacks its package, is named with the end of its error. The exit code
 is then 1. An unknown operation is a `UsageError`.
 """
 
@@ -39,20 +40,26 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import folder_of, open_store
 
 OPERATIONS = ("get", "range", "small", "put", "multipart", "list")
-"""Whole objects; ranges, and 4 KiB, at random places of the largest objects; whole objects; objects as a stream of
-8 MiB parts; pages of a prefix with 200 objects."""
+"""The measured operations.
+
+* `get` reads whole objects.
+* `range` reads ranges, and `small` reads 4 KiB, at random offsets of the largest objects.
+* `put` writes whole objects.
+* `multipart` writes objects as a stream of 8 MiB parts.
+* `list` lists a prefix with 200 objects, page by page.
+"""
 SMALL = 4 * KIB
 LISTED = 200
 COUNT = 8
-"""Objects of each size, read or written in turn."""
+"""The number of objects of each size, which are read or written in turn."""
 MAX_HELD = 512 * MIB
-"""The most bytes that a cell may hold in memory at once. Larger cells are left out."""
+"""The most bytes that a cell may hold in memory at once. Larger cells are skipped."""
 _BLOCK = 16 * MIB
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One measurement: requests of `size` bytes (0 for list), `width` at once."""
+    """One measurement: requests of `size` bytes (0 for `list`), with `width` requests in flight."""
 
     operation: str
     size: int
@@ -69,7 +76,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure: operations, sizes in bytes, requests at once."""
+    """The cells to measure: operations, sizes in bytes, and numbers of requests in flight."""
 
     operations: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -151,7 +158,10 @@ class Sweep:
 
 
 class ClientJob(msgspec.Struct, kw_only=True):
-    """What one client measures. `seconds` and `cell_bytes` bound a cell, `all_seconds` and `all_bytes` the process."""
+    """The measurements of one client.
+
+    `seconds` and `cell_bytes` limit a cell, `all_seconds` and `all_bytes` the process.
+    """
 
     client: str
     url: str
@@ -165,7 +175,7 @@ class ClientJob(msgspec.Struct, kw_only=True):
 
 
 def show(part: Part) -> str:
-    """Return tables of throughput, p99 and CPU seconds for each operation, and one of the peak memory."""
+    """Return tables of throughput, p99 and CPU seconds for each operation, and a table of the peak memory."""
     lines = []
     for operation in OPERATIONS:
         for quantity, unit in (("throughput", "MB/s"), ("latency p99", "ms"), ("cpu", "CPU s/GiB")):
@@ -272,8 +282,10 @@ def _left_out(sweep: Sweep) -> list[str]:
 
 @contextlib.contextmanager
 def fresh_prefix(url: str | None, sweep: Sweep, progress: Progress) -> Iterator[str]:
-    """Yield the URL of a fresh prefix with the objects to read. At the end, exactly the sweep's own keys are
-    deleted."""
+    """Yield the URL of a fresh prefix with the objects to read.
+
+    At the end, exactly the sweep's own keys are deleted.
+    """
     with contextlib.ExitStack() as stack:
         if url is None:
             from headrace.dataio.testing.s3_server import start_seaweedfs
@@ -317,7 +329,7 @@ def _clear(prefix: str, sweep: Sweep) -> None:
 
 
 def _remove_empty(root: Path) -> None:
-    """Remove the folders that the benchmark made, if they are empty."""
+    """Remove the folders that the benchmark created, if they are empty."""
     for folder in (*sorted((p for p in root.rglob("*") if p.is_dir()), reverse=True), root):
         with contextlib.suppress(OSError):
             folder.rmdir()

@@ -1,10 +1,13 @@
-"""Measure one client in a process of its own: every cell of the sweep, closed loop.
+"""Measures one client in its own process: every cell of the sweep, in a closed loop.
 
 The result has throughput, latency percentiles and CPU seconds of every cell, the histograms, and the errors. A cell
-runs `width` threads, each with one request at a time, until the cell's seconds are over or its bytes are moved. Each
-thread makes at least two requests. Measured requests begin when all threads have made one request that does not count.
-Invariants: a latency is the time of the call alone. The whole process keeps its limits of seconds and bytes; cells
-beyond them are reported as left out.
+runs `width` threads, each with one request at a time, until the cell's seconds are over or its bytes are transferred.
+Each thread sends at least two requests. The measurement begins when all threads have completed one request, which does
+not count.
+
+Invariants: a latency is the time of the call alone. The whole process keeps its limits of seconds and bytes. Cells
+beyond them are reported as skipped.
+
 Failure behaviour: a failed request is counted, and its message is kept. A cell in which all requests fail has no
 figures.
 """
@@ -37,7 +40,7 @@ class _Tally:
 
 
 def measure_in_process(job: dict[str, object]) -> dict[str, object]:
-    """Measure what the fields of a `ClientJob` say; called in a process of its own."""
+    """Measure a client, in its own process. `job` has the fields of a `ClientJob`."""
     return measure(msgspec.convert(job, ClientJob))
 
 
@@ -69,7 +72,7 @@ def measure(job: ClientJob) -> dict[str, object]:
 
 
 class _Cell:
-    """One cell being measured."""
+    """A cell during its measurement."""
 
     def __init__(self, *, cell: Cell, sweep: Sweep, call: Operation, seconds: float) -> None:
         self.cell, self._sweep, self._call, self._seconds = cell, sweep, call, seconds
@@ -77,7 +80,7 @@ class _Cell:
         self._wall = self._cpu = 0.0
 
     def go(self, most_bytes: int) -> None:
-        """Run the cell, and move at most about `most_bytes`."""
+        """Run the cell, and transfer at most about `most_bytes`."""
         requests = max(LEAST, most_bytes // max(1, self.cell.size) // self.cell.width)
         tallies = [_Tally() for _ in range(self.cell.width)]
         ready = threading.Barrier(self.cell.width + 1)

@@ -1,8 +1,9 @@
 """The state that the checkpoint benchmark saves: a transformer that trains, half in fp32 and half in bf16, with AdamW.
 
-Invariant: all values come from optimizer steps on gradients of a loss, so the state compresses and changes as real ones
-do. Every tensor is a weight or one of its two moments. With several ranks the layers are sharded by FSDP2. After
-`to_lora` the weights are frozen and small adapters train.
+Invariants: all values come from optimizer steps on gradients of a loss, so the state compresses and changes like a real
+one. Every tensor is a weight or one of its two moments. With several ranks, the layers are sharded by FSDP2. After
+`to_lora`, the weights are frozen and small adapters are trained.
+
 Failure behaviour: none.
 """
 
@@ -21,13 +22,15 @@ _TOKENS, _RANK = 16, 8
 
 
 class Training:
-    """A stack of transformer layers of about `mib` MiB of state, weights and moments; `step` trains them once.
+    """A stack of transformer layers. The state, weights and moments, has about `mib` MiB.
 
-    `lost` is the number of seconds that the optimizer waited for `guard`, within which it steps.
+    The optimizer steps within `guard`. `lost` is the number of seconds that it waited for `guard`.
     """
 
     def __init__(self, mib: int, ranks: int = 1, seed: int = 0) -> None:
-        torch.set_num_threads(1)  # the trainer and the saver have a core each; idle threads of torch would spin on both
+        torch.set_num_threads(
+            1
+        )  # the trainer and the saver use one core each; idle threads of torch would spin on both
         torch.manual_seed(seed)
         self.width = 768 if mib >= 768 else 512 if mib >= 384 else 256
         self.guard: Guard = contextlib.nullcontext
