@@ -100,7 +100,7 @@ def check_start(start: str, parts: int, jitter: float) -> None:
 
 
 def counts(clip: Clip, frames: Values, seconds: Values) -> int | Counts:
-    """Number of clips of each video, from its frames and its duration in seconds. One int if all videos have the same."""
+    """Number of clips of each video, from its frames and its duration in seconds. One int if it is always the same."""
     if clip.start != "every":
         return clip.per_video
     fitting = frames / (clip.frames * clip.stride) if clip.rate is None else seconds * float(clip.rate) / clip.frames
@@ -171,6 +171,6 @@ def _by_time(info: VideoInfo, clip: Clip, step: Fraction, first: int) -> Wanted:
 
 
 def _key_before(info: VideoInfo, by: Literal["index", "pts"], value: int) -> KeyFrame:
-    """The last key frame at or before `value`, or the first key frame if there is none (the stream begins without one)."""
+    """The last key frame at or before `value`. The first key frame if the stream begins without one."""
     starts = [key.index if by == "index" else key.pts for key in info.key_frames]
     return info.key_frames[max(0, bisect_right(starts, value) - 1)]

@@ -89,8 +89,7 @@ class FileConfig(LoaderConfig):
 
 
 class FileLoader(Loader):
-    """Batches of files as they are stored. The loader verifies the checksum of every file, and does not parse its
-    content.
+    """Batches of files as they are stored. The loader verifies the checksum of every file and does not parse it.
 
     Yields:
         A dict:

@@ -309,7 +309,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         self.close()
 
     def _next_epoch(self) -> None:
-        """Go to the next epoch if the last iteration was left, unless its remaining batches are still to be delivered."""
+        """Go to the next epoch if the last iteration was left, unless its remaining batches must still be delivered."""
         left = self._batch < self._plan.batches_in(self._epoch)
         if left and not self._plan.schedule.evaluates:
             return

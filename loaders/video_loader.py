@@ -182,8 +182,9 @@ class VideoLoader(Loader):
         super().__init__(plan, start_processor, delivery=delivery, bad_samples=config.bad_samples, owned=owned)
 
     def explain(self, sample: int | Sample = 0) -> str:
-        """Explain how the loader decodes a sample, and why: its stream, decoder, colours and size, and the byte ranges
-        it reads.
+        """Explain how the loader decodes a sample, and why.
+
+        The text names its stream, decoder, colours and size, and the byte ranges that are read.
 
         Args:
             sample: a sample, or its id.

@@ -92,7 +92,7 @@ class DaliMel:
         self._lock = threading.Lock()
 
     def __call__(self, sounds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Transform each float32 (C, S) on the CPU to float32 (C, n_mels, 1 + S // hop_length) on the graph's device."""
+        """Transform float32 (C, S) on the CPU to float32 (C, n_mels, 1 + S // hop_length) on the graph's device."""
         channels = [channel for sound in sounds for channel in sound]
         rows = list[torch.Tensor]()
         for start in range(0, len(channels), MAX_CHANNELS):

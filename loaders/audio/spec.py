@@ -171,7 +171,7 @@ class Window:
             - "center": the middle of the recording, or the middles of `per_sample` equal parts.
             - "every": windows follow each other without a gap, as many as fit whole, at least one.
         per_sample (int): windows of each recording in an epoch; not with "every". Default: 1.
-        jitter (float): move a "center" or "every" window by up to this many seconds in either direction, drawn again for
+        jitter (float): move a "center" or "every" window by up to this many seconds in either direction, drawn for
             every epoch, sample and window. Default: 0.0.
 
     Raises:

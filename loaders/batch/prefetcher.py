@@ -1,5 +1,4 @@
-"""Prefetching: batches are planned, announced to the cache and built by threads, in order and before the trainer needs
-them.
+"""Prefetching: threads plan batches, announce their reads to the cache and build them before the trainer needs them.
 
 Purpose: keep the trainer from waiting, within bounded memory. `BatchExecutor` builds batches in threads. `Prefetcher`
 plans batches, announces their reads and decides when they start. To change the position, the loader creates new ones.
@@ -185,7 +184,8 @@ def batches_from(source: BatchSource, epoch: int, batch: int) -> Iterator[Sequen
 
     The first lookup is for one batch. Each later lookup is for up to twice as many batches, at most `PLANNED_AT_ONCE`
     batches or `REFS_AT_ONCE` samples. If a lookup fails, its batches are looked up one by one, so that the batches
-    before the failing one can be delivered."""
+    before the failing one can be delivered.
+    """
     count = 1
     for later in itertools.count(epoch):
         end = source.batches_in(later)

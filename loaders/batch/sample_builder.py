@@ -108,10 +108,10 @@ class SampleBuilder:
     def build(
         self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
     ) -> list[ProcessedSample]:
-        """The processed samples of `refs`. They are processed together if the processor can, possibly directly in their
-        targets.
+        """The processed samples of `refs`.
 
-        A sample without tensors is left out of its batch.
+        The samples are processed together if the processor can, possibly directly in their targets. A sample without
+        tensors is left out of its batch.
         """
         return [
             self._instead(ref, target, outcome) if isinstance(outcome, HeadraceError) else outcome

@@ -225,7 +225,7 @@ _SHIFT = 1 / 16
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """One side of a frame. `source` pixels are scaled to `scaled` pixels; `kept` of these, from `first` on, are kept."""
+    """One side of a frame: `source` pixels are scaled to `scaled` pixels, of which `kept` are kept, from `first` on."""
 
     source: int
     scaled: int
@@ -258,11 +258,11 @@ class Axis(msgspec.Struct, frozen=True):
         return None
 
     def window(self) -> tuple[int, int, int, int]:
-        """A part of the source that can be scaled alone: its start and length, and the start and length of the scaled
-        part.
+        """A part of the source that can be scaled alone.
 
-        It begins and ends at even pixels (or at the frame's end), to within `_SHIFT`. It extends so far around the kept
-        pixels that its edges do not affect them.
+        Returns its start and length, and the start and length of the scaled part. It begins and ends at even pixels (or
+        at the frame's end), to within `_SHIFT`. It extends so far around the kept pixels that its edges do not affect
+        them.
         """
         margin = math.ceil((max(1.0, self.step) + 4) / self.step)
         first = next(j for j in range(max(0, self.first - margin), -1, -1) if self._is_even(j))

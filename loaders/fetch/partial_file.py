@@ -107,7 +107,7 @@ class PartialFile:
         return memoryview(b"".join([head, *inner, tail]))
 
     def prefetch(self, runs: Runs) -> None:
-        """Fetch these pieces in one request. If the store lacks a piece, the error appears when the piece is accessed."""
+        """Fetch these pieces in one request. If the store lacks a piece, the error is raised when it is accessed."""
         with contextlib.suppress(NotFoundError, RangeError):
             self._fetch(self._heads.others(self._name, self._member, runs))
 

@@ -6,7 +6,8 @@ Invariants: those of `headrace.loaders.interfaces`. A window starts at the sampl
 the target rate. Zeros follow where the recording is shorter than the index says. With spectrograms, rows and pieces are
 counted in columns. A piece's columns depend on its own audio only, never on adjacent pieces. Audio that is too short to
 transform is padded with zeros.
-Failure behaviour: `process` returns the error of a damaged recording at the sample's position."""
+Failure behaviour: `process` returns the error of a damaged recording at the sample's position.
+"""
 
 from __future__ import annotations
 

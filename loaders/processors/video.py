@@ -94,11 +94,11 @@ class ClipSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def together(specs: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Sequence[SampleRef]], list[list[int]]]:
-    """Return a function that groups the samples of a batch; one thread processes each group. `specs` are indexed by
-    stream.
+    """Return a function that groups the samples of a batch. One thread processes each group.
 
-    Clips that may share their decoding form a group. Otherwise, small clips form groups of up to `LIGHT` pixels. There
-    are no groups of small clips if a transform or audio follows, since those may take longer.
+    `specs` are indexed by stream. Clips that may share their decoding form a group. Otherwise, small clips form groups
+    of up to `LIGHT` pixels. There are no groups of small clips if a transform or audio follows, since those may take
+    longer.
     """
     several = any(spec.clip.per_video > 1 or spec.clip.start == "every" for spec in specs)
 

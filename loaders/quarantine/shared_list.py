@@ -211,7 +211,7 @@ class QuarantineList:
             return self._decided(key)
 
     def refused(self, location: Location, version: int, run: str, epoch: int) -> Entry | None:
-        """The entry because of which `epoch` of `run`, following `version`, skips a sample. None if it is not skipped."""
+        """The entry because of which `epoch` of `run`, following `version`, skips a sample, or None."""
         own = (e for _, e in self._entries.get(location, ()) if e.run == run and run and e.epoch <= epoch)
         return self._lasting(location, version) or next(own, None)
 

@@ -138,7 +138,7 @@ class Buckets:
         return [*shapes, self.budget, *self.patch, self.multiple]
 
     def assign(self, heights: I64, widths: I64, lengths: F64, frames: int) -> I64:
-        """The bucket of each video, from its displayed height and width and the number of frames that it can provide."""
+        """The bucket of each video, from its displayed height and width and the number of frames that it provides."""
         shapes = np.array([bucket.size for bucket in self.buckets], np.float64)
         wanted = np.array([bucket.frames or frames for bucket in self.buckets], np.float64)
         away = np.abs(np.log(widths / heights)[:, None] - np.log(shapes[:, 1] / shapes[:, 0])[None, :])
@@ -151,7 +151,7 @@ class Buckets:
 
 
 def _largest(left: npt.NDArray[np.bool_], fits: npt.NDArray[np.bool_], value: F64) -> npt.NDArray[np.bool_]:
-    """In each row, the candidates `left` with the largest value that fits; if none fits, those with the smallest value."""
+    """In each row, the candidates `left` with the largest value that fits, or with the smallest if none fits."""
     some = (left & fits).any(axis=1, keepdims=True)
     largest = np.where(left & fits, value, -np.inf).max(axis=1, keepdims=True)
     smallest = np.where(left, value, np.inf).min(axis=1, keepdims=True)

@@ -143,10 +143,10 @@ def floor_sums(counts: I64, modulus: int, step: int, offsets: I64) -> I64:
 
 @dataclass(frozen=True)
 class Strata:
-    """Streams 0 … D-1, merged by their `quotas` in batches of `batch` slots. Each lane has an equal contiguous part of
-    the slots.
+    """Streams 0 … D-1, merged by their `quotas` in batches of `batch` slots.
 
-    `start` rotates the points of the first batch; it may be any integer.
+    Each lane has an equal contiguous part of the slots. `start` rotates the points of the first batch; it may be any
+    integer.
     """
 
     quotas: tuple[int, ...]

@@ -174,7 +174,7 @@ class Mixed:
         return cls(tuple(sources), orders, batch, lanes, segments, batches, seed)
 
     def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
-        """The part of `rank` in batch `number` of the mixture's `epoch`. `Share.epoch` holds the epochs of the sources."""
+        """The part of `rank` in batch `number` of the mixture's `epoch`. `Share.epoch` holds the sources' epochs."""
         if not 0 <= number < self.batches:
             raise UsageError(f"batch {number} is outside the epoch's {self.batches} batches")
         slots = np.asarray(part(self.batch, rank, world_size), np.int64)

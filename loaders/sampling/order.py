@@ -138,12 +138,11 @@ class Order:
         return np.arange(start + size * rank // world_size, start + size * (rank + 1) // world_size, dtype=np.int64)
 
     def substitute(self, sample: int, attempt: int, clips: int = 1) -> int | None:
-        """The virtual sample that replaces a damaged `sample`: the same clip number of a sample that is stored close to
-        it.
+        """The virtual sample that replaces a damaged `sample`: the same clip number of a sample in the same chunk.
 
-        The candidates are the samples of its chunk, or of an aligned group of `NEIGHBOURS` samples if chunks are
-        smaller. Attempts 0, 1, … return each candidate once, then None, in an order drawn for this sample. Seed and
-        epoch do not matter, and no other position changes.
+        If chunks are small, the candidates are an aligned group of `NEIGHBOURS` samples instead. Attempts 0, 1, …
+        return each candidate once, then None, in an order drawn for this sample. Seed and epoch do not matter, and no
+        other position changes.
         """
         number, clip = divmod(sample, clips)
         total = self.samples // clips

@@ -119,7 +119,10 @@ def _feistel(x: U64, left: U64, right: U64, key: U64, rounds: range) -> U64:
 
 
 def _bit_length(values: U64) -> U64:
-    """The number of bits of each value; 0 for 0. It is exact, since a 32-bit half fits the 53-bit mantissa of a float."""
+    """The number of bits of each value; 0 for 0.
+
+    It is exact, since a 32-bit half fits the 53-bit mantissa of a float.
+    """
     high, low = values >> _32, values & _LOW
     length: U64 = np.where(high != 0, np.frexp(high)[1] + 32, np.frexp(low)[1]).astype(np.uint64)
     return length

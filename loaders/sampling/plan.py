@@ -5,7 +5,8 @@ look samples up in the datasets. All of these use one class, `OrderPlan`, with d
 Invariants: part n of a sample is number `Parts.first(sample) + n` of its stream. Trainers see only the samples in the
 streams' `ids`. A sample's substitute belongs to the same stream and is stored close to it (see `Order.substitute`). It
 is the same for every epoch and world size. The rank decides only which share of a batch it takes.
-Failure behaviour: `UsageError` if there is nothing to deliver, or if a batch size is given together with buckets."""
+Failure behaviour: `UsageError` if there is nothing to deliver, or if a batch size is given together with buckets.
+"""
 
 from __future__ import annotations
 
@@ -442,8 +443,7 @@ class OpenDatasets(msgspec.Struct, frozen=True):
 def open_datasets(
     source: DatasetLike | Mixture, version: int | str | None, options: Mapping[str, Any] | None, trust_mounts: bool
 ) -> OpenDatasets:
-    """Open every dataset that `source` names. If one cannot be opened, the datasets that were opened before it are
-    closed.
+    """Open every dataset that `source` names. If one cannot be opened, those that this call opened are closed.
 
     Args:
         source: URL, directory, open dataset, or a mixture of these.

@@ -204,7 +204,7 @@ def _figures(positions: I64, taken: I64, size: int, labels: I64, samples: int) -
 
 
 def _reads(order: Order, take: Callable[[I64], I64], nodes: int) -> float:
-    """Number of chunks that all nodes together read in an epoch, divided by the number of chunks that are read at all."""
+    """Number of chunks that all nodes together read in an epoch, divided by the number of different chunks."""
     positions = np.arange(order.full_batches * order.batch or order.samples, dtype=np.int64)
     bounds = np.array([order.batch * node // nodes for node in range(1, nodes)], np.int64)
     node = np.searchsorted(bounds, positions % order.batch, side="right")

@@ -97,10 +97,9 @@ class Schedule(Protocol):
         ...
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
-        """Everything that determines the order up to batch `number` of `epoch`, except samples and seed, as plain JSON
-        types.
+        """Everything that determines the order up to batch `number` of `epoch`, except samples and seed.
 
-        It is short. Equal descriptions mean equal orders.
+        The description is short and has plain JSON types. Equal descriptions mean equal orders.
         """
         ...
 

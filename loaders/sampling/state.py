@@ -50,7 +50,7 @@ _FIRST = ("global_batch", "buckets")
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Identifies the samples of a source. With a mixture, `taken` is the number of samples that the source has given."""
+    """Identifies the samples of a source. In a mixture, `taken` is the number of samples that the source has given."""
 
     version: int
     digest: str

@@ -178,7 +178,7 @@ def _headers(data: Media) -> _Page | None:
 
 
 def _until(data: Media, at: int, serial: int, wanted: int, least: int) -> Iterator[_Page]:
-    """Yield pages from `at` to the first one that ends after `wanted` samples and does not begin before byte `least`."""
+    """Yield pages from `at` to the first one that ends after `wanted` samples and begins at byte `least` or later."""
     for _ in range(_MOST_PAGES):
         page = _page(data, at)
         if page is None or page.serial != serial or page.end > len(data):
