@@ -1,4 +1,4 @@
-"""The GPU drill: everything that only a GPU can show about Headrace, in one command.
+"""The GPU drill: all measurements and checks of Headrace that need a GPU, in one command.
 
     python bench/gpu_drill.py                    join and install the wheels that arrived, run the parts that can run
     python bench/gpu_drill.py --dry-run          without a GPU: list all parts, and run what needs no GPU
@@ -7,21 +7,23 @@
 
 It needs Python 3.11 or newer, torch with CUDA, and the checkout that it is in. It needs no network. The pieces of the
 wheels are in `.drill/pieces` of the checkout, at most 50 MiB each, so that they can be copied one by one. Packages are
-installed into `.drill/site`; the machine's own packages stay.
+installed into `.drill/site`. The machine's own packages stay.
 
 The drill imports the standard library only, so that it starts anywhere. Each part runs in its own process group, for at
 most the time in `SECONDS`. It rewrites `.drill/out/parts/NAME.json` with every figure. A part that is done does not run
-again, unless more of the packages that it can use have arrived, or with `--again`. So a drill that was cut short
-continues where it stopped, and one that gets its wheels piece by piece does more each time. Results are also copied to
+again, unless more of the packages that it can use have arrived, or with `--again`. So an interrupted drill continues
+where it stopped, and a drill that gets its wheels piece by piece runs more parts each time. Results are also copied to
 `$OUT`, which may be empty at each start.
+
 Invariants:
 
-- Every part that ever began is in the results, also when it failed or was cut off, with what it had measured.
+- Every part that ever began is in the results with its measurements, also if it failed or was interrupted.
 - A part that had no time, or lacks a package, is in the results with the reason.
-- The drill never changes the settings of the card. No process outlives its part.
+- The drill never changes the settings of the card.
+- No process outlives its part.
 
-Failure behaviour: exit code 1 when a part failed or had no time; 2 for wrong use or damaged wheels, with the next step.
-A part that lacks a package is no failure.
+Failure behaviour: the exit code is 1 if a part failed or had no time, and 2 for wrong use or damaged wheels, with the
+next step. A part that lacks a package is not a failure.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ SECONDS = {
     "checks": 240,
     "tests": 540,
 }
-"""The most seconds that a part may take, so that a part that hangs takes no time from the others."""
+"""The most seconds that a part may take, so that a part that hangs does not use the time of the others."""
 _STATE = ("torch", "numpy", "msgspec", "blake3", "zstandard", "xxhash", "prometheus_client", "fsspec")
 _CLIPS = (*_STATE, "av", "simplejpeg", "pyarrow", "duckdb", "rich")
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -71,7 +73,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 """The packages that a part needs."""
 USES: dict[str, tuple[str, ...]] = {"feed": ("nvidia.dali",), "checks": ("av", "nvidia.dali"), "probe": NEEDS["tests"]}
-"""The packages with which a part shows more."""
+"""The packages with which a part measures more."""
 LEAST_SECONDS = 5
 """A part does not begin if fewer seconds are left."""
 SHOWS: dict[str, tuple[str, str]] = {
@@ -106,7 +108,7 @@ SHOWS: dict[str, tuple[str, str]] = {
     ),
     "tests": ("checks:suite", "pytest -m gpu (collected only, without a GPU)"),
 }
-"""Part → (module:function in `headrace.bench.drill`, one line about what it shows)."""
+"""The name of each part → (module:function in `headrace.bench.drill`, one line that describes its result)."""
 PARTS = tuple(SECONDS)
 HOME = ROOT / ".drill"
 
@@ -208,7 +210,7 @@ def _absent(environ: dict[str, str]) -> list[str]:
 
 
 def _lacking(name: str, args: argparse.Namespace, lacking: Sequence[str]) -> dict[str, Any]:
-    """Return the result of a part that lacks packages. What it measured with them before stays."""
+    """Return the result of a part that lacks packages. Its earlier measurements with them stay."""
     known = _read(args.out / "parts" / f"{name}.json")
     if known and known.get("status") == "done":
         return known

@@ -1,4 +1,4 @@
-"""The demo: pack, train, kill, resume and compare, on a local S3 server. `Settings` are the numbers of a run."""
+"""The demo: pack, train, kill, resume and compare, on a local S3 server. `Settings` has the numbers of a run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """`headrace demo`: runs the demo with a progress display, then prints a summary.
 
-Invariant: exit code 0 means that the proof held and the loss fell. Any other outcome gives another exit code.
+Invariant: exit code 0 means that the resumed run equals the uninterrupted one and that the loss fell. Any other outcome
+has another exit code.
+
 Failure behaviour: `DemoError` names the part that failed. No process is left running.
 """
 

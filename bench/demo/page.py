@@ -1,7 +1,8 @@
 """The demo's page: the loss curves of both runs, superimposed, as one self-contained HTML file.
 
-Invariant: the page has no script, no network access and no dependency. All text from files or stores is escaped. The
-page is readable in light and dark mode and from 400 pixels up. The curves are drawn from the reported losses alone.
+Invariants: the page has no script, no network access and no dependency. All text from files or stores is escaped. The
+page is readable in light and dark mode and from a width of 400 pixels on. The curves show only the reported losses.
+
 Failure behaviour: none. A missing figure is a dash.
 """
 

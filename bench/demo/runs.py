@@ -2,7 +2,9 @@
 
 The proof compares the uninterrupted run with the killed and resumed one: losses, sample ids and final weights, bit for
 bit.
+
 Invariant: every process ends before `run_demo` returns.
+
 Failure behaviour: `DemoError` names the part that failed and quotes the end of its log. A trainer that takes too long
 is killed.
 """
@@ -207,7 +209,7 @@ Event = Mapping[str, Any]
 class Proof:
     """The result of the comparison.
 
-    `differences` has at most 20 sentences. `repeated` are the steps that both trainers of the interrupted run did.
+    `differences` has at most 20 sentences. `repeated` has the steps that both trainers of the interrupted run executed.
     """
 
     steps: int

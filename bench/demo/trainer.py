@@ -1,11 +1,13 @@
-"""The demo's trainer: one process, or one rank, that saves and restores and does not know that it will be killed.
+"""The demo's trainer: one process, or one rank, that saves and restores. It has no special code for being killed.
 
-Purpose: show that an ordinary loop needs five lines of Headrace, and report what happens as JSON lines on standard
-output.
-Invariant: the line of a step is written whole, after the step and before the next one, so the lines of a killed trainer
-are correct for every step that it finished. Losses are written as hexadecimal floats: equal text means equal bits.
-Failure behaviour: errors end the process with their message and exit code; it retries nothing that the library has
-given up.
+Purpose: to show that an ordinary loop needs five lines of Headrace. It reports events as JSON lines on standard output.
+
+Invariants: the line of a step is written atomically, after the step and before the next one. So the lines of a killed
+trainer are correct for every step that it finished. Losses are written as hexadecimal floats: equal text means equal
+bits.
+
+Failure behaviour: errors end the process with their message and exit code. The trainer retries no operation that the
+library has given up.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _WAIT_SECONDS = 120.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says. The exit code is that of the error, if there is one."""
+    """Train with the options of the command line. Returns the exit code: 0, or that of the error."""
     args = _parser().parse_args(argv)
     try:
         train(args, _emitter())
@@ -164,7 +166,7 @@ def _watch(handle: Any, step: int, emit: Emit) -> None:
 
 
 def _digest(model: nn.Module) -> str:
-    """BLAKE3 of the bytes of all parameters and buffers, in the order of their names."""
+    """Return the BLAKE3 digest of all parameters and buffers, in the order of their names."""
     hasher = blake3.blake3()
     for name, tensor in sorted(model.state_dict().items()):
         hasher.update(name.removeprefix("module.").encode())

@@ -3,7 +3,9 @@
 Each of `staging`, `lazy`, `restore` and `gds` is a part of the drill. They share `Trainer`, a real training step. GDS
 uses torch's own binding (`torch.cuda.gds.GdsFile`). Without the kernel module cuFile may work in compatibility mode,
 which copies through host memory. The drill allows that mode (`CUFILE_ENV_PATH_JSON`), so the figures include its cost.
-Invariant: every restored or copied bit is compared. Failure behaviour: a candidate that fails is an error of its part.
+Invariant: every restored or copied bit is compared.
+
+Failure behaviour: a candidate that fails is an error of its part.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Trainer:
         self.batch = torch.randn(8 if gpu else 2, 512 if gpu else 32, width, device=self.device)
 
     def step(self) -> None:
-        """One step; on a GPU it returns when the work is queued."""
+        """Run one step. On a GPU it returns when the work is queued."""
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.model(self.batch).float().square().mean()
         self.optimizer.zero_grad(set_to_none=True)
@@ -47,7 +49,7 @@ class Trainer:
         self.optimizer.step()
 
     def sync(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -56,14 +58,14 @@ class Trainer:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def state_bytes(self) -> int:
-        """Bytes of parameters and moments."""
+        """The size of parameters and moments in bytes."""
         moments = [
             value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
         ]
         return sum(t.numel() * t.element_size() for t in (*self.model.parameters(), *moments))
 
     def seconds_a_step(self, steps: int, between: Callable[[int], object] = lambda step: None) -> list[float]:
-        """Seconds of each step, the device's work included; `between` runs before each."""
+        """Return the seconds of each step, including the device's work. `between` runs before each step."""
         found = []
         for number in range(steps):
             began = time.perf_counter()
@@ -167,7 +169,7 @@ def _drop(folder: Path) -> None:
 
 
 def staging(gpu: bool) -> PartResult:
-    """Measure copies of one gibibyte (64 MiB without a GPU), then a save of a real model's state."""
+    """Measure copies of 1 GiB (64 MiB without a GPU), then a save of a real model's state."""
 
     part = PartResult("staging", "Staging: from the device into host memory", against="pageable")
     part.metric("rate", "GB/s", "GB/s", "higher")
@@ -235,7 +237,7 @@ def _unregister(tensor: Any) -> None:
 
 
 def _save_stall(part: PartResult, gpu: bool, best: float) -> None:
-    """Measure how long `save` holds the trainer, from the second save on."""
+    """Measure how long `save` blocks the trainer, from the second save on."""
 
     trainer = Trainer(gpu)
     trainer.seconds_a_step(2)

@@ -1,9 +1,10 @@
-"""The drill's parts `checks`, `probe` and `tests`: what is right or wrong, the machine, and the GPU tests.
+"""The drill's parts `checks`, `probe` and `tests`: checks of correctness, facts about the machine, and the GPU tests.
 
 The last check reports how DALI decodes the streams that `headrace.loaders.decode.dali` does not give to it. Its result
 is never a failure: if DALI decodes them correctly, the rule is stricter than necessary.
-Failure behaviour: a check or an import that needs an absent package is a note. A package that cannot be imported, a
-check that fails and a test that fails are errors.
+
+Failure behaviour: if a check or an import needs an absent package, the part has a note. A package that cannot be
+imported, a check that fails and a test that fails are errors.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ def the_arena_is_pinned(part: PartResult, name: str) -> None:
 
 
 def a_save_holds_what_was_there_when_it_was_called(part: PartResult, name: str) -> None:
-    """The device still writes the state when `save` is called, and writes it again as soon as the save allows it."""
+    """A save has the state of the moment of the call.
+
+    The device still writes the state when `save` is called, and writes it again as soon as the save allows it.
+    """
     import torch
 
     saves("cuda")
@@ -128,7 +132,10 @@ def _slow(device: str, times: int = 1) -> None:
 
 
 def a_batch_stays_what_it_is_while_another_stream_reads_it(part: PartResult, name: str) -> None:
-    """The trainer drops batches that its stream still reads, while the loader's stream writes the next ones."""
+    """A batch does not change while another stream reads it.
+
+    The trainer drops batches that its stream still reads, while the loader's stream writes the next ones.
+    """
     import torch
 
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
@@ -190,7 +197,7 @@ def dali_sees_the_cards_that_torch_sees(part: PartResult, name: str) -> None:
 
 
 def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
-    """DALI keeps up to a hundred decoders for reuse. It must also reuse those of 1080p, whose coded height differs."""
+    """DALI keeps up to a hundred decoders for reuse. It must reuse those of 1080p, too, where the coded height differs."""
     import torch
 
     from headrace.bench.drill.loading import make, request_for
@@ -212,8 +219,10 @@ def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
 
 
 def what_dali_makes_of_what_it_is_not_given(part: PartResult, name: str) -> None:
-    """AV1 that shows frames again, and interlaced H.264. If DALI decodes the frames correctly, the rule is too
-    strict."""
+    """Decode AV1 that shows frames again, and interlaced H.264, with DALI.
+
+    If DALI decodes the frames correctly, the rule is too strict.
+    """
     from headrace.bench.drill.loading import make, request_for
     from headrace.loaders.decode.dali import DaliDecoder
     from headrace.loaders.decode.pyav import PyAVDecoder
@@ -343,7 +352,7 @@ _SECONDS = 500
 
 
 def files() -> list[str]:
-    """The test files that have tests for a GPU. Other files may need packages that are absent."""
+    """Return the test files that have tests for a GPU. Other files may need packages that are absent."""
     marked = (path for path in (_ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
     return sorted(str(path.relative_to(_ROOT)) for path in marked)
 

@@ -1,17 +1,18 @@
 """The drill's parts `nvdec` and `feed`: decoding on the card, and a loader that feeds a training step.
 
-`nvdec` compares the pixels of NVDEC, through DALI `mixed`, with those of the CPU. It measures frames a second by codec
-and size. The clips are made here (libx264, libx265, libvpx-vp9, libsvtav1). The loader's own decoders decode them from
-the same bytes. The difference is over all frames of a clip. Rates are those of several threads at once, as in the
-loader; their frames are compared with those of one thread alone. A stream that `headrace.loaders.decode.dali` does not
-give to the GPU is a note.
+`nvdec` compares the pixels of NVDEC, through DALI `mixed`, with those of the CPU. It measures frames per second by
+codec and size. It encodes the clips itself (libx264, libx265, libvpx-vp9, libsvtav1). The loader's own decoders decode
+them from the same bytes. The difference is over all frames of a clip. Rates are those of several concurrent threads, as
+in the loader. Their frames are compared with those of one thread alone. For a stream that
+`headrace.loaders.decode.dali` does not give to the GPU, the part has a note.
 
-`feed` measures batches a second, and how long the device waits for data. The step alone, on a batch that stays on the
-device, is what the device needs. Idle is the share of the loop with the loader that exceeds it. On a GPU the step is
-repeated until it takes `_STEP_SECONDS`, as a step of a real video model on eight clips does. The loader then decodes
-and copies during the step, on another stream.
+`feed` measures batches per second, and how long the device waits for data. The step alone, on a batch that stays on the
+device, gives the time that the device needs. The idle share is the part of the loop's time with the loader that exceeds
+it. On a GPU the step is repeated until it takes `_STEP_SECONDS`, like a step of a real video model on eight clips. The
+loader then decodes and copies during the step, on another stream.
 
 `UtilizationSampler` samples the utilisation of one card. It only reads.
+
 Failure behaviour: a codec that fails is an error of its decoder, and the others continue. Without NVML and nvidia-smi
 there are no samples of the utilisation.
 """
@@ -42,7 +43,7 @@ _CODECS = {
 }
 _FRAMES = 48
 _CLIPS = {"DALI, GPU": 32, "DALI, CPU": 4, "PyAV": 8}
-"""The number of clips that each decoder decodes at once."""
+"""The number of clips that each decoder decodes concurrently."""
 _THREADS = (1, 2, 8)
 """Threads of a pipeline, in addition to those that the loader uses."""
 _MOST_OFF, _OFTEN = 2, 2e-3
@@ -98,9 +99,10 @@ def request_for(path: Path) -> Any:
 
 
 def _decoders(codec: str, gpu: bool) -> Iterator[tuple[str, Any]]:
-    """Yield PyAV, the reference, and then the others. Each is created only when the one before it is measured.
+    """Yield PyAV, which is the reference, and then the others.
 
-    So a decoder that cannot be created does not affect the reference.
+    Each is created only after the previous one was measured. So a decoder that cannot be created does not affect the
+    reference.
     """
     from headrace.loaders.decode.dali import DaliDecoder, dali_installed
     from headrace.loaders.decode.pyav import PyAVDecoder
@@ -260,8 +262,7 @@ class _Rates(ctypes.Structure):
 
 
 def read_utilization(library: Any, card: ctypes.c_void_p) -> dict[str, float]:
-    """Return the per cent of the decoders, the multiprocessors and the memory in use, as far as the card reports
-    them."""
+    """Return the utilisation of decoders, multiprocessors and memory in per cent, as far as the card reports it."""
     found: dict[str, float] = {}
     busy, period, rates = ctypes.c_uint(), ctypes.c_uint(), _Rates()
     if not library.nvmlDeviceGetDecoderUtilization(card, ctypes.byref(busy), ctypes.byref(period)):
@@ -330,8 +331,10 @@ def feed(gpu: bool) -> PartResult:
 
 
 def _loader_decoders(gpu: bool) -> tuple[str, ...]:
-    """Return the decoders to measure. With a GPU these are NVDEC and PyAV, which shows how much CPU time NVDEC
-    saves."""
+    """Return the decoders to measure.
+
+    With a GPU these are NVDEC and PyAV. The comparison shows how much CPU time NVDEC saves.
+    """
     from headrace.loaders.decode import registry
 
     return ("auto", "pyav") if gpu and registry.missing("dali_gpu") is None else ("pyav",)

@@ -1,8 +1,9 @@
 """The result of a part of the drill: one part of a results document, as plain data.
 
-Invariant: the fields are those of `headrace.bench.core.results.Part`. This module does not import it, so that a part
-can fail before any package is installed. If `path` is set, every figure is written to the file at once. The file's
-status is "interrupted" until `finish`, so a part that hangs or dies keeps its figures.
+Invariants: the fields are those of `headrace.bench.core.results.Part`. This module does not import it, so that a part
+can report a failure before any package is installed. If `path` is set, every figure is written to the file at once. The
+file's status is "interrupted" until `finish`, so a part that hangs or dies keeps its figures.
+
 Failure behaviour: none.
 """
 
@@ -50,7 +51,7 @@ class PartResult:
         self._write()
 
     def finish(self) -> None:
-        """Mark the part as done: every figure was measured or is among the errors."""
+        """Mark the part as done: every figure was measured, or an error explains its absence."""
         self.status = "done"
         self._write()
 

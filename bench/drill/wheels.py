@@ -1,9 +1,11 @@
 """Wheels for a machine without a network: fetched, made smaller, split into pieces, copied, joined and installed.
 
-Standard library only, as it runs before anything is installed. The packages that most parts need come first, so the
-first piece is useful alone: every wheel whose pieces have arrived can be joined.
-Invariant: a wheel is used only if its SHA-256 is the one of the manifest. Pieces are at most `PIECE_BYTES`. File names
-come from the manifest and are checked: no folders, only wheels and pieces.
+The module uses only the standard library, because it runs before any package is installed. The packages that most parts
+need come first. A wheel can be joined as soon as all of its pieces have arrived, so the first piece alone is useful.
+
+Invariants: a wheel is used only if its SHA-256 equals the one in the manifest. Pieces have at most `PIECE_BYTES`. File
+names are taken from the manifest and checked: no folders, only wheels and pieces.
+
 Failure behaviour: `DrillError` names the file and the next step.
 """
 
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 PIECE_BYTES = 50 << 20
-"""A checkout, real clips and a piece together stay below 64 MiB."""
+"""The largest size of a piece. A checkout, real clips and a piece together stay below 64 MiB."""
 MANIFEST = "manifest.json"
 _MARK = "installed.json"
 NEEDED = (
@@ -43,7 +45,7 @@ _GLIBC = (17, 24, 26, 27, 28, 31, 34, 35)
 
 
 class DrillError(Exception):
-    """The drill cannot continue. The message says what to do."""
+    """The drill cannot continue. The message has the next step."""
 
 
 def fetch(folder: Path, constraints: Path, python: str = "3.12", needed: Sequence[str] = NEEDED) -> list[Path]:
@@ -74,8 +76,10 @@ def _distribution(wheel: Path) -> str:
 
 
 def smaller(wheel: Path, folder: Path, python: str) -> Path:
-    """Repack the wheel with stronger compression, without files for other Python versions. pip installs it like any
-    other."""
+    """Repack the wheel with stronger compression, without files for other Python versions.
+
+    pip installs it like any other wheel.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     target, ours = folder / wheel.name, python.replace(".", "")
     partial = target.with_suffix(".partial")
@@ -147,7 +151,7 @@ def _arrived(pieces: Path, entry: dict[str, Any]) -> bool:
 
 
 def join(pieces: Path, folder: Path) -> list[Path]:
-    """Write the wheels whose pieces have all arrived to `folder`, and check every digest."""
+    """Write all wheels with complete pieces to `folder`, and check every digest."""
     manifest, lacking, start, at = _manifest(pieces), set(missing(pieces)), 0, 0
     bounds = []
     for entry in manifest["pieces"]:
@@ -254,8 +258,10 @@ def _arrivals(pieces: Path) -> list[str]:
 
 
 def register(project: Path, site: Path) -> None:
-    """Register the project's name and version with this Python, as if it were installed. The code runs from the
-    checkout."""
+    """Register the project's name and version with this Python, as if it were installed.
+
+    The code runs from the checkout.
+    """
     import tomllib
 
     about = tomllib.loads(project.read_text())["project"]

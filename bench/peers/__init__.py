@@ -1,1 +1,1 @@
-"""The libraries that Headrace is compared with: how each does the same work."""
+"""The libraries that Headrace is compared with: one function for each that does the same work."""

@@ -2,16 +2,22 @@
 
 The sound is synthetic: a voice that changes its pitch, vowels and loudness, with noise and pauses. Short recordings are
 16-bit FLAC, alternately at 16 and 44.1 kHz. Long ones are FLAC at 16 kHz, Opus in Ogg, MP3 and AAC in M4A, in turn. One
-minute is made for each format and repeated: as samples for FLAC, whose frames are numbered, otherwise as packets.
+minute is synthesized for each format and repeated. FLAC repeats the samples, because its frames are numbered. The other
+formats repeat the packets.
 
-A peer uses soundfile, torchcodec, PyAV or SPDL. It gets the bytes of a file, a path or a file object; SPDL gets a URL
-in place of a file object. The floor is our decoder alone: the same windows, read from files, decoded and resampled by
-as many threads, without batches, plan or digests.
-Invariants: a recording is a pure function of its number and kind. Each candidate delivers float32 (windows of a file,
-1, samples) at 16 kHz from random starts, or their log-mel spectrograms (windows, 1, mels, columns), padded with zeros
-at the end. Peers take all windows of a file from one open file, in order of time. Headrace mixes the windows of
-different files in a batch.
-Failure behaviour: exceptions of the libraries, which end the candidate's process.
+A peer uses soundfile, torchcodec, PyAV or SPDL. It gets the bytes of a file, a path or a file object. SPDL gets a URL
+in place of a file object. The upper bound ("floor") is our decoder alone: the same windows, read from files, decoded
+and resampled by as many threads, without batches, plan or digests.
+
+Invariants:
+
+* A recording depends only on its number and kind.
+* Each candidate delivers float32 (windows of a file, 1, samples) at 16 kHz from random starts, or their log-mel
+  spectrograms (windows, 1, mels, columns). Both are padded with zeros at the end.
+* Peers read all windows of a file from one open file, in order of time. Headrace mixes the windows of different files
+  in a batch.
+
+Failure behaviour: an exception of a library ends the candidate's process.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ from headrace.bench.peers.loaders import THREADS, decoding, peers_with, peers_wi
 from headrace.bench.peers.source import FLOOR, OURS, Peer, Source
 
 RATE = 16_000
-"""The rate of all delivered windows, in one channel."""
+"""The sample rate of all delivered windows, in Hz. They have one channel."""
 BATCH = 32
 DISTINCT = 48
 """The number of short recordings that are encoded. A dataset repeats them under other names."""
@@ -80,7 +86,7 @@ class Recordings:
     per_file: int = 1
     n_mels: int = 0
     of: str = ""
-    """The kind whose files are used, if it is another kind."""
+    """Another kind, if this one uses its files."""
     shard_bytes: int = 64 << 20
     stretch: int = 60
     """Seconds of a long recording that are synthesized, and then repeated."""
@@ -91,7 +97,7 @@ class Recordings:
 
     @property
     def long_files(self) -> bool:
-        """Whether files are so long that a reader seeks in them."""
+        """Whether files are long, so that readers seek in them."""
         return self.per_file > 1
 
     @property
@@ -101,12 +107,12 @@ class Recordings:
 
     @property
     def buffer(self) -> int:
-        """Size of a shuffle buffer, in files. Long recordings are too large for one."""
+        """Size of a shuffle buffer, in files. Long recordings are too large for a shuffle buffer."""
         return 1 if self.long_files else 256
 
     @property
     def default(self) -> int:
-        """Windows of an epoch by default."""
+        """The default number of windows of an epoch."""
         return 76 * self.per_file if self.long_files else 2_400
 
     @property
@@ -123,7 +129,7 @@ class Recordings:
         return self.shortest + 7919 * (number % DISTINCT) % (self.longest - self.shortest + 1)
 
     def described(self, files: int) -> str:
-        """One line that describes an epoch."""
+        """Return one line that describes an epoch."""
         what = f"log-mel {self.n_mels} of windows" if self.n_mels else "windows"
         forms = ", ".join(f"{form.ext} {form.rate / 1000:g} kHz" for form in self.forms)
         recordings = f"{files} recordings of {self.shortest} to {self.longest} s ({forms})"
@@ -145,7 +151,7 @@ class Recordings:
                 _encoded(path, form, _samples(form, self, number, self.seconds(number)))
 
     def ours(self) -> dict[str, Peer]:
-        """Headrace and the floor."""
+        """Headrace and the upper bound ("floor")."""
         return {OURS: Peer(_headrace), FLOOR: Peer(_decoder_only)}
 
     def peers(self) -> dict[str, Peer]:
@@ -339,10 +345,9 @@ def _finished(windows: Sequence[torch.Tensor], kind: Recordings) -> torch.Tensor
 
 
 def _mels(sound: torch.Tensor, n_mels: int) -> torch.Tensor:
-    """Compute log-mel spectrograms as torchaudio's MelSpectrogram does: STFT, power, mel filters, and then the
-    logarithm.
+    """Compute log-mel spectrograms as torchaudio's MelSpectrogram does.
 
-    The window and the filters are cached.
+    The steps are STFT, power, mel filters, and then the logarithm. The window and the filters are cached.
     """
     window, filters = _mel_filters(n_mels)
     spectrum = torch.stft(sound[:, 0], 400, 160, window=window, return_complex=True)
@@ -383,7 +388,7 @@ class _Marked:
 
 
 def _decoder_only(source: Source, kind: Recordings) -> Iterator[torch.Tensor]:
-    """The floor: Headrace's decoder without the loader."""
+    """The upper bound ("floor"): Headrace's decoder without the loader."""
     from headrace.dataio.shards.sample import Sample
     from headrace.loaders.audio.decode import decode_audio
     from headrace.loaders.audio.mel import log_mel

@@ -1,13 +1,14 @@
-"""Candidates of `headrace bench checkpoint`: each function builds one, as `function(where, training, **options) ->
-Built`.
+"""The candidates of `headrace bench checkpoint`.
 
-Headrace saves in the trainer's process or through a sidecar on another core. The peers are torch.save, safetensors,
-torch.distributed.checkpoint (DCP) in its variants, torch_checkpointing and s3torchconnector. `floor` is what the
-machine allows: one copy of the state, packed O_DIRECT writes, and reads with BLAKE3, without names, deduplication or
-commit.
+Each function builds one, as `function(where, training, **options) -> Built`. Headrace saves in the trainer's process or
+through a sidecar on another core. The peers are torch.save, safetensors, torch.distributed.checkpoint (DCP) in its
+variants, torch_checkpointing and s3torchconnector. `floor` shows the limit of the machine: one copy of the state,
+packed O_DIRECT writes, and reads with BLAKE3, without names, deduplication or commit.
+
 Invariant: the wait of a save returns only when the state is durable: fsynced, or acknowledged by the object store.
-Files that a library leaves in the page cache are fsynced here.
-Failure behaviour: exceptions fail the candidate, and so does a daemon that does not start.
+This module fsyncs files that a library leaves in the page cache.
+
+Failure behaviour: a candidate fails if it raises an exception, or if its daemon does not start.
 """
 
 from __future__ import annotations
@@ -90,8 +91,10 @@ def safetensors(where: str, training: Training) -> Built:
 
 
 def dcp(where: str, training: Training, *, kind: str) -> Built:
-    """DCP with its file storage. `kind` is sync, thread, process, or stager (a thread, with DCP's cached staging
-    area)."""
+    """DCP with its file storage.
+
+    `kind` is sync, thread, process, or stager (a thread, with DCP's cached staging area).
+    """
     paths = _Paths(where)
 
     def writer() -> Any:
@@ -130,7 +133,7 @@ def _dcp(writer: Callable[[], Any], reader: Callable[[], Any], kind: str) -> Bui
 
 
 def _group() -> tuple[Any, bool]:
-    """Return a process group for a saver's background communication, and whether the default group was made for it."""
+    """Return a process group for a saver's background communication, and whether it had to create the default group."""
     if dist.is_initialized():
         return dist.new_group(backend="gloo"), False
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -149,7 +152,7 @@ def _free_port() -> int:
 
 
 def torch_checkpointing(where: str, training: Training) -> Built:
-    """Asynchronous, with staging in the background and a process that writes. The wait then fsyncs the files."""
+    """Asynchronous saves, with staging in the background and a writer process. The wait then fsyncs the files."""
     library: Any = importlib.import_module("torch_checkpointing.checkpoint_manager")
     config: Any = importlib.import_module("torch_checkpointing.config")
     staging: Any = importlib.import_module("torch_checkpointing.staging")
@@ -185,7 +188,7 @@ def torch_checkpointing(where: str, training: Training) -> Built:
 
 
 def s3torchconnector(where: str, training: Training) -> Built:
-    """Synchronous saves to its DCP storage, as its documentation shows."""
+    """Synchronous saves to s3torchconnector's DCP storage, as its documentation shows."""
     library: Any = importlib.import_module("s3torchconnector.dcp")
     client: Any = importlib.import_module("s3torchconnector")
     config = client.S3ClientConfig(force_path_style=True)
@@ -264,8 +267,10 @@ def headrace(where: str, training: Training, *, sidecar: str | None = None, **op
 
 
 def with_sidecar(where: str, training: Training, **options: Any) -> Built:
-    """Headrace with a sidecar. The trainer is pinned to the first core, and the daemon to the others, if there are
-    several."""
+    """Headrace with a sidecar.
+
+    If there are several cores, the trainer is pinned to the first one, and the daemon to the others.
+    """
     cores, stack = sorted(os.sched_getaffinity(0)), contextlib.ExitStack()
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-"))
     running = stack.enter_context(daemon(Path(folder), http_port="off"))
@@ -278,7 +283,7 @@ def with_sidecar(where: str, training: Training, **options: Any) -> Built:
 
 _PAGE, _BLOCK, _THREADS, _READERS = 4096, 16 << 20, 2, 4
 _READ = 4 << 20
-"""Bytes of a read. The tested disks reach their highest rate with this size."""
+"""The size of a read in bytes. The tested disks reach their highest rate with this size."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -296,7 +301,7 @@ class Area:
 
 
 def floor(where: str, training: Training) -> Built:
-    """The floor: saves to and restores from files in a directory."""
+    """The lower bound ("floor"): saves to and restores from files in a directory."""
     os.makedirs(where, exist_ok=True)
     areas, paths, buffers = [Area(training.state())], list[str](), _ReadBuffer()
     pool, readers, writer = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_READERS), ThreadPoolExecutor(1)
@@ -333,7 +338,7 @@ def floor(where: str, training: Training) -> Built:
 
 
 class _ReadBuffer(threading.local):
-    """A buffer for each thread that O_DIRECT reads can fill."""
+    """One buffer per thread that O_DIRECT reads can fill."""
 
     def __init__(self) -> None:
         self.bytes = memoryview(mmap.mmap(-1, _READ))

@@ -1,11 +1,12 @@
-"""Plugins for DLIO (github.com/argonne-lcf/dlio_benchmark): the original harness drives our loader and our checkpoints.
+"""Plugins for DLIO (github.com/argonne-lcf/dlio_benchmark): the original harness runs our loader and our checkpoints.
 
-`docs/benchmarks.md` has the commands. Written for and run with dlio_benchmark 2.0.0, which is no dependency: its
-package requires TensorFlow.
+`docs/benchmarks.md` has the commands. The plugins were written for and run with dlio_benchmark 2.0.0. It is not a
+dependency, because its package requires TensorFlow.
 
-Invariant: each rank gets its share of every epoch; bytes are checked against the index. Every pass is the next epoch,
-in another order, as `sample_shuffle` asks of a loader.
-Failure behaviour: without a dataset, a `UsageError` says how to make one. Errors of the loader end the run.
+Invariants: each rank gets its share of every epoch. Bytes are checked against the index. Every pass is the next epoch,
+in another order, as `sample_shuffle` requires.
+
+Failure behaviour: without a dataset, a `UsageError` tells how to make one. Errors of the loader end the run.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ class HeadraceDataLoader(BaseDataLoader):  # type: ignore[misc,unused-ignore]
         self._loader = file_loader(place, self.batch_size, args.my_rank, args.comm_size, args.seed)
 
     def next(self) -> Iterator[list[torch.Tensor]]:
-        """The batches of one epoch: this rank's samples as bytes in host memory."""
+        """Yield the batches of one epoch: this rank's samples as bytes in host memory."""
         self.read()
         assert self._loader is not None
         for batch in self._loader:
             yield samples(batch)
 
     def finalize(self) -> None:
-        """Do nothing: DLIO calls this after each epoch, and the loader continues with the next one."""
+        """Do nothing. DLIO calls this after each epoch, and the loader continues with the next one."""
 
 
 def samples(batch: dict[str, Any]) -> list[torch.Tensor]:
-    """The bytes of each sample of a batch, uint8."""
+    """Return the bytes of each sample of a batch, uint8."""
     return list(batch["bytes"].split(batch["sizes"].sum(1).tolist()))
 
 
@@ -74,16 +75,16 @@ _WAIT_SECONDS = 600.0
 class HeadraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-ignore]
     """DLIO's `checkpoint_mechanism_classname`: a `Checkpointer` saves DLIO's state into its checkpoint folder.
 
-    DLIO requires a singleton. `checkpoint` returns when the step is committed, so DLIO's figures are times to durable,
-    not stalls. With `checkpoint.type: rank_zero` rank 0 saves alone. A save that fails raises and ends the run. `saved`
-    are the steps that this process committed.
+    DLIO requires a singleton. `checkpoint` returns when the step is committed, so DLIO's figures are times until the
+    save is durable, not stalls. With `checkpoint.type: rank_zero`, rank 0 saves alone. A save that fails raises and
+    ends the run. `saved` has the steps that this process committed.
     """
 
     _instance: ClassVar[HeadraceCheckpointing | None] = None
 
     @classmethod
     def get_instance(cls) -> Self:
-        """The instance of this process."""
+        """Return the instance of this process."""
         if cls._instance is None:
             cls._instance = cls()
         assert isinstance(cls._instance, cls)
@@ -98,12 +99,12 @@ class HeadraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-igno
         self.saved: list[int] = []
 
     def get_tensor(self, size: int) -> torch.Tensor:
-        """`size` random bytes: equal bytes would be deduplicated, as those of a training are not."""
+        """Return `size` random bytes. Equal bytes would be deduplicated, unlike those of a real training run."""
         generator = torch.Generator().manual_seed(size + 7919 * self.args.my_rank)
         return torch.randint(-128, 127, (size,), dtype=torch.int8, generator=generator)
 
     def save_state(self, suffix: str, state: Any) -> None:
-        """Do nothing: `checkpoint` saves the whole step."""
+        """Do nothing. `checkpoint` saves the whole step."""
 
     def checkpoint(self, epoch: int, step_number: int) -> None:
         """Save the state of this rank and wait for the commit."""

@@ -1,10 +1,12 @@
-"""Images for the loader benchmark: JPEGs of the sizes that photographs have, and the candidates that decode them.
+"""Images for the loader benchmark: JPEGs of the sizes of photographs, and the candidates that decode them.
 
-The floor is our decoder alone: images read from files, decoded and cropped by as many threads, without batches, plan or
-digests. Most pipelines use Pillow. SPDL decodes with FFmpeg, DALI with libjpeg-turbo.
-Invariants: an image is a pure function of its number. Each candidate delivers every image once, uint8 (B, 3, size,
-size): scaled with a bilinear, antialiased filter to cover the size, and cropped around the centre.
-Failure behaviour: exceptions of the libraries, which end the candidate's process.
+The upper bound ("floor") is our decoder alone: images read from files, decoded and cropped by as many threads, without
+batches, plan or digests. Most pipelines use Pillow. SPDL decodes with FFmpeg, DALI with libjpeg-turbo.
+
+Invariants: an image depends only on its number. Each candidate delivers every image once, uint8 (B, 3, size, size):
+scaled with a bilinear, antialiased filter to cover the size, and cropped around the centre.
+
+Failure behaviour: an exception of a library ends the candidate's process.
 """
 
 from __future__ import annotations
@@ -61,12 +63,12 @@ class Images:
         return "uint8"
 
     def sides(self, number: int) -> tuple[int, int]:
-        """Height and width of image `number`."""
+        """Return the height and width of image `number`."""
         room = self.longest - self.shortest + 1
         return self.shortest + 7919 * number % room, self.shortest + 6271 * number % room
 
     def described(self, files: int) -> str:
-        """One line that describes an epoch."""
+        """Return one line that describes an epoch."""
         return f"{files} JPEGs of {self.shortest} to {self.longest} pixels a side; to {self.size}²"
 
     def write(self, folder: Path, count: int, progress: Progress) -> None:
@@ -147,7 +149,7 @@ def _spdl(named: tuple[str, bytes | str], kind: Images) -> torch.Tensor:
 
 
 def _dali(source: Source, kind: Images) -> Iterator[torch.Tensor]:
-    """DALI with its own decoder, scaler and threads on the CPU. It gets the bytes of the files, one batch ahead."""
+    """DALI on the CPU, with its own decoder, scaler and threads. It gets the bytes of the files one batch ahead."""
     dali, fn, types = (importlib.import_module(f"nvidia.dali{name}") for name in ("", ".fn", ".types"))
     names, pool = source.files(), ThreadPoolExecutor(THREADS)
     batches = [names[at : at + kind.batch] for at in range(0, len(names), kind.batch)]

@@ -1,12 +1,14 @@
-"""Loaders that run a decoding function: in two threads or two worker processes.
+"""Loaders that run a decoding function in two threads or two worker processes.
 
-Each takes `decode`, the source of the files and the kind of data. Peers that can seek in a file get the file; the
-others get its bytes. All samples of a long file come from one open file, and long files are not shuffled in a buffer:
-that is the least work. Energon and mosaicml-streaming may need their own interpreter (`--peer-python`), as their pins
-and ours conflict.
+Each loader gets `decode`, the source of the files and the kind of data. Peers that can seek in a file get the file. The
+others get its bytes. All samples of a long file are read from one open file, and long files are not shuffled in a
+buffer, because that is the least work. Energon and mosaicml-streaming may need their own interpreter (`--peer-python`),
+because the versions that they require conflict with ours.
+
 Invariant: each loader delivers the number of samples of each file that the kind defines, in batches (samples of a
 batch, ...).
-Failure behaviour: exceptions of the loaders, which end the candidate's process.
+
+Failure behaviour: an exception of a loader ends the candidate's process.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ def peers_with_own_python(library: str, decode: Decode) -> dict[str, Peer]:
 def decoder_only(
     decode: Callable[[Any, memoryview], torch.Tensor], source: Source, kind: Kind
 ) -> Iterator[torch.Tensor]:
-    """The floor: a plain loop over the files of our shards, in threads. `decode` gets the sample and its bytes."""
+    """The upper bound ("floor"): a loop over the files of our shards, in threads.
+
+    `decode` gets the sample and its bytes.
+    """
     from headrace.dataio import Dataset
     from headrace.dataio.shards.sample import Sample
 

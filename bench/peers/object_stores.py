@@ -1,9 +1,10 @@
 """The clients of `headrace bench store`, with their operations on a bucket or on a directory.
 
-Invariant: every client moves the same objects, and a read that returns another number of bytes raises. If a client
-lacks an operation, its `Operations` lack the key, and the table shows a dash. Clients reuse buffers where their
-interface allows it.
-Failure behaviour: a client whose package is missing raises `ImportError`, which names the package.
+Invariants: every client transfers the same objects, and a read that returns another number of bytes raises. If a client
+lacks an operation, its `Operations` lack the key, and the table shows a dash. Clients reuse buffers if their interface
+allows it.
+
+Failure behaviour: a client that lacks its package raises `ImportError`, which names the package.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from headrace.dataio.store.open import folder_of, open_store
 from headrace.dataio.store.s3_config import S3Config, parse
 
 PART_BYTES = 8 << 20
-"""Bytes of each part of a multipart upload."""
+"""The size of each part of a multipart upload, in bytes."""
 Operation = Callable[[str, int, int], int]
-"""A function of (key, offset, size). It returns the number of moved bytes, or of keys."""
+"""A function of (key, offset, size). It returns the number of transferred bytes, or of keys."""
 Operations = Mapping[str, Operation]
 Opener = Callable[[str, int, int], contextlib.AbstractContextManager[Operations]]
 
@@ -90,7 +91,7 @@ def _done(_: object, size: int) -> int:
 
 @contextlib.contextmanager
 def _os(url: str, width: int, largest: int) -> Iterator[Operations]:
-    """The floor for directories, with system calls only: pread, and write + fsync + rename."""
+    """The lower bound ("floor") for directories, with system calls only: pread, and write + fsync + rename."""
     root, buffers = folder_of(url), _Buffers(largest)
 
     def read(key: str, offset: int, size: int) -> int:
@@ -196,7 +197,7 @@ def _obstore(url: str, width: int, largest: int) -> Iterator[Operations]:
 
     def put(key: str, size: int, *, parts: bool) -> int:
         body = buffers.body[:size]
-        whole: Any = io.BytesIO(body) if parts else body  # obstore takes streams as files
+        whole: Any = io.BytesIO(body) if parts else body  # obstore accepts a stream as a file object
         obstore.put(store, config.full_key(key), whole, use_multipart=parts, chunk_size=PART_BYTES, max_concurrency=4)
         return size
 

@@ -1,11 +1,13 @@
-"""What the loader benchmark reads: kinds of files, where they are, and how they are written for each loader.
+"""The data of the loader benchmark: kinds of files, their location, and the formats for each loader.
 
-A `Kind` says which files there are and which samples an epoch has. `Source` is where the files are: this machine, or an
-S3 server that counts the bytes it sends. `video`, `audio` and `images` have the kinds.
-Invariants: both sources have the same bytes. A library that reads S3 reads the server itself. The others get short
-files whole, over one connection for each thread, and long files as file objects. Each form of the files is written
-under another name and renamed when it is complete.
-Failure behaviour: `RuntimeError` for an HTTP answer other than 200, and for a tool that fails to write its form.
+A `Kind` defines the files and the samples of an epoch. A `Source` is the location of the files: this machine, or an S3
+server that counts the bytes it sends. `video`, `audio` and `images` define the kinds.
+
+Invariants: both sources have the same bytes. A library that supports S3 reads from the server itself. The others get
+short files whole, over one connection for each thread, and long files as file objects. Each format of the files is
+written under another name and renamed when it is complete.
+
+Failure behaviour: `RuntimeError` for an HTTP status other than 200, and for a tool that fails to write its format.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Peer(NamedTuple):
 
 
 class Kind(Protocol):
-    """One kind of data: files, and the samples that an epoch takes of them."""
+    """One kind of data: the files, and the samples of an epoch."""
 
     @property
     def name(self) -> str: ...
@@ -54,11 +56,11 @@ class Kind(Protocol):
 
     @property
     def per_file(self) -> int:
-        """Samples that an epoch takes of each file."""
+        """The number of samples of each file in an epoch."""
 
     @property
     def long_files(self) -> bool:
-        """Whether files are so long that a reader seeks in them."""
+        """Whether files are long, so that readers seek in them."""
 
     @property
     def batch(self) -> int:
@@ -70,7 +72,7 @@ class Kind(Protocol):
 
     @property
     def default(self) -> int:
-        """Samples of an epoch by default."""
+        """The default number of samples of an epoch."""
 
     @property
     def shard_bytes(self) -> int: ...
@@ -81,7 +83,7 @@ class Kind(Protocol):
     @property
     def dtype(self) -> str: ...
     def described(self, files: int) -> str:
-        """One line that describes an epoch."""
+        """Return one line that describes an epoch."""
 
     def write(self, folder: Path, count: int, progress: Progress) -> None:
         """Write `count` files."""
@@ -100,9 +102,10 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class Source:
-    """`folder` holds clips/, dataset/ and litdata/. With a `port`, they are read from the local server there.
+    """The files of a kind in all formats.
 
-    The server's bucket is named like the folder.
+    `folder` has clips/, dataset/ and litdata/. With a `port`, they are read from the local server at that port. The
+    server's bucket has the name of the folder.
     """
 
     folder: Path
@@ -113,17 +116,17 @@ class Source:
         return f"http://127.0.0.1:{self.port}/{self.folder.name}"
 
     def url(self, name: str) -> str:
-        """Return the path or the URL of a subfolder, as libraries take it."""
+        """Return the path or the URL of a subfolder, in the form that libraries accept."""
         return f"s3://{self.folder.name}/{name}" if self.port else str(self.folder / name)
 
     def shards(self) -> list[str]:
-        """Return the paths or URLs of the tars, as webdataset takes them."""
+        """Return the paths or URLs of the tars, in the form that webdataset accepts."""
         names = sorted(path.name for path in (self.folder / "dataset" / "shards").iterdir())
         base = f"{self._http}/dataset/shards" if self.port else str(self.folder / "dataset" / "shards")
         return [f"{base}/{name}" for name in names]
 
     def files(self) -> list[str]:
-        """Return the names of the files. They are always listed locally, so no candidate pays for a listing over S3."""
+        """Return the names of the files. They are listed locally, so no candidate needs a listing over S3."""
         return sorted(path.name for path in (self.folder / "clips").iterdir())
 
     def read(self, name: str) -> bytes:
@@ -239,10 +242,10 @@ def _file_row(path: str) -> dict[str, Any]:
 
 
 def write_litdata(read: Callable[[Any], Any], inputs: list[Any], target: Path, chunk_bytes: str) -> None:
-    """Write `read(input)` of all inputs into litdata's chunks in `target`, by one process.
+    """Write `read(input)` of all inputs into litdata's chunks in `target`, with one process.
 
-    litdata's temporary files go to a scratch folder: by default litdata empties the folders `data` and `chunks` of the
-    system's temporary folder.
+    litdata's temporary files are written to a scratch folder. By default, litdata empties the folders `data` and
+    `chunks` of the system's temporary folder.
     """
     from headrace.bench.core.processes import environment_variables
 
@@ -289,7 +292,7 @@ def _require_success(command: list[str], name: str) -> None:
 
 @functools.cache
 def ffmpeg_libraries(folder: Path) -> Path:
-    """A folder where torchcodec and SPDL find the FFmpeg that came with PyAV: the same build for all candidates."""
+    """Make a folder where torchcodec and SPDL find PyAV's FFmpeg, so that all candidates use the same build."""
     import av
 
     target = folder / "ffmpeg"

@@ -2,15 +2,21 @@
 
 The files are short clips, long clips with few key frames, or long videos with sound. A long video is a sequence of
 encoded clips, copied and not encoded again, with a tune in AAC. Each clip begins with a key frame and lasts a whole
-number of frames, so pictures come at an even rate across the seams.
+number of frames, so the frame rate is constant where clips are joined.
 
 A peer decodes as its documentation shows, with PyAV, torchcodec or SPDL. It gets the bytes of a file, a path or a file
-object; SPDL gets a URL in place of a file object. The floor is our decoder alone: the same clips, read from files and
-decoded by as many threads, without batches, plan or digests.
-Invariants: a file is a pure function of its number. Each candidate delivers uint8 (clips of a file, 16, 3, size, size):
-every second frame from random starts, resized to cover and cropped around the centre, by one decoder thread. Peers take
-all clips of a file from one open file, in order of time. Headrace mixes the clips of different files in a batch.
-Failure behaviour: exceptions of the libraries, which end the candidate's process.
+object. SPDL gets a URL in place of a file object. The upper bound ("floor") is our decoder alone: the same clips, read
+from files and decoded by as many threads, without batches, plan or digests.
+
+Invariants:
+
+* A file depends only on its number.
+* Each candidate delivers uint8 (clips of a file, 16, 3, size, size): every second frame from random starts, resized to
+  cover the size and cropped around the centre. It decodes with one thread.
+* Peers read all clips of a file from one open file, in order of time. Headrace mixes the clips of different files in a
+  batch.
+
+Failure behaviour: an exception of a library ends the candidate's process.
 """
 
 from __future__ import annotations
@@ -39,8 +45,10 @@ FAST, FAST_FLOOR = f"{OURS}, color='fast'", f"{FLOOR}, color='fast'"
 FPS = 25
 FRAMES, STRIDE = 16, 2
 DISTINCT = 12
-"""The number of clips that are encoded. A dataset repeats them under other names; a long video joins them in random
-order."""
+"""The number of clips that are encoded.
+
+A dataset repeats them under other names. A long video joins them in random order.
+"""
 BATCH = 8
 
 
@@ -48,7 +56,7 @@ BATCH = 8
 class Videos:
     """H.264 files of `seconds`, with a key frame every `gop` frames. A candidate delivers clips of `size` x `size`.
 
-    A long video is `parts` of such files one after the other, with sound. An epoch has `per_file` clips of each file.
+    A long video has `parts` of such files one after the other, with sound. An epoch has `per_file` clips of each file.
     `per_file` divides `BATCH`.
     """
 
@@ -73,12 +81,12 @@ class Videos:
 
     @property
     def long_files(self) -> bool:
-        """Whether files are so long that a reader seeks in them."""
+        """Whether files are long, so that readers seek in them."""
         return self.parts > 1
 
     @property
     def default(self) -> int:
-        """Clips of an epoch by default."""
+        """The default number of clips of an epoch."""
         return 608 if self.long_files else 600
 
     @property
@@ -91,7 +99,7 @@ class Videos:
         return "uint8"
 
     def described(self, files: int) -> str:
-        """One line that describes an epoch."""
+        """Return one line that describes an epoch."""
         clips = f"{self.length} s, {self.width}x{self.height}, a key frame every {self.gop}"
         clips = f"clips of {files} films of {clips}" if self.long_files else f"clips of {clips}"
         return f"{files * self.per_file} H.264 {clips}; {FRAMES} frames, every {STRIDE}nd, to {self.size}²"
@@ -103,7 +111,7 @@ class Videos:
 
     @property
     def buffer(self) -> int:
-        """Size of a shuffle buffer, in files. Long videos are too large for one."""
+        """Size of a shuffle buffer, in files. Long videos are too large for a shuffle buffer."""
         return 1 if self.long_files else 64
 
     def write(self, folder: Path, count: int, progress: Progress) -> None:
@@ -114,7 +122,7 @@ class Videos:
             _clips(self, folder, count, progress)
 
     def ours(self) -> dict[str, Peer]:
-        """Headrace and the floor, with exact colours and with fast ones."""
+        """Headrace and the upper bound ("floor"), with exact and with fast colour conversion."""
         return {
             OURS: Peer(_headrace),
             FAST: Peer(functools.partial(_headrace, color="fast")),
@@ -360,7 +368,10 @@ def _decoder_only(source: Source, kind: Videos, *, color: Any = "bt601") -> Iter
 
 
 def decode_only(source: Source, kind: Any, clip: Any, size: int, color: Any = "bt601") -> Iterator[torch.Tensor]:
-    """The floor: Headrace's decoder without the loader. Yield the clips of a file: uint8 (clips, T, 3, size, size)."""
+    """The upper bound ("floor"): Headrace's decoder without the loader.
+
+    Yields the clips of a file: uint8 (clips, T, 3, size, size).
+    """
     from headrace.dataio.shards.sample import Sample
     from headrace.loaders.clip import choose
     from headrace.loaders.decode.base import Decoded, Fit, Request

@@ -28,9 +28,7 @@ class Training:
     """
 
     def __init__(self, mib: int, ranks: int = 1, seed: int = 0) -> None:
-        torch.set_num_threads(
-            1
-        )  # the trainer and the saver use one core each; idle threads of torch would spin on both
+        torch.set_num_threads(1)  # trainer and saver use one core each; idle threads of torch would spin on both
         torch.manual_seed(seed)
         self.width = 768 if mib >= 768 else 512 if mib >= 384 else 256
         self.guard: Guard = contextlib.nullcontext
