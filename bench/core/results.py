@@ -9,7 +9,7 @@ Invariants:
 - Samples are stored as they were measured. Medians are never stored.
 - A part that failed, was interrupted or was skipped is in the document with its `status` and `why`.
 - Documents of a newer format are refused.
-- The description of the machine has only facts that were read in this run. None names a user, a host or a path.
+- The description of the machine has only facts that were read in this run. It names no user, host or path.
 
 Failure behaviour: a file that is not such a document is a `UsageError` that names the file and the field. Facts about
 the machine that cannot be read are left out.

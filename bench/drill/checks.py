@@ -197,7 +197,7 @@ def dali_sees_the_cards_that_torch_sees(part: PartResult, name: str) -> None:
 
 
 def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
-    """DALI keeps up to a hundred decoders for reuse. It must reuse those of 1080p, too, where the coded height differs."""
+    """DALI keeps up to a hundred decoders for reuse. It must also reuse those of 1080p, with another coded height."""
     import torch
 
     from headrace.bench.drill.loading import make, request_for

@@ -128,7 +128,7 @@ class S3Client(BucketClient):
     async def _get_object(
         self, doing: str, where: Mapping[str, str], check: Callable[[Mapping[str, Any], int], None], pour: Pour
     ) -> str | None:
-        # time limits are not bound to names: each refers to its task, and a cancelled one would keep the caller's buffers
+        # no name for a time limit: it refers to its task, so a cancelled task would keep the caller's buffers alive
         with translated_s3(self.config, doing):
             client = await self._s3fs.client()
             async with asyncio.timeout(self._seconds()):
