@@ -6,7 +6,8 @@ Invariants:
 * Decoding creates only the types of this module, with bounded values.
 * When space is needed, a step is removed as a whole, with the records of all ranks.
 * A step that is not known to be committed is removed in two cases only: it can never be committed, or every rank with
-  a record of it has a newer committed step of the same run. So its removal loses no progress.
+  a record of it has a newer committed step of the same run. So its removal loses no progress. `removable_surplus`
+  applies the same rule to each record, for the record's own rank.
 * The functions do no I/O.
 
 Failure behaviour: `CorruptionError` for bytes that are no record, `UnsupportedError` for those of another version.
