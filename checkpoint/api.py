@@ -275,7 +275,7 @@ class Checkpointer:
     def last_save_of(self, step: int) -> Handle | None:
         """The save of this step by this checkpointer, in flight or committed; None if there is none or it failed.
 
-        Errors of all failed saves then count as fetched, so `close` does not raise them.
+        The error of a failed save of this step then counts as fetched, so `close` does not raise it.
         """
         return self._saves.of(step)
 

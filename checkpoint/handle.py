@@ -282,10 +282,12 @@ class Saves:
     def of(self, step: int) -> Handle | None:
         """The save of this step, in flight or committed, or None.
 
-        Failed saves are dropped, for all steps. Their errors count as fetched, so `close` does not raise them.
+        A failed save of the step is dropped, so that the caller may save it again. Its error counts as fetched. Errors
+        of other steps are still raised by `close`.
         """
-        for handle in self._handles.values():
-            handle.fetched = handle.fetched or (handle.done and handle.error is not None)
+        handle = self._handles.get(step)
+        if handle is not None and handle.done and handle.error is not None:
+            handle.fetched = True
         self.settle()
         return self._handles.get(step) or self._committed.get(step)
 

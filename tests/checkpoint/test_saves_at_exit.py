@@ -54,6 +54,20 @@ def test_a_save_that_ends_late_does_not_take_the_place_of_a_newer_one(tmp_path: 
         assert [msgspec.structs.astuple(base)[1:3] for base in lineage.new_ticket(3).bases] == [(2, "B")]
 
 
+def test_asking_for_the_save_of_one_step_leaves_the_errors_of_other_steps_to_be_raised(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        lineage = Lineage(store, "exp")
+        lineage.new_ticket(1)
+        saves, handles = Saves("exp", lineage, raises=False, wait=1.0), [Handle(1, "A"), Handle(2, "B")]
+        for handle in handles:
+            saves.add(handle)
+            handle.set_error(TransientError(f"step {handle.step} failed"))
+        assert saves.of(1) is None
+        assert saves.of(3) is None
+        with pytest.raises(TransientError, match="step 2 failed"):
+            saves.raise_unfetched()
+
+
 @pytest.mark.parametrize("on_save_error", ["log", "raise"])
 def test_the_first_save_while_the_store_is_away_fails_at_its_handle_and_the_next_one_tries_again(
     tmp_path: Path, on_save_error: str, caplog: pytest.LogCaptureFixture
