@@ -99,7 +99,7 @@ def document_of(value: object) -> Callable[[manifests.Manifest], manifests.Manif
         (PartsNode("csr", {"shape": [4, 4]}, {"compressed": TensorRef("w"), "plain": 1, "values": 2}), "not sound"),
         (MetaNode("os", (3,)), "meta tensor"),
         (MetaNode("float32", (1 << 40, 1 << 40)), "meta tensor"),
-        (TensorRef("../../etc/passwd"), "does not hold it"),
+        (TensorRef("../../etc/passwd"), "which it does not hold"),
     ],
 )
 def test_a_tree_that_does_not_fit_its_tensors_is_damage(tmp_path: Path, value: object, words: str) -> None:

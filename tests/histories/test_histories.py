@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 
 import pytest
 
@@ -30,7 +31,11 @@ def test_a_short_history_on_s3_with_disturbed_answers_loses_nothing(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_s3_server(s3_server, monkeypatch)
-    count = history.run(seed=3, server=s3_server, rounds=3)
+    count = Counter[str]()
+    for seed in (3, 5, 6):  # what a fault is meant for may not be asked for while it stands
+        count += history.run(seed=seed, server=s3_server, rounds=3)
+        if any(name.startswith("store fault") for name in count):
+            break
     assert count["committed"]
     assert any(name.startswith("store fault") for name in count)
 

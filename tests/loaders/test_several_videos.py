@@ -46,7 +46,7 @@ def test_pack_and_index_name_videos_that_are_not_used(tar: Path, tmp_path: Path)
     with pack([tar], tmp_path / "packed", workers=1) as packed:
         assert packed.report is not None
         report = "\n".join(packed.report.notes)
-        assert "s1: its .cam1.mp4 file is kept, and not read" in report
+        assert "s1: its .cam1.mp4 file is kept but not read as media" in report
         assert "s2: its .mp4 file is kept, and not used" in report
         assert "s4" not in report
         (skipped,) = packed.report.skipped
@@ -56,7 +56,7 @@ def test_pack_and_index_name_videos_that_are_not_used(tar: Path, tmp_path: Path)
         assert indexed.report is not None
         report = "\n".join(indexed.report.notes)
         for sample, ext in (("s1", "cam1.mp4"), ("s3", "cam0.mp4"), ("s3", "cam1.mp4")):
-            assert f"{sample}: its .{ext} file is kept, and not read" in report
+            assert f"{sample}: its .{ext} file is kept but not read as media" in report
         assert "s2: its .mp4 file is kept, and not used" in report
         assert "s4" not in report
 

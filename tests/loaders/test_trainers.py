@@ -176,5 +176,5 @@ def test_transformers_is_refused_a_loader_whose_position_it_could_not_keep(make:
 
     pytest.importorskip("transformers")
     assert len(TrainerWithLoader(make, tmp_path).fit_around(batch_size=None)) == 2
-    with pytest.raises(UnsupportedError, match="reads ahead or cuts batches up"):
+    with pytest.raises(UnsupportedError, match="prefetches or splits batches"):
         TrainerWithLoader(make, tmp_path).fit_around(batch_size=None, num_workers=1)

@@ -110,7 +110,7 @@ def describe(files: MemberFiles) -> DescribeResult:
         fields=json.dumps(fields, ensure_ascii=False),
         notes=(
             *(note for p in probes for note in p.notes),
-            *(f"its .{ext} file is kept, and not read as media" for ext in unused_media(extensions)),
+            *(f"its .{ext} file is kept but not read as media" for ext in unused_media(extensions)),
             *_unused_videos(files, probes, video),
         ),
     )

@@ -135,9 +135,9 @@ def test_a_lost_newest_timeline_is_found_by_whoever_looks_for_the_latest_or_star
     tags.tag(store, "newest", RUN, 4)
     document = store.objects.pop(names.timeline(RUN, 2))
     for look in (lambda: repository.find(store, RUN, "latest"), lambda: repository.find(store, RUN, 3)):
-        with pytest.raises(CorruptionError, match=r"000002.json is missing, and there are steps of that timeline"):
+        with pytest.raises(CorruptionError, match=r"000002.json is missing, but the timeline has steps"):
             look()
-    with pytest.raises(CorruptionError, match="bring it back"):
+    with pytest.raises(CorruptionError, match="restore the object from a backup"):
         timeline.open_timeline(
             store, RUN, StepName(1, 3)
         )  # would take the number again, with the lost one's steps in it

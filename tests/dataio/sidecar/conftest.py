@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -32,7 +33,9 @@ class RunningDaemon:
     folder: Path
     log: Path
     options: dict[str, object] = field(default_factory=dict)
-    process: nursery.Process | None = None
+    fresh: bool = False
+    """In an interpreter of its own, which has imported only what a daemon imports; else forked from a prepared process."""
+    process: nursery.Process | subprocess.Popen[bytes] | None = None
 
     @property
     def socket(self) -> Path:
@@ -59,7 +62,13 @@ class RunningDaemon:
             "changes": str(self.configuration),
             **self.options,
         }
-        self.process = nursery.start_with_log(self.log, "tests.support.sidecar_daemon", json.dumps(config))
+        if self.fresh:
+            program = "import sys; from tests.support import sidecar_daemon; sys.exit(sidecar_daemon.main(sys.argv[1]))"
+            command = [sys.executable, "-c", program, json.dumps(config)]
+            with self.log.open("ab") as log:
+                self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=SUPPORT.parents[1])
+        else:
+            self.process = nursery.start_with_log(self.log, "tests.support.sidecar_daemon", json.dumps(config))
         wait_for(self.answers)
 
     def answers(self) -> bool:
@@ -103,6 +112,16 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
     """A daemon whose jobs are `job.py`. Its folder is short-named, since a socket's path must be."""
     with tempfile.TemporaryDirectory(prefix="mr-") as folder:
         running = RunningDaemon(Path(folder), tmp_path / "daemon.log")
+        running.start()
+        yield running
+        running.stop()
+
+
+@pytest.fixture
+def fresh_daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    """As `daemon`, in an interpreter of its own."""
+    with tempfile.TemporaryDirectory(prefix="mr-") as folder:
+        running = RunningDaemon(Path(folder), tmp_path / "daemon.log", fresh=True)
         running.start()
         yield running
         running.stop()

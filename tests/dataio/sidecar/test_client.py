@@ -51,17 +51,19 @@ assert reader._fallback_reader is None, "the parent's connection still works"
 
 
 @pytest.mark.s3
-def test_shards_on_s3_are_fetched_once_with_the_daemons_own_credentials(s3_url: str, daemon: RunningDaemon) -> None:
+def test_shards_on_s3_are_fetched_once_with_the_daemons_own_credentials(
+    s3_url: str, fresh_daemon: RunningDaemon
+) -> None:
     data = os.urandom(5 * MIB)
     with open_store(s3_url) as store:
         store.put("shards/0.tar", data)
-        readers = [open_reader(store, daemon.socket) for _ in range(2)]
+        readers = [open_reader(store, fresh_daemon.socket) for _ in range(2)]
         for reader in readers:
             assert b"".join(reader.read("shards/0.tar", [(0, MIB), (MIB, 4 * MIB)])) == data
             assert getattr(reader, "_fallback_reader", 1) is None
             reader.close()
-    assert daemon.status()["cache"]["fetched_bytes"] == len(data)
-    loaded = Path(f"/proc/{daemon.pid}/maps").read_text()
+    assert fresh_daemon.status()["cache"]["fetched_bytes"] == len(data)
+    loaded = Path(f"/proc/{fresh_daemon.pid}/maps").read_text()
     assert "/torch" not in loaded
     assert "/arrow" not in loaded
 

@@ -355,11 +355,11 @@ def test_status_over_http_and_by_the_command(daemon: RunningDaemon, store: Store
     assert "no sidecar answers" in absent.stderr
 
 
-def test_the_daemon_holds_no_heavy_library(daemon: RunningDaemon, store: Store) -> None:
-    reader = open_reader(store, daemon.socket)
+def test_the_daemon_holds_no_heavy_library(fresh_daemon: RunningDaemon, store: Store) -> None:
+    reader = open_reader(store, fresh_daemon.socket)
     reader.read("shards/0.tar", [(0, 10)])
     reader.close()
-    loaded = Path(f"/proc/{daemon.pid}/maps").read_text()
+    loaded = Path(f"/proc/{fresh_daemon.pid}/maps").read_text()
     for name in ("torch", "arrow", "nvidia", "numpy"):
         assert f"/{name}" not in loaded
     assert "/msgspec" in loaded, "the test looks at the right thing"
