@@ -32,7 +32,10 @@ from headrace.checkpoint.format.documents import Base, StepName
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline
 from headrace.dataio.core.errors import ConflictError, NotFoundError
+from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
+
+_log = get_logger(__name__)
 
 _TRIES = 20
 """How many times a save is placed while other writers open timelines, or retention removes the step to begin at."""
@@ -138,6 +141,14 @@ def place(
                 continue
         parent = None if found.parent is None else StepName(found.parent.timeline, found.parent.step)
         if timeline.take(store, run, found.following, parent, state.writer):
+            if parent is None and found.base is not None:
+                _log.warning(
+                    "run %s starts anew at step %d: its steps up to %d are hidden, and retention may remove them."
+                    " To continue them, call restore before the first save; for an unrelated run, give another name",
+                    run,
+                    step,
+                    found.base.step,
+                )
             return SaveTarget(found.following, found.base)
     if removed is not None:
         raise ConflictError(

@@ -243,10 +243,14 @@ class StoreCache:
             return found
         opened = self._opener(location)
         source = source_of(location)
-        with self._lock:
-            spare = self._make_room(source)
-            entry = self._open.setdefault(source, _Open(opened))
-            store = self._use(source, entry)
+        try:
+            with self._lock:
+                spare = self._make_room(source)
+                entry = self._open.setdefault(source, _Open(opened))
+                store = self._use(source, entry)
+        except CapacityError:
+            opened.close()
+            raise
         for closed_source, old in spare:
             self._closing(closed_source)
             old.close()

@@ -13,6 +13,7 @@ Opening sends no request. The first operation, or `headrace doctor URL`, reports
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -45,6 +46,8 @@ _BACK_ENDS: dict[str, BackEnd] = {
     "s3": BackEnd("s3", "headrace.dataio.store.s3:open_url"),
     "az": BackEnd("azure", "headrace.dataio.store.azure:open_url"),
 }
+_ONE_SLASH = re.compile(r"(s3|gs|az|abfs|https?|file):/(?!/)")
+"""A mistyped URL, which would otherwise be the path of a local folder."""
 _FSSPEC = BackEnd("fsspec", "headrace.dataio.store.fsspec:open_url")
 
 
@@ -70,11 +73,11 @@ def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any
     """Open the store at a URL, with metrics and retries.
 
     Args:
-        url: A path, `file:///path`, `s3://bucket/prefix`, or a URL of another scheme of fsspec. storage_options: A
-        dict of options. For S3: those of s3fs, and `endpoint_url`, `region`, `path_style`, `client`
-        (`headrace.dataio.store.s3_config`). The AWS variables and profiles give the rest. For a directory: `direct`,
-        to read large ranges without the page cache. For other schemes: the file system's own. For every scheme:
-        `mounts`, other stores below `mounts/<name>/` (`headrace.dataio.store.mounts`). Default: None.
+        url: A path, `file:///path`, `s3://bucket/prefix`, or a URL of another scheme of fsspec.
+        storage_options: A dict of options. For S3: those of s3fs, and `endpoint_url`, `region`, `path_style`, `client`
+            (`headrace.dataio.store.s3_config`). The AWS variables and profiles give the rest. For a directory:
+            `direct`, to read large ranges without the page cache. For other schemes: the file system's own. For every
+            scheme: `mounts`, other stores below `mounts/<name>/` (`headrace.dataio.store.mounts`). Default: None.
 
     Returns:
         The store. Close it, or use it in a `with` statement.
@@ -95,6 +98,11 @@ def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any
             f"{given!r:.200} is not a place for objects", hint="give a path or a URL such as s3://bucket/prefix"
         )
     text, options = os.fspath(url), dict(storage_options or {})
+    if isinstance(url, str) and (scheme := _ONE_SLASH.match(url)):
+        raise UsageError(
+            f"{url!r:.200} has one slash after {scheme[1]}:",
+            hint=f"write {scheme[1]}://…; for a folder of this name, write ./{scheme[1]}:/…",
+        )
     if "mounts" in options:
         from headrace.dataio.store.mounts import open_mounts
 

@@ -141,3 +141,19 @@ def test_the_error_goes_to_other_ranks_and_processes_whole(tmp_path: Path) -> No
     assert (type(again), str(again), again.hint) == (type(error), str(error), error.hint)
     writer = RepositoryWriter(str(tmp_path), run="a", step=1)
     assert pickle.loads(pickle.dumps(writer)).storage_meta().checkpoint_id == "1"  # noqa: S301 - our own
+
+
+def test_a_trainer_that_hides_a_run_because_it_restored_nothing_is_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with at(tmp_path) as checkpointer:
+        for step in (3, 6):
+            checkpointer.save(step, _STATE).result(60)
+    with caplog.at_level(logging.WARNING), at(tmp_path) as checkpointer:
+        checkpointer.restore(_STATE, 3)
+        checkpointer.save(4, _STATE).result(60)
+    assert "starts anew" not in caplog.text
+    with caplog.at_level(logging.WARNING), at(tmp_path) as checkpointer:
+        checkpointer.save(1, _STATE).result(60)
+    assert "run exp42 starts anew at step 1: its steps up to 4 are hidden" in caplog.text
+    assert "call restore before the first save" in caplog.text

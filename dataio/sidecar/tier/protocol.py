@@ -174,6 +174,8 @@ class Channel:
 
     def body(self, size: int) -> Iterator[memoryview]:
         """The next `size` bytes in pieces. A piece is valid until the next one is requested."""
+        if size < 0:
+            raise ProtocolError("it sends fewer bytes than it has sent already")
         buffer, left = memoryview(bytearray(min(PIECE, max(size, 1)))), size
         until = time.monotonic() + IO_SECONDS
         while left:

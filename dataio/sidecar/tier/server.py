@@ -46,7 +46,7 @@ HANDSHAKE_SECONDS = 5.0
 PARTIAL_SECONDS = 600.0
 REASONS = ("tls", "name", "protocol", "busy", "broken")
 _log = get_logger(__name__)
-_Name = tuple[str, str, bytes]
+_Name = tuple[str, str, bytes, int]
 
 
 @dataclass(slots=True)
@@ -282,7 +282,7 @@ class BuddyServer:
 
     def _partial(self, offer: p.Offer) -> _Partial:
         """The incomplete object to continue, or a new one."""
-        name = (offer.source, offer.key, offer.digest)
+        name = (offer.source, offer.key, offer.digest, offer.size)
         with self._lock:
             found = self._partials.get(name)
             if found is not None and not found.busy:
@@ -304,7 +304,7 @@ class BuddyServer:
 
     def _finished(self, offer: p.Offer, partial: _Partial) -> p.Message:
         with self._lock:
-            self._partials.pop((offer.source, offer.key, offer.digest), None)
+            self._partials.pop((offer.source, offer.key, offer.digest, offer.size), None)
         right = partial.writer.digest == offer.digest
         try:
             if right:

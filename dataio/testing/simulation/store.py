@@ -190,7 +190,7 @@ class SimulatedStore(Store):
                 won = self.bucket.send(
                     "PUT", key, lambda: self.bucket.apply_put(key, body, if_absent=True), writes=True
                 )
-                return won or self.bucket.objects[key][0] == body
+                return won or self.bucket.objects.get(key, (b"", 0.0))[0] == body
             except TransientError:
                 standing = self._standing(key)
             if standing is not None:

@@ -162,3 +162,15 @@ def test_a_profile_is_no_secret_and_travels_with_the_location() -> None:
     assert config.shareable
     assert config.url == "s3://bucket/x"
     assert parse(config.url, config.public, {}) == config
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket/clips", "gs:/bucket", "az:/container", "https:/host/x", "file:/tmp/x"])
+def test_a_url_with_one_slash_is_not_taken_for_a_local_folder(url: str) -> None:
+    with pytest.raises(UsageError, match="has one slash after") as caught:
+        open_store(url)
+    assert f"write {url.partition(':')[0]}://" in caught.value.hint
+
+
+def test_a_folder_whose_name_looks_like_a_scheme_is_reached_by_its_path(tmp_path: Path) -> None:
+    with open_store(f"{tmp_path}/s3:/bucket") as store:
+        assert store.location.url.startswith("file://")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_record
@@ -111,6 +112,36 @@ def test_an_earlier_record_and_manifest_that_come_last_leave_the_committed_step(
         mine.keep("s", "manifest", b"of the second worker")
         assert newer.offer(mine, "s", "manifest")
     assert whole(peer.open("s", "manifest")) == b"of the second worker"
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_an_offer_of_fewer_bytes_than_an_earlier_one_had_sent_is_another_object(
+    guest: TierConfig, listening: Listening, size: int
+) -> None:
+    name, digest = ("s", "packs/9"), xxhash.xxh3_128_digest(DATA[:size])
+    with wrapped(listening[1], client_context(guest)) as sock:
+        channel = p.Channel(sock, p.RateLimit(None))
+        channel.send(p.Hello(p.VERSION))
+        assert isinstance(channel.answer(), p.Welcome)
+        channel.send(p.Offer(*name, len(DATA), digest))
+        assert channel.answer() == p.Want(0)
+        channel.send_bytes([memoryview(DATA)[:MIB]])
+    wait_for(lambda: [held.busy for held in listening[0]._server._partials.values()] == [False])  # type: ignore[union-attr]
+    with wrapped(listening[1], client_context(guest)) as sock:
+        channel = p.Channel(sock, p.RateLimit(None))
+        channel.send(p.Hello(p.VERSION))
+        assert isinstance(channel.answer(), p.Welcome)
+        channel.send(p.Offer(*name, size, digest))
+        assert channel.answer() == p.Want(0)
+        channel.send_bytes([DATA[:size]])
+        assert isinstance(channel.answer(), p.Stored)
+    assert whole(listening[0].local_tier.open(*name)) == DATA[:size]
+
+
+def test_a_body_of_a_negative_size_is_a_broken_rule_and_not_an_endless_one() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(p.ProtocolError):
+        next(p.Channel(ours, p.RateLimit(None)).body(-1))
 
 
 class Cut(Exception):
