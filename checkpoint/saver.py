@@ -119,7 +119,7 @@ class Saver:
                 self._abort_in_background(self._attempt(step, ticket), error)
                 raise
             self._saves.add(handle)
-            if not copying.sealed:
+            if self._options.lazy or not copying.sealed:
                 self._wait_or_watch(state, copying)
             handle.stall = time.perf_counter() - began
             metrics.checkpoint_stall_seconds.observe(handle.stall)

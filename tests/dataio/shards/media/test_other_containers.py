@@ -65,7 +65,7 @@ def test_a_file_beside_media_is_kept_and_said_not_to_be_read(tmp_path: Path, str
         (sample,) = dataset
         assert (sample.video, [member.ext for member in sample.members]) == (None, ["ts", "wav"])
         assert dataset.report is not None
-        assert dataset.report.notes == ("show: its .ts file is kept, and not read as media",)
+        assert dataset.report.notes == ("show: its .ts file is kept but not read as media",)
 
 
 def test_an_animated_picture_beside_a_video_is_a_member_like_others(tmp_path: Path) -> None:
