@@ -13,7 +13,7 @@ whose own elements share memory.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,25 +50,12 @@ def require_one_content(store: Store, step: Step, targets: Sequence[Target]) -> 
         if (storage := tensors.storage_of(target.tensor)) is not None:
             by_storage[storage].append(target)
     for sharing in by_storage.values():
-        for group in _overlapping(sharing) if len(sharing) > 1 else ():
-            if not _same_chunks(group):
-                _compare(store, step, group)
-
-
-def _overlapping(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Groups of targets of different saved tensors whose bytes overlap."""
-    reaches = [(reach, target) for target in targets if (reach := tensors.byte_range(target.tensor)) is not None]
-    group: list[Target] = []
-    end = -1
-    for (start, stop), target in [*sorted(reaches, key=lambda each: each[0]), ((1 << 62, 0), None)]:
-        if target is not None and start < end:
-            group.append(target)
-            end = max(end, stop)
+        if len(sharing) == 1:  # nearly always, so the byte ranges are computed for the others only
             continue
-        if len({each.saved.shards[0][1].name for each in group}) > 1:
-            yield group
-        if target is not None:
-            group, end = [target], stop
+        for group in tensors.overlapping((target, tensors.byte_range(target.tensor)) for target in sharing):
+            of_several = len({each.saved.shards[0][1].name for each in group}) > 1
+            if of_several and not _same_chunks(group):
+                _compare(store, step, group)
 
 
 def _same_chunks(group: Sequence[Target]) -> bool:

@@ -202,21 +202,9 @@ def _groups(leaves: list[Leaf]) -> Iterator[list[_Reach]]:
         if len(sharing) > 1:  # rare, so the byte ranges are computed for these only
             found = ((leaf, tensors.byte_range(leaf.local.tensor)) for leaf in sharing)
             members = [_Reach(leaf, *reach) for leaf, reach in found if reach is not None]
-            yield from _overlapping(members) if len(members) > 1 else ()
-
-
-def _overlapping(members: list[_Reach]) -> Iterator[list[_Reach]]:
-    group: list[_Reach] = []
-    end = -1
-    for member in [*sorted(members, key=lambda m: m.start), None]:
-        if member is not None and member.start < end:
-            group.append(member)
-            end = max(end, member.stop)
-            continue
-        if len(group) > 1 and _worth_it(group):
-            yield sorted(group, key=lambda m: m.leaf.name)
-        if member is not None:
-            group, end = [member], member.stop
+            for group in tensors.overlapping((member, (member.start, member.stop)) for member in members):
+                if len(group) > 1 and _worth_it(group):
+                    yield sorted(group, key=lambda m: m.leaf.name)
 
 
 def _worth_it(group: list[_Reach]) -> bool:

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from headrace.checkpoint.format.chunking import ITEM_BYTES, Box, whole
 from headrace.checkpoint.state import dtensors
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+
+T = TypeVar("T")
 
 MODULE, OPTIMIZER, SCHEDULER, OTHER = "module", "optimizer", "scheduler", "other"
 _INT64 = 1 << 63
@@ -164,6 +166,25 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int] | None:
         last = sum((n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start, size = int(tensor.storage_offset()) * tensor.element_size(), tensor.element_size()
     return start, start + (last + 1) * size
+
+
+def overlapping(ranges: Iterable[tuple[T, tuple[int, int] | None]]) -> Iterator[list[T]]:
+    """Group items whose byte ranges overlap, each given with its `byte_range`. Items without a range are left out.
+
+    The items of a group, and the groups, are in the order of their first bytes. An item that overlaps no other is a
+    group of its own.
+    """
+    known = [(item, reach) for item, reach in ranges if reach is not None]
+    group: list[T] = []
+    end = 0
+    for item, (start, stop) in sorted(known, key=lambda each: each[1]):
+        if group and start >= end:
+            yield group
+            group, end = [], 0
+        group.append(item)
+        end = max(end, stop)
+    if group:
+        yield group
 
 
 def storage_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -122,7 +122,7 @@ def test_however_they_interleave_a_step_is_one_complete_attempt(order: list[int]
     outcome = {attempt.id: set(last[2 * i : 2 * i + 2]) for i, attempt in enumerate(attempts)}
     for attempt in attempts:
         received = outcome[attempt.id]
-        assert received <= {"committed", "stopped"}  # nobody hangs
+        assert received <= {"committed", "stopped"}  # no writer hangs
         if attempt.id not in seen:
             assert received == {"stopped"}  # nothing is reported as committed that is not
         elif "takeover" not in others:  # else a rank may stop for the new timeline just before another seals the fate

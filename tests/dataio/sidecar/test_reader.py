@@ -184,11 +184,11 @@ def test_without_a_daemon_the_process_reads_by_itself_and_says_so_once(
     tmp_path: Path, store: Store, shards: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        reader = open_reader(store, tmp_path / "nobody.sock")
+        reader = open_reader(store, tmp_path / "absent.sock")
         (view,) = reader.read("shards/0.tar", [(1, 10)])
         assert bytes(view) == shards["shards/0.tar"][1:11]
         reader.close()
-    output = f"no sidecar answers on {tmp_path / 'nobody.sock'}: this process reads shards directly"
+    output = f"no sidecar answers on {tmp_path / 'absent.sock'}: this process reads shards directly"
     assert sum(output in record.message for record in caplog.records) == 1
 
 

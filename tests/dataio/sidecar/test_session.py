@@ -111,7 +111,7 @@ def test_what_grew_of_other_files_that_the_client_holds_is_told_along() -> None:
 
 
 def test_an_open_that_is_not_in_order_is_not_answered_at_once() -> None:
-    assert not Session(7).can_open_now(opening(1)), "nobody said hello"
+    assert not Session(7).can_open_now(opening(1)), "there was no handshake"
     session = ready()
     session.received(opening(1), ())
     assert not session.can_open_now(opening(1)), "its id is in use"
