@@ -7,6 +7,7 @@ import contextlib
 import io
 import threading
 import time
+import uuid
 import wave
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,7 +52,7 @@ def prepared(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> I
     """A bucket's folder with sounds, a dataset and a checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
         use_s3_server(s3_server, patch)
-        url = "s3://headrace/waits"
+        url = f"s3://headrace/{uuid.uuid4().hex}"  # the tests of a module may be begun twice: workers steal them
         folder = tmp_path_factory.mktemp("sounds")
         for n in range(3):
             (folder / f"{n}.wav").write_bytes(_sound())
