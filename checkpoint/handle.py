@@ -2,8 +2,8 @@
 
 Invariant: a handle changes once from staging to staged, and once from there to committed or failed. `result` returns
 only for committed saves. All methods of a handle may be called from any thread, any number of times. A step is saved
-once in a timeline. If the caller did not fetch the error of a save, the next save or `close` raises it. `close` raises
-at most one error.
+once in a timeline. If the caller did not fetch the error of a save, the next save or `close` raises it. If several
+saves failed, the error of the first is raised, and its notes name the others.
 Failure behaviour: `result` raises the save's error every time. A wait that times out raises `DeadlineError` and changes
 nothing. In a forked child, waiting for a save of the parent raises `UsageError` immediately. `Saves` raises
 `ConflictError` for a step that is already saved.
@@ -16,18 +16,22 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.lineage import Lineage
-from headrace.dataio.core.errors import ConflictError, DeadlineError, UsageError
+from headrace.dataio.core.errors import ConflictError, DeadlineError, TransientError, UsageError
+from headrace.dataio.core.limits import counted
 from headrace.dataio.core.log import get_logger, warn_once
 
 _log = get_logger(__name__)
 _IN_FLIGHT = 2
 """The maximum number of saves in flight: one that needs the arena, and one that only waits for its commit."""
+
+_FAILED_KEPT = 16
+"""The maximum number of failed saves whose errors `close` reports one by one. The log has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ class Handle:
         self._copy: Copy | None = None
         self._wait_seconds = 0.0
         self._staged, self._done = threading.Event(), threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
         self._result: SaveResult | None = None
         self._error: BaseException | None = None
 
@@ -119,6 +125,11 @@ class Handle:
         Reading it does not count as fetching it.
         """
         return self._error
+
+    @property
+    def may_commit(self) -> bool:
+        """Whether a save that failed here may still be committed, by the sidecar that has taken it over."""
+        return self._error is not None and self.may_commit_after(self._error)
 
     @property
     def wait_seconds(self) -> float:
@@ -185,6 +196,17 @@ class Handle:
         self._require_own()
         return self._done.wait(timeout)
 
+    def add_done_callback(self, function: Callable[[], None]) -> None:
+        """Call `function` once the save is committed or failed: in the save's thread, or now if it is done already.
+
+        An error of the function is logged.
+        """
+        with self._lock:
+            if not self.done:
+                self._callbacks.append(function)
+                return
+        _call(function)
+
     def follow(self, copy: Copy) -> None:
         """For the saver: set the copy to wait for."""
         self._copy = copy
@@ -198,15 +220,25 @@ class Handle:
         """For the saver: record the commit."""
         self._release()
         self._result = result
-        self._staged.set()
-        self._done.set()
+        self._end()
 
     def set_error(self, error: BaseException) -> None:
         """For the saver: record the failure."""
         self._release()
         self._error = error
+        self._end()
+
+    def _end(self) -> None:
         self._staged.set()
-        self._done.set()
+        with self._lock:
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for function in callbacks:
+            _call(function)
+
+    def may_commit_after(self, error: BaseException) -> bool:
+        """For the saver: whether the sidecar may still commit the save, although `error` has ended it here."""
+        return self.committed_by == "sidecar" and isinstance(error, TransientError)
 
     def _require_own(self) -> None:
         """Raise `UsageError` in a forked child, which would wait forever: the save's thread runs only in the parent."""
@@ -246,7 +278,8 @@ class Saves:
         self._handles: dict[int, Handle] = {}
         self._committed: dict[int, Handle] = {}
         self._tried = (0, 0)  # the newest timeline, and the highest step that was tried there
-        self._unreported: Handle | None = None
+        self._failed: list[Handle] = []  # failed saves that `close` reports, the oldest first
+        self._more_failed = 0
 
     def add(self, handle: Handle) -> None:
         """Add a save that has started."""
@@ -285,9 +318,9 @@ class Saves:
         A failed save of the step is dropped, so that the caller may save it again. Its error counts as fetched. Errors
         of other steps are still raised by `close`.
         """
-        handle = self._handles.get(step)
-        if handle is not None and handle.done and handle.error is not None:
-            handle.fetched = True
+        for handle in (*self._handles.values(), *self._failed):
+            if handle.step == step and handle.error is not None:
+                handle.fetched = True
         self.settle()
         return self._handles.get(step) or self._committed.get(step)
 
@@ -327,21 +360,52 @@ class Saves:
                 raise DeadlineError(f"step {handle.step} is still in flight after {timeout:g} s", hint="wait longer")
 
     def raise_failures(self) -> None:
-        """Raise an error that the caller has not fetched, if `raises` is set or the error is a `ConflictError`."""
-        for handle in self._handles.values():
-            if handle.done and handle.error is not None and not handle.fetched:
-                if self._raises or isinstance(handle.error, ConflictError):
-                    handle.result()
-                handle.fetched = True
-                self._unreported = handle
+        """Raise the errors that the caller has not fetched, if `raises` is set, and each `ConflictError` in any case.
+
+        `raise_unfetched` raises the others.
+        """
+        failed = self._unfetched()
+        now = [handle for handle in failed if self._raises or isinstance(handle.error, ConflictError)]
+        for handle in failed:
+            if handle not in now:
+                del self._handles[handle.step]
+                self._keep_failed(handle)
+        _raise_first(now)
 
     def raise_unfetched(self) -> None:
-        """Raise the error of a save that the caller has not fetched, if there is one."""
-        if self._unreported is not None:
-            self._unreported.result()
-        for handle in self._handles.values():
-            if handle.done and handle.error is not None and not handle.fetched:
-                handle.result()
+        """Raise the errors of saves that the caller has not fetched, if there are any."""
+        kept = [handle for handle in self._failed if not handle.fetched]
+        _raise_first([*kept, *self._unfetched()], more=self._more_failed)
+
+    def _unfetched(self) -> list[Handle]:
+        return [handle for handle in self._handles.values() if handle.error is not None and not handle.fetched]
+
+    def _keep_failed(self, handle: Handle) -> None:
+        if len(self._failed) < _FAILED_KEPT:
+            self._failed.append(handle)
+        else:
+            self._more_failed += 1
+
+
+def _raise_first(failed: Sequence[Handle], more: int = 0) -> None:
+    """Raise the first handle's error, with a note for each other handle and for `more` saves that were not kept."""
+    if not failed:
+        return
+    first, *others = failed
+    assert first.error is not None
+    for handle in others:
+        handle.fetched = True
+        first.error.add_note(f"step {handle.step} was not saved either: {handle.error}")
+    if more:
+        first.error.add_note(f"{counted(more, 'later save')} failed too: the log names each of them")
+    first.result()
+
+
+def _call(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except Exception:
+        _log.exception("a callback of a save failed")
 
 
 def warn_of_python(version: tuple[int, ...]) -> None:

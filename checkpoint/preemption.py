@@ -6,7 +6,8 @@ Each call therefore starts an exchange of one bit and completes the exchange of 
 the same step. A call waits for other ranks only until they have made the call before. If a save of that step is in
 flight already, the ranks wait for it. If no rank saw its commit, all ranks save the step again.
 Invariant: `outcome` is "committed" only after the step's COMMIT was seen. A failed save raises no error, because the
-loop ends in any case. The exit code, the log and the report file contain the outcome.
+loop ends in any case. The exit code, the log and the report file contain the outcome. A save that is late is reported
+as pending. When it ends, the outcome, the log and the report are brought up to date.
 Failure behaviour: `UsageError` outside the main thread, where Python accepts no signal handlers. A training step that
 takes longer than the deadline is reported as not saved while it still runs. If it ends later, its save is still
 started, but `reached` does not wait for the commit.
@@ -44,13 +45,23 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of the last save. `seconds`: since the signal. `why`: the reason if it is not committed."""
+    """The result of the last save.
+
+    Attributes:
+        step (int): The step; -1 if no step ended within the deadline.
+        committed (bool): Whether the step's COMMIT was seen.
+        signal (str): The signal's name.
+        seconds (float): Seconds since the signal.
+        why (str): The reason if the step is not committed.
+        pending (bool): Whether the step is not committed yet, and may still be: the save continues.
+    """
 
     step: int
     committed: bool
     signal: str
     seconds: float
     why: str = ""
+    pending: bool = False
 
 
 class Saver(Protocol):
@@ -128,7 +139,7 @@ class Preemption:
 
     @property
     def exit_code(self) -> int:
-        """For `sys.exit`: 99 if the state is committed, 98 if not."""
+        """For `sys.exit`: 99 if the state is committed, 98 if not, or not yet."""
         return SAVED if self.outcome is not None and self.outcome.committed else NOT_SAVED
 
     def reached(self, step: int) -> bool:
@@ -149,7 +160,10 @@ class Preemption:
         if not self._signal_name:
             self._signal_name, self._requested_at = "another rank's signal", time.monotonic()
         self._stop_timer()
-        self._finish(self._save(step))
+        outcome, handle = self._save(step)
+        self._finish(outcome)
+        if outcome.pending and handle is not None:  # after the report of now, which it replaces
+            handle.add_done_callback(lambda: self._finish(self._outcome_of(handle)))
         return True
 
     def close(self) -> None:
@@ -190,21 +204,28 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def _save(self, step: int) -> Outcome:
+    def _save(self, step: int) -> tuple[Outcome, Handle | None]:
+        handle: Handle | None = None
         try:
             handle = self._earlier(step)
             if not self._any_committed(handle is not None and handle.done):
                 handle = handle or self._saver.save(step, self._state(), priority="preemption")
                 handle.result(self._remaining)
         except Exception as error:  # the loop ends in any case, and reports the error
-            return Outcome(
-                step,
-                False,
-                self._signal_name,
-                time.monotonic() - self._requested_at,
-                str(error) or type(error).__name__,
-            )
-        return Outcome(step, True, self._signal_name, time.monotonic() - self._requested_at)
+            if handle is not None and handle.done:
+                return self._outcome_of(handle), handle
+            return self._failure(step, error, handle), handle
+        return Outcome(step, True, self._signal_name, self._elapsed), handle
+
+    def _failure(self, step: int, error: BaseException, handle: Handle | None) -> Outcome:
+        pending = handle is not None and (not handle.done or handle.may_commit)
+        return Outcome(step, False, self._signal_name, self._elapsed, str(error) or type(error).__name__, pending)
+
+    def _outcome_of(self, handle: Handle) -> Outcome:
+        """The outcome of a save that has ended."""
+        if handle.error is not None:
+            return self._failure(handle.step, handle.error, handle)
+        return Outcome(handle.step, True, self._signal_name, self._elapsed)
 
     @property
     def _remaining(self) -> float:
@@ -240,12 +261,15 @@ class Preemption:
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome
+        described = outcome.signal, outcome.step, outcome.why
         if outcome.committed:
             _log.warning(
                 "%s: step %d is committed after %.1f s; stopping", outcome.signal, outcome.step, outcome.seconds
             )
+        elif outcome.pending:
+            _log.error("%s: step %d is NOT committed yet, but may be later: %s", *described)
         else:
-            _log.error("%s: the state of step %d was NOT saved: %s", outcome.signal, outcome.step, outcome.why)
+            _log.error("%s: the state of step %d was NOT saved: %s", *described)
         if self._report is not None:
             self._write(outcome)
 

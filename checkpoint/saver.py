@@ -354,9 +354,7 @@ class Saver:
 
     def _failed(self, put: plan.PutPlan, handle: Handle, error: BaseException) -> None:
         self._log_failure(handle.step, error)
-        if handle.committed_by != "sidecar" or not isinstance(
-            error, TransientError
-        ):  # else the daemon may still commit it
+        if not handle.may_commit_after(error):
             self._abort(Attempt(put.run, put.timeline, put.step, put.attempt, put.world_size), error)
         handle.set_error(error)  # last: the caller may close the store as soon as it is set
 

@@ -142,6 +142,47 @@ def test_a_last_save_that_fails_or_is_late_is_reported_and_never_raised(
         checkpointer.close()  # its failure was heard
 
 
+def test_a_last_save_that_commits_late_is_pending_and_then_reported_as_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_store(tmp_path / "s") as inner, Checkpointer(Slow(inner), run="exp", sidecar=None) as checkpointer:
+        report = tmp_path / "report"
+        with checkpointer.on_preemption(lambda: {"a": torch.ones(3)}, deadline=0.3, report=report) as guard:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert guard.reached(2)
+            early = json.loads((tmp_path / "report.0").read_text())
+            assert (early["committed"], early["pending"], guard.exit_code) == (False, True, NOT_SAVED)
+            assert "step 2 is NOT committed yet, but may be later" in caplog.text
+            assert "NOT saved" not in caplog.text
+        checkpointer.close()
+        late = json.loads((tmp_path / "report.0").read_text())
+        assert (late["step"], late["committed"], late["pending"]) == (2, True, False)
+        assert late["seconds"] > early["seconds"]
+        assert guard.exit_code == SAVED
+        assert "step 2 is committed after" in caplog.text
+
+
+def test_a_late_last_save_that_fails_is_reported_as_not_saved(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    class Failing(Wrapped):
+        def put_multipart(self, key: str, parts: Any) -> int:
+            assert ended.wait(60)
+            raise CapacityError("no space left")
+
+    with open_store(tmp_path / "s") as inner:
+        checkpointer, report = Checkpointer(Failing(inner), run="exp", sidecar=None), tmp_path / "report"
+        with checkpointer.on_preemption(lambda: {"a": torch.ones(3)}, deadline=0.3, report=report) as guard:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert guard.reached(2)
+            assert json.loads((tmp_path / "report.0").read_text())["pending"]
+            ended.set()
+            with pytest.raises(CapacityError):
+                checkpointer.close()
+            late = json.loads((tmp_path / "report.0").read_text())
+            assert (late["committed"], late["pending"], late["why"]) == (False, False, "no space left")
+
+
 def test_a_step_that_outlasts_the_deadline_is_reported_while_it_runs(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path / "s"), run="exp", sidecar=None) as checkpointer:
         report = tmp_path / "report"

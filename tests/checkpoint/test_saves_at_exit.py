@@ -68,6 +68,57 @@ def test_asking_for_the_save_of_one_step_leaves_the_errors_of_other_steps_to_be_
             saves.raise_unfetched()
 
 
+@pytest.mark.parametrize("raises", [False, True])
+def test_several_failed_saves_are_all_reported_by_the_error_of_the_first(tmp_path: Path, raises: bool) -> None:
+    with open_store(tmp_path) as store:
+        lineage = Lineage(store, "exp")
+        lineage.new_ticket(1)
+        saves = Saves("exp", lineage, raises=raises, wait=1.0)
+        for step in (1, 2):
+            saves.add(handle := Handle(step, "A"))
+            handle.set_error(TransientError(f"no answer for {step}"))
+        if not raises:
+            saves.raise_failures()
+            saves.add(handle := Handle(3, "C"))
+            handle.set_error(TransientError("no answer for 3"))
+        with pytest.raises(TransientError, match="no answer for 1") as raised:
+            saves.raise_failures() if raises else saves.raise_unfetched()
+        expected = [f"step {step} was not saved either: no answer for {step}" for step in ((2,) if raises else (2, 3))]
+        assert raised.value.__notes__ == expected
+        saves.raise_failures()  # each is reported once
+
+
+def test_the_errors_of_many_failed_saves_are_counted_beyond_a_limit(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        lineage = Lineage(store, "exp")
+        lineage.new_ticket(1)
+        saves = Saves("exp", lineage, raises=False, wait=1.0)
+        for step in range(1, 41):
+            saves.raise_failures()
+            saves.add(handle := Handle(step, "A"))
+            handle.set_error(TransientError(f"no answer for {step}"))
+        with pytest.raises(TransientError) as raised:
+            saves.raise_unfetched()
+        assert str(raised.value) == "no answer for 1"
+        notes = raised.value.__notes__
+        assert len(notes) == 17
+        assert "step 40" in notes[-2]
+        assert notes[-1].startswith("23 later saves failed too")
+
+
+def test_an_error_that_the_caller_fetched_after_the_next_save_is_not_raised_by_close(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        lineage = Lineage(store, "exp")
+        lineage.new_ticket(1)
+        saves = Saves("exp", lineage, raises=False, wait=1.0)
+        saves.add(handle := Handle(1, "A"))
+        handle.set_error(TransientError("no answer"))
+        saves.raise_failures()
+        with pytest.raises(TransientError):
+            handle.result()
+        saves.raise_unfetched()
+
+
 @pytest.mark.parametrize("on_save_error", ["log", "raise"])
 def test_the_first_save_while_the_store_is_away_fails_at_its_handle_and_the_next_one_tries_again(
     tmp_path: Path, on_save_error: str, caplog: pytest.LogCaptureFixture
