@@ -34,6 +34,7 @@ divide the batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -178,6 +179,15 @@ class Strata:
         below = floor_sums(rests, self._around, turn, point + length)
         return cycles * length + below - above
 
+    def totals(self, number: int) -> I64:
+        """How often each stream filled slots of the batches 0 … number-1, in all lanes together."""
+        return totals([(self, number)])[0]
+
+    @property
+    def _period(self) -> int:
+        """The distance between adjacent points of all lanes; also the number of batches after which they repeat."""
+        return sum(self.quotas)
+
     @cached_property
     def _each(self) -> int:
         return self.batch // self.lanes
@@ -202,6 +212,29 @@ class Strata:
     def _first(self, lanes: I64) -> I64:
         """One point of each lane."""
         return _spread(np.asarray(lanes, np.int64), self.lanes) * sum(self.quotas)
+
+
+def totals(merged: Sequence[tuple[Strata, int]]) -> list[I64]:
+    """`Strata.totals` of each (strata, number).
+
+    Strata with quotas of one sum are computed together, which takes a fraction of the time.
+    """
+    found: list[I64] = [np.zeros(0, np.int64)] * len(merged)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for place, (strata, _) in enumerate(merged):
+        alike.setdefault((strata._period, strata._step % strata._period), []).append(place)
+    for (period, step), places in alike.items():
+        own = [merged[place] for place in places]
+        sizes = [len(strata.quotas) for strata, _ in own]
+        counts = np.repeat([number % period for _, number in own], sizes)
+        cycles = np.repeat([number // period for _, number in own], sizes)
+        lengths = np.concatenate([np.asarray(strata.quotas, np.int64) * strata.batch for strata, _ in own])
+        # the points of all lanes are `period` apart, so one floor counts those of a batch before a place on the circle
+        above = np.concatenate([strata.start % period + strata._circle - strata._ends for strata, _ in own])
+        sums = floor_sums(counts, period, step, above + lengths) - floor_sums(counts, period, step, above)
+        for place, part in zip(places, np.split(cycles * lengths + sums, np.cumsum(sizes)[:-1]), strict=True):
+            found[place] = part
+    return found
 
 
 def _spread(places: I64, count: int) -> I64:

@@ -39,6 +39,7 @@ from headrace.loaders.sampling.mixture import (
     length_of,
     segment_at,
     segments_of,
+    taken_before,
     weights_digest,
 )
 from headrace.loaders.sampling.order import Order
@@ -182,21 +183,27 @@ class MixedBuckets:
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
         """How many samples each source has given before batch `number` of `epoch`."""
-        counts = dict.fromkeys(self.names, 0)
         before = self.turns.counts(epoch * self.batches + number).tolist()
-        for mixed, turns in zip(self.mixtures, before, strict=True):
-            for name, count in mixed.taken(0, turns).items():
-                counts[name] += count
-        return counts
+        counts = np.zeros(len(self.names), np.int64)
+        np.add.at(counts, self._sources, np.concatenate(taken_before(list(zip(self.mixtures, before, strict=True)))))
+        return dict(zip(self.names, counts.tolist(), strict=True))
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
-        step = epoch * self.batches + number
-        lanes = [mixed.lanes for mixed in self.mixtures]
         return {
             "buckets": self.name,
-            "order": [self.batches, orders_digest(self.orders, *lanes, MERGED)],
-            "weights": weights_digest(self.segments, step),
+            "order": [self.batches, self._order_digest],
+            "weights": weights_digest(self.segments, epoch * self.batches + number),
         }
+
+    @cached_property
+    def _sources(self) -> I64:
+        """The source of each stream."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        return np.array([numbers[name] for name, _ in self.streams], np.int64)
+
+    @cached_property
+    def _order_digest(self) -> str:
+        return orders_digest(self.orders, *(mixed.lanes for mixed in self.mixtures), MERGED)
 
 
 def apportion(values: Sequence[int]) -> tuple[int, ...]:

@@ -31,14 +31,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.sampling.interleave import Strata
+from headrace.loaders.sampling.interleave import Strata, totals
 from headrace.loaders.sampling.order import Order, lanes_for
 from headrace.loaders.sampling.permutation import I64, key_of, short
 from headrace.loaders.sampling.plan import DatasetLike
@@ -192,20 +192,21 @@ class Mixed:
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
         """How many samples each source has given before batch `number` of `epoch`."""
-        step = epoch * self.batches + number
-        segment = segment_at(self.segments, step)
-        counts = self._bases[segment] + self._counts(segment, step)
-        return dict(zip(self.names, counts.sum(axis=0).tolist(), strict=True))
+        return dict(zip(self.names, taken_before([(self, epoch * self.batches + number)])[0].tolist(), strict=True))
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
         step = epoch * self.batches + number
         return {
             "global_batch": self.batch,
-            "order": [self.batches, orders_digest(self.orders, self.lanes, MERGED)],
+            "order": [self.batches, self._order_digest],
             "weights": weights_digest(self.segments, step),
         }
 
     # -- inside
+
+    @cached_property
+    def _order_digest(self) -> str:
+        return orders_digest(self.orders, self.lanes, MERGED)
 
     def _of_sources(self, stream: I64, pick: I64, lane: I64) -> tuple[I64, I64]:
         """Epoch and virtual sample of the `pick`-th sample that `lane` takes from each `stream`."""
@@ -232,6 +233,17 @@ class Mixed:
         """(lanes, sources): the number of samples taken from the start of `segment` up to `step`."""
         every, lanes = np.arange(len(self.names)), np.arange(self.lanes)
         return self._strata[segment].before(every[None, :], step - self.segments[segment].step, lanes[:, None])
+
+
+def taken_before(mixtures: Sequence[tuple[Mixed, int]]) -> list[I64]:
+    """For each (mixture, step), the number of samples that each of its sources has given before the step."""
+    parts = list[tuple[Strata, int]]()  # every earlier segment to its end, and the current one to the step
+    segments = [segment_at(mixed.segments, step) for mixed, step in mixtures]
+    for (mixed, step), last in zip(mixtures, segments, strict=True):
+        ends = [*(segment.step for segment in mixed.segments[1 : last + 1]), step]
+        parts += [(mixed._strata[number], end - mixed.segments[number].step) for number, end in enumerate(ends)]
+    counted = iter(totals(parts))
+    return [np.sum([next(counted) for _ in range(last + 1)], axis=0) for last in segments]
 
 
 def _earlier(streams: I64) -> I64:
@@ -277,7 +289,11 @@ def length_of(epoch_batches: int | None, filled: int) -> int:
 
 def weights_digest(segments: Sequence[Segment], step: int) -> str:
     """Identifies the weights before `step`. Later weights may still be changed."""
-    used = [s for s in segments if s.step < step]
+    return _segments_digest(tuple(segment for segment in segments if segment.step < step))
+
+
+@lru_cache(maxsize=16)
+def _segments_digest(used: tuple[Segment, ...]) -> str:
     return short(key_of(*(n for s in used for n in (s.step, *s.quotas)))) if used else "0"
 
 

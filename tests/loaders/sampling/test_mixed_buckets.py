@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.dataio.core.errors import UsageError
+from headrace.loaders.sampling import interleave, mixed_buckets
 from headrace.loaders.sampling.mixed_buckets import MixedBuckets, Turns, apportion
 from headrace.loaders.sampling.mixture import RESOLUTION, Segment, Weights
 from headrace.loaders.sampling.quality import bucket_balances
@@ -170,3 +171,27 @@ def test_every_bucket_of_a_mixture_is_compared_with_random_drawing() -> None:
     for one, (a, b) in zip(found, [(900, 100), (100, 300)], strict=True):
         assert one.balance.shares == pytest.approx({"a": a / (a + b), "b": b / (a + b)}, abs=1e-3)
         assert one.balance.away < one.balance.drawn_away
+
+
+def test_counting_what_many_sources_have_given_takes_two_sums_for_all_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums, plain = list[int](), interleave.floor_sums
+    names, buckets = [f"s{n:02}" for n in range(20)], range(6)
+    schedule = mixed({name: [100 + n for n in buckets] for name in names}, [8, 16, 24, 32, 40, 48])
+    schedule.turns.counts(0)
+
+    def counted(counts: Any, *rest: Any) -> Any:
+        sums.append(len(counts))
+        return plain(counts, *rest)
+
+    monkeypatch.setattr(interleave, "floor_sums", counted)
+    taken = schedule.taken(0, 40)
+    assert [size for size in sums if size > len(buckets)] == [120, 120]  # not one for each bucket and lane
+    assert sum(taken.values()) > 0
+
+
+def test_the_description_of_an_order_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = mixed({"a": [40, 20], "b": [10, 30]}, weights=[(0, {"a": 1, "b": 1}), (5, {"a": 1, "b": 3})])
+    first = [schedule.described(0, number) for number in (3, 9)]
+    monkeypatch.setattr(mixed_buckets, "orders_digest", None)
+    assert [schedule.described(0, number) for number in (3, 9)] == first
+    assert first[0]["weights"] != first[1]["weights"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.sampling.interleave import MAX_QUOTAS, Strata
+from headrace.loaders.sampling.interleave import MAX_QUOTAS, Strata, totals
 
 shares = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any).map(tuple)
 sizes = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda pair: (pair[0] * pair[1], pair[0]))
@@ -58,6 +58,16 @@ def test_counting_equals_walking(quotas: tuple[int, ...], size: tuple[int, int],
         assert strata.before(every[None, :], number, lanes[:, None]).tolist() == walked.tolist()
         for lane, row in enumerate(strata.streams(number, lanes)):
             walked[lane] += np.bincount(row, minlength=len(quotas))
+
+
+@given(st.lists(st.tuples(shares, sizes, st.integers(0, 500), st.integers(0, 10**6)), min_size=1, max_size=4))
+@settings(max_examples=30)
+def test_totals_are_the_sums_over_all_lanes(drawn: list[tuple[tuple[int, ...], tuple[int, int], int, int]]) -> None:
+    merged = [(Strata(quotas, *size, start), number) for quotas, size, start, number in drawn]
+    for (strata, number), counted in zip(merged, totals(merged), strict=True):
+        every, lanes = np.arange(len(strata.quotas)), np.arange(strata.lanes)
+        assert counted.tolist() == strata.before(every[None, :], number, lanes[:, None]).sum(axis=0).tolist()
+        assert counted.sum() == number * strata.batch
 
 
 @given(st.integers(1, 10**15), sizes)
