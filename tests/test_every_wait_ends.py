@@ -248,7 +248,9 @@ def test_what_is_read_once_all_is_open_ends(prepared: str, dripping: FaultProxy,
             "batch": lambda: next(iter(loader)),
         }
     )
-    assert dripping.fired[drip] >= 3
+    assert (
+        dripping.fired[drip] >= 2
+    )  # of the restore and the batch; on a busy machine the save may end before its pack is sent
     assert [type(out) for name, out in found.items() if name != "save"] == [TransientError] * 2, found
     if drip is not Fault.DRIP_BODY:  # of a PUT's answer there is none
         assert isinstance(found["save"], TransientError)
