@@ -1,4 +1,4 @@
-"""Headrace's floors 0 to 2: storage, dataset shards, the node cache and the sidecar. Never imports torch.
+"""Storage, dataset shards, the node cache and the sidecar. This package never imports torch.
 
 The public names load their modules on first use, so that `from headrace import dataio` and `headrace --help` cost nothing.
 """

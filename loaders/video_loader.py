@@ -52,7 +52,8 @@ class VideoConfig(LoaderConfig):
     Args:
         url_or_dataset (str | os.PathLike | Dataset | Mixture): URL or directory of a dataset, an open dataset, or a
             mixture.
-        batch_size (int | None): clips in a rank's batch. Omit it with `buckets`.
+        batch_size (int | None): clips per rank and batch; the global batch has `batch_size` times `world_size` clips. Omit
+            it with `buckets`.
         clip (Clip | None): which frames form a clip. Default: `Clip()`, 16 frames.
         size (tuple[int, int] | None): height and width in pixels. A clip is scaled to cover it, then cropped. None
             keeps the source's size, which all clips of a batch must then share. Default: None.

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import headrace
+from headrace import checkpoint, dataio, loaders
 from headrace.dataio.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+MODULES = {"dcp", "dist", "io", "json", "np", "os", "sys", "torch"}
 _TABLE_CODE = re.compile(r"`(headrace [^`]+)`")
 
 
@@ -68,8 +71,20 @@ def test_python_that_is_shown_compiles_and_what_it_imports_exists(page: Path) ->
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 root = (node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name).partition(".")[0]
-                if root in ("dataio", "checkpoint", "loaders", "bench"):
+                if root == "headrace":
                     exec(compile(ast.Module([node], []), page.name, "exec"), {})
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=str)
+def test_python_that_is_shown_imports_the_public_names_and_modules_that_it_uses(page: Path) -> None:
+    to_import = {*headrace.__all__, *checkpoint.__all__, *dataio.__all__, *loaders.__all__, *MODULES}
+    for block in blocks(page, "python"):
+        names = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Name)]
+        imports = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        bound |= {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+        missing = to_import & {node.id for node in names} - bound
+        assert not missing, f"{page.name}: {sorted(missing)} of the block that begins with {block.splitlines()[0]!r}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.bench.core.data import make_clip
-from headrace.dataio import open_store, pack
+from headrace.checkpoint import Checkpointer
+from headrace.dataio import pack
 
 pytestmark = pytest.mark.slow
 
@@ -31,13 +32,16 @@ def test_the_training_loop_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.
     for number in range(4):
         make_clip(tmp_path / "media", number, seconds=2)
     pack([str(tmp_path / "media")], str(tmp_path / "clips"))
-    loop = training_loop().replace("s3://bucket", str(tmp_path)).replace("step % 100", "step % 1")
-    loop = loop.replace("batch_size=8", "batch_size=2")
-    killed = loop.replace("checkpointer.save(step, state)", "checkpointer.save(step, state); break")
-    assert run(killed)["step"] == 1
-    assert run(loop)["step"] == 2, "the second process did the one batch of the epoch that was left"
-    assert run(loop)["step"] == 2, "the third found its epoch done"
-    assert any("COMMIT" in info.key for info in open_store(str(tmp_path / "checkpoints")).list())
+    loop = training_loop().replace("s3://bucket", str(tmp_path)).replace("batch_size=8", "batch_size=2")
+    interrupted = loop.replace("step % 100", "step % 3").replace(
+        "checkpointer.save(step, state)", "checkpointer.save(step, state); raise KeyboardInterrupt"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run(interrupted)
+    assert run(loop)["step"] == 6, "the second process trains the rest of three epochs of two batches"
+    assert run(loop)["step"] == 6, "the third process finds nothing left"
+    with Checkpointer(tmp_path / "checkpoints", run="exp42") as checkpointer:
+        assert checkpointer.steps() == [3, 6], "the last step is saved, though 100 does not divide it"
 
 
 def test_the_training_loop_is_as_short_as_promised() -> None:

@@ -84,7 +84,7 @@ class DaliMel:
 
     def __init__(self, what: LogMel, sample_rate: int, device_id: int | None = None) -> None:
         if not dali_installed():
-            raise UnsupportedError("DALI is not installed", hint="pip install nvidia-dali-cuda130 (Linux only)")
+            raise UnsupportedError("DALI is not installed", hint="pip install 'headrace[dali]' (Linux only)")
         if device_id is not None and device_id >= gpu_count():
             raise UnsupportedError(f"DALI sees no GPU number {device_id}", hint="use device='cpu'")
         self._what, self._rate, self._device_id = what, sample_rate, device_id

@@ -363,7 +363,7 @@ CPU_FORMATS = frozenset(["yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p"
 
 def cpu_missing(device_id: int = 0) -> str | None:
     """Why DALI cannot decode on the CPU, or None."""
-    return None if dali_installed() else "DALI is not installed (pip install 'headrace[dali]', on Linux)"
+    return None if dali_installed() else "DALI is not installed (pip install 'headrace[dali]', Linux only)"
 
 
 def gpu_missing(device_id: int) -> str | None:

@@ -37,7 +37,6 @@ MAX_COUNT = 1 << 32
 _HINTS = {
     "quarantine_list": "give the loader the list that the interrupted run had",
     "global_batch": "keep batch_size times world size as it was",
-    "version": "open the dataset with version=",
     "digest": "this is another dataset, or it was packed again",
     "order": "use the saved sampling options (shuffle, drop_last, evaluate) and release of Headrace",
     "weights": "weights may change from the step of the state on, not before it",
@@ -107,7 +106,14 @@ class Difference(msgspec.Struct, frozen=True):
     here: Any
 
     def __str__(self) -> str:
-        return f"the loader's {self.field} was {self.saved!r} when its state was saved, and is {self.here!r} now"
+        return f"{self._subject()} was {self.saved!r} when the loader's state was saved, and is {self.here!r} now"
+
+    def _subject(self) -> str:
+        """The words for the field: version and digest belong to the dataset, not to the loader."""
+        source, _, name = self.field.rpartition(".")
+        if name not in ("version", "digest"):
+            return f"the loader's {self.field}"
+        return f"the {name} of the mixture's {source.removeprefix('sources.')!r}" if source else f"the dataset's {name}"
 
 
 def dump(fingerprint: Fingerprint, position: Position) -> dict[str, Any]:
@@ -148,7 +154,11 @@ def load(fingerprint: Callable[[int, int], Fingerprint], state: Mapping[str, Any
 
 def mismatch(difference: Difference) -> MismatchError:
     """The error for a difference."""
-    hint = _HINTS.get(difference.field.rpartition(".")[2], "make the loader with the same arguments")
+    source, _, name = difference.field.rpartition(".")
+    hint = _HINTS.get(name, "make the loader with the same arguments")
+    if name == "version" and difference.saved is not None:
+        pinned = f"version={difference.saved!r}"
+        hint = f"open this source with Dataset(url, {pinned})" if source else f"give the loader {pinned}"
     return MismatchError(str(difference), hint=f"{hint}; {_FORCE}")
 
 

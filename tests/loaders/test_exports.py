@@ -39,7 +39,7 @@ def test_the_public_names_are_these() -> None:
 
 def test_importing_starts_nothing_and_imports_no_decoder() -> None:
     code = (
-        "import sys, threading, loaders, headrace.loaders.video_loader\n"
+        "import sys, threading, headrace.loaders.video_loader\n"
         "assert not [m for m in sys.modules if m.startswith('nvidia')], 'DALI was imported'\n"
         "assert threading.active_count() == 1\n"
     )

@@ -159,8 +159,8 @@ SAME = Identity(41, DIGEST)
 @pytest.mark.parametrize(
     ("sources", "named"),
     [
-        ({"speech": SAME, "music": Identity(40, DIGEST), "video": SAME}, "sources.music.version"),
-        ({"speech": Identity(41, "e" * 64), "music": SAME, "video": SAME}, "sources.speech.digest"),
+        ({"speech": SAME, "music": Identity(40, DIGEST), "video": SAME}, "the version of the mixture's 'music' was 40"),
+        ({"speech": Identity(41, "e" * 64), "music": SAME, "video": SAME}, "the digest of the mixture's 'speech' was"),
         ({"speech": SAME, "music": SAME}, "sources was"),
     ],
 )
@@ -169,13 +169,24 @@ def test_a_changed_source_is_named(sources: dict[str, Identity], named: str) -> 
         loaded(dump(replace(MIXTURE, sources=sources), Position(0, 0)), MIXTURE)
 
 
+def test_another_version_is_the_datasets_and_the_hint_says_how_to_pin_it() -> None:
+    state = dump(replace(HERE, sources=Identity(40, DIGEST)), Position(0, 0))
+    with pytest.raises(MismatchError, match=r"the dataset's version was 40 when .* saved, and is 41 now") as caught:
+        loaded(state)
+    assert caught.value.hint.startswith("give the loader version=40; ")
+    older = {**MIXTURE.sources, "music": Identity(40, DIGEST)}  # type: ignore[dict-item]
+    with pytest.raises(MismatchError) as caught:
+        loaded(dump(replace(MIXTURE, sources=older), Position(0, 0)), MIXTURE)
+    assert caught.value.hint.startswith("open this source with Dataset(url, version=40); ")
+
+
 def test_a_state_of_another_kind_of_loader_is_refused_by_field() -> None:
     with pytest.raises(MismatchError, match="version was None"):
         loaded(dump(MIXTURE, Position(0, 0)))
     with pytest.raises(MismatchError, match="sources was None"):
         loaded(dump(HERE, Position(0, 0)), MIXTURE)
     more = dump(HERE, Position(0, 0)) | {"weights": "abc"}
-    with pytest.raises(MismatchError, match="weights was 'abc' when its state was saved, and is None now"):
+    with pytest.raises(MismatchError, match="weights was 'abc' when the loader's state was saved, and is None now"):
         loaded(more)
 
 
