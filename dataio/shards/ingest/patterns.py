@@ -223,31 +223,39 @@ class _StoreSearch:
 
     def add_matching(self, prefix: str, pattern: re.Pattern[str]) -> int:
         """Add every tar below `prefix` that matches. Return their number."""
-        count = 0
-        for info in self.store.list(prefix):
-            if not pattern.fullmatch(info.key):
-                continue
-            if _TAR_NAME.fullmatch(info.key):
-                self.add(info)
-                count += 1
-            else:
-                self.ignored.add(url_of(self.store, info.key))
-        return count
+        return sum(self._add_tar(info) for info in self.store.list(prefix) if pattern.fullmatch(info.key))
+
+    def _add_tar(self, info: ObjectInfo) -> bool:
+        """Add the object if it has a tar's name. Otherwise it is ignored."""
+        if not _TAR_NAME.fullmatch(info.key):
+            self.ignored.add(url_of(self.store, info.key))
+            return False
+        self.add(info)
+        return True
 
     def add_named(self, names: Sequence[str]) -> int:
         """Add the objects with these keys, and return the number of tars found.
 
-        If there are at most `_MAX_STATS` names, a name without an object is also tried as a folder of tars.
+        A name without an object is also tried as a folder of tars.
         """
         if len(names) <= _MAX_STATS:
             return sum(self._add_one(name) for name in names)
-        wanted = set(names)
-        found = {i.key: i for i in self.store.list(_common(min(names), max(names))) if i.key in wanted}
-        for info in found.values():
-            self.add(info)
-        for name in wanted - found.keys():
-            self._add_missing(name)
-        return len(found)
+        wanted = {name.rstrip("/"): name for name in names}
+        found, below = set[str](), dict[str, list[ObjectInfo]]()
+        for info in self.store.list(_common(min(names), max(names))):
+            if wanted.get(info.key) == info.key:
+                found.add(info.key)
+                self.add(info)
+            elif (folder := _folder_in(wanted, info.key)) is not None:
+                below.setdefault(folder, []).append(info)
+        count = len(found)
+        for folder, name in wanted.items():
+            if name not in found:
+                tars = sum(self._add_tar(info) for info in below.get(folder, ()))
+                count += tars
+                if not tars:
+                    self._add_missing(name)
+        return count
 
     def _add_one(self, name: str) -> int:
         try:
@@ -281,6 +289,11 @@ def _search_all(text: str, items: Sequence[_ParsedPattern], searches: Mapping[st
     count += sum(searches[root].add_named(keys) for root, keys in names.items())
     if not count:
         raise NotFoundError(f"{text!r} matches no tar", hint="check the address; quote patterns in a shell")
+
+
+def _folder_in(wanted: Mapping[str, str], key: str) -> str | None:
+    """Return the folder in `wanted` that holds the key, or None. It is the outermost if there are several."""
+    return next((key[:at] for at, character in enumerate(key) if character == "/" and key[:at] in wanted), None)
 
 
 def _common(a: str, b: str) -> str:

@@ -5,9 +5,8 @@ and remarks.
 
 Invariants:
 
-* Members to be probed (media, images, `.txt`, `.json`) are copied to a temporary folder, where the worker processes
-  read them. The folder holds at most `SPOOL_BYTES` and one sample. Subtitles (`.vtt`) are not probed, so they do not
-  become the text of a sample.
+* Members to be probed (media, images, `.txt`, `.vtt`, `.json`) are copied to a temporary folder, where the worker
+  processes read them. The folder holds at most `SPOOL_BYTES` and one sample.
 * A sample is a run of adjacent members with the same key, as in WebDataset.
 * The samples of a shard are held in memory. There are at most `MAX_SHARD_SAMPLES`.
 
@@ -48,7 +47,7 @@ from headrace.dataio.store.mounts import PREFIX, url_of
 
 SPOOL_BYTES = 1 * limits.GIB
 MAX_SHARD_SAMPLES = 1_000_000
-_PROBED = SAMPLE_EXTENSIONS | {"txt", "json"}
+_PROBED = SAMPLE_EXTENSIONS | {"txt", "vtt", "json"}
 _log = get_logger(__name__)
 
 

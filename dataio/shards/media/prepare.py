@@ -12,8 +12,9 @@ Invariants:
   subtitles are cut to match. Its JSON says what it shows: `clip_of` is the key of the whole sample, and `clip_start`
   and `clip_end` are seconds in its time.
 * `remux` keeps the video and the audio that loaders use. Every packet of them is in exactly one clip, byte for byte.
-* A cut is made only at a packet that the container marks as a key frame. All packets before it in the file are shown
-  before it, and all packets after it are shown later. So no frame is decoded in two clips, or lost between them.
+* A cut is made only at a packet that the container marks as a key frame, and at which decoding can begin
+  (`bitstream.is_random_access`). All packets before it in the file are shown before it, and all packets after it are
+  shown later. So no frame is decoded in two clips, or lost between them, and each decodes to the same pixels.
 * The frames of each clip begin at time 0. A clip has the audio packets that begin within it. At most `_MAX_OPEN_CLIPS`
   clips are open at once.
 * Files in containers that loaders do not read (`container.CONVERTED_EXTENSIONS`) begin at time 0 after the copy. Some
@@ -48,6 +49,7 @@ import numpy as np
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
 from headrace.dataio.shards.media import describe, probe, text_members
+from headrace.dataio.shards.media.bitstream import is_random_access, length_size
 from headrace.dataio.shards.media.container import (
     CONVERTED_EXTENSIONS,
     MEDIA_EXTENSIONS,
@@ -259,6 +261,8 @@ def _find_cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
     video = probe.pick_video(container)
     begin = round(start_of(container) / video.time_base) if to_zero else 0
     times, keys, end = list[int](), list[bool](), 0
+    codec = video.codec_context.codec.canonical_name
+    units = length_size(codec, video.codec_context.extradata)
     with demuxed(container, video) as packets:
         for packet in packets:
             if not packet.size:
@@ -267,7 +271,8 @@ def _find_cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
                 raise UnsupportedError("its packets have no times, so they cannot be copied; use --transcode")
             _check_packet(packet)
             times.append(packet.pts)
-            keys.append(packet.is_keyframe and not packet.is_discard)
+            marked = packet.is_keyframe and not packet.is_discard
+            keys.append(marked and is_random_access(codec, memoryview(packet), units))
             probe.check_frame_count(len(times))
             end = max(end, packet.pts + (packet.duration or 0))
     if not times:

@@ -125,6 +125,23 @@ def test_pictures_and_data_are_samples_too(put: Callable[..., Path], tmp_path: P
         assert two.video.frames == 1
 
 
+def test_subtitles_are_the_text_of_a_sample_without_one_as_in_pack(
+    put: Callable[..., Path], tmp_path: Path, clip: bytes
+) -> None:
+    subtitles = b"WEBVTT\n\n00:00.000 --> 00:00.300\nfirst <b>words</b>\n"
+    put(
+        "s.tar",
+        [
+            *(("a.mp4", clip), ("a.vtt", subtitles), ("b.txt", b"text"), ("b.vtt", subtitles), ("c.vtt", subtitles)),
+            *(("d.mp4", clip), ("d.vtt", b"no subtitles")),
+        ],
+    )
+    with index(tmp_path / "from" / "s.tar", tmp_path / "set") as dataset:
+        assert {sample.key: sample.text for sample in dataset} == {"a": "first words", "b": "text", "c": "first words"}
+        ((path, (code, _)),) = skipped(dataset).items()
+        assert (path.split(" at offset ")[0], code) == ("s.tar: d.vtt", "corruption")
+
+
 @pytest.mark.parametrize("form", ["gnu", "pax", "ustar"])
 def test_gnu_tar_with_long_names_and_folders(tmp_path: Path, form: str) -> None:
     folder = tmp_path / "in" / ("deep" * 12) / ("deeper" * 10)

@@ -126,6 +126,26 @@ def test_many_folders_share_a_store(tmp_path: Path) -> None:
     result.close()
 
 
+def test_any_number_of_names_may_be_folders(store_url: str) -> None:
+    store = open_store(store_url)
+    for i in range(20):
+        for name in ("x.tar", "sub/y.tar", "note.txt"):
+            store.put(f"set/{i:02}/{name}", b"")
+    store.put("set/20/note.txt", b"")
+    store.put("set/21", b"a tar by its own name")
+    url = store.location.url.rstrip("/")
+    result = patterns.find([f"{url}/set/{{00..22}}"], open_store)
+    result.close()
+    keys = [
+        f"{source.store.location.url}/{info.key}"[len(url) + 1 :] for source in result.sources for info in source.shards
+    ]
+    expected = [f"set/{i:02}/{name}" for i in range(20) for name in ("sub/y.tar", "x.tar")]
+    assert sorted(keys) == [*expected, "set/21"]
+    assert {item.path.rpartition("/")[2] for item in result.missing} <= {"20", "22"}
+    assert any(item.path.endswith("/22") for item in result.missing)
+    assert f"{url}/set/05/note.txt" in result.ignored
+
+
 def test_a_store_that_cannot_be_opened_leaves_no_other_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, closed = list[Store](), list[Store]()
 

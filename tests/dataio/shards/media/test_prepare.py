@@ -16,6 +16,7 @@ from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.shards.media import text_members
 from headrace.dataio.shards.media.messages import check_recipe
 from headrace.dataio.shards.media.probe import Probe, pick_audio, pick_video, probe
+from tests.support import video_corpus
 from tests.support.written_media import MakeClip, MakeWav
 
 
@@ -72,6 +73,29 @@ def test_a_stream_without_clean_cuts_stays_whole(make_clip: MakeClip, tmp_path: 
     make_clip(tmp_path / "in" / "a.mp4", frames=12, gop=300)
     with pack(tmp_path / "in", tmp_path / "ds", recipe=Recipe(split=0.1), workers=1) as dataset:
         assert list(dataset.keys) == ["a-0000"]
+
+
+@pytest.mark.parametrize(("ext", "container"), [("mp4", "mp4"), ("mkv", "matroska")])
+def test_a_recovery_point_at_which_decoding_cannot_begin_is_no_cut(tmp_path: Path, ext: str, container: str) -> None:
+    options = {"x264-params": "intra-refresh=1:keyint=12:bframes=0:scenecut=0"}
+    whole = video_corpus.make(video_corpus.Made("", "libx264", container, frames=60, options=options))
+    with av.open(io.BytesIO(whole), "r") as source:
+        assert sum(packet.is_keyframe for packet in source.demux(video=0) if packet.size) > 1
+    (tmp_path / f"a.{ext}").write_bytes(whole)
+    with pack(tmp_path / f"a.{ext}", tmp_path / "ds", recipe=Recipe(split=0.3), workers=1) as dataset:
+        clips = media_of(dataset)
+        assert [found for _, data, _ in clips for found in pictures(data)] == pictures(whole)
+        assert [key for key, _, _ in clips] == ["a-0000"]
+
+
+def test_an_exact_recovery_point_of_an_open_group_is_a_cut(tmp_path: Path) -> None:
+    options = {"x264-params": "open-gop=1:keyint=12:bframes=0:scenecut=0"}
+    whole = video_corpus.make(video_corpus.Made("", "libx264", "matroska", frames=60, options=options))
+    (tmp_path / "a.mkv").write_bytes(whole)
+    with pack(tmp_path / "a.mkv", tmp_path / "ds", recipe=Recipe(split=0.3), workers=1) as dataset:
+        clips = media_of(dataset)
+        assert len(clips) == 5
+        assert [found for _, data, _ in clips for found in pictures(data)] == pictures(whole)
 
 
 def test_reencoding_keeps_frames_and_times_and_puts_key_frames_where_asked(media: Path, tmp_path: Path) -> None:
