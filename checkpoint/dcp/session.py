@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 from headrace.checkpoint.format import chunking as layouts
-from headrace.checkpoint.format import names
+from headrace.checkpoint.format import group, names
 from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.gds.file import Direct
@@ -130,7 +130,11 @@ os.register_at_fork(after_in_child=is_new_process)
 
 @dataclass(frozen=True, slots=True)
 class RankSave:
-    """One rank's part of a save. `wait`: the time limit for the other ranks, in seconds."""
+    """One rank's part of a save. `wait`: the time limit for the other ranks, in seconds.
+
+    `plan`: the plan digest of a job that commits in groups (`headrace.checkpoint.format.group`). Without it, no rank
+    may write a tensor that belongs to all ranks.
+    """
 
     run: str
     step: int
@@ -139,6 +143,7 @@ class RankSave:
     world_size: int
     compression: str = "none"
     wait: float = 600.0
+    plan: bytes = b""
 
 
 def save_rank(
@@ -194,6 +199,12 @@ def _commit_staged(
         arena.close()
 
 
+def _agreed(share: RankSave) -> bytes:
+    if not names.is_grouped(share.world_size):
+        return b""
+    return share.plan or group.plan_digest([group.NO_SHARE] * share.world_size)
+
+
 def _plan(store: Store, share: RankSave, specs: list[TensorSpec], layout: Layout, tree: bytes) -> plan.PutPlan:
     ticket = share.ticket
     return plan.PutPlan(
@@ -208,7 +219,7 @@ def _plan(store: Store, share: RankSave, specs: list[TensorSpec], layout: Layout
         tensors=plan.plan_tensors(specs, layout),
         small_bytes=layout.small_bytes,
         tree=tree,
-        replicas=b"",
+        replicas=_agreed(share),
         compression=share.compression,
         lease_seconds=DEFAULT_LIFE,
         commit_timeout=share.wait,

@@ -33,15 +33,15 @@ from torch.futures import Future
 
 from headrace.checkpoint.dcp import document, session
 from headrace.checkpoint.dcp.session import RankSave, Ticket, abort, save_rank
-from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunking import SMALL_BELOW, Box, TensorSpec
+from headrace.checkpoint.format import group, names
+from headrace.checkpoint.format.chunking import SMALL_BELOW, Box, TensorSpec, banded
 from headrace.checkpoint.format.codec import COMPRESSIONS
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.restoring import direct_for
-from headrace.checkpoint.sharding import assign_writers
+from headrace.checkpoint.sharding import assign_writers, coverage_error
 from headrace.checkpoint.state import tensors
 from headrace.checkpoint.state.tensors import name_of
-from headrace.dataio.core.errors import UnsupportedError, UsageError
+from headrace.dataio.core.errors import MismatchError, UnsupportedError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
@@ -58,11 +58,12 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Orders:
-    """The coordinator's message to a rank. `ticket` is an encoded `Ticket`."""
+    """The coordinator's message to a rank. `ticket` is an encoded `Ticket`, `plan` the plan digest of a large job."""
 
     ticket: bytes
     rank: int
     world_size: int
+    plan: bytes
 
 
 class RepositoryWriter(StorageWriter):
@@ -145,9 +146,11 @@ class RepositoryWriter(StorageWriter):
         assert self._step is not None
         with self._store() as store:
             ticket = msgspec.msgpack.encode(session.new_ticket(store, self._run, self._step, self._overwrite))
+        shares = _spread(plans)
+        agreed = _plan_digest(shares) if names.is_grouped(len(plans)) else b""
         return [
-            dataclasses.replace(plan, items=items, storage_data=_Orders(ticket, rank, len(plans)))
-            for rank, (plan, items) in enumerate(zip(plans, _spread(plans), strict=True))
+            dataclasses.replace(plan, items=items, storage_data=_Orders(ticket, rank, len(plans), agreed))
+            for rank, (plan, items) in enumerate(zip(plans, shares, strict=True))
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -202,7 +205,16 @@ class RepositoryWriter(StorageWriter):
     def _share(self, orders: _Orders) -> RankSave:
         assert self._step is not None
         ticket = msgspec.msgpack.decode(orders.ticket, type=Ticket)
-        return RankSave(self._run, self._step, ticket, orders.rank, orders.world_size, self._compression, self._timeout)
+        return RankSave(
+            self._run,
+            self._step,
+            ticket,
+            orders.rank,
+            orders.world_size,
+            self._compression,
+            self._timeout,
+            orders.plan,
+        )
 
 
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
@@ -237,6 +249,21 @@ def _spread(plans: list[SavePlan]) -> list[list[WriteItem]]:
     for text, key in texts.items():
         spread[found[text]].append(items[key])
     return spread
+
+
+def _plan_digest(shares: Sequence[Sequence[WriteItem]]) -> bytes:
+    """The plan digest of these shares, by rank. Raises `MismatchError` if they do not cover a tensor exactly."""
+    boxes: dict[str, list[Box]] = {}
+    digests = []
+    for share in shares:
+        specs = banded(_spec(item, True) for item in share)
+        for spec in specs:
+            boxes.setdefault(spec.name, []).append(spec.box)
+        digests.append(group.share_digest(specs))
+    for name, parts in boxes.items():
+        if what := coverage_error(parts):
+            raise MismatchError(f"tensor {name!r:.200}: {what}", hint="nothing was saved; see the planner")
+    return group.plan_digest(digests)
 
 
 def _is_own(item: WriteItem) -> bool:

@@ -18,7 +18,7 @@ does not fail.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,10 +244,19 @@ def in_bands(specs: Sequence[TensorSpec], tensors: Sequence[Any]) -> tuple[list[
     """Replace shards that are cut in an inner dimension by their bands, and slice `tensors` in the same way."""
     made, parts = [], []
     for spec, tensor in zip(specs, tensors, strict=True):
-        found = bands(spec.box, ITEM_BYTES[spec.dtype])
-        made += [TensorSpec(spec.name, spec.dtype, box, spec.replicated) for box in found]
-        parts += [tensor[inside(box, spec.box)] for box in found] if len(found) > 1 else [tensor]
+        found = banded([spec])
+        made += found
+        parts += [tensor[inside(band.box, spec.box)] for band in found] if len(found) > 1 else [tensor]
     return made, parts
+
+
+def banded(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """The specs, with the bands of shards that are cut in an inner dimension."""
+    return [
+        TensorSpec(spec.name, spec.dtype, box, spec.replicated)
+        for spec in specs
+        for box in bands(spec.box, ITEM_BYTES[spec.dtype])
+    ]
 
 
 def lay_out(specs: Sequence[TensorSpec]) -> Layout:

@@ -111,12 +111,20 @@ class Lease(Document, frozen=True, kw_only=True):
 
 
 class Decision(Document, frozen=True, kw_only=True):
-    """`outcome`: "commit" or "abort". `manifests`: the hexadecimal BLAKE3 digests of the ranks' manifests, by rank."""
+    """`outcome`: "commit" or "abort". `manifests`: the hexadecimal BLAKE3 digests of the ranks' manifests, by rank.
 
+    The decision of a job of more than `names.GROUP_RANKS` ranks has version 2. It names the digests of the groups
+    (`headrace.checkpoint.format.group`) instead, the world size, and the number of ranks in a group.
+    """
+
+    newest: ClassVar[int] = 2
     attempt: str
     outcome: str = msgspec.field(name="fate")
     manifests: tuple[str, ...] = ()
     reason: str = ""
+    groups: tuple[str, ...] = ()
+    world_size: int = 0
+    group_ranks: int = 0
 
 
 class Commit(Document, frozen=True, kw_only=True):

@@ -22,9 +22,14 @@ LEASES = "leases/"
 PACKS = "packs/"
 GC = "gc/"
 STEP_LIMIT = 10**12
+GROUP_RANKS = 100
+"""The number of ranks in a group. A larger job writes one object for each group of its ranks (`group`).
+
+The keys of a group's manifests have a common prefix, so that one short listing finds them.
+"""
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _STEP_KEY = re.compile(r"runs/([^/]+)/(\d{6})/(\d{12})/(.+)")
-_ATTEMPT_KEY = re.compile(r"([0-9A-Z]{26})/(?:rank-(\d{5})\.manifest|(fate))")
+_ATTEMPT_KEY = re.compile(r"([0-9A-Z]{26})/(?:rank-(\d{5})\.manifest|(fate)|group-(\d{3}))")
 _TIMELINE_KEY = re.compile(r"runs/([^/]+)/timelines/(\d{6})\.json")
 _PACK_NAME = re.compile(r"\d{1,6}-[0-9a-f]{8}-\d{1,6}")
 _PACK_KEY = re.compile(rf"packs/([0-9A-Z]{{26}})/({_PACK_NAME.pattern})\.pack")
@@ -77,6 +82,37 @@ def manifest(run: str, number: int, at: int, attempt_id: str, rank: int) -> str:
     return f"{attempt(run, number, at, attempt_id)}rank-{rank:05d}.manifest"
 
 
+def manifests_of(run: str, number: int, at: int, attempt_id: str, ranks: range) -> str:
+    """A common prefix of the keys of these ranks' manifests."""
+    prefix, last = (manifest(run, number, at, attempt_id, rank) for rank in (ranks[0], ranks[-1]))
+    while not last.startswith(prefix):
+        prefix = prefix[:-1]
+    return prefix
+
+
+def groups(run: str, number: int, at: int, attempt_id: str) -> str:
+    """The common prefix of the keys of an attempt's groups."""
+    return f"{attempt(run, number, at, attempt_id)}group-"
+
+
+def group(run: str, number: int, at: int, attempt_id: str, index: int) -> str:
+    return f"{groups(run, number, at, attempt_id)}{index:03d}"
+
+
+def is_grouped(world_size: int) -> bool:
+    """Whether a job of so many ranks commits in groups."""
+    return world_size > GROUP_RANKS
+
+
+def group_count(world_size: int) -> int:
+    """The number of groups of a job with so many ranks. The last group may be smaller."""
+    return -(-world_size // GROUP_RANKS)
+
+
+def ranks_of_group(index: int, world_size: int) -> range:
+    return range(index * GROUP_RANKS, min((index + 1) * GROUP_RANKS, world_size))
+
+
 def decision(run: str, number: int, at: int, attempt_id: str) -> str:
     return f"{attempt(run, number, at, attempt_id)}fate"
 
@@ -117,7 +153,8 @@ def parse_pack_key(key: str) -> tuple[str, str] | None:
 class StepKey:
     """The parts of a key below a step.
 
-    `kind` is commit, fate (a decision) or manifest; `attempt` is empty for COMMIT.
+    `kind` is commit, fate (a decision), manifest or group. `attempt` is empty for COMMIT. `rank` is the number of a
+    group, too.
     """
 
     run: str
@@ -141,6 +178,8 @@ def parse_step_key(key: str) -> StepKey | None:
         return None
     if inner[3]:
         return StepKey(run, number, at, "fate", inner[1])
+    if inner[4]:
+        return StepKey(run, number, at, "group", inner[1], int(inner[4]))
     return StepKey(run, number, at, "manifest", inner[1], int(inner[2]))
 
 

@@ -11,7 +11,7 @@ Each of these leaves the step absent or complete.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names
@@ -81,6 +81,9 @@ class Attempt:
 
     def manifest_key(self, rank: int) -> str:
         return names.manifest(self.run, self.timeline, self.step, self.id, rank)
+
+    def group_key(self, index: int) -> str:
+        return names.group(self.run, self.timeline, self.step, self.id, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +159,17 @@ def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
         parsed = names.parse_step_key(info.key)
         if parsed is not None and parsed.kind == "manifest":
             ranks.add(parsed.rank)
-        elif parsed is not None:
+        elif parsed is not None and parsed.kind == "fate":
             decision = read(store, info.key, Decision)
-    newer = timeline.newest_after(store, attempt.run, attempt.timeline) if decision is None else None
+    newest = newer_timeline(store, attempt) if decision is None else View()
+    return replace(newest, manifests=frozenset(ranks), decision=decision, lease_alive=lease_alive)
+
+
+def newer_timeline(store: Store, attempt: Attempt) -> View:
+    """A view that holds only the newer timeline that took over the run, if there is one."""
+    newer = timeline.newest_after(store, attempt.run, attempt.timeline)
     same = newer is not None and timeline.is_of_same_process(store, attempt.run, attempt.timeline, newer)
-    return View(frozenset(ranks), decision, None, newer, lease_alive, same)
+    return View(newer=newer, same_process=same)
 
 
 def no_failed_ranks(ranks: Sequence[int]) -> str:
@@ -215,7 +224,7 @@ def finish(
                 if lost:
                     continue  # the ended rank may have stored its manifest just before it ended: read the store again
                 if clock.monotonic() >= deadline:
-                    raise _late(attempt, missing, timeout)
+                    raise late(attempt, missing, timeout)
                 waited, pause = True, _sleep(clock, pause, deadline)
 
 
@@ -228,9 +237,14 @@ def _sleep(clock: Clock, pause: float, until: float) -> float:
 def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
     """Check every rank's manifest and write the decision. If another rank wrote it first, that decision counts."""
     digests = _sound_manifests(store, attempt)
+    manifests_named = tuple(each.hex() for each in digests)
+    put_decision(store, attempt, lease, Decision(attempt=attempt.id, outcome="commit", manifests=manifests_named))
+
+
+def put_decision(store: Store, attempt: Attempt, lease: LeaseKeeper, document: Decision) -> None:
+    """Write a decision "commit" for an attempt whose manifests were checked."""
     _before_decision()
     lease.require_alive()
-    document = Decision(attempt=attempt.id, outcome="commit", manifests=tuple(d.hex() for d in digests))
     store.put_if_absent(attempt.decision_key, encode(document))
     _decision_written()
 
@@ -312,10 +326,15 @@ def _sound_manifests(store: Store, attempt: Attempt) -> list[bytes]:
 
 def _check_agrees(attempt: Attempt, first: Manifest, other: Manifest) -> None:
     if other.world_size != attempt.world_size or other.replicas != first.replicas:
-        raise MismatchError(
-            f"{attempt}: rank {other.rank} does not hold the same modules and optimizers as rank {first.rank}",
-            hint="with several ranks, modules, optimizers and schedulers must have the same tensors on every rank",
-        )
+        raise different(attempt, other.rank, first.rank)
+
+
+def different(attempt: Attempt, rank: int, first: int) -> MismatchError:
+    """The error of an attempt whose ranks planned their saves from different states."""
+    return MismatchError(
+        f"{attempt}: rank {rank} does not hold the same modules and optimizers as rank {first}",
+        hint="with several ranks, modules, optimizers and schedulers must have the same tensors on every rank",
+    )
 
 
 def _taken(attempt: Attempt, commit: Commit) -> ConflictError:
@@ -335,6 +354,7 @@ def _aborted(attempt: Attempt, decision: Decision) -> FinalError:
     )
 
 
-def _late(attempt: Attempt, missing: Sequence[int], timeout: float) -> LateError:
+def late(attempt: Attempt, missing: Sequence[int], timeout: float) -> LateError:
+    """The error of a rank that waited `timeout` seconds for the manifests of other ranks."""
     ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return LateError(f"{attempt}: no manifest of rank {ranks} within {timeout:g} s", hint="see the log of that rank")

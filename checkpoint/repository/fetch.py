@@ -1,6 +1,7 @@
 """Reads a committed step: its manifests, and chunks out of packs.
 
-- `open_step` reads the manifests that the step's decision names, and compares each with its digest there.
+- `open_step` reads the manifests that the step's decision names, directly or in groups, and compares each with its
+  digest there.
 - `fetch` reads chunks in coalesced ranges with bounded memory, and checks every chunk. It reads a damaged chunk again,
   then from every other copy that the store knows. It can read a raw chunk directly into the caller's memory (`room`),
   without a copy.
@@ -22,6 +23,7 @@ from threading import local
 from typing import Generic, Protocol, TypeVar
 
 from headrace.checkpoint.format import codec, names
+from headrace.checkpoint.format import group as groups
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format.chunking import CHUNK_BYTES, digest
 from headrace.checkpoint.format.documents import Base
@@ -240,22 +242,24 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A committed step as its decision describes it: the attempt, and the digest of each rank's manifest."""
+    """A committed step as its decision describes it.
+
+    The decision names the digest of each rank's manifest (`digests`), or the digest of each group of `group_ranks` ranks
+    (`groups`).
+    """
 
     run: str
     base: Base
     attempt: Attempt
     digests: tuple[bytes, ...]
-
-    def decode(self, rank: int, data: bytes) -> Manifest:
-        """Decode and check a rank's manifest from the bytes of its object."""
-        return manifests.decode(data, self.attempt.manifest_key(rank), self.digests[rank])
+    groups: tuple[bytes, ...] = ()
+    group_ranks: int = 1
 
 
 def open_step(store: Store, run: str, base: Base) -> Step:
-    """Read the step's manifests. Each is compared with its digest in the decision, and all with each other."""
+    """Read the step's manifests. Each is compared with its digest, and all with each other."""
     found = sealed(store, run, base)
-    return together(found, read(store, found, range(len(found.digests)), found.decode))
+    return together(found, _read(store, found, range(found.attempt.world_size)))
 
 
 def manifests_like(
@@ -267,34 +271,66 @@ def manifests_like(
     manifest is enough. Otherwise the manifests of all ranks are returned.
     """
     found = sealed(store, run, base)
-    if replicas and len(found.digests) == world_size > 1:
-        own = found.decode(rank, _encoded(store, found, rank))
+    if replicas and found.attempt.world_size == world_size > 1:
+        own = _read(store, found, [rank])[0]
         if own.replicas == replicas:
             return (own,)
-    return together(found, read(store, found, range(len(found.digests)), found.decode)).manifests
+    return together(found, _read(store, found, range(found.attempt.world_size))).manifests
 
 
 def sealed(store: Store, run: str, base: Base) -> Sealed:
     """Read the step's decision. Raises `CorruptionError` if it does not commit the attempt that COMMIT names."""
-    where = Attempt(run, base.timeline, base.step, base.attempt, 0)
-    decision = commit.find_decision(store, where.decision_key)
+    key = names.decision(run, base.timeline, base.step, base.attempt)
+    decision = commit.find_decision(store, key)
     if decision is None:
-        raise CorruptionError(f"{where.decision_key} is missing although its step is committed")
-    if decision.outcome != "commit" or not decision.manifests or decision.attempt != base.attempt:
-        raise CorruptionError(f"{where.decision_key} does not commit the attempt that COMMIT names")
+        raise CorruptionError(f"{key} is missing although its step is committed")
+    if decision.outcome != "commit" or decision.attempt != base.attempt:
+        raise CorruptionError(f"{key} does not commit the attempt that COMMIT names")
+    world_size = decision.world_size if decision.groups else len(decision.manifests)
+    group_ranks = max(decision.group_ranks, 1)
+    if not world_size or (decision.groups and len(decision.groups) != -(-world_size // group_ranks)):
+        raise CorruptionError(f"{key} does not name the manifests of all ranks")
+    where = Attempt(run, base.timeline, base.step, base.attempt, world_size)
     try:
-        return Sealed(run, base, where, tuple(bytes.fromhex(each) for each in decision.manifests))
+        digests, of_groups = (
+            tuple(bytes.fromhex(each) for each in named) for named in (decision.manifests, decision.groups)
+        )
     except ValueError:  # possible in older documents, which have no digest of their own
-        raise CorruptionError(f"{where.decision_key} names manifests by invalid digests") from None
+        raise CorruptionError(f"{key} names manifests by invalid digests") from None
+    return Sealed(run, base, where, digests, of_groups, group_ranks)
 
 
-def read(store: Store, found: Sealed, ranks: Sequence[int], take: Callable[[int, bytes], T]) -> list[T]:
-    """Fetch the encoded manifests of these ranks in parallel; return `take(rank, data)` for each, called in order."""
-    if len(ranks) == 1:
-        return [take(ranks[0], _encoded(store, found, ranks[0]))]
+def _read(store: Store, found: Sealed, ranks: Sequence[int]) -> list[Manifest]:
+    """Read and check the manifests of these ranks, several at once. They are decoded one after another."""
+    digests = _digests_of(store, found, ranks)
+    objects = [(found.attempt.manifest_key(rank), digests[rank]) for rank in ranks]
+    return [
+        manifests.decode(data, key, expected)
+        for (key, expected), data in zip(objects, _encoded(store, objects), strict=True)
+    ]
+
+
+def _digests_of(store: Store, found: Sealed, ranks: Sequence[int]) -> dict[int, bytes]:
+    """The digests of these ranks' manifests. They may be named by groups, which are then read."""
+    if not found.groups:
+        return {rank: found.digests[rank] for rank in ranks}
+    needed = sorted({rank // found.group_ranks for rank in ranks})
+    objects = [(found.attempt.group_key(index), found.groups[index]) for index in needed]
+    digests: dict[int, bytes] = {}
+    for (key, expected), data in zip(objects, _encoded(store, objects), strict=True):
+        group = groups.decode(data, key, expected)
+        digests |= {rank: member.manifest for rank, member in zip(group.ranks, group.members, strict=True)}
+    if missing := [rank for rank in ranks if rank not in digests]:
+        raise CorruptionError(f"{found.attempt.decision_key}: no group names the manifest of rank {missing[0]}")
+    return digests
+
+
+def _encoded(store: Store, objects: Sequence[tuple[str, bytes]]) -> list[bytes]:
+    """The bytes of these objects, given as (key, digest), in their order."""
+    if len(objects) == 1:
+        return [_of_digest(store, *objects[0])]
     with ThreadPoolExecutor(_AT_ONCE, "headrace-manifests") as pool:
-        encoded = in_order(pool, lambda rank: _encoded(store, found, rank), ranks, _AT_ONCE)
-        return [take(rank, data) for rank, data in zip(ranks, encoded, strict=True)]
+        return list(in_order(pool, lambda each: _of_digest(store, *each), objects, _AT_ONCE))
 
 
 def together(found: Sealed, given: Sequence[Manifest]) -> Step:
@@ -310,13 +346,12 @@ def together(found: Sealed, given: Sequence[Manifest]) -> Step:
     return Step(found.run, found.base, tuple(given))
 
 
-def _encoded(store: Store, found: Sealed, rank: int) -> bytes:
-    """The bytes of a rank's manifest, from any copy that has the decision's digest.
+def _of_digest(store: Store, key: str, expected: bytes) -> bytes:
+    """The bytes of an object, from any copy that has this digest.
 
     The last copy is read twice, because a byte may have changed in transit.
     """
-    key = found.attempt.manifest_key(rank)
-    while digest(data := _get(store, key)) != found.digests[rank]:
+    while digest(data := _get(store, key)) != expected:
         if not store.invalidate(key):
             return _get(store, key)
     return data

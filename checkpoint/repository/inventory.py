@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from headrace.checkpoint.format import group, names
 from headrace.checkpoint.format import manifest as manifests
-from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Commit, Decision, Lease, PendingDelete, StepOfRun, read
 from headrace.checkpoint.format.names import StepKey
 from headrace.checkpoint.repository import commit as commits
@@ -60,24 +60,35 @@ class SeenRecord:
 
 @dataclass(slots=True)
 class SeenAttempt:
-    """One attempt: its step, the ranks whose manifest was listed, and its decision if it has one."""
+    """One attempt: its step, the ranks and groups whose objects were listed, and its decision if it has one."""
 
     step: StepOfRun
     attempt: str
     ranks: set[int] = field(default_factory=set)
+    groups: set[int] = field(default_factory=set)
     decision: Decision | None = None
 
-    def manifest_keys(self) -> list[str]:
-        """Keys of the manifests that were listed or that the decision names."""
-        s, known = self.step, len(self.decision.manifests) if self.decision else 0
-        return [
-            names.manifest(s.run, s.timeline, s.step, self.attempt, r) for r in sorted({*self.ranks, *range(known)})
-        ]
+    def keys_naming_packs(self) -> list[str]:
+        """Keys of the objects that name the attempt's packs.
+
+        They are the groups that the decision names. If it names none, they are the manifests that it names or that were
+        listed.
+        """
+        named = self.decision or Decision(attempt=self.attempt, outcome="")
+        if named.groups:
+            return [self._group_key(index) for index in range(len(named.groups))]
+        return [self._manifest_key(rank) for rank in sorted({*self.ranks, *range(len(named.manifests))})]
 
     def listed_keys(self) -> list[str]:
-        """Keys of the manifests that were listed."""
-        s = self.step
-        return [names.manifest(s.run, s.timeline, s.step, self.attempt, rank) for rank in sorted(self.ranks)]
+        """Keys of the manifests and groups that were listed."""
+        manifests_listed = [self._manifest_key(rank) for rank in sorted(self.ranks)]
+        return manifests_listed + [self._group_key(index) for index in sorted(self.groups)]
+
+    def _manifest_key(self, rank: int) -> str:
+        return names.manifest(self.step.run, self.step.timeline, self.step.step, self.attempt, rank)
+
+    def _group_key(self, index: int) -> str:
+        return names.group(self.step.run, self.step.timeline, self.step.step, self.attempt, index)
 
     @property
     def decision_key(self) -> str:
@@ -135,8 +146,8 @@ class Reader:
         return [StepOfRun(key.run, key.timeline, key.step) for key in keys if key is not None]
 
     def packs_of(self, attempts: Iterable[SeenAttempt]) -> set[str] | None:
-        """Keys of all packs that the manifests of these attempts name; None if a manifest is missing."""
-        keys = {key for attempt in attempts for key in attempt.manifest_keys()}
+        """Keys of all packs that these attempts name; None if one of their manifests or groups is missing."""
+        keys = {key for attempt in attempts for key in attempt.keys_naming_packs()}
         unread = [key for key in keys if key not in self._packs]
         self._packs |= dict(self._many(self._packs_in, unread))
         self._packs = {key: packs for key, packs in self._packs.items() if key in keys}
@@ -170,7 +181,7 @@ class Reader:
             if key.kind == "fate":
                 decided.append(attempt)
             else:
-                attempt.ranks.add(key.rank)
+                (attempt.groups if key.kind == "group" else attempt.ranks).add(key.rank)
         return decided
 
     def _read_decisions(self, seen: Inventory, decided: list[SeenAttempt]) -> None:
@@ -235,11 +246,14 @@ class Reader:
             return None
 
     def _packs_in(self, key: str) -> tuple[str, frozenset[str]] | None:
+        at = names.parse_step_key(key)
         try:
             data = self._store.get(key, max_bytes=manifests.MAX_BYTES)
         except NotFoundError:  # another collector is removing the attempt
             return None
-        return key, frozenset(pack.key for pack in manifests.decode(data, key).packs)
+        is_group = at is not None and at.kind == "group"
+        packs = group.decode(data, key).packs if is_group else manifests.decode(data, key).packs
+        return key, frozenset(pack.key for pack in packs)
 
 
 def born(attempt: str) -> float:

@@ -117,7 +117,7 @@ def scan(store: Store, run: str, number: int) -> dict[int, ListedStep]:
             seen.committed = True
         elif key.kind == "fate":
             seen.decided.append(key.attempt)
-        else:
+        elif key.kind == "manifest":
             seen.ranks[key.attempt].add(key.rank)
     return dict(found)
 

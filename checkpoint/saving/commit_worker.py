@@ -1,7 +1,7 @@
 """Commits a staged arena by its put plan: in a thread of the trainer, or as a program that the daemon starts.
 
 Order, each write durable before the next: lease → (base read) → packs → rank manifest → decision → COMMIT → lease
-deleted.
+deleted. In a large job, most ranks take no lease (`headrace.checkpoint.repository.group_commit`).
 Invariant: the worker only reads the arena, and never after `Released`. Two workers of one plan may run at the same
 time, and the store may still apply late requests of a dead worker. So each process puts its own random digits into the
 names of its packs, and the first manifest counts. When a worker ends, the step is absent, complete or committed.
@@ -27,8 +27,9 @@ import msgspec
 from headrace.checkpoint.format import codec, names
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format.documents import Commit
-from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository import commit, group_commit
 from headrace.checkpoint.repository.commit import Attempt, FinalError
+from headrace.checkpoint.repository.group_commit import LateLease
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.saving import plan as plans
 from headrace.checkpoint.saving.plan import Committing, Done, Event, PutPlan, Released, failed, to_json
@@ -111,11 +112,12 @@ class _Commit:
         """Commit the step and return the report."""
         plan, store, tier_save, began = self.plan, self.store, self.tier_save, self.clock.monotonic()
         attempt = Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
+        is_head = group_commit.is_head(plan.rank, plan.world_size)
         _started()
-        if (found := _existing_commit(store, attempt)) is not None:
+        if (is_head or not self.progress.fresh) and (found := _existing_commit(store, attempt)) is not None:
             self.emit(Released())
             return result_of(store, attempt, plan.rank, found) | {"seconds": self.clock.monotonic() - began}
-        with self._lease() as lease:
+        with LateLease(self._lease(), now=is_head) as lease:
             _leased()
             self.progress.abandon(store)
             if tier_save is not None:
@@ -133,7 +135,7 @@ class _Commit:
             if not self.progress.safe:
                 self.emit(Released())
             self.emit(Committing())
-            found = commit.finish(
+            found = group_commit.finish(
                 store,
                 attempt,
                 lease,
@@ -201,7 +203,8 @@ class _Commit:
 
 def _existing_commit(store: Store, attempt: Attempt) -> Commit | None:
     """The COMMIT, if an earlier worker wrote it. Raises if the attempt can no longer become the step."""
-    view = commit.look(store, attempt, lease_alive=True)
+    grouped = names.is_grouped(attempt.world_size)
+    view = group_commit.existing(store, attempt) if grouped else commit.look(store, attempt, lease_alive=True)
     action = commit.decide(attempt, view)
     if isinstance(action, commit.Stop):
         raise action.error

@@ -90,6 +90,11 @@ class ProgressFile:
         except OSError as error:
             self._do_without(error)
 
+    @property
+    def fresh(self) -> bool:
+        """Whether no earlier worker recorded anything."""
+        return self.manifest is None and not self._packed and not self.unfinished
+
     # packs
 
     def name(self, plan: PutPlan, number: int) -> PackName:

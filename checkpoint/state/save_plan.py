@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import msgspec
 import zstandard
 
-from headrace.checkpoint.format import chunking
+from headrace.checkpoint.format import chunking, group, names
 from headrace.checkpoint.format.chunking import Box, Layout, TensorSpec, digest, lay_out
 from headrace.checkpoint.sharding import assign_writers, coverage_error
 from headrace.checkpoint.state import flatten as state
@@ -144,8 +144,14 @@ class Exchange(Protocol):
 
     @property
     def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
     def gather(self, table: bytes) -> Sequence[bytes]:
         """All-gather: every rank's table, by rank. All ranks call it."""
+        ...
+
+    def all(self, own: bytes) -> Sequence[bytes]:
+        """All-gather: every rank's bytes, by rank. All ranks send the same number of bytes."""
         ...
 
 
@@ -167,6 +173,7 @@ class SavePlanner:
     def __init__(self) -> None:
         self._structure: Structure | None = None
         self._share: RankPlan | None = None
+        self._tables, self._agreed = b"", b""
 
     def known(self, flat: FlatState) -> FlatState:
         """Add the structure, without communication. The structure of the last save is reused if it is equal."""
@@ -186,9 +193,21 @@ class SavePlanner:
             tensor = flat.leaves[number].local.tensor
             tensors.append(tensor[part] if part else tensor)
         shared = {key: flat.leaves[number] for key, number in share.shared}
-        return PreparedSave(
-            flat.tree, share.specs, tensors, share.layout, assignment.digest, assignment.replicas, shared
-        )
+        agreed = self._digest(share, ranks)
+        return PreparedSave(flat.tree, share.specs, tensors, share.layout, agreed, assignment.replicas, shared)
+
+    def _digest(self, share: RankPlan, ranks: Exchange) -> bytes:
+        """The digest that all ranks share: of all tables, or the plan digest of a job that commits in groups.
+
+        All ranks exchange their share digests in the same saves, because all have seen the same tables.
+        """
+        tables = share.assignment.digest
+        if not names.is_grouped(ranks.world_size):
+            return tables
+        if self._tables != tables:
+            shares = ranks.all(group.share_digest(share.specs))
+            self._tables, self._agreed = tables, group.plan_digest(shares)
+        return self._agreed
 
 
 def expected(flat: FlatState, rank: int, world_size: int) -> Layout:

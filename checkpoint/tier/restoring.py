@@ -28,7 +28,7 @@ from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import Manifest
-from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository import commit, group_commit
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.fetch import Step, open_step
@@ -244,7 +244,7 @@ def _commit(store: Store, local_tier: LocalTier, record: Record) -> bool:
     with _lease(store, record, bases) as lease:
         _require_bases(store, local_tier, record, bases)
         try:
-            found = commit.finish(store, attempt, lease, timeout=0.0)
+            found = group_commit.finish_alone(store, attempt, lease)
         except ConflictError:
             _mark_over(local_tier, record)
             raise

@@ -33,14 +33,14 @@ _log = get_logger(__name__)
 
 
 def may_hold(key: str) -> bool:
-    """Whether a tier may hold the object: a pack, manifest or decision.
+    """Whether a tier may hold the object: a pack, manifest, group or decision.
 
     Their keys name an attempt, so they never change.
     """
     if key.startswith(names.PACKS):
         return True
     parsed = names.parse_step_key(key)
-    return parsed is not None and parsed.kind in ("manifest", "fate")
+    return parsed is not None and parsed.kind in ("manifest", "group", "fate")
 
 
 class TierSave:

@@ -1,7 +1,7 @@
 """Random histories of one run in virtual time: the real commit, restore and collection code, judged after every read.
 
-One seed draws everything: how many ranks and trainers there are, which processes are killed or stopped and when, which
-requests are refused, lost, late or doubled, and the order of simultaneous events.
+One seed draws everything: how many ranks and trainers there are, whether they commit in groups, which processes are
+killed or stopped and when, which requests are refused, lost, late or doubled, and the order of simultaneous events.
 
 Promise that `History.run` checks: a step that was reported as committed stays restorable to the byte until the policy
 removes it; every other attempt is invisible or complete; the latest step never goes back; every wait ends.
@@ -12,14 +12,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from random import Random
+from unittest import mock
 
 from msgspec import structs
 
-from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunking import Box
+from headrace.checkpoint.format import group, names
+from headrace.checkpoint.format.chunking import Box, TensorSpec
 from headrace.checkpoint.format.documents import Base, Commit, Repo, StepName, decode, encode
 from headrace.checkpoint.lineage import ParentLease
-from headrace.checkpoint.repository import collect, fetch, inventory, lease, timeline
+from headrace.checkpoint.repository import collect, fetch, group_commit, inventory, lease, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.checkpoint.restoring import chunk_reader
@@ -38,7 +40,7 @@ FROZEN, FRESH = 64 * KIB, 16
 """Bytes of a rank's tensor that never changes, and of its tensor that changes with every step."""
 ANY, TRAINER, COLLECTOR = "", "trainer", "collector"
 TARGETS = (
-    *((ANY, "PUT", part) for part in ("/fate", "/COMMIT", ".manifest", ".pack", "leases/", "gc/")),
+    *((ANY, "PUT", part) for part in ("/fate", "/COMMIT", ".manifest", "/group-", ".pack", "leases/", "gc/")),
     *((ANY, "LIST", part) for part in ("runs/", "packs/", "leases/", "gc/")),
     *((ANY, "DELETE", part) for part in ("leases/", "packs/")),
     *((COLLECTOR, "PUT", "/COMMIT") for _ in range(4)),
@@ -89,6 +91,7 @@ class History:
         self.clock = self.simulation.clock
         self.journal = Journal()
         self.keep = Keep(last=self.draw.choice((1, 2)))
+        self.group_ranks = Random(seed).choice((names.GROUP_RANKS, names.GROUP_RANKS, 1, 2))
         self.over = False
         self._target = self.draw.choice(TARGETS)
         self.bucket.watch = self._strike
@@ -96,7 +99,10 @@ class History:
     def run(self) -> Journal:
         """Let everything happen, then judge what is left."""
         self.bucket.apply_put(names.REPO, encode(Repo(id=names.new_id(self.clock), created=0.0)))
-        with patched(self.simulation, lease, fetch, inventory):
+        with (
+            patched(self.simulation, lease, fetch, inventory, group_commit),
+            mock.patch.object(names, "GROUP_RANKS", self.group_ranks),
+        ):
             self.simulation.start(self._story, process=Process("driver"))
             self._run_all()
             self.bucket.faults = Faults()
@@ -323,10 +329,11 @@ class Trainer:
         fresh = [hashlib.blake2b(f"{attempt} {r}".encode(), digest_size=FRESH).digest() for r in range(world)]
         frozen = bytes([number % 3, *range(255)]) * (FROZEN // 256)  # what one trainer never changes
         self.journal.contents[attempt] = {"frozen": frozen * world, "fresh": b"".join(fresh)}
-        shards = [
-            ("frozen", Box((FROZEN * world,), (FROZEN * rank,), (FROZEN,)), frozen),
-            ("fresh", Box((FRESH * world,), (FRESH * rank,), (FRESH,)), fresh[rank]),
-        ]
+        contents = {"frozen": frozen, "fresh": fresh[rank]}
+        shards = [(name, box, contents[name]) for name, box in _boxes(rank, world)]
+        agreed = bytes([world]) * 32
+        if names.is_grouped(world):
+            agreed = group.plan_digest([_share(r, world) for r in range(world)])
         made = make(
             self.store,
             shards,
@@ -336,7 +343,7 @@ class Trainer:
             bases=(base,) if base is not None else (),
             rank=rank,
             world_size=world,
-            replicas=bytes([world]) * 32,
+            replicas=agreed,
             run=RUN,
             lease_seconds=LEASE_SECONDS,
             commit_timeout=2 * LEASE_SECONDS,
@@ -359,6 +366,15 @@ class Trainer:
         except HeadraceError:
             return False
         return True
+
+
+def _boxes(rank: int, world: int) -> list[tuple[str, Box]]:
+    sizes = (("frozen", FROZEN), ("fresh", FRESH))
+    return [(name, Box((size * world,), (size * rank,), (size,))) for name, size in sizes]
+
+
+def _share(rank: int, world: int) -> bytes:
+    return group.share_digest(TensorSpec(name, "uint8", box, True) for name, box in _boxes(rank, world))
 
 
 def _place_of(begun: bytes) -> tuple[int, int, Base | None]:

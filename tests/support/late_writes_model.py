@@ -5,7 +5,10 @@ either hears that its request was applied, or hears nothing; then it tries again
 Actors: a worker, its replacement with the same plan (also while the first is only hung and goes on later), a process that
 finishes the save from a node's tier, and collectors that remove the base step B and then the new step A. Leases run out at any
 moment; a holder that has not renewed since stops before the decision.
-Promise: a step that is visible has its manifest, as its decision names it, and every pack with the body that the manifest means.
+With `Rules.follower`, the attempt has a second rank that follows: it takes no lease, and nothing protects the base step while
+it reads it. A worker then writes a group, which names both manifests, and the decision names the group. A worker decides only
+if it has found the base step after it wrote its own lease, or if no manifest needs that step.
+Promise: a step that is visible has its manifests, as its decision names them, and every pack with the body that they mean.
 """
 
 from __future__ import annotations
@@ -58,8 +61,13 @@ KEYS = (
     "pack B",
     "gc 0",
     "gc 1",
+    "manifest of the follower",
+    "pack of the follower",
+    "group",
 )
-COMMIT_A, COMMIT_B, FATE, LEASE, TIER_LEASE, MANIFEST, PACK_0, PACK_1, PACK_B, GC_0, GC_1 = range(len(KEYS))
+COMMIT_A, COMMIT_B, FATE, LEASE, TIER_LEASE, MANIFEST, PACK_0, PACK_1, PACK_B, GC_0, GC_1, MANIFEST_F, PACK_F, GROUP = (
+    range(len(KEYS))
+)
 Objects = tuple[object, ...]
 """What the store holds, by key; None for nothing."""
 
@@ -70,6 +78,19 @@ class Manifest(NamedTuple):
     pack: int
     body: str
     references: bool
+
+
+class Group(NamedTuple):
+    """The manifests of all ranks of a group."""
+
+    manifests: tuple[object, ...]
+
+
+def manifests_of(decision: object) -> tuple[object, ...]:
+    """The manifests that a decision "commit" names; () for anything else."""
+    if isinstance(decision, Group):
+        return decision.manifests
+    return (decision,) if isinstance(decision, Manifest) else ()
 
 
 class Lease(NamedTuple):
@@ -94,6 +115,13 @@ class Worker(NamedTuple):
     manifest: Manifest | None = None
 
 
+class Follower(NamedTuple):
+    """A rank that takes no lease and decides nothing."""
+
+    at: str = "base"
+    references: bool = False
+
+
 class Collector(NamedTuple):
     at: str = "finish"
     fence: bool = False
@@ -110,21 +138,26 @@ class World(NamedTuple):
     tier: str
     collectors: tuple[Collector, ...]
     noted: bool = False
+    follower: Follower = Follower("over")
 
 
 @dataclass(frozen=True)
 class Rules:
     """What is tried. `own_packs`: a replacement has pack names of its own. `own_lease`: a process that sends another rank's part
     from a tier has a lease of its own. `together`: while one lease of an attempt lives, what any of them names is spared.
-    `conditional`: what is written if absent. `late`: how many requests may stay on their way. `removes_new`: collectors remove
-    the new step too, not only its base."""
+    `conditional`: what is written if absent. `follower`: a second rank takes no lease. `checks_base`: a worker decides only if it
+    protects what the manifests need. `waits`: a group names all its manifests. `late`: how many requests may stay on their way.
+    `removes_new`: collectors remove the new step too, not only its base."""
 
     own_packs: bool = True
     own_lease: bool = True
     together: bool = True
-    conditional: frozenset[int] = frozenset({MANIFEST, FATE, COMMIT_A, GC_0, GC_1})
+    conditional: frozenset[int] = frozenset({MANIFEST, FATE, COMMIT_A, GC_0, GC_1, MANIFEST_F, GROUP})
     workers: int = 2
     tier: bool = False
+    follower: bool = False
+    checks_base: bool = True
+    waits: bool = True
     collectors: int = 1
     removes_new: bool = True
     late: int = 1
@@ -134,7 +167,9 @@ def begin(rules: Rules) -> World:
     objects: list[object] = [None] * len(KEYS)
     objects[COMMIT_B], objects[PACK_B] = "B", "base"
     tier = "lease" if rules.tier else "over"
-    return World(tuple(objects), frozenset(), (Worker(),) * rules.workers, tier, (Collector(),) * rules.collectors)
+    workers, collectors = (Worker(),) * rules.workers, (Collector(),) * rules.collectors
+    follower = Follower() if rules.follower else Follower("over")
+    return World(tuple(objects), frozenset(), workers, tier, collectors, follower=follower)
 
 
 def applied(objects: Objects, request: Request) -> Objects:
@@ -151,11 +186,20 @@ def broken(world: World) -> bool:
     if objects[COMMIT_B] == "B" and objects[PACK_B] is None:
         return True
     commit, decision = objects[COMMIT_A], objects[FATE]
-    if commit == "tombstone" or (commit is None and not isinstance(decision, Manifest)):
+    manifests = manifests_of(decision)
+    if commit == "tombstone" or (commit is None and not manifests):
         return False
-    if not isinstance(decision, Manifest) or objects[MANIFEST] != decision or objects[decision.pack] != decision.body:
+    if isinstance(decision, Group) and objects[GROUP] != decision:
         return True
-    return decision.references and objects[PACK_B] is None
+    return not manifests or any(
+        _is_lost(objects, key, each) for key, each in zip((MANIFEST, MANIFEST_F), manifests, strict=False)
+    )
+
+
+def _is_lost(objects: Objects, key: int, manifest: object) -> bool:
+    if not isinstance(manifest, Manifest) or objects[key] != manifest or objects[manifest.pack] != manifest.body:
+        return True
+    return manifest.references and objects[PACK_B] is None
 
 
 class Machine:
@@ -173,7 +217,8 @@ class Machine:
         yield from self._tier(world)
         for i, collector in enumerate(world.collectors):
             yield from self._collector(world, i, collector)
-        if isinstance(world.objects[FATE], Manifest) and world.objects[COMMIT_A] is None:  # a reader helps
+        yield from self._follower(world)
+        if manifests_of(world.objects[FATE]) and world.objects[COMMIT_A] is None:  # a reader helps
             yield from self._send(world, world, (COMMIT_A, "A"))
 
     def _time_passes(self, world: World) -> World:
@@ -215,7 +260,9 @@ class Machine:
         elif worker.at == "manifest":
             yield from self._send(world, then(at="decide"), (MANIFEST, worker.manifest))
         elif worker.at == "decide" and objects[FATE] is not None:
-            yield then(at="commit" if isinstance(objects[FATE], Manifest) else "over")
+            yield then(at="commit" if manifests_of(objects[FATE]) else "over")
+        elif worker.at == "decide" and self.rules.follower:
+            yield from self._group(world, worker)
         elif worker.at == "decide" and worker.trusts and objects[MANIFEST] is not None:
             yield from self._send(world, then(at="decide"), (FATE, objects[MANIFEST]))
         elif worker.at == "commit":
@@ -224,6 +271,34 @@ class Machine:
             yield from self._send(world, then(at="over"), (LEASE, None))
         if worker.at in ("pack", "manifest", "decide") and not worker.trusts:
             yield from self._send(world, then(trusts=True), (LEASE, Lease(True)))
+
+    def _group(self, world: World, worker: Worker) -> Iterator[World]:
+        """Write the group, or the decision that names it."""
+        objects, group = world.objects, world.objects[GROUP]
+        if group is None:
+            manifests = (objects[MANIFEST], objects[MANIFEST_F])
+            if None not in manifests or (not self.rules.waits and objects[MANIFEST] is not None):
+                yield from self._send(world, world, (GROUP, Group(manifests)))
+        elif worker.trusts:
+            needs_base = any(isinstance(each, Manifest) and each.references for each in manifests_of(group))
+            sound = worker.references or not needs_base or not self.rules.checks_base
+            yield from self._send(world, world, (FATE, group if sound else "abort"))
+
+    def _follower(self, world: World) -> Iterator[World]:
+        follower = world.follower
+
+        def then(**changes: object) -> World:
+            return world._replace(follower=follower._replace(**changes))  # type: ignore[arg-type]
+
+        if follower.at == "base":
+            yield then(at="pack", references=False)
+            if world.objects[COMMIT_B] == "B":
+                yield then(at="pack", references=True)
+        elif follower.at == "pack":
+            yield from self._send(world, then(at="manifest"), (PACK_F, "by the follower"))
+        elif follower.at == "manifest":
+            manifest = Manifest(PACK_F, "by the follower", follower.references)
+            yield from self._send(world, then(at="over"), (MANIFEST_F, manifest))
 
     def _tier(self, world: World) -> Iterator[World]:
         """Another rank's part of the attempt, which leans on nothing, is sent by another process, under a lease."""
@@ -242,14 +317,15 @@ class Machine:
         objects = world.objects
         decision, commit = objects[FATE], objects[COMMIT_A]
         if collector.at == "finish":
-            complete = isinstance(decision, Manifest) and commit is None
+            complete = bool(manifests_of(decision)) and commit is None
             yield from self._send(world, then("record"), *([(COMMIT_A, "A")] if complete else []))
         elif collector.at == "record":
             yield from self._send(world, then("leases"), (GC_0 + i, "record"))
         elif collector.at == "leases":
             leases = [lease for lease in objects if isinstance(lease, Lease)]
             alive = any(lease.live for lease in leases)
-            fence = decision is None and (bool(leases) or objects[MANIFEST] is not None) and not alive
+            listed = bool(leases) or objects[MANIFEST] is not None or objects[MANIFEST_F] is not None
+            fence = decision is None and listed and not alive
             named = [lease for lease in leases if lease.live or self.rules.together]
             yield then("fence", fence=fence, spare=alive and any(lease.names_base for lease in named))
         elif collector.at == "fence":
@@ -270,17 +346,19 @@ class Machine:
             yield from self._send(world, then("over"), (GC_0 + i, None))
 
     def _garbage(self, objects: Objects) -> Iterator[int]:
-        decision, commit, manifest = objects[FATE], objects[COMMIT_A], objects[MANIFEST]
+        decision, commit = objects[FATE], objects[COMMIT_A]
         dead = decision == "abort" or (decision is not None and commit == "tombstone")
-        live = manifest if isinstance(manifest, Manifest) and not dead else None
-        for pack in (PACK_0, PACK_1):
-            if decision is not None and objects[pack] is not None and not (live and live.pack == pack):
+        manifests = [
+            each for each in (objects[MANIFEST], objects[MANIFEST_F]) if isinstance(each, Manifest) and not dead
+        ]
+        for pack in (PACK_0, PACK_1, PACK_F):
+            if decision is not None and objects[pack] is not None and not any(each.pack == pack for each in manifests):
                 yield pack
         if dead:
-            yield MANIFEST
+            yield from (MANIFEST, *((MANIFEST_F, GROUP) if self.rules.follower else ()))
             if commit == "tombstone":
                 yield FATE
-        if objects[COMMIT_B] == "tombstone" and not (live and live.references):
+        if objects[COMMIT_B] == "tombstone" and not any(each.references for each in manifests):
             yield PACK_B
 
 

@@ -31,9 +31,12 @@ class Alone:
     """A job of one rank."""
 
     rank = 0
+    world_size = 1
 
     def gather(self, table: bytes) -> list[bytes]:
         return [table]
+
+    all = gather
 
 
 def test_a_step_that_lacks_a_part_of_a_tensor_is_not_committed(tmp_path: Path) -> None:

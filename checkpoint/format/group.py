@@ -1,0 +1,155 @@
+"""A group: what the manifests of up to `names.GROUP_RANKS` ranks of one attempt have in common, in one object.
+
+A job with more ranks has too many manifests for one process to read. So the head of each group reads the manifests of
+its ranks, and writes a group. The decision names the digests of the groups, and each group names the digests of its
+manifests.
+
+The *share digest* of a rank covers the names, types and boxes of the shards that the rank writes, and nothing else. The
+*plan digest* covers the share digests of all ranks, in their order. Every manifest carries it (`Manifest.replicas`). So
+the plan, which was found to cover the whole state, can be compared with what the manifests hold, without reading all of
+them in one place.
+
+Invariant: the content of a group depends only on the manifests. Two processes that write it write the same bytes.
+Failure behaviour: `UnsupportedError` for a newer version; `CorruptionError` for everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunking import DIGEST_BYTES, TensorSpec, digest
+from headrace.checkpoint.format.documents import VERSION, Base, newer
+from headrace.checkpoint.format.manifest import Manifest, PackName
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
+
+MAX_BYTES = JSON_DOCUMENT_BYTES
+"""The maximum size of a group's object, in bytes."""
+
+
+class Member(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One rank of a group: the digest of its manifest's bytes, and its share digest."""
+
+    manifest: bytes
+    share: bytes
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of one group, in their order, from rank `first` on.
+
+    `plan`: the plan digest. `packs`: every pack that a manifest names. `bases`: every base that one names. Sizes are
+    the sums over the ranks, in bytes.
+    """
+
+    version: int = VERSION
+    attempt: str
+    index: int
+    first: int
+    world_size: int
+    plan: bytes
+    members: tuple[Member, ...]
+    packs: tuple[PackName, ...]
+    bases: tuple[Base, ...]
+    bytes_state: int
+    bytes_written: int
+    bytes_deduplicated: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + len(self.members))
+
+
+class Summary(msgspec.Struct, frozen=True, gc=False):
+    """The part of a manifest that its group needs."""
+
+    member: Member
+    plan: bytes
+    packs: tuple[PackName, ...]
+    bases: tuple[Base, ...]
+    sizes: tuple[int, int, int]
+
+
+class _Head(msgspec.Struct):
+    version: int
+
+
+def share_digest(specs: Iterable[TensorSpec]) -> bytes:
+    """The share digest of a rank that writes these tensors. Only tensors that belong to all ranks count."""
+    rows = sorted((s.name, s.dtype, s.box.shape, s.box.offset, s.box.local) for s in specs if s.replicated)
+    return digest(msgspec.msgpack.encode(rows))
+
+
+NO_SHARE = share_digest(())
+"""The share digest of a rank that writes only tensors of its own."""
+
+
+def plan_digest(shares: Sequence[bytes]) -> bytes:
+    """The plan digest, from the share digests of all ranks, in their order."""
+    return digest(b"".join(shares))
+
+
+def summarize(manifest: Manifest, data: bytes) -> Summary:
+    """The summary of a manifest whose object holds `data`."""
+    specs = (TensorSpec(t.name, t.dtype, t.box, t.replicated) for t in manifest.tensors)
+    sizes = manifest.bytes_state, manifest.bytes_written, manifest.bytes_deduplicated
+    member = Member(digest(data), share_digest(specs))
+    return Summary(member, manifest.replicas, manifest.packs, manifest.bases, sizes)
+
+
+def join(attempt: str, index: int, world_size: int, summaries: Sequence[Summary]) -> Group:
+    """The group of these ranks. All summaries must have the same plan digest."""
+    state, written, deduplicated = (sum(each.sizes[i] for each in summaries) for i in range(3))
+    return Group(
+        attempt=attempt,
+        index=index,
+        first=names.ranks_of_group(index, world_size)[0],
+        world_size=world_size,
+        plan=summaries[0].plan,
+        members=tuple(each.member for each in summaries),
+        packs=tuple(sorted({pack for each in summaries for pack in each.packs})),
+        bases=tuple(dict.fromkeys(base for each in summaries for base in each.bases)),
+        bytes_state=state,
+        bytes_written=written,
+        bytes_deduplicated=deduplicated,
+    )
+
+
+def encode(group: Group) -> bytes:
+    return msgspec.msgpack.encode(group)
+
+
+def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Group:
+    """Decode and check the group in the object `key`. If a digest is given, it is compared first."""
+    if expected_digest is not None and digest(data) != expected_digest:
+        raise _damaged(key, "its digest is not the one in the decision")
+    try:
+        version = msgspec.msgpack.decode(data, type=_Head).version
+        if version != VERSION:
+            raise newer(key, version)
+        found = msgspec.msgpack.decode(data, type=Group)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _damaged(key, str(error)) from None
+    if what := _flaw(found, key):
+        raise _damaged(key, what)
+    return found
+
+
+def _flaw(found: Group, key: str) -> str:
+    at = names.parse_step_key(key)
+    if at is None or (at.attempt, at.rank) != (found.attempt, found.index) or at.kind != "group":
+        return "it belongs to another place"
+    if not found.members or not 0 <= found.first <= found.world_size - len(found.members):
+        return f"{len(found.members)} ranks from rank {found.first} on, of a world of {found.world_size}"
+    digests = [found.plan, *(value for member in found.members for value in (member.manifest, member.share))]
+    if any(len(value) != DIGEST_BYTES for value in digests):
+        return "a digest has the wrong length"
+    if not all(names.is_id(pack.attempt) and names.is_pack_name(pack.name) for pack in found.packs):
+        return "a pack has a bad name"
+    return ""
+
+
+def _damaged(key: str, what: str) -> CorruptionError:
+    return CorruptionError(f"{key} is not a sound group: {what}", hint="run `headrace ckpt check`")

@@ -1,0 +1,408 @@
+"""The commit of a job with more than `names.GROUP_RANKS` ranks: groups, then the decision, then COMMIT.
+
+The first rank of each group is its *head*. Only heads hold the attempt's lease.
+
+1. A head lists the manifests of its group and reads them as they appear. With all of them it writes the group.
+2. The head that then finds all groups compares them with the plan and writes the decision, then COMMIT.
+3. All other ranks read COMMIT, after pauses that grow.
+
+So a rank makes a few requests, and a head about one for each rank of its group. A head may die. A rank that has waited
+for some time therefore looks what is missing. If it finds at two looks that all manifests of its group are stored and
+the group is not, it writes the group. If it finds all groups and no decision, it writes the decision. The ranks look at
+different times, so few of them do this work.
+
+A rank without a lease may reference a base that a collection removes at the same time. So the process that writes the
+decision first checks, after it has written its own lease, that all referenced bases exist.
+
+Invariant: as for `headrace.checkpoint.repository.commit`. Groups and the decision are written once, and their keys name
+the attempt. Two processes write the same group, so a late or a repeated request changes nothing
+(`tests/support/late_writes_model.py`).
+Failure behaviour: as for `commit.finish`. A base that no longer exists, and a newer timeline, abort the attempt for all
+ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from headrace.checkpoint.format import group as groups
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunking import digest
+from headrace.checkpoint.format.documents import Base, Commit, Decision
+from headrace.checkpoint.format.group import Group, Summary
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.commit import (
+    Attempt,
+    Committed,
+    FailedRanks,
+    FinalError,
+    LateError,
+    Stop,
+    View,
+    WriteCommit,
+)
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, MismatchError, NotFoundError
+from headrace.dataio.store.base import Store
+
+_AT_ONCE = 16
+"""The number of objects that a head reads concurrently."""
+_GROUP, _DECISION = "group", "decision"
+_POLL, _HEAD_POLL_MAX = 0.02, 0.5
+"""Seconds between two listings of a head whose group is not complete: the first pause and the longest."""
+_WAIT, _WAIT_MAX = 1.0, 5.0
+"""Seconds between two reads of COMMIT: the first pause and the longest."""
+_TURN_SECONDS = 10.0
+"""A rank looks what is missing after so many seconds, times its place in its group; a head, times its group's number."""
+_LOOK_SECONDS, _SECOND_LOOK_SECONDS = 60.0, 5.0
+"""Seconds until the rank looks again: if nothing was left undone, and if something was."""
+_LOST_SECONDS = 2.0
+"""Seconds between two searches for the manifests of ranks that have ended."""
+_DECISION_EVERY, _HEAD_LOOKS_EVERY = 3, 8
+"""One of so many polls reads the decision, too, because the attempt may be aborted. A head reads COMMIT only then."""
+
+_group_written = declare("ckpt.group-written", "a group is written; the decision is not: invisible")
+
+
+def is_head(rank: int, world_size: int) -> bool:
+    """Whether the rank holds a lease from the start: the head of a group, or any rank of a small job."""
+    return not names.is_grouped(world_size) or rank % names.GROUP_RANKS == 0
+
+
+class LateLease(contextlib.AbstractContextManager["LateLease"]):
+    """A lease that is written when it is first needed: at once for a head, and perhaps never for another rank."""
+
+    def __init__(self, keeper: LeaseKeeper, *, now: bool) -> None:
+        self._keeper, self._now = keeper, now
+        self._stack = contextlib.ExitStack()
+        self.written = False
+
+    def __enter__(self) -> LateLease:
+        if self._now:
+            self.require()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def require(self) -> LeaseKeeper:
+        """The lease, which is written now if it was not before."""
+        if not self.written:
+            self._stack.enter_context(self._keeper)
+            self.written = True
+        return self._keeper
+
+    def alive(self) -> bool:
+        """Whether the lease may be trusted. A rank that has not written it does not depend on it."""
+        return not self.written or self._keeper.alive()
+
+    def release(self) -> None:
+        """Delete the lease, if it was written."""
+        if self.written:
+            self._keeper.release()
+
+
+def existing(store: Store, attempt: Attempt) -> View:
+    """The attempt's COMMIT and decision, by two requests."""
+    found = commit.find_commit(store, attempt.commit_key)
+    return View(commit=found, decision=None if found else commit.find_decision(store, attempt.decision_key))
+
+
+def finish(
+    store: Store,
+    attempt: Attempt,
+    lease: LateLease,
+    *,
+    timeout: float,
+    rank: int = 0,
+    failed_ranks: FailedRanks = commit.no_failed_ranks,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Commit:
+    """Commit the attempt once this rank's manifest is written, as `commit.finish` does. For jobs of any size."""
+    if names.is_grouped(attempt.world_size):
+        return _Finishing(store, attempt, lease, timeout, rank, failed_ranks, clock).run()
+    return commit.finish(
+        store, attempt, lease.require(), timeout=timeout, rank=rank, failed_ranks=failed_ranks, clock=clock
+    )
+
+
+def finish_alone(store: Store, attempt: Attempt, lease: LeaseKeeper) -> Commit:
+    """Commit an attempt whose manifests are all stored, without its ranks."""
+    if not names.is_grouped(attempt.world_size):
+        return commit.finish(store, attempt, lease, timeout=0.0)
+    if (decided := existing(store, attempt)).commit is None and decided.decision is None:
+        for index in range(names.group_count(attempt.world_size)):
+            reader = GroupReader(store, attempt, index)
+            if missing := reader.read():
+                raise commit.late(attempt, missing, 0.0)
+            reader.write()
+        write_decision(store, attempt, lease)
+    return commit.finish(store, attempt, lease, timeout=0.0)
+
+
+class GroupReader:
+    """Reads the manifests of one group, each once, and writes the group."""
+
+    def __init__(self, store: Store, attempt: Attempt, index: int) -> None:
+        self._store, self._attempt, self.index = store, attempt, index
+        self.ranks = names.ranks_of_group(index, attempt.world_size)
+        self._summaries: dict[int, Summary] = {}
+
+    @property
+    def key(self) -> str:
+        return self._attempt.group_key(self.index)
+
+    def missing(self) -> tuple[int, ...]:
+        """List the group's manifests; the ranks whose manifest is not stored."""
+        listed = self._listed()
+        return tuple(rank for rank in self.ranks if rank not in listed)
+
+    def read(self) -> tuple[int, ...]:
+        """Read the manifests that are stored and were not read before; the ranks whose manifest is not stored."""
+        listed = self._listed()
+        new = sorted(listed - self._summaries.keys())
+        if new:
+            with ThreadPoolExecutor(min(_AT_ONCE, len(new)), thread_name_prefix="headrace-group") as pool:
+                for rank, summary in zip(new, pool.map(self._summary, new), strict=True):
+                    self._summaries[rank] = summary
+        return tuple(rank for rank in self.ranks if rank not in self._summaries)
+
+    def write(self) -> None:
+        """Write the group, after all its manifests were read."""
+        summaries = [self._summaries[rank] for rank in self.ranks]
+        _check_plan(self._attempt, summaries, self.ranks)
+        a = self._attempt
+        self._store.put_if_absent(self.key, groups.encode(groups.join(a.id, self.index, a.world_size, summaries)))
+        _group_written()
+
+    def _listed(self) -> set[int]:
+        a, found = self._attempt, set()
+        for info in self._store.list(names.manifests_of(a.run, a.timeline, a.step, a.id, self.ranks)):
+            at = names.parse_step_key(info.key)
+            if at is not None and at.kind == "manifest" and at.rank in self.ranks:
+                found.add(at.rank)
+        return found
+
+    def _summary(self, rank: int) -> Summary:
+        key = self._attempt.manifest_key(rank)
+        data = self._store.get(key, max_bytes=manifests.MAX_BYTES)
+        found = manifests.decode(data, key)
+        if found.world_size != self._attempt.world_size:
+            raise MismatchError(f"{self._attempt}: rank {rank} belongs to a job of {found.world_size} ranks")
+        return groups.summarize(found, data)
+
+
+def missing_groups(store: Store, attempt: Attempt) -> list[int]:
+    """List the attempt's groups; the numbers of those that are not stored."""
+    keys = store.list(names.groups(attempt.run, attempt.timeline, attempt.step, attempt.id))
+    listed = {at.rank for info in keys if (at := names.parse_step_key(info.key)) is not None and at.kind == "group"}
+    return [index for index in range(names.group_count(attempt.world_size)) if index not in listed]
+
+
+def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
+    """Check all groups and write the decision. If another process wrote it first, that decision counts.
+
+    The lease was written before this call, so no collection removes the bases after they are found here.
+    """
+
+    def read(index: int) -> tuple[bytes, Group]:
+        key = attempt.group_key(index)
+        data = store.get(key, max_bytes=groups.MAX_BYTES)
+        return digest(data), groups.decode(data, key)
+
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="headrace-groups") as pool:
+        found = list(pool.map(read, range(names.group_count(attempt.world_size))))
+    _check_groups(attempt, [group for _, group in found])
+    _require_bases(store, attempt, {base for _, group in found for base in group.bases})
+    if isinstance(stop := commit.decide(attempt, commit.newer_timeline(store, attempt)), Stop):
+        raise _aborted(store, attempt, stop.error)
+    document = Decision(
+        version=Decision.newest,
+        attempt=attempt.id,
+        outcome="commit",
+        groups=tuple(each.hex() for each, _ in found),
+        world_size=attempt.world_size,
+        group_ranks=names.GROUP_RANKS,
+    )
+    commit.put_decision(store, attempt, lease, document)
+
+
+def _check_plan(attempt: Attempt, summaries: Sequence[Summary], ranks: range) -> None:
+    other = next((rank for rank, each in zip(ranks, summaries, strict=True) if each.plan != summaries[0].plan), None)
+    if other is not None:
+        raise commit.different(attempt, other, ranks[0])
+
+
+def _check_groups(attempt: Attempt, found: Sequence[Group]) -> None:
+    for index, group in enumerate(found):
+        if group.world_size != attempt.world_size or group.plan != found[0].plan:
+            raise commit.different(attempt, group.first, 0)
+        if group.ranks != names.ranks_of_group(index, attempt.world_size):
+            raise CorruptionError(f"{attempt.group_key(index)} does not hold the ranks of its group")
+    shares = [member.share for group in found for member in group.members]
+    if groups.plan_digest(shares) != found[0].plan:
+        raise MismatchError(
+            f"{attempt}: the manifests do not hold what the ranks planned to save",
+            hint="please report this as a bug of Headrace; nothing was committed",
+        )
+
+
+def _require_bases(store: Store, attempt: Attempt, bases: set[Base]) -> None:
+    """Abort the attempt if a step that a manifest references is removed or being removed."""
+    for base in sorted(bases, key=lambda each: (each.run, each.timeline, each.step, each.attempt)):
+        run = base.run or attempt.run
+        try:
+            repository.require_exists(store, run, base)
+        except NotFoundError as error:
+            raise _aborted(store, attempt, error) from None
+
+
+def _aborted(store: Store, attempt: Attempt, error: HeadraceError) -> HeadraceError:
+    """Abort the attempt for all ranks, and return the error of this one."""
+    commit.abort(store, attempt, f"{error}")
+    if isinstance(error, ConflictError):
+        return error
+    return FinalError(f"{attempt}: attempt {attempt.id} was aborted: {error}", hint="save again")
+
+
+@dataclass(slots=True)
+class _Finishing:
+    """One rank's wait for COMMIT, and its work for it."""
+
+    store: Store
+    attempt: Attempt
+    lease: LateLease
+    timeout: float
+    rank: int
+    failed_ranks: FailedRanks
+    clock: Clock
+    _reader: GroupReader = field(init=False)
+    _leading: bool = field(init=False)
+    _deadline: float = field(init=False)
+    _turn: float = field(init=False)
+    _pause: float = field(init=False)
+    _missing: tuple[int, ...] = ()
+    _polls: int = 0
+    _undone: str = ""
+    _lost: str = ""
+    _lost_checked: float = 0.0
+
+    def run(self) -> Commit:
+        index, place = divmod(self.rank, names.GROUP_RANKS)
+        now = self.clock.monotonic()
+        self._reader, self._leading = GroupReader(self.store, self.attempt, index), place == 0
+        self._deadline, self._turn = now + self.timeout, now + _TURN_SECONDS * (1 + (place or index))
+        self._pause = _POLL if self._leading else _WAIT
+        if not self._leading:
+            self._sleep(_WAIT_MAX)
+        while True:
+            if self._leading and self._lead():
+                continue
+            if (found := self._look()) is not None:
+                return found
+            if self.clock.monotonic() >= self._deadline:
+                raise self._late()
+            if self._abort_without_failed() or self._take_turn():
+                continue
+            self._sleep(_HEAD_POLL_MAX if self._leading else _WAIT_MAX)
+
+    def _sleep(self, longest: float) -> None:
+        self.clock.sleep(min(self._pause, max(self._deadline - self.clock.monotonic(), 0)))
+        self._pause = min(self._pause * 1.5, longest)
+
+    def _lead(self) -> bool:
+        """Read the manifests of the group. With all of them, write the group; with all groups, the decision."""
+        self._missing = self._reader.read()
+        if self._missing:
+            return False
+        self._write_group()
+        self._leading, self._pause = False, _WAIT
+        return True
+
+    def _write_group(self) -> None:
+        self._reader.write()
+        if not missing_groups(self.store, self.attempt):
+            self._decide()
+
+    def _decide(self) -> None:
+        write_decision(self.store, self.attempt, self.lease.require())
+        self._polls = -1  # the next poll reads the decision, too
+
+    def _look(self) -> Commit | None:
+        """The COMMIT, if it is there. Raises if the attempt can no longer become the step."""
+        self._polls += 1
+        if self._leading and self._polls % _HEAD_LOOKS_EVERY:
+            return None
+        whole = self._leading or self._polls % _DECISION_EVERY == 0
+        view = existing(self.store, self.attempt) if whole else self._commit_only()
+        if self._leading and view.commit is None and view.decision is None:
+            view = commit.newer_timeline(self.store, self.attempt)
+        match commit.decide(self.attempt, replace(view, lease_alive=self.lease.alive())):
+            case Committed():
+                return view.commit
+            case Stop(error):
+                if view.commit is not None and view.commit.attempt == self.attempt.id:  # it is now a tombstone
+                    return view.commit
+                raise _aborted(self.store, self.attempt, error) if view.newer is not None else error
+            case WriteCommit():
+                commit.write_commit(self.store, self.attempt, self.clock)
+                return self._commit_only().commit
+        return None
+
+    def _commit_only(self) -> View:
+        return View(commit=commit.find_commit(self.store, self.attempt.commit_key))
+
+    def _take_turn(self) -> bool:
+        """When it is this rank's turn, look for work that another rank should have done. At the second sight, do it."""
+        if self._leading or self.clock.monotonic() < self._turn:
+            return False
+        before, self._undone = self._undone, self._find_undone()
+        if self._undone and self._undone == before:
+            self.lease.require()
+            if self._undone == _GROUP:
+                self._reader.read()
+                self._write_group()
+            else:
+                self._decide()
+            return True
+        self._turn = self.clock.monotonic() + (_SECOND_LOOK_SECONDS if self._undone else _LOOK_SECONDS)
+        return False
+
+    def _find_undone(self) -> str:
+        """What could be written now and is not; "" for nothing."""
+        if self.store.exists(self._reader.key):
+            return "" if missing_groups(self.store, self.attempt) else _DECISION
+        self._missing = self._reader.missing()
+        return "" if self._missing else _GROUP
+
+    def _abort_without_failed(self) -> bool:
+        """Abort the attempt if a rank without a manifest has ended, as two checks in a row report."""
+        now = self.clock.monotonic()
+        if now - self._lost_checked < _LOST_SECONDS or not self.failed_ranks(range(self.attempt.world_size)):
+            return False
+        self._lost_checked = now
+        stored = commit.look(self.store, self.attempt, lease_alive=True).manifests
+        lost = self.failed_ranks([rank for rank in range(self.attempt.world_size) if rank not in stored])
+        if lost and lost == self._lost:
+            commit.abort(self.store, self.attempt, lost)
+            self._polls = -1
+            return True
+        self._lost = lost
+        return False
+
+    def _late(self) -> LateError:
+        missing = self._missing or self._reader.missing()
+        if missing:
+            return commit.late(self.attempt, missing, self.timeout)
+        return LateError(
+            f"{self.attempt}: not committed within {self.timeout:g} s, although ranks"
+            f" {self._reader.ranks[0]} to {self._reader.ranks[-1]} are ready",
+            hint="see the logs of the other ranks",
+        )
