@@ -145,6 +145,11 @@ def where() -> Argument:
     )
 
 
+def engine() -> Argument:
+    """--engine: whether the work runs on this machine or on a Ray cluster."""
+    return argument("--engine", choices=("local", "ray"), default="local", help="where the work runs (default: local)")
+
+
 def workers(what: str) -> Argument:
     """--workers: how many processes or threads. `what` names their kind in the help."""
     return argument("--workers", metavar="N", type=worker_count, help=f"number of {what} (default: one per core)")

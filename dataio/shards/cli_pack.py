@@ -19,6 +19,7 @@ from headrace.dataio.core.cli import (
     byte_progress,
     byte_rate,
     command,
+    engine,
     group,
     json_option,
     one_line,
@@ -32,8 +33,8 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import counted
 
 if TYPE_CHECKING:
+    from headrace.dataio.shards.ingest.index_tars import IndexProgress
     from headrace.dataio.shards.ingest.report import PackReport, Progress
-    from headrace.dataio.shards.ingest.tar_scanner import IndexProgress
     from headrace.dataio.shards.media.messages import Recipe
 
 _PACK = """\
@@ -49,7 +50,8 @@ _INDEX = """\
 Make a dataset over existing WebDataset tars without moving them. Nothing is copied: DST gets only an index and a version.
 URL-PATTERN is a tar, a folder of tars, or a quoted pattern: 's3://bucket/set/{00000..09999}.tar', '/data/{train,extra}/*.tar'.
 Every shard is read once, to hash its members and to probe its media. S3 credentials and endpoint come from the usual AWS
-variables and profiles. Commands (pipe:…) and compressed tars are not supported."""
+variables and profiles. Commands (pipe:…) and compressed tars are not supported.
+To continue an interrupted run, give the same command again."""
 _INDEX_CODES = """\
 exit codes: 0 all indexed · 1 indexed, but samples or shards were skipped (they are listed) · 2 wrong use, or nothing to
 index · 3 temporary failure, try again · 4 a damaged shard, with --strict · 5 DST already holds a dataset"""
@@ -67,6 +69,7 @@ def _common_options(strict: str, processes: str) -> tuple[Argument, ...]:
     """Return the options that `pack` and `index` have in common."""
     return (
         argument("--strict", action="store_true", help=f"stop at the first {strict}"),
+        engine(),
         workers(processes),
         argument("--name", help="name of the dataset (default: the last part of DST)"),
         json_option("the report as one JSON object"),
@@ -81,7 +84,6 @@ def _common_options(strict: str, processes: str) -> tuple[Argument, ...]:
     argument("--shard-size", metavar="SIZE", default="256MiB", help="size of a shard (default: 256MiB)"),
     argument("--append", action="store_true", help="add to the dataset at DST, as its next version"),
     trust_mounts(),
-    argument("--engine", choices=("local", "ray"), default="local", help="where the work runs (default: local)"),
     *_common_options("file that cannot be packed", "media processes"),
     group(
         "media",
@@ -160,6 +162,7 @@ def index(args: argparse.Namespace) -> int:
             name=args.name,
             strict=args.strict,
             keys=args.keys,
+            engine=args.engine,
             progress=progress,
             workers=args.workers,
         )
@@ -171,6 +174,7 @@ def index(args: argparse.Namespace) -> int:
             print_json({"url": dataset.url, "version": dataset.version, "mounts": mounts, **dataclasses.asdict(report)})
         else:
             _print_report(report, dataset.url, dataset.version, ignored="ignored, not named like a tar")
+            _print_engine(report)
             for mount in dataset.document.mounts:
                 print(f"shards stay in {one_line(mount.url)}")
     return 1 if report.skipped else 0
@@ -204,7 +208,7 @@ def _print_report(report: PackReport, url: str, version: int, *, ignored: str) -
 
 def _print_engine(report: PackReport) -> None:
     if report.resumed:
-        print(f"continued an interrupted pack: {report.resumed} units were already done")
+        print(f"continued an interrupted run: {report.resumed} units were already done")
     for worker in report.workers if len(report.workers) > 1 else ():
         speed = worker.bytes / 1e6 / max(worker.seconds, 1e-3)
         print(f"  {worker.name}: {worker.groups} inputs in {worker.seconds:.1f} s ({speed:.1f} MB/s)")
@@ -217,4 +221,4 @@ def _pack_progress(done: Progress) -> str:
 
 def _index_progress(done: IndexProgress) -> str:
     skipped = f" ({done.skipped} skipped)" if done.skipped else ""
-    return f"shard {done.shards}/{done.shards_total}, {done.samples} samples{skipped}"
+    return f"{done.shards}/{done.shards_total} shards, {done.samples} samples{skipped}"

@@ -1,18 +1,18 @@
 """`index` makes a dataset from existing tars without copying them.
 
-Purpose: read each shard once from beginning to end, describe its samples, and write index parts and a version
-elsewhere. Shards outside the dataset are mounted (`headrace.dataio.shards.versions.mounting`). Shards below the dataset
-keep their keys.
+Purpose: read each shard once from beginning to end, on this machine or on many, describe its samples, and write index
+parts and a version elsewhere. Shards outside the dataset are mounted (`headrace.dataio.shards.versions.mounting`).
+Shards below the dataset keep their keys.
 
 Invariants:
 
 * `index` makes one pass over each shard (`tar_scanner`). Memory is bounded by four read-ahead windows, the samples of
-  one shard and the samples of one index part. Disk space is bounded by the members that are copied for probing
-  (`tar_scanner.SPOOL_BYTES`). Neither depends on the size of a shard.
+  one unit and of one index part, and 8 bytes for each key. Disk space is bounded by the members that are copied for
+  probing (`tar_scanner.SPOOL_BYTES`). Neither depends on the size of a shard.
+* If the same call is made again after an interruption, it continues after the last finished unit (`index_units`). The
+  result is byte for byte equal to that of an uninterrupted run. If the version exists already, the call only opens it.
 * Keys are WebDataset's keys. With `keys="shard"`, the shard's path is put in front of them. Use it for collections
   whose sample numbers start again in every shard.
-* The index describes the bytes that were read. If a shard's size or modification time changes during indexing, `index`
-  raises `TransientError`.
 * Nothing is visible before the version document, which is written last.
 
 Failure behaviour: a sample that cannot be used is skipped. A shard that is damaged, compressed or missing, or that
@@ -26,37 +26,55 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import xxhash
 
-from headrace.dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
+from headrace.dataio.core import crashpoints
+from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset, use_or_open
+from headrace.dataio.shards.ingest.index_units import IndexedUnit, IndexSettings, index_plan, index_task
 from headrace.dataio.shards.ingest.patterns import FoundShards, find, prefix_in
-from headrace.dataio.shards.ingest.probe_pool import ProbePool
-from headrace.dataio.shards.ingest.report import PackReport, Skipped
-from headrace.dataio.shards.ingest.tar_scanner import (
-    IndexProgress,
-    IndexReporter,
-    SourceShard,
-    TarScanner,
-)
+from headrace.dataio.shards.ingest.report import PackReport, Skipped, skip_error
+from headrace.dataio.shards.ingest.tar_scanner import SourceShard
 from headrace.dataio.shards.query.part_writer import PartWriter
-from headrace.dataio.shards.sample import Sample
+from headrace.dataio.shards.units.engine import Engine, RunReport, find_engine, run_units
+from headrace.dataio.shards.units.journal import Done, Journal
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.mounting import mount_of
+from headrace.dataio.shards.workers.worker_pool import worker_count
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX, Mounts
 from headrace.dataio.store.open import open_store
 
 __all__ = ["IndexProgress", "index"]
 
-_SHARD_FAULTS = (CorruptionError, UnsupportedError, NotFoundError)
+_crash_after_index = crashpoints.declare("index.stored", "the index is stored; there is no version yet")
+_crash_after_version = crashpoints.declare("index.version-stored", "the version exists; the call has not returned")
 
 Keys = Literal["member", "shard"]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexProgress:
+    """The progress of indexing.
+
+    `shards` counts the finished shards and `bytes` the bytes read. `samples` counts the samples of finished shards.
+    `skipped` counts skipped samples and shards.
+    """
+
+    shards: int
+    shards_total: int
+    bytes: int
+    bytes_total: int
+    samples: int
+    skipped: int
 
 
 def index(
@@ -66,6 +84,7 @@ def index(
     name: str | None = None,
     strict: bool = False,
     keys: Keys = "member",
+    engine: str = "local",
     progress: Callable[[IndexProgress], None] | None = None,
     workers: int | None = None,
     source_options: Mapping[str, Any] | None = None,
@@ -79,8 +98,9 @@ def index(
         name (str): the dataset's name. None derives it from `url`.
         strict (bool): raise the error of the first sample or shard that cannot be used. By default, it is skipped.
         keys (str): "member" (the default) takes WebDataset's keys. "shard" puts the shard's path in front of them.
+        engine (str): where the work runs: "local" (the default) or "ray".
         progress: a function that is called with an `IndexProgress` while the shards are read. None reports nothing.
-        workers (int): the number of probing processes. None means one per core.
+        workers (int): the number of probing processes. None means one per core of this machine, or of the Ray cluster.
         source_options: options for the shards' stores, unless they are directories. The version records all options
             except secrets, so readers need their own credentials.
         storage_options: options for the dataset's store, as for `open_store`. Not with an open store.
@@ -104,18 +124,22 @@ def index(
         raise UsageError(
             f"keys must be 'member' or 'shard', not {keys!r}", hint="'shard' puts the shard's path in front"
         )
+    worker_count(workers)
+    chosen = find_engine(engine)
     listed = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
+    settings = IndexSettings(strict=strict, prefix_keys=keys == "shard")
     with contextlib.ExitStack() as undo:
         store, owned = use_or_open(url, storage_options)
         if owned:
             undo.enter_context(store)
-        versions.refuse_existing(store)
         found = find(listed, lambda root: _open_source(root, source_options or {}))
         undo.callback(found.close)
         shards, mounted = _source_shards(found, store)
-        reporter = IndexReporter(found=found, strict=strict, progress=progress, sizes=[s.size for s in shards])
-        indexer = _Indexer(store=store, shards=shards, reporter=reporter, prefix_keys=keys == "shard")
-        report = indexer.run(name, tuple(mount_of(s.location) for s in mounted.values()), workers)
+        indexer = _Indexer(store=store, found=found, shards=shards, settings=settings, progress=progress)
+        report = indexer.published() if versions.list_versions(store) else None
+        if report is None:
+            versions.refuse_existing(store)
+            report = indexer.run(name, tuple(mount_of(s.location) for s in mounted.values()), chosen, workers)
         dataset_store = Mounts(store, mounted, owns_base=owned) if mounted else store
         dataset = Dataset(dataset_store, 1)
         dataset.report, dataset.owns_store = report, dataset_store is not url
@@ -150,33 +174,66 @@ def _source_shards(found: FoundShards, store: Store) -> tuple[list[SourceShard],
 
 
 class _Indexer:
-    """Reads the shards one after the other, writes index parts, and finally writes the version."""
+    """Runs the units of the plan, merges their records into index parts, and finally writes the version."""
 
     def __init__(
-        self, *, store: Store, shards: Sequence[SourceShard], reporter: IndexReporter, prefix_keys: bool
+        self,
+        *,
+        store: Store,
+        found: FoundShards,
+        shards: Sequence[SourceShard],
+        settings: IndexSettings,
+        progress: Callable[[IndexProgress], None] | None,
     ) -> None:
-        self._store, self._shards, self._reporter, self._prefix_keys = store, shards, reporter, prefix_keys
-        self._parts = PartWriter(store, 0)
-        self._indexed: list[versions.Shard] = []
-        self._unique_keys = UniqueKeys(shards)
+        self._store, self._found, self._settings = store, found, settings
+        self._plan = index_plan(shards, settings)
+        self._journal = self._plan.journal(store)
+        self._reporter = _IndexReporter(shards, progress, len(found.missing))
+        self._merged = _MergedRecords(store, self._journal, shards)
+        self._began = time.monotonic()
+        if settings.strict and found.missing:
+            raise skip_error(found.missing[0])
 
-    def run(self, name: str | None, mounts: tuple[versions.Mount, ...], workers: int | None) -> PackReport:
+    def published(self) -> PackReport | None:
+        """Return the report of the version that an earlier call made from the same plan, or None."""
+        if not self._journal.done() >= set(range(len(self._plan.units))):
+            return None
+        document, _ = versions.load(self._store, 1)
+        indexed = [shard for record in self._journal.records(len(self._plan.units)) for shard in record.shards]
+        if not indexed or tuple(indexed) != document.shards:
+            return None
+        for number in range(len(self._plan.units)):
+            self._merged.add_counts(number)
+        return self._finish(RunReport(len(self._plan.units), ()))
+
+    def run(
+        self, name: str | None, mounts: tuple[versions.Mount, ...], engine: Engine, workers: int | None
+    ) -> PackReport:
+        """Make the version and return the report."""
         name = name or versions.name_of(self._store)
         versions.claim(self._store, name)
-        with ProbePool(workers) as pool:
-            for number, shard in enumerate(self._shards):
-                self._reporter.shards += 1
-                self._add(shard, number, self._scan(shard, pool))
-                self._reporter.done += shard.size
-                self._reporter.step(0)
-        self._unique_keys.check()
-        if not self._indexed:
-            raise self._nothing_to_index()
-        parts = tuple(self._parts.close())
-        used = {shard.key.split("/")[1] for shard in self._indexed if shard.key.startswith(PREFIX)}
+        try:
+            task = index_task([source.store for source in self._found.sources], self._settings)
+            run = run_units(
+                task,
+                self._journal,
+                self._plan.units,
+                engine=engine,
+                workers=workers,
+                step=self._reporter.step,
+                recorded=self._merged.recorded,
+            )
+            parts = self._merged.close()
+            if not self._merged.shards:
+                raise self._nothing_to_index()
+        except UsageError:
+            self._journal.delete()  # the same call would fail again
+            raise
+        _crash_after_index()
+        used = {shard.key.split("/")[1] for shard in self._merged.shards if shard.key.startswith(PREFIX)}
         document = versions.new_document(
             name,
-            tuple(self._indexed),
+            tuple(self._merged.shards),
             parts,
             version=1,
             parent=None,
@@ -184,37 +241,89 @@ class _Indexer:
             mounts=tuple(sorted((m for m in mounts if m.name in used), key=lambda m: m.name)),
         )
         versions.publish(self._store, document)
-        return self._reporter.report(document)
+        _crash_after_version()
+        return self._finish(run)
 
     def _nothing_to_index(self) -> UsageError:
-        first = next(iter(self._reporter.skipped), None)
+        first = next(iter([*self._found.missing, *self._merged.skipped]), None)
         why = f"{first.path}: {first.reason.removeprefix(f'{first.path}: ')}" if first else "the shards hold no samples"
         return UsageError(f"there is nothing to index: {why}", hint="give tar shards with members called <key>.<ext>")
 
-    def _scan(self, shard: SourceShard, pool: ProbePool) -> list[Sample]:
-        """Return the samples of one shard, ordered by offset. A damaged shard is skipped, and returns no samples."""
-        before = self._reporter.counts()
-        try:
-            samples = TarScanner(shard, self._reporter, self._prefix_keys).scan(pool)
-            after = shard.store.stat(shard.store_key)
-            if (after.size, after.modified) != (shard.size, shard.modified):
-                raise TransientError(
-                    f"{shard.url} changed while it was indexed", hint="index again when nothing writes to it"
-                )
-            return samples
-        except _SHARD_FAULTS as error:
-            if self._reporter.strict:
-                raise
-            self._reporter.reset_to(before)  # the report names the shard, not its samples
-            self._reporter.skip(Skipped(shard.url, error.code, str(error)))
-            return []
+    def _finish(self, run: RunReport) -> PackReport:
+        merged = self._merged
+        report = PackReport(
+            files=merged.members,
+            samples=sum(shard.samples for shard in merged.shards),
+            shards=len(merged.shards),
+            bytes=sum(shard.size for shard in merged.shards),
+            seconds=time.monotonic() - self._began,
+            skipped=(*self._found.missing, *merged.skipped),
+            ignored=self._found.ignored,
+            notes=tuple(merged.notes),
+            resumed=run.resumed,
+            workers=run.workers,
+        )
+        self._journal.delete()
+        return report
 
-    def _add(self, shard: SourceShard, number: int, samples: list[Sample]) -> None:
-        if not samples:
-            return
-        self._unique_keys.add(number, [row.key for row in samples])
-        self._indexed.append(versions.Shard(key=shard.key, size=shard.size, samples=len(samples)))
-        self._parts.add(samples)
+
+class _MergedRecords:
+    """Reads the records of finished units in the order of the plan, checks their keys, and stores index parts.
+
+    A unit is merged once it and all units before it are recorded, so equal keys are found while the others still run.
+    """
+
+    def __init__(self, store: Store, journal: Journal[IndexedUnit], shards: Sequence[SourceShard]) -> None:
+        self._journal, self._parts, self._unique_keys = journal, PartWriter(store, 0), UniqueKeys(shards)
+        self._numbers = {shard.key: number for number, shard in enumerate(shards)}
+        self._waiting, self._next = set[int](), 0
+        self.shards, self.skipped, self.notes, self.members = list[versions.Shard](), list[Skipped](), list[str](), 0
+
+    def recorded(self, number: int) -> None:
+        """Note that this unit has a record, and merge all units that are next."""
+        self._waiting.add(number)
+        while self._next in self._waiting:
+            self._waiting.remove(self._next)
+            self._merge(self.add_counts(self._next))
+            self._next += 1
+
+    def add_counts(self, number: int) -> IndexedUnit:
+        """Add the record of a unit to the counts, and return it."""
+        (record,) = self._journal.records(1, number)
+        self.shards += record.shards
+        self.skipped += record.skipped
+        self.notes += record.notes
+        self.members += record.members
+        return record
+
+    def _merge(self, record: IndexedUnit) -> None:
+        rows = iter(record.samples)
+        for shard in record.shards:
+            keys = [row.key for row in itertools.islice(rows, shard.samples)]
+            self._unique_keys.add(self._numbers[shard.key], keys)
+        self._parts.add(record.samples)
+
+    def close(self) -> tuple[versions.IndexPart, ...]:
+        """Check that keys are unique, store the last part and return all parts."""
+        self._unique_keys.check()
+        return tuple(self._parts.close())
+
+
+class _IndexReporter:
+    """Counts finished work for `progress`."""
+
+    def __init__(
+        self, shards: Sequence[SourceShard], progress: Callable[[IndexProgress], None] | None, missing: int
+    ) -> None:
+        self._done, self._progress = Done(skipped=missing), progress
+        self._shards_total, self._bytes_total = len(shards), sum(shard.size for shard in shards)
+
+    def step(self, done: Done) -> None:
+        """Add finished work."""
+        self._done = self._done.plus(done)
+        if self._progress is not None:
+            shards, size, samples, skipped = self._done
+            self._progress(IndexProgress(shards, self._shards_total, size, self._bytes_total, samples, skipped))
 
 
 class UniqueKeys:

@@ -35,18 +35,19 @@ import msgspec
 
 from headrace.dataio.core import crashpoints, limits
 from headrace.dataio.core.errors import ConflictError, UsageError
-from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.shards.dataset import Dataset, use_or_open
-from headrace.dataio.shards.ingest import plan, unit_packer
+from headrace.dataio.shards.ingest import plan
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
-from headrace.dataio.shards.ingest.plan import Journal
-from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped, WorkerReport, skip_error
+from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped, skip_error
 from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import Gathered, Group, gather
+from headrace.dataio.shards.ingest.unit_packer import pack_task
 from headrace.dataio.shards.media.messages import TEXT_BYTES, Recipe, check_recipe
 from headrace.dataio.shards.query import conditions as query
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.query.part_writer import PartWriter
+from headrace.dataio.shards.units.engine import Engine, RunReport, find_engine, run_units
+from headrace.dataio.shards.units.journal import Done, StoredJournal
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.mounting import with_mounts
 from headrace.dataio.shards.workers.worker_pool import worker_count
@@ -229,7 +230,7 @@ class _PackJob:
         self._recipe = check_recipe(recipe)
         self._settings = plan.Settings(shard_bytes=shard_bytes, recipe=recipe, strict=strict)
         self._captions, self._columns, self._progress, self._workers = captions, columns, progress, workers
-        self._engine, self.stores = unit_packer.find_engine(engine), SourceStores(source_options)
+        self._engine, self.stores = find_engine(engine), SourceStores(source_options)
         self._started = time.monotonic()
 
     def pack(self, store: Store, sources: Sources, name: str | None) -> tuple[PackReport, int]:
@@ -240,20 +241,20 @@ class _PackJob:
         if versions.list_versions(store):
             found = runner.published()
             if found is not None:
-                return self._finish(runner, reporter, (), found)
+                return self._finish(runner, reporter, RunReport(0, ()), found)
             versions.refuse_existing(store)
         name = name or versions.name_of(store)
         if not gathered.groups:
             raise reporter.nothing_to_pack()
         versions.claim(store, name)
         runner.journal.begin(0)
-        workers = runner.run(self._engine, self._workers, reporter, self.stores)
+        run = runner.run(self._engine, self._workers, reporter, self.stores)
         shards, parts = runner.index(0, reporter.nothing_to_pack)
         document = versions.new_document(name, shards, parts, version=1, parent=None, message="packed")
         _crash_after_index()
         versions.publish(store, document)
         _crash_after_version()
-        return self._finish(runner, reporter, workers, document)
+        return self._finish(runner, reporter, run, document)
 
     def append(self, store: Store, sources: Sources, message: str, trust_mounts: bool) -> tuple[PackReport, int]:
         """Make the next version of the dataset."""
@@ -265,11 +266,11 @@ class _PackJob:
         runner = self._runner(store, gathered, append=True)
         found = runner.published()
         if found is not None:
-            return self._finish(runner, reporter, (), found)
+            return self._finish(runner, reporter, RunReport(0, ()), found)
         if self._recipe.split is None:
             _check_new_keys(store, newest, {group.key for group in gathered.groups}, trust_mounts)
         runner.settings = msgspec.structs.replace(self._settings, salt=runner.journal.begin(newest.version))
-        workers = runner.run(self._engine, self._workers, reporter, self.stores)
+        run = runner.run(self._engine, self._workers, reporter, self.stores)
         shards, parts = runner.index(len(newest.index), reporter.nothing_to_pack)
         _crash_after_index()
 
@@ -288,7 +289,7 @@ class _PackJob:
 
         document = versions.commit(store, build)
         _crash_after_version()
-        return self._finish(runner, reporter, workers, document)
+        return self._finish(runner, reporter, run, document)
 
     def _gather(self, sources: Sources, store: Store) -> Gathered:
         gathered = gather(
@@ -314,7 +315,7 @@ class _PackJob:
     def _runner(self, store: Store, gathered: Gathered, *, append: bool) -> _UnitRunner:
         return _UnitRunner(
             store=store,
-            journal=Journal(store, plan.digest(gathered.groups, self._settings, append)),
+            journal=plan.journal_of(store, plan.digest(gathered.groups, self._settings, append)),
             units=plan.units(gathered.groups, self._settings),
             settings=self._settings,
         )
@@ -326,21 +327,27 @@ class _PackJob:
         self,
         runner: _UnitRunner,
         reporter: _PackReporter,
-        workers: Sequence[WorkerReport],
+        run: RunReport,
         document: versions.VersionDocument,
     ) -> tuple[PackReport, int]:
-        report = runner.report(reporter, tuple(workers), time.monotonic() - self._started)
+        report = runner.report(reporter, run, time.monotonic() - self._started)
         runner.journal.delete()
         return report, document.version
 
 
 class _UnitRunner:
-    """Packs the units of a plan and records them in the journal."""
+    """Packs the units of a plan, and makes the index and the report from their records."""
 
-    def __init__(self, *, store: Store, journal: Journal, units: list[plan.Unit], settings: plan.Settings) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        journal: StoredJournal[plan.PackedUnit],
+        units: list[plan.PackUnit],
+        settings: plan.Settings,
+    ) -> None:
         self.store, self.journal, self.units, self.settings = store, journal, units, settings
         self.keys: set[str] = set()
-        self.resumed = 0
 
     def published(self) -> versions.VersionDocument | None:
         """Return the document of the version that an earlier call made from the same plan, or None."""
@@ -351,23 +358,10 @@ class _UnitRunner:
         shards = [shard.key for packed in self.journal.records(len(self.units)) for shard in packed.shards]
         return document if shards and published_shards.issuperset(shards) else None
 
-    def run(
-        self, engine: unit_packer.Engine, workers: int | None, reporter: _PackReporter, stores: SourceStores
-    ) -> Sequence[WorkerReport]:
+    def run(self, engine: Engine, workers: int | None, reporter: _PackReporter, stores: SourceStores) -> RunReport:
         """Pack the units that the journal has no record of."""
-        left = []
-        done = self.journal.done()
-        for unit in self.units:
-            packed = self.journal.read(unit.number) if unit.number in done else None
-            if packed is None:
-                left.append(unit)
-            else:
-                self.resumed += 1
-                reporter.step(packed.groups, packed.bytes, len(packed.skipped))
-        if not left:
-            return ()
-        with scratch_folder("headrace-pack-") as scratch:
-            return engine(self.store, self.journal, left, self.settings, workers, scratch, reporter.step, stores)
+        task = pack_task(self.store, self.settings, stores)
+        return run_units(task, self.journal, self.units, engine=engine, workers=workers, step=reporter.step)
 
     def index(self, first: int, nothing_to_pack: Callable[[], UsageError]) -> tuple[Any, Any]:
         """Store the index parts of all units, in order. Return all shards and all index parts."""
@@ -383,7 +377,7 @@ class _UnitRunner:
             raise _nothing_to_pack(skipped) if skipped else nothing_to_pack()
         return tuple(shards), tuple(stored)
 
-    def report(self, reporter: _PackReporter, workers: tuple[WorkerReport, ...], seconds: float) -> PackReport:
+    def report(self, reporter: _PackReporter, run: RunReport, seconds: float) -> PackReport:
         """Build the report from the records."""
         files = samples = shards = size = 0
         skipped, notes = list(reporter.skipped), list[str]()
@@ -403,8 +397,8 @@ class _UnitRunner:
             skipped=tuple(skipped),
             ignored=reporter.gathered.ignored,
             notes=tuple(notes),
-            resumed=self.resumed,
-            workers=workers,
+            resumed=run.resumed,
+            workers=run.workers,
         )
 
 
@@ -419,14 +413,14 @@ class _PackReporter:
         if strict and gathered.skipped:
             raise skip_error(gathered.skipped[0])
 
-    def step(self, groups: int, size: int, skipped: int) -> None:
+    def step(self, done: Done) -> None:
         """Add finished groups, their bytes and the skipped groups to the counts."""
-        self._groups += groups
-        self._bytes += size
-        self._skips += skipped
+        self._groups += done.items
+        self._bytes += done.bytes
+        self._skips += done.skipped
         if self._progress is not None:
-            done = Progress(self._groups, len(self.gathered.groups), self._bytes, self._total, self._skips)
-            self._progress(done)
+            total = len(self.gathered.groups)
+            self._progress(Progress(self._groups, total, self._bytes, self._total, self._skips))
 
     def nothing_to_pack(self) -> UsageError:
         """Return the error for an empty input."""

@@ -17,6 +17,7 @@ from headrace.dataio.core.errors import (
     NotFoundError,
     UnsupportedError,
 )
+from headrace.dataio.shards.units.engine import WorkerReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +30,11 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """The work of one packing worker: the number of input groups, their bytes, and its working time in seconds."""
-
-    name: str
-    groups: int
-    bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class PackReport:
     """The report of `pack`, `append` or `index`.
 
     `samples` and `bytes` are totals of the shards. `notes` are remarks about the samples. `resumed` is the number of
-    units of the plan that an earlier, interrupted run of the same pack had finished.
+    units of the plan that an earlier, interrupted run of the same call had finished.
     """
 
     files: int

@@ -1,7 +1,6 @@
 """Reads one tar from beginning to end for `index`: hashes its members and describes its samples.
 
-Purpose: `TarScanner` makes the index rows of one shard. `IndexReporter` reports progress, and collects skipped samples
-and remarks.
+Purpose: `TarScanner` makes the index rows of one shard, and collects skipped samples and remarks.
 
 Invariants:
 
@@ -19,11 +18,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -32,16 +29,16 @@ from headrace.dataio.core.errors import CapacityError, CorruptionError, Unsuppor
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest.patterns import FoundShards
 from headrace.dataio.shards.ingest.probe_pool import ProbePool
-from headrace.dataio.shards.ingest.report import PackReport, Skipped, skip_error
+from headrace.dataio.shards.ingest.report import Skipped, skip_error
 from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.container import SAMPLE_EXTENSIONS, unsupported_media, unused_media
 from headrace.dataio.shards.media.messages import Description, Failure
 from headrace.dataio.shards.pieces import Hasher, piece_size
 from headrace.dataio.shards.readahead import ReadAhead
 from headrace.dataio.shards.sample import Member, Sample
-from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.units.engine import Step
+from headrace.dataio.shards.units.journal import Done
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX, url_of
 
@@ -49,22 +46,6 @@ SPOOL_BYTES = 1 * limits.GIB
 MAX_SHARD_SAMPLES = 1_000_000
 _PROBED = SAMPLE_EXTENSIONS | {"txt", "vtt", "json"}
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class IndexProgress:
-    """The progress of indexing.
-
-    `shards` counts the shards begun and `bytes` the bytes read. `samples` counts the samples found. `skipped` counts
-    skipped samples and shards.
-    """
-
-    shards: int
-    shards_total: int
-    bytes: int
-    bytes_total: int
-    samples: int
-    skipped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,70 +61,6 @@ class SourceShard:
     @property
     def url(self) -> str:
         return url_of(self.store, self.store_key)
-
-
-class _Counts(NamedTuple):
-    samples: int
-    members: int
-    skipped: int
-    notes: int
-
-
-class IndexReporter:
-    """Counts samples, members, shards and bytes, and applies `strict`."""
-
-    def __init__(
-        self,
-        *,
-        found: FoundShards,
-        strict: bool,
-        progress: Callable[[IndexProgress], None] | None,
-        sizes: Sequence[int],
-    ) -> None:
-        self.strict, self._progress = strict, progress
-        self.ignored, self.skipped, self.notes = found.ignored, list[Skipped](), list[str]()
-        self.samples = self.members = self.shards = self.done = 0
-        self._shards_total, self._bytes_total = len(sizes), sum(sizes)
-        self._began = time.monotonic()
-        for item in found.missing:
-            self.skip(item)
-
-    def counts(self) -> _Counts:
-        """Return the counts so far, for `reset_to`."""
-        return _Counts(self.samples, self.members, len(self.skipped), len(self.notes))
-
-    def reset_to(self, counts: _Counts) -> None:
-        """Discard everything that was reported since `counts` returned these counts, except the progress."""
-        self.samples, self.members = counts.samples, counts.members
-        del self.skipped[counts.skipped :], self.notes[counts.notes :]
-
-    def skip(self, item: Skipped) -> None:
-        """Record a skipped sample or shard. With `strict`, raise its error."""
-        if self.strict:
-            raise skip_error(item)
-        _log.info("skipped %s: %s", item.path, item.reason)
-        self.skipped.append(item)
-
-    def step(self, bytes_of_shard: int) -> None:
-        """Report that `bytes_of_shard` bytes of the current shard were read."""
-        if self._progress is not None:
-            at = self.done + bytes_of_shard
-            self._progress(
-                IndexProgress(self.shards, self._shards_total, at, self._bytes_total, self.samples, len(self.skipped))
-            )
-
-    def report(self, document: versions.VersionDocument) -> PackReport:
-        """Return the report of the finished indexing."""
-        return PackReport(
-            files=self.members,
-            samples=document.samples,
-            shards=len(document.shards),
-            bytes=sum(shard.size for shard in document.shards),
-            seconds=time.monotonic() - self._began,
-            skipped=tuple(self.skipped),
-            ignored=self.ignored,
-            notes=tuple(self.notes),
-        )
 
 
 @dataclass(slots=True)
@@ -165,15 +82,27 @@ class _RawSample:
 
 
 class TarScanner:
-    """Reads one shard in one pass. With `prefix_keys`, the shard's path is put in front of the keys."""
+    """Reads one shard in one pass.
 
-    def __init__(self, shard: SourceShard, reporter: IndexReporter, prefix_keys: bool) -> None:
-        self._shard, self._reporter = shard, reporter
+    With `strict`, the first sample that cannot be used raises its error. With `prefix_keys`, the shard's path is put in
+    front of the keys. `step` receives the bytes that were read.
+
+    Attributes:
+        skipped (list[Skipped]): the samples that cannot be used.
+        notes (list[str]): remarks about the samples.
+        members (int): the number of members of the samples.
+    """
+
+    def __init__(self, shard: SourceShard, *, strict: bool, prefix_keys: bool, step: Step) -> None:
+        self._shard, self._strict, self._step = shard, strict, step
+        self.skipped, self.notes, self.members = list[Skipped](), list[str](), 0
         path = shard.key.partition("/")[2].partition("/")[2] if shard.key.startswith(PREFIX) else shard.key
         self._prefix = path.removesuffix(".tar") + "/" if prefix_keys else ""
         self._numbers = itertools.count()
         self._offsets_by_key: dict[str, int] = {}
         self._rows: list[tuple[int, Sample]] = []
+        self.bytes = 0
+        """The bytes that were reported to `step`."""
 
     def scan(self, pool: ProbePool) -> list[Sample]:
         """Read the shard and return its samples, ordered by offset."""
@@ -187,7 +116,7 @@ class TarScanner:
             for batch in _batches(samples):
                 self._describe(batch, pool)
         if not self._rows:
-            self._reporter.notes.append(f"{shard.url}: no samples were taken from it")
+            self.notes.append(f"{shard.url}: no samples were taken from it")
         return [sample for _, sample in sorted(self._rows, key=lambda row: row[0])]
 
     def _read_samples(self, ahead: ReadAhead, folder: Path) -> Iterator[_RawSample]:
@@ -220,7 +149,9 @@ class TarScanner:
         raw.members.append(
             Member(tar_member.ext, tar_member.offset, tar_member.length, hasher.whole(), hasher.pieces())
         )
-        self._reporter.step(tar_member.offset + tar_member.length)
+        end = tar_member.offset + tar_member.length
+        self._step(Done(bytes=end - self.bytes))
+        self.bytes = end
 
     def _check_key(self, raw: _RawSample) -> None:
         first = self._offsets_by_key.setdefault(raw.key, raw.offset)
@@ -252,7 +183,11 @@ class TarScanner:
                 self._accept(raw, answer)
 
     def _skip(self, what: str, code: str, reason: str) -> None:
-        self._reporter.skip(Skipped(f"{self._shard.url}: {what}", code, reason))
+        item = Skipped(f"{self._shard.url}: {what}", code, reason)
+        if self._strict:
+            raise skip_error(item)
+        _log.info("skipped %s: %s", item.path, item.reason)
+        self.skipped.append(item)
 
     def _accept(self, raw: _RawSample, facts: Description) -> None:
         key = self._prefix + raw.key.removeprefix("./") if self._prefix else raw.key
@@ -268,8 +203,7 @@ class TarScanner:
             fields=json.loads(facts.fields),
         )
         self._rows.append((raw.offset, sample))
-        self._reporter.samples += 1
-        self._reporter.members += len(raw.members)
+        self.members += len(raw.members)
         extensions = [member.ext for member in raw.members]
         unread = unsupported_media(extensions)
         own_names = [ext for ext in unused_media(extensions) if ext not in _PROBED and "." in ext]
@@ -281,7 +215,7 @@ class TarScanner:
             ),
             *(() if unread is None else (f"{unread[1]} (`headrace pack` with the tar as its source)",)),
         )
-        self._reporter.notes += [f"{key}: {note}" for note in notes]
+        self.notes += [f"{key}: {note}" for note in notes]
 
 
 _NO_MEDIA = Description(files=(), duration=0.0, video=None, audio=None, text=None, fields="{}", notes=())

@@ -1,7 +1,7 @@
-"""Packs units of a plan: prepares their groups, stores their shards and records them.
+"""Packs units of a plan: prepares their groups and stores their shards.
 
-Purpose: `pack_units` packs units in this process, whose worker processes read the media. An engine (`find_engine`) runs
-it for all units of a plan, either on this machine or on a Ray cluster.
+Purpose: `pack_task` describes the packing of units for an engine (`headrace.dataio.shards.units.engine`). Worker
+processes read the media.
 
 Invariants:
 
@@ -10,20 +10,19 @@ Invariants:
 * The packer does not send a shard that is already stored under its name.
 * The index rows describe the bytes that were stored. If a file changes after it was described and before it is stored,
   the packer raises `TransientError`.
-* An engine packs and records every unit that it is given, in any order. The dataset does not depend on the engine.
+* Memory is bounded by the rows of the unit that is being packed, and by the groups that the workers prepare.
 
 Failure behaviour: a group that cannot be prepared goes into the unit's `skipped`. With `strict`, its error is raised. A
-full scratch folder raises `CapacityError`, and skips no sample. The records of finished units remain after an error. An
-unknown engine raises `UsageError`. An engine that is not installed raises `UnsupportedError`.
+full scratch folder raises `CapacityError`, and skips no sample.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import shutil
-import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import blake3
@@ -36,57 +35,85 @@ from headrace.dataio.core.errors import (
     NotFoundError,
     TransientError,
     UnsupportedError,
-    UsageError,
 )
+from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest.plan import Journal, PackedUnit, Settings, Step, Unit
+from headrace.dataio.shards.ingest.plan import PackedUnit, PackUnit, Settings
 from headrace.dataio.shards.ingest.probe_pool import ProbePool, scratch_folder_of
-from headrace.dataio.shards.ingest.report import Skipped, WorkerReport, skip_error
+from headrace.dataio.shards.ingest.report import Skipped, skip_error
 from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.messages import Clip, Failure, FileInfo, PrepareResult
 from headrace.dataio.shards.sample import Member, Sample
+from headrace.dataio.shards.units.engine import RemoteTask, Step, Task, UnitRunner, check_shareable
+from headrace.dataio.shards.units.journal import Done
 from headrace.dataio.shards.versions.documents import Shard
-from headrace.dataio.store.base import Store
+from headrace.dataio.store.base import Location, Store
+from headrace.dataio.store.open import open_location
 
 _READ_BYTES = 1 * limits.MIB
 _log = get_logger(__name__)
 
 _crash_after_shard = crashpoints.declare("pack.shard-stored", "shards are stored, and nothing refers to them")
-_crash_after_unit = crashpoints.declare(
-    "pack.unit-sealed", "a unit's shards are stored and recorded; there is no version yet"
-)
 
 
-def pack_units(
-    store: Store,
-    journal: Journal,
-    units: Sequence[Unit],
-    settings: Settings,
-    pool: ProbePool,
-    scratch: str,
-    step: Callable[[int, int, int], None],
-) -> Iterator[tuple[Unit, PackedUnit]]:
-    """Pack and record units one after the other. Meanwhile, the workers prepare the next groups.
+def pack_task(store: Store, settings: Settings, stores: SourceStores) -> Task[PackUnit, PackedUnit]:
+    """Return the task that packs units into `store`. `stores` are the stores of the inputs."""
 
-    `scratch` is a folder for temporary files. `step` is called after each group with 1, the group's bytes, and whether
-    it was skipped.
-    """
-    owners = ((unit, position) for unit in units for position in range(len(unit.groups)))
-    groups = (group for unit in units for group in unit.groups)
-    writer: _ShardWriter | None = None
-    for (unit, position), (group, outcome) in zip(owners, pool.prepare(groups, settings.recipe, scratch), strict=True):
-        if position == 0:
-            writer = _ShardWriter(store=store, number=unit.number, settings=settings, scratch=scratch)
-        assert writer is not None
-        writer.add(group, outcome)
-        step(1, group.bytes, isinstance(outcome, Failure))
-        if position == len(unit.groups) - 1:
-            packed = writer.finish()
-            journal.write(unit.number, packed)
-            _crash_after_unit()
-            yield unit, packed
+    @contextlib.contextmanager
+    def opener(workers: int | None) -> Iterator[_PackRunner]:
+        with ProbePool(workers, stores=stores) as pool:
+            yield _PackRunner(store, settings, pool)
+
+    def remote() -> RemoteTask[PackUnit, PackedUnit]:
+        check_shareable(store.location)
+        if stores.options:
+            raise UnsupportedError(
+                "sources with options cannot be opened on other machines",
+                hint="give credentials by environment variables or profiles on every machine",
+            )
+        return RemoteTask(_open_remote, msgspec.msgpack.encode(_RemoteSettings(store.location, settings)))
+
+    return Task("pack", PackUnit, opener, remote)
+
+
+class _RemoteSettings(msgspec.Struct, frozen=True):
+    store: Location
+    settings: Settings
+
+
+@contextlib.contextmanager
+def _open_remote(settings: bytes) -> Iterator[_PackRunner]:
+    found = msgspec.msgpack.decode(settings, type=_RemoteSettings)
+    with open_location(found.store) as store, SourceStores() as stores, ProbePool(1, stores=stores) as pool:
+        yield _PackRunner(store, found.settings, pool)
+
+
+class _PackRunner(UnitRunner[PackUnit, PackedUnit]):
+    """Packs units one after the other. Meanwhile, the workers of `pool` prepare the next groups."""
+
+    def __init__(self, store: Store, settings: Settings, pool: ProbePool) -> None:
+        self._store, self._settings, self._pool = store, settings, pool
+
+    def run(self, units: Iterator[PackUnit], step: Step) -> Iterator[tuple[PackUnit, PackedUnit]]:
+        """Pack units in order. `step` is called after each group."""
+        ahead, behind = itertools.tee(units)
+        owners = ((unit, position) for unit in behind for position in range(len(unit.groups)))
+        groups = (group for unit in ahead for group in unit.groups)
+        writer: _ShardWriter | None = None
+        with scratch_folder("headrace-pack-") as scratch:
+            prepared = self._pool.prepare(groups, self._settings.recipe, scratch)
+            for (unit, position), (group, outcome) in zip(owners, prepared, strict=True):
+                if position == 0:
+                    writer = _ShardWriter(
+                        store=self._store, number=unit.number, settings=self._settings, scratch=scratch
+                    )
+                assert writer is not None
+                samples = writer.add(group, outcome)
+                step(Done(1, group.bytes, samples, isinstance(outcome, Failure)))
+                if position == len(unit.groups) - 1:
+                    yield unit, writer.finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +142,8 @@ class _ShardWriter:
         self._notes: list[str] = []
         self._files = self._groups = self._bytes = 0
 
-    def add(self, group: Group, outcome: PrepareResult) -> None:
-        """Add the outcome of one group. Its samples may be stored by a later call."""
+    def add(self, group: Group, outcome: PrepareResult) -> int:
+        """Add the outcome of one group, and return the number of its samples, which a later call may store."""
         self._groups += 1
         self._bytes += group.bytes
         folder = scratch_folder_of(group, self._settings.recipe, self._scratch)
@@ -128,12 +155,13 @@ class _ShardWriter:
                     hint="free space, or name another folder with TMPDIR; the same command continues from here",
                 )
             self._skip(Skipped(outcome.path, outcome.code, outcome.reason))
-            return
+            return 0
         for clip in outcome.clips:
             self._add(f"{group.key}{clip.suffix}", clip)
         if folder:
             self._folders.append(folder)
         self._files += len(group.files)
+        return len(outcome.clips)
 
     def _skip(self, item: Skipped) -> None:
         if self._settings.strict:
@@ -229,46 +257,3 @@ def _read_unchanged(file_info: FileInfo) -> Iterator[bytes]:
 
 def _changed(file_info: FileInfo, what: str) -> TransientError:
     return TransientError(f"{file_info.path} {what}", hint="pack again when nothing writes to the input")
-
-
-# --- engines
-
-Engine = Callable[
-    [Store, Journal, Sequence[Unit], Settings, int | None, str, Step, SourceStores], Sequence[WorkerReport]
-]
-
-
-def run_local(
-    store: Store,
-    journal: Journal,
-    units: Sequence[Unit],
-    settings: Settings,
-    workers: int | None,
-    scratch: str,
-    step: Step,
-    stores: SourceStores,
-) -> Sequence[WorkerReport]:
-    """Pack on this machine. `workers` processes read the media, by default one per core."""
-    started = time.monotonic()
-    with ProbePool(workers, stores=stores) as pool:
-        for _ in pack_units(store, journal, units, settings, pool, scratch, step):
-            pass
-    groups = [group for unit in units for group in unit.groups]
-    size = sum(group.bytes for group in groups)
-    return (WorkerReport(socket.gethostname(), len(groups), size, time.monotonic() - started),)
-
-
-def find_engine(name: str) -> Engine:
-    """Return the engine with this name, "local" or "ray"."""
-    if name == "local":
-        return run_local
-    if name == "ray":
-        try:
-            from headrace.dataio.shards.ingest import ray_engine
-        except ImportError as error:
-            raise UnsupportedError(
-                f"the engine ray cannot be used: {error}", hint="pip install 'headrace[ray]'"
-            ) from error
-        engine: Engine = ray_engine.run
-        return engine
-    raise UsageError(f"there is no engine {name!r}", hint="the engines are local and ray")

@@ -14,7 +14,7 @@ from headrace.dataio.core.errors import ConflictError, NotFoundError
 from tests.support import headrace_command
 from tests.support.written_media import MakeClip
 
-POINTS = [name for name in crashpoints.declared() if name.startswith("pack.")]
+POINTS = [name for name in crashpoints.declared() if name.startswith(("pack.", "units."))]
 
 
 @pytest.fixture
@@ -32,12 +32,10 @@ def pack_until(point: str, clips: Path, url: str, mark: Path) -> None:
 
 
 def test_the_points_are_those_that_the_tests_know() -> None:
-    assert POINTS == ["pack.shard-stored", "pack.unit-sealed", "pack.index-stored", "pack.version-stored"]
+    assert POINTS == ["units.recorded", "pack.shard-stored", "pack.index-stored", "pack.version-stored"]
 
 
-@pytest.mark.parametrize(
-    "point", ["pack.shard-stored", "pack.shard-stored#2", "pack.unit-sealed#2", "pack.index-stored"]
-)
+@pytest.mark.parametrize("point", ["pack.shard-stored", "pack.shard-stored#2", "units.recorded#2", "pack.index-stored"])
 def test_killed_before_the_version_nothing_is_visible_and_a_rerun_succeeds(
     clips: Path, store_url: str, tmp_path: Path, point: str
 ) -> None:
@@ -52,7 +50,7 @@ def test_killed_before_the_version_nothing_is_visible_and_a_rerun_succeeds(
         assert [again.read(s, "mp4") for s in again] == [p.read_bytes() for p in sorted(clips.iterdir())]
         assert again.report is not None
         assert again.report.samples == 3
-        assert again.report.resumed == {"pack.shard-stored#2": 1, "pack.unit-sealed#2": 2, "pack.index-stored": 3}.get(
+        assert again.report.resumed == {"pack.shard-stored#2": 1, "units.recorded#2": 2, "pack.index-stored": 3}.get(
             point, 0
         )
         assert not list(again.store.list("packing/"))

@@ -27,8 +27,8 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest import tar_scanner
+from headrace.dataio.shards.ingest.index_tars import IndexProgress
 from headrace.dataio.shards.ingest.sources import gather
-from headrace.dataio.shards.ingest.tar_scanner import IndexProgress
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.tar import dali_index

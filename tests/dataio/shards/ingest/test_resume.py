@@ -19,7 +19,7 @@ import pytest
 from headrace.dataio import Dataset, Recipe, append, pack
 from headrace.dataio.core.errors import ConflictError
 from headrace.dataio.shards.ingest import plan
-from headrace.dataio.shards.ingest.plan import Journal, PackedUnit
+from headrace.dataio.shards.ingest.plan import journal_of
 from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.sample import Member
 from headrace.dataio.store.open import open_store
@@ -119,7 +119,7 @@ def test_what_was_stored_is_not_sent_or_written_again(make_wav: MakeWav, tmp_pat
     assert {path: path.stat().st_ino for path in before} == before
 
 
-@pytest.mark.parametrize("point", ["pack.unit-sealed", "pack.version-stored"])
+@pytest.mark.parametrize("point", ["units.recorded", "pack.version-stored"])
 def test_an_append_that_is_killed_goes_on(make_wav: MakeWav, tmp_path: Path, point: str) -> None:
     first = make_many(make_wav, tmp_path / "first", 3)
     second = tmp_path / "second"
@@ -180,18 +180,6 @@ def test_the_plan_depends_on_names_sizes_times_and_settings(make_wav: MakeWav, t
     assert plan.digest(groups, usual, append=False) in names
 
 
-def test_a_journal_gives_back_what_was_sealed(tmp_path: Path) -> None:
-    packed = PackedUnit(shards=(), samples=(), skipped=(), notes=("a",), files=1, groups=1, bytes=5)
-    with open_store(tmp_path / "store") as store:
-        journal = Journal(store, "p")
-        assert (journal.begin(3), Journal(store, "p").begin(7)) == (3, 3)
-        journal.write(4, packed)
-        assert journal.done() == {4}
-        assert (journal.read(4), journal.read(5)) == (packed, None)
-        journal.delete()
-        assert not list(store.list())
-
-
 def test_a_record_from_before_files_had_pieces_is_read(tmp_path: Path) -> None:
     member = {"ext": "mp4", "offset": 512, "length": 2 << 20, "xxh3": 7}
     sample = {"id": 0, "key": "a", "shard": "shards/a.tar", "members": [member], "duration": 1.0}
@@ -199,7 +187,7 @@ def test_a_record_from_before_files_had_pieces_is_read(tmp_path: Path) -> None:
     body = msgspec.msgpack.encode(lists | {"files": 1, "groups": 1, "bytes": 2 << 20})
     with open_store(tmp_path) as store:
         store.put("packing/p/00000000.unit", blake3.blake3(body).digest() + body)
-        found = Journal(store, "p").read(0)
+        found = journal_of(store, "p").read(0)
     assert found is not None
     assert found.samples[0].members == (Member("mp4", 512, 2 << 20, 7),)
 
