@@ -132,8 +132,9 @@ def run_units(
     workers: int | None,
     step: Step,
     recorded: Callable[[int], None] = lambda _: None,
+    reuse: Callable[[R], bool] = lambda _: True,
 ) -> RunReport:
-    """Run the units that the journal has no record of, and record them.
+    """Run the units that the journal has no record of, and record them. Run a unit again if `reuse` rejects its record.
 
     `step` receives the finished work, including that of recorded units. `recorded` is called with the number of each
     unit that has a record, in any order, by one thread at a time.
@@ -141,7 +142,7 @@ def run_units(
     left, resumed, done = [], 0, journal.done()
     for unit in units:
         record = journal.read(unit.number) if unit.number in done else None
-        if record is None:
+        if record is None or not reuse(record):
             left.append(unit)
         else:
             resumed += 1

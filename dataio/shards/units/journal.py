@@ -23,12 +23,13 @@ Failure behaviour: a damaged record counts as absent, so its unit runs again. A 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import blake3
 import msgspec
@@ -37,6 +38,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError
 from headrace.dataio.shards.media.messages import dec_hook, enc_hook
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.open import open_store
 
 RECORD_BYTES = 512 * limits.MIB
 """The largest record of a unit."""
@@ -206,6 +208,37 @@ class MemoryJournal(Journal[R]):
 
     def delete(self) -> None:
         self._records.clear()
+
+
+class JournalFolder:
+    """The place for the journals of a run that has no store of its own for them. It is a context manager.
+
+    Args:
+        url: A folder or URL, or an open store. None keeps the records in memory.
+    """
+
+    def __init__(self, url: str | os.PathLike[str] | Store | None) -> None:
+        self._owned = url is not None and not isinstance(url, Store)
+        self._store = url if url is None or isinstance(url, Store) else open_store(url)
+        self._opened = list[Journal[Any]]()
+
+    def open(self, name: str, record: type[R]) -> Journal[R]:
+        """Return the journal `units/<name>`."""
+        journal = MemoryJournal[R]() if self._store is None else StoredJournal(self._store, f"units/{name}", record)
+        self._opened.append(journal)
+        return journal
+
+    def delete(self) -> None:
+        """Delete the journals that `open` returned."""
+        for journal in self._opened:
+            journal.delete()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._owned and self._store is not None:
+            self._store.close()
 
 
 class _Start(msgspec.Struct, frozen=True):

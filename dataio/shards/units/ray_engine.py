@@ -85,7 +85,8 @@ class _UnitActor:
         address = msgspec.msgpack.decode(journal, type=_JournalAddress)
         self._journal = StoredJournal(open_location(address.location), address.folder, types[1])
         self._decode_unit = msgspec.msgpack.Decoder(types[0]).decode
-        self._runner = opener(settings).__enter__()  # the actor's process ends with it
+        self._opened = opener(settings)  # held: a context that is dropped closes what it opened
+        self._runner = self._opened.__enter__()
         self._name = f"{socket.gethostname()}:{os.getpid()}"
 
     def run(self, encoded: bytes) -> bytes:

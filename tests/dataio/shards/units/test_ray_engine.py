@@ -1,0 +1,99 @@
+"""The units of pack and index on a real Ray cluster of this machine, which loses an actor in each run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.dataio import Dataset, index, pack
+from headrace.dataio.core.errors import UnsupportedError, UsageError
+from headrace.dataio.shards.ingest import index_units
+from headrace.dataio.shards.units.engine import check_shareable
+from headrace.dataio.store.open import open_store
+from tests.support.written_media import write_wav
+
+pytest.importorskip("ray", reason="ray is not installed (pip install 'headrace[ray]')")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Media, a dataset of them made by one process, tars of 32 MiB at least in all, and the results on Ray."""
+    root = tmp_path_factory.mktemp("ray")
+    for i in range(12):
+        write_wav(root / "in" / f"{i:02}.wav", seconds=0.05 * (i + 1))
+    (root / "in" / "bad.wav").write_bytes(b"no")
+    with pack(root / "in", root / "local" / "packed", shard_bytes=8192, workers=1) as packed:
+        shutil.copytree(root / "local" / "packed" / "shards", root / "tars")
+        assert len(packed.document.shards) > 4
+    for copy in range(20):  # more than two units of the index
+        shutil.copy(next((root / "tars").iterdir()), root / "tars" / f"copy-{copy:02}.tar")
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.ray_units", *(folder / name for name in ("in", "tars", "ray"))],
+        env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_each_run_lost_an_actor(results: dict[str, Any]) -> None:
+    assert set(results["killed"].values()) == {1}
+
+
+def test_packing_on_ray_makes_the_dataset_that_one_process_makes(folder: Path, results: dict[str, Any]) -> None:
+    assert sum(groups for groups, _, _ in results["workers"]) == 13
+    assert all(size > 0 and seconds > 0 for _, size, seconds in results["workers"])
+    assert results["skipped"] == 1
+    with Dataset(folder / "local" / "packed") as local, Dataset(folder / "ray" / "packed") as by_ray:
+        assert by_ray.document.shards == local.document.shards
+        assert by_ray.document.index == local.document.index
+        assert not list(by_ray.store.list("packing/"))
+
+
+def test_indexing_on_ray_makes_the_dataset_that_one_process_makes(folder: Path, results: dict[str, Any]) -> None:
+    with (
+        index(folder / "tars", folder / "local" / "indexed", keys="shard", workers=1) as local,
+        Dataset(folder / "ray" / "indexed", trust_mounts=True) as by_ray,
+    ):
+        assert len(local.document.shards) > index_units.UNIT_SHARDS
+        assert by_ray.document.shards == local.document.shards
+        assert by_ray.document.index == local.document.index
+        assert by_ray.document.mounts == local.document.mounts
+        assert not list(by_ray.store.list("packing/"))
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1 << 20])
+def test_a_wrong_number_of_workers_is_an_error(tmp_path: Path, workers: int) -> None:
+    for make in (pack, index):
+        with pytest.raises(UsageError, match=f"workers={workers}"):
+            make(tmp_path, tmp_path / "ds", engine="ray", workers=workers)
+
+
+def test_an_engine_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    for make in (pack, index):
+        with pytest.raises(UsageError, match="no engine 'slurm'"):
+            make(tmp_path, tmp_path / "ds", engine="slurm")
+
+
+def test_a_store_with_secrets_is_refused() -> None:
+    options = {"key": "a", "secret": "b", "endpoint_url": "http://127.0.0.1:1"}
+    with (
+        open_store("s3://bucket/x", storage_options=options) as store,
+        pytest.raises(UnsupportedError, match="secrets"),
+    ):
+        check_shareable(store.location)
