@@ -105,6 +105,14 @@ def leaf_columns(metadata: Any, columns: Collection[str]) -> list[int]:
     return [n for n in range(metadata.num_columns) if schema.column(n).path.partition(".")[0] in columns]
 
 
+def chunk_range(chunk: Any) -> tuple[int, int]:
+    """Return the (start, end) in the file of a column chunk, which is described by its metadata."""
+    start = chunk.data_page_offset
+    if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
+        start = chunk.dictionary_page_offset
+    return start, start + chunk.total_compressed_size
+
+
 def leaf_paths(schema: Any) -> list[str]:
     """Return the paths of the leaf columns of a file with this schema, as `leaf_columns` numbers them."""
     return [path for field in schema for path in _paths(field.type, field.name)]

@@ -7,6 +7,8 @@ Invariants:
 * `SCHEMA` defines all columns. If a sample does not have a stream, all columns of that stream are null.
 * The footer of a part holds the digest of each block of `BLOCK_BYTES` before it, under `BLOCKS`. So any range of a part
   can be checked without the rest.
+* The footer also holds the digest of each column chunk, under `CHUNKS`. So a column can be read and checked without the
+  bytes of its neighbours. Older parts lack this entry.
 * Readers use rows only after `check`: members lie inside their shards, sizes are positive, and streams are complete.
   `check` works on whole columns, because reading one sample checks its whole row group. Most checks take little time
   when the rows are valid. A check is skipped if its columns were not read.
@@ -40,6 +42,11 @@ BLOCKS = b"headrace" + BLOCKS_SUFFIX
 """The key of the footer entry with the blocks' BLAKE3 digests: `BLOCK_DIGEST` bytes of each, in base64.
 
 Readers accept any name before the suffix, because Headrace had another name when it wrote the oldest indexes.
+"""
+CHUNKS = b"headrace.chunks"
+"""The key of the footer entry with the column chunks' BLAKE3 digests: `BLOCK_DIGEST` bytes of each, in base64.
+
+The chunks are in the order of their row groups, and within a row group in the order of the leaf columns.
 """
 BLOCK_DIGEST = SHORT_DIGEST
 

@@ -6,9 +6,10 @@ Invariants:
 
 * A part has at most `PART_ROWS` rows, and is stored once the weight of its rows reaches `PART_WEIGHT`. This bounds the
   memory for writing a part, and keeps every part below the size that readers accept (`documents.PART_BYTES`).
-* A part is written in row groups of `rows_per_group` rows, so one sample can be read in one small read.
+* A part is one row group, so each of its columns is one range of the file. The footer holds a digest of each of these
+  ranges. So a reader of one column reads only the footer and the bytes of this column.
 * A second copy of the rows, in pages (`headrace.dataio.shards.index.pages`), lies between the row groups and the
-  footer.
+  footer. Readers look up samples by number there.
 * The same samples give the same bytes. The key of a part holds a digest of its bytes. So equal rows give equal objects,
   and a part never overwrites a different part.
 
@@ -28,8 +29,8 @@ import pyarrow as pa
 from headrace.dataio.core import limits
 from headrace.dataio.shards.index import arrow as pc
 from headrace.dataio.shards.index import pages
-from headrace.dataio.shards.index.pages import digest
-from headrace.dataio.shards.index.rows import BLOCKS, SCHEMA, block_digests, has_file, samples_of, to_row
+from headrace.dataio.shards.index.pages import digest, short_digest
+from headrace.dataio.shards.index.rows import BLOCKS, CHUNKS, SCHEMA, block_digests, has_file, samples_of, to_row
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions.documents import IndexPart
 from headrace.dataio.store.base import Store
@@ -42,14 +43,10 @@ PART_WEIGHT = 32 * limits.MIB
 """
 FIELD_NAMES = 256
 """The most promoted fields that are recorded for a part. The first ones in order of their names are recorded."""
-GROUP_ROWS = 1024
-GROUP_BYTES = limits.MIB
-MIN_GROUP_ROWS = 64
-"""The smallest number of rows for a row group that `rows_per_group` chooses.
-
-A row group usually has `GROUP_ROWS` rows. If rows are long (a long video has thousands of key frames), it has fewer, so
-that it takes about `GROUP_BYTES`.
-"""
+GROUP_ROWS = PART_ROWS
+"""The most rows of a row group: a whole part. Older parts have row groups of 1,024 rows."""
+_ROWS_AT_ONCE = 1024
+"""The number of rows that are converted to samples together."""
 STATISTICS = ("video_ext", "audio_codec")
 """The columns, in addition to the key, with statistics (minimum, maximum, null count) in the footer.
 
@@ -190,15 +187,36 @@ def write_table(table: Any, samples: Iterable[Sample] | None = None) -> EncodedP
         write_statistics=["key", *STATISTICS],
         store_schema=True,
     ) as writer:
-        writer.write_table(table, row_group_size=rows_per_group(table))
+        writer.write_table(table, row_group_size=GROUP_ROWS)
         stored, directory = pages.write(_samples_of(table) if samples is None else samples)
         section = pages.section_at(sink.tell(), stored, directory)
         sink.write(stored)
         sink.write(directory)
         digests = block_digests(sink.getbuffer())
-        writer.add_key_value_metadata({BLOCKS: base64.b64encode(b"".join(digests))})
-    data = sink.getvalue()
+        chunks = -(-table.num_rows // GROUP_ROWS) * len(codecs)
+        placeholder = _to_text([b"chunk of column "] * chunks)
+        writer.add_key_value_metadata({BLOCKS: _to_text(digests), CHUNKS: placeholder})
+    data = _with_chunk_digests(sink.getvalue(), placeholder)
     return EncodedPart(data, footer_bytes(data), section, _common_files(table))
+
+
+def _to_text(digests: Sequence[bytes]) -> bytes:
+    return base64.b64encode(b"".join(digests))
+
+
+def _with_chunk_digests(data: bytes, placeholder: bytes) -> bytes:
+    """Replace `placeholder` in the footer by the digests of the column chunks, which have the same length.
+
+    The positions of the chunks are known only after the footer is written.
+    """
+    if not placeholder:
+        return data
+    metadata, footer = pc.ParquetReader(data).metadata, len(data) - footer_bytes(data)
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    ranges = [pc.chunk_range(group.column(leaf)) for group in groups for leaf in range(metadata.num_columns)]
+    digests = _to_text([short_digest(data[start:end]) for start, end in ranges])
+    at = data.index(placeholder, footer)
+    return data[:at] + digests + data[at + len(digests) :]
 
 
 def _common_files(table: Any) -> tuple[str, ...]:
@@ -208,8 +226,8 @@ def _common_files(table: Any) -> tuple[str, ...]:
 
 
 def _samples_of(table: Any) -> Iterator[Sample]:
-    for start in range(0, table.num_rows, GROUP_ROWS):
-        rows = table.slice(start, GROUP_ROWS).combine_chunks()
+    for start in range(0, table.num_rows, _ROWS_AT_ONCE):
+        rows = table.slice(start, _ROWS_AT_ONCE).combine_chunks()
         yield from samples_of(rows, range(rows.num_rows))
 
 
@@ -228,19 +246,6 @@ def constant_values(data: bytes) -> dict[str, str]:
             if len(values) == 1:
                 found[name] = str(values.pop())
     return found
-
-
-def rows_per_group(table: Any) -> int:
-    """Return the number of rows for each row group of a part.
-
-    Short columns count as 512 bytes a row, and long columns by their lengths.
-    """
-    long = [pc.list_value_length(table["key_frames"]), pc.list_value_length(table["members"])]
-    long += [pc.binary_length(table[name]) for name in ("text", "fields")]
-    sums = [int(pc.sum_(lengths).as_py() or 0) for lengths in long]
-    rows = int(table.num_rows)
-    total = 512 * rows + sum(size * n for size, n in zip((12, 32, 1, 1), sums, strict=True))
-    return max(MIN_GROUP_ROWS, min(GROUP_ROWS, GROUP_BYTES * rows // max(1, total)))
 
 
 def footer_bytes(data: bytes) -> int:

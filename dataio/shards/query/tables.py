@@ -3,7 +3,7 @@
 Purpose: operations on many samples (conditions, plans by length or shape, checks) read columns of the index parts.
 Samples of parts without pages (`page_reader`) are looked up in row groups. `PartReader` reads as little of a part as
 possible: the footer once, and then the column chunks that a caller needs. If there is only one block before the footer,
-every read needs it, so the reader reads both together.
+every read needs it, so the reader reads both together. Of older parts, it reads the blocks that hold these chunks.
 Invariants:
 
 * Row numbers count the rows of a part, including removed rows. `remaining_rows` returns the rows that are samples.
@@ -12,9 +12,9 @@ Invariants:
 * Up to `READERS` part readers stay open. The least recently used one is closed first.
 * Results do not depend on the cache.
 * Every byte is checked against a digest before the Parquet reader gets it. The version document holds the digest of the
-  footer, and the footer holds the digests of the blocks before it. Ranges lie inside the file. `rows.check` checks the
-  rows as far as the columns that were read allow. `checked` reads and checks everything, including the order of the
-  samples across parts and unique keys.
+  footer. The footer holds the digests of the column chunks, and of the blocks before it. Ranges lie inside the file.
+  `rows.check` checks the rows as far as the columns that were read allow. `checked` reads and checks everything,
+  including the order of the samples across parts and unique keys.
 * Only the ranges that were read take memory. Keys of large indexes are streamed to DuckDB, which holds a hash table of
   the keys to find repeated ones.
 
@@ -32,7 +32,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.index import arrow as pc
 from headrace.dataio.shards.index import rows as index
-from headrace.dataio.shards.index.pages import digest
+from headrace.dataio.shards.index.pages import digest, short_digest
 from headrace.dataio.shards.query.page_reader import name_of, read_ranges
 from headrace.dataio.shards.sample import Files, Sample
 from headrace.dataio.shards.versions.documents import IndexPart, VersionDocument
@@ -262,6 +262,15 @@ def repeated_keys(tables: Iterable[Any]) -> list[str]:
 # --- reading one part
 
 
+class _Chunk(NamedTuple):
+    """A column chunk: its range in the file, the number of its leaf column, and its digest if the footer holds one."""
+
+    start: int
+    end: int
+    leaf: int
+    digest: bytes | None
+
+
 class PartReader:
     """Reads one index part. `shards` gives the size of every shard of the version.
 
@@ -282,6 +291,7 @@ class PartReader:
         if self._metadata.num_rows != part.rows:
             raise self._bad(f"holds {self._metadata.num_rows} rows, the dataset version says {part.rows}")
         self._digests = self._block_digests()
+        self._chunk_digests = self._read_chunk_digests()
         groups = [self._metadata.row_group(g) for g in range(self._metadata.num_row_groups)]
         if any(g.num_rows < 0 or g.total_byte_size > GROUP_BYTES for g in groups):
             raise self._bad("a row group is larger than any that Headrace writes")
@@ -294,7 +304,7 @@ class PartReader:
         names = index.SCHEMA.names if columns is None else list(columns)
         if not len(chosen):
             return index.SCHEMA.empty_table().select(names)
-        data = self._fetch(self._ranges(chosen, set(names)))
+        data = self._fetch(self._chunks(chosen, set(names)))
         try:
             file = pc.ParquetReader(data, self._metadata)
             table = file.read(chosen, columns and names).select(names)
@@ -336,29 +346,62 @@ class PartReader:
             raise self._bad("its footer does not hold as many digests as it has blocks")
         return [joined[start : start + each] for start in range(0, len(joined), each)]
 
-    def _ranges(self, groups: Sequence[int], columns: set[str]) -> list[tuple[int, int]]:
-        """Return the (start, end) of each column chunk in the file."""
-        ranges, limit = list[tuple[int, int]](), self._part.size - self._part.footer
-        wanted = pc.leaf_columns(self._metadata, columns)
-        for group in (self._metadata.row_group(g) for g in groups):
-            for chunk in map(group.column, wanted):
-                start = chunk.data_page_offset
-                if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
-                    start = chunk.dictionary_page_offset
-                end = start + chunk.total_compressed_size
-                if not 0 <= start <= end <= limit:
-                    raise self._bad(f"column {chunk.path_in_schema} lies outside the file")
-                ranges.append((start, end))
-        return ranges
+    def _read_chunk_digests(self) -> bytes | None:
+        """Return the digests of all column chunks. None means that the part is older and has none."""
+        try:
+            stored = (self._metadata.metadata or {}).get(index.CHUNKS)
+            found = None if stored is None else base64.b64decode(stored, validate=True)
+        except ValueError as error:
+            raise self._bad("the digests of its column chunks are not base64") from error
+        if found is not None and len(found) != index.BLOCK_DIGEST * (
+            self._metadata.num_row_groups * self._metadata.num_columns
+        ):
+            raise self._bad("its footer does not hold as many digests as it has column chunks")
+        return found
 
-    def _fetch(self, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
-        """Return a memory map of the file's size in which these ranges are read and checked.
+    def _chunks(self, groups: Sequence[int], columns: set[str]) -> list[_Chunk]:
+        chunks, limit = list[_Chunk](), self._part.size - self._part.footer
+        wanted, digests, size = pc.leaf_columns(self._metadata, columns), self._chunk_digests, index.BLOCK_DIGEST
+        for number in groups:
+            group, first = self._metadata.row_group(number), number * self._metadata.num_columns
+            for leaf in wanted:
+                start, end = pc.chunk_range(group.column(leaf))
+                if not 0 <= start <= end <= limit:
+                    raise self._bad(f"column {group.column(leaf).path_in_schema} lies outside the file")
+                at = size * (first + leaf)
+                chunks.append(_Chunk(start, end, leaf, None if digests is None else digests[at : at + size]))
+        return chunks
+
+    def _fetch(self, chunks: Sequence[_Chunk]) -> mmap.mmap:
+        """Return a memory map of the file's size in which these chunks are read and checked.
 
         The other bytes are zero and take no memory.
         """
         data = mmap.mmap(-1, self._part.size)
-        limit, view = self._part.size - self._part.footer, memoryview(data)
-        runs = _runs({b for start, end in ranges for b in _blocks_of(start, end)})
+        if self._block is not None or self._chunk_digests is None:
+            self._fetch_blocks(memoryview(data), chunks)
+        else:
+            self._fetch_chunks(memoryview(data), chunks)
+        return data
+
+    def _fetch_chunks(self, view: memoryview, chunks: Sequence[_Chunk]) -> None:
+        """Read exactly these chunks into `view`. Chunks that lie next to each other are one range."""
+        ranges = list[tuple[int, int]]()
+        for chunk in sorted(chunks):
+            if ranges and ranges[-1][1] == chunk.start:
+                ranges[-1] = (ranges[-1][0], chunk.end)
+            else:
+                ranges.append((chunk.start, chunk.end))
+        read_ranges(self._store, self._part, [(start, view[start:end]) for start, end in ranges])
+        for chunk in chunks:
+            if short_digest(view[chunk.start : chunk.end]) != chunk.digest:
+                path = self._metadata.schema.column(chunk.leaf).path
+                raise self._bad(f"BLAKE3 of column {path} between {chunk.start} and {chunk.end} does not match")
+
+    def _fetch_blocks(self, view: memoryview, chunks: Sequence[_Chunk]) -> None:
+        """Read the blocks that hold these chunks into `view`."""
+        limit = self._part.size - self._part.footer
+        runs = _runs({block for chunk in chunks for block in _blocks_of(chunk.start, chunk.end)})
         at = [(first * index.BLOCK_BYTES, min(last * index.BLOCK_BYTES, limit)) for first, last in runs]
         if self._block is None:
             read_ranges(self._store, self._part, [(start, view[start:end]) for start, end in at])
@@ -367,7 +410,6 @@ class PartReader:
         for (first, last), (start, end) in zip(runs, at, strict=True):
             if index.block_digests(view[start:end]) != self._digests[first:last]:
                 raise self._bad(f"BLAKE3 of a block between {start} and {end} does not match")
-        return data
 
     def _bad(self, why: str, hint: str = "") -> CorruptionError:
         return CorruptionError(f"{self._name}: {why}", hint=hint)

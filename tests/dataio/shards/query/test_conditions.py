@@ -231,7 +231,6 @@ def without_pages(dataset: Dataset) -> open_index.OpenIndex:
 
 def test_row_groups_that_are_wanted_at_once_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_writer, "GROUP_ROWS", 10)
-    monkeypatch.setattr(part_writer, "MIN_GROUP_ROWS", 1)
     store = open_store(tmp_path)
     rows = make(store, range(200), per_part=150)  # 15 row groups, and 5
     dataset, asked = without_pages(Dataset.open_lazy(tmp_path)), list[object]()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,14 +30,31 @@ from tests.support.indexed_datasets import make, sample, video
 ROWS = 5000
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, versions.VersionDocument, list[Sample]]:
-    store = open_store(tmp_path_factory.mktemp("set"))
-    rows = make(store, range(ROWS), per_shard=500, per_part=ROWS)
+OLD_GROUP_ROWS = 1024
+Made = tuple[Store, versions.VersionDocument, list[Sample]]
+
+
+def make_set(folder: Path, group_rows: int) -> Made:
+    store = open_store(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_writer, "GROUP_ROWS", group_rows)
+        rows = make(store, range(ROWS), per_shard=500, per_part=ROWS)
     return store, versions.load(store)[0], rows
 
 
-def test_row_groups_and_columns_are_read_alone(made: tuple[Store, versions.VersionDocument, list[Sample]]) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """One part with several row groups, as older parts have."""
+    return make_set(tmp_path_factory.mktemp("groups"), OLD_GROUP_ROWS)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """One part as it is written now."""
+    return make_set(tmp_path_factory.mktemp("whole"), part_writer.GROUP_ROWS)
+
+
+def test_row_groups_and_columns_are_read_alone(made: Made) -> None:
     store, document, rows = made
     reader = PartReader(store, document.index[0], document.shard_sizes())
     assert reader.ends.tolist() == [1024, 2048, 3072, 4096, ROWS]
@@ -74,7 +93,7 @@ def test_a_value_that_all_samples_have_is_known_without_reading_anything(
     assert Dataset(tmp_path / "video").constant_value("height") is None  # of which versions say nothing
 
 
-def test_rows_with_many_key_frames_lie_in_smaller_groups(tmp_path: Path) -> None:
+def test_one_of_many_films_costs_a_page_and_not_the_part(tmp_path: Path) -> None:
     """So that one sample of a dataset of films costs no more than one of clips."""
     store = open_store(tmp_path)
     film = tuple(KeyFrame(1000 * n, 24 * n) for n in range(3000))
@@ -83,12 +102,12 @@ def test_rows_with_many_key_frames_lie_in_smaller_groups(tmp_path: Path) -> None
         for n in range(300)
     ]
     (part,) = part_writer.store_parts(store, rows, 0)
-    reader = PartReader(store, part, {"shards/a.tar": 1 << 40})
-    assert reader.ends.tolist() == [*range(64, 300, 64), 300]
-    assert part_writer.rows_per_group(reader.read()) == part_writer.MIN_GROUP_ROWS
-    assert index.from_row(reader.read(None, [2]).to_pylist()[1], 129) == rows[129]
-    short = pa.Table.from_pylist([index.to_row(sample(n, "shards/a.tar", n)) for n in range(10)], schema=index.SCHEMA)
-    assert part_writer.rows_per_group(short) == part_writer.GROUP_ROWS
+    assert PartReader(store, part, {"shards/a.tar": 1 << 40}).ends.tolist() == [300]
+    counting = Counting(store)
+    reader = PageReader(counting, part, 0, {"shards/a.tar": 1 << 40}, PageCache(1))  # type: ignore[arg-type]
+    before = counting.bytes
+    assert reader.samples(np.array([129]), [129]) == [rows[129]]
+    assert 0 < counting.bytes - before < part.size / 50
 
 
 def test_films_make_smaller_parts_than_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,12 +128,16 @@ def test_films_make_smaller_parts_than_clips(tmp_path: Path, monkeypatch: pytest
     assert sizes == {"clips": [2000], "films": [15, 15, 15, 15, 10], "long": [63, 7], "texts": [2, 2, 1]}
 
 
-def test_a_bad_row_is_named_by_its_number_in_the_part_whatever_was_read_with_it(tmp_path: Path) -> None:
+def test_a_bad_row_is_named_by_its_number_in_the_part_whatever_was_read_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_writer, "GROUP_ROWS", OLD_GROUP_ROWS)
     store = open_store(tmp_path)
     rows = [sample(n, "shards/a.tar", n) for n in range(3000)]
     rows[2500] = replace(rows[2500], duration=-1.0)
     (part,) = part_writer.store_parts(store, rows, 0)
     reader = PartReader(store, part, {"shards/a.tar": 1 << 40})
+    assert reader.ends.tolist() == [1024, 2048, 3000]
     assert reader.read(None, [0, 1]).num_rows == 2048
     with pytest.raises(CorruptionError, match="row 2500: duration is negative"):
         reader.read(None, [0, 2])
@@ -131,10 +154,9 @@ class Counting:
         self.store.get_ranges_into(key, ranges)
 
 
-def test_one_group_costs_less_than_the_part(
-    made: tuple[Store, versions.VersionDocument, list[Sample]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_group_costs_less_than_the_part(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     store, document, rows = made
+    monkeypatch.setattr(part_writer, "GROUP_ROWS", OLD_GROUP_ROWS)
     monkeypatch.setattr(index, "BLOCK_BYTES", 4096)  # more of them than a megabyte of rows would have
     counting, part = Counting(store), part_writer.store_parts(store, rows, 1)[0]
     reader = PartReader(counting, part, document.shard_sizes())  # type: ignore[arg-type]
@@ -143,12 +165,76 @@ def test_one_group_costs_less_than_the_part(
     assert counting.bytes < part.size * 0.8
 
 
+def without_chunk_digests(store: Store, part: versions.IndexPart) -> versions.IndexPart:
+    """The part as an older release wrote it: its footer has digests of blocks only."""
+    data = store.get(part.key).replace(index.CHUNKS, b"headrace.other!")
+    store.put("index/older.parquet", data)
+    footer = digest(data[-part.footer :])
+    return replace(part, key="index/older.parquet", digest=digest(data), footer_digest=footer)
+
+
+columns = st.sets(st.sampled_from(index.SCHEMA.names), min_size=1).map(sorted)
+
+
+@settings(deadline=None, max_examples=40)
+@given(columns)
+def test_columns_cost_their_own_bytes(made: Made, whole: Made, columns: list[str]) -> None:
+    for store, document, rows in (made, whole):
+        counting, part = Counting(store), document.index[0]
+        reader = PartReader(counting, part, document.shard_sizes())  # type: ignore[arg-type]
+        assert counting.bytes == part.footer
+        table = reader.read(columns)
+        assert counting.bytes - part.footer == stored_bytes(store.get(part.key), columns)
+        plain = pa.Table.from_pylist([index.to_row(one) for one in rows], schema=index.SCHEMA).select(columns)
+        assert table.equals(plain)
+        assert PartReader(store, without_chunk_digests(store, part), document.shard_sizes()).read(columns).equals(plain)
+
+
+def stored_bytes(data: bytes, columns: list[str]) -> int:
+    """The bytes of these columns in a Parquet file."""
+    metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(leaf) for group in groups for leaf in range(metadata.num_columns)]
+    return sum(one.total_compressed_size for one in chunks if one.path_in_schema.partition(".")[0] in columns)
+
+
+def test_a_column_of_many_short_values_costs_a_tenth_more_than_its_bytes(tmp_path: Path) -> None:
+    """With the footer, in a part of the usual number of rows."""
+    frames = np.random.default_rng(0).integers(30, 600, part_writer.PART_ROWS).astype(np.int32)
+    table = pa.table({"frames": frames, **dict.fromkeys(("key", "shard"), pa.array(["k"] * len(frames)))})
+    empty = {
+        field.name: pa.nulls(len(frames), field.type) if field.nullable else pa.array([[]] * len(frames), field.type)
+        for field in index.SCHEMA
+        if field.name not in table.column_names and field.name not in ("bytes", "duration")
+    }
+    for name, values in (empty | {name: np.zeros(len(frames)) for name in ("bytes", "duration")}).items():
+        table = table.append_column(name, pa.array(values))
+    made = part_writer.write_table(table.select(index.SCHEMA.names).cast(index.SCHEMA), [])
+    assert made.footer + stored_bytes(made.data, ["frames"]) < 1.1 * stored_bytes(made.data, ["frames"])
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_every_damaged_byte_is_found_by_the_reader(
-    made: tuple[Store, versions.VersionDocument, list[Sample]], data: st.DataObject
-) -> None:
-    store, document, _ = made
+def test_a_damaged_column_is_found_and_others_are_read(whole: Made, data: st.DataObject) -> None:
+    store, document, rows = whole
+    part, name = document.index[0], data.draw(st.sampled_from(["key", "frames", "members", "text"]))
+    stored = bytearray(store.get(part.key))
+    metadata = pq.ParquetFile(pa.BufferReader(bytes(stored))).metadata.row_group(0)
+    leaves = [metadata.column(leaf) for leaf in range(metadata.num_columns)]
+    leaf = data.draw(st.sampled_from([one for one in leaves if one.path_in_schema.partition(".")[0] == name]))
+    at = leaf.data_page_offset + data.draw(st.integers(0, leaf.total_compressed_size - 1))
+    stored[at] ^= data.draw(st.integers(1, 255))
+    store.put("index/damaged.parquet", bytes(stored))
+    reader = PartReader(store, replace(part, key="index/damaged.parquet"), document.shard_sizes())
+    assert reader.read(["height"])["height"].to_pylist() == [s.video and s.video.height for s in rows]
+    with pytest.raises(CorruptionError, match=rf"BLAKE3 of column {name}"):
+        reader.read(["height", name])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_every_damaged_byte_is_found_by_the_reader(made: Made, whole: Made, data: st.DataObject) -> None:
+    store, document, _ = data.draw(st.sampled_from([made, whole]))
     part = document.index[0]
     damaged = bytearray(store.get(part.key))
     at = data.draw(st.integers(4, len(damaged) - 1))
@@ -175,16 +261,14 @@ def test_every_damaged_byte_is_found_by_the_reader(
     ],
 )
 def test_a_part_that_differs_from_the_version_document_is_refused(
-    made: tuple[Store, versions.VersionDocument, list[Sample]], change: dict[str, object], words: str
+    made: Made, change: dict[str, object], words: str
 ) -> None:
     store, document, _ = made
     with pytest.raises(CorruptionError, match=words):
         PartReader(store, msgspec.structs.replace(document.index[0], **change), document.shard_sizes()).read()
 
 
-def test_a_footer_without_digests_is_refused(made: tuple[Store, versions.VersionDocument, list[Sample]]) -> None:
-    import pyarrow.parquet as pq
-
+def test_a_footer_without_digests_is_refused(made: Made) -> None:
     store, document, _ = made
     sink = pa.BufferOutputStream()
     pq.write_table(index.SCHEMA.empty_table(), sink)
@@ -197,15 +281,13 @@ def test_a_footer_without_digests_is_refused(made: tuple[Store, versions.Version
         PartReader(store, part, document.shard_sizes())
 
 
-def test_a_large_index_is_checked_as_it_is_read(
-    made: tuple[Store, versions.VersionDocument, list[Sample]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_index_is_checked_as_it_is_read(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     rows = make(store, range(ROWS), per_part=3000)
     part = versions.load(store)[0].index[1]
     assert part.pages is not None
     data = bytearray(store.get(part.key))
-    data[2000] ^= 1
+    data[100] ^= 1  # in the column of keys
     data[part.pages.offset] ^= 1
     store.put(part.key, bytes(data))
     with pytest.raises(CorruptionError):
