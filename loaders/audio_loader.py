@@ -24,9 +24,11 @@ from headrace.loaders.loader import Loader
 from headrace.loaders.processors.audio import PieceProcessor, WindowProcessor, lengths
 from headrace.loaders.processors.wrappers import by_stream
 from headrace.loaders.sampling.buckets import Durations
+from headrace.loaders.sampling.columns import F64, samples_with, small_numbers
 from headrace.loaders.sampling.packing import Pack, Packed, PackedStream, Packing
 from headrace.loaders.sampling.permutation import I64
-from headrace.loaders.sampling.plan import Bucketing, Stream, column, samples_with
+from headrace.loaders.sampling.plan import Bucketing, Stream
+from headrace.loaders.sampling.sample_ids import Bytes, SampleIds
 from headrace.loaders.validation import check_type
 
 if TYPE_CHECKING:
@@ -118,12 +120,13 @@ class AudioLoader(Loader):
         output = config.output()
         delivery = config.delivery(output, group=1 if features == "waveform" else GPU_BATCH)
 
-        def find(dataset: Dataset) -> tuple[I64, Any]:
+        def find(dataset: Dataset) -> tuple[SampleIds, Any]:
             ids = samples_with(dataset, "audio_codec", "sound")
             parts: Any = window.per_sample
             if window.start == "every":
-                seconds = column(dataset, "samples", ids) / column(dataset, "sample_rate", ids)
-                parts = counts(window, seconds)
+                parts = small_numbers(
+                    dataset, ["samples", "sample_rate"], ids, lambda samples, rate: counts(window, samples / rate)
+                )
             return ids, parts
 
         def start_processor() -> Processor:
@@ -173,9 +176,11 @@ def _bucketing(buckets: Durations | None, window: Window) -> Bucketing | None:
             "start='every' counts windows of one length, and buckets have several", hint="use another start"
         )
 
-    def sort(stream: Stream) -> I64:
-        samples, rate = (column(stream.dataset, name, stream.ids) for name in ("samples", "sample_rate"))
+    def assign(samples: F64, rate: F64) -> I64:
         return buckets.assign(samples / rate)
+
+    def sort(stream: Stream) -> Bytes:
+        return small_numbers(stream.dataset, ["samples", "sample_rate"], stream.ids, assign)
 
     return Bucketing(buckets.batches(), sort, buckets.numbers())
 

@@ -25,7 +25,7 @@ from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.fetch.sample_reader import files_of
 from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, Processor, SampleLayout, SampleRef
 from headrace.loaders.loader import Loader
-from headrace.loaders.sampling.permutation import I64
+from headrace.loaders.sampling.sample_ids import AllIds, IdsBuilder, SampleIds
 
 if TYPE_CHECKING:
     from headrace.loaders.sampling.mixture import Mixture
@@ -147,21 +147,20 @@ class FileLoader(Loader):
         super().__init__(plan, start_processor, delivery=delivery, bad_samples=config.bad_samples, owned=owned)
 
 
-def samples_with_files(dataset: Dataset, files: Sequence[str]) -> I64:
+def samples_with_files(dataset: Dataset, files: Sequence[str]) -> SampleIds:
     """The ids of the samples that have files with all of these extensions."""
     if len(dataset) and dataset.index.files_of_all.issuperset(files):
-        return np.arange(len(dataset), dtype=np.int64)
+        return AllIds(len(dataset))
     from headrace.dataio.shards.index import arrow as pc
     from headrace.dataio.shards.index import rows
 
-    found, start, there = list[I64](), 0, set[str]()
+    builder, there = IdsBuilder(len(dataset)), set[str]()
     for table in dataset.index.tables(["members"]):
         for members in table["members"].chunks:
             has = np.stack([rows.has_file(members, ext) for ext in files])
             there |= set(pc.unique(pc.struct_field(pc.list_flatten(members), ["ext"])).to_pylist())
-            found.append(np.flatnonzero(has.all(axis=0)) + start)
-            start += len(members)
-    ids: I64 = np.concatenate([np.empty(0, np.int64), *found])
+            builder.add(has.all(axis=0))
+    ids = builder.ids()
     if not len(ids):
         wanted = ", ".join(f".{ext}" for ext in files)
         raise UsageError(

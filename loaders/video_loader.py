@@ -13,10 +13,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import replace as replace_field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 
@@ -33,8 +33,10 @@ from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
 from headrace.loaders.processors.video import ClipProcessor, ClipSpec, Cut, together
 from headrace.loaders.processors.wrappers import by_stream
+from headrace.loaders.sampling.columns import F64, samples_with, small_numbers
 from headrace.loaders.sampling.permutation import I64
-from headrace.loaders.sampling.plan import Bucketing, Stream, column, samples_with
+from headrace.loaders.sampling.plan import Bucketing, Stream
+from headrace.loaders.sampling.sample_ids import Bytes, SampleIds
 from headrace.loaders.validation import check_choice, check_count, check_type, checked
 
 if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
@@ -157,12 +159,12 @@ class VideoLoader(Loader):
         delivery = config.delivery(output, group=GPU_BATCH)
         self._spec, self._decoder = spec, decoder
 
-        def find(dataset: Dataset) -> tuple[I64, Any]:
+        def find(dataset: Dataset) -> tuple[SampleIds, Any]:
             left_out = IMAGE_EXTENSIONS if spec.clip.frames > 1 else ()
             ids = samples_with(dataset, "video_ext", "video", without=left_out)
             parts: Any = spec.clip.per_video
             if spec.clip.start == "every":
-                parts = counts(spec.clip, column(dataset, "frames", ids), column(dataset, "duration", ids))
+                parts = small_numbers(dataset, ["frames", "duration"], ids, partial(counts, spec.clip))
             return ids, parts
 
         def start_processor() -> Processor:
@@ -234,20 +236,23 @@ def _bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None:
         )
     frames = spec.clip.frames
 
-    def sort(stream: Stream) -> I64:
-        height, width, rotation = (column(stream.dataset, name, stream.ids) for name in ("height", "width", "rotation"))
+    def assign(height: F64, width: F64, rotation: F64, length: F64) -> I64:
         turned = (rotation % 180 == 90) & spec.rotate
         heights, widths = np.where(turned, width, height), np.where(turned, height, width)
-        return buckets.assign(heights.astype(np.int64), widths.astype(np.int64), _lengths(stream, spec.clip), frames)
+        return buckets.assign(heights.astype(np.int64), widths.astype(np.int64), _lengths(length, spec.clip), frames)
+
+    def sort(stream: Stream) -> Bytes:
+        length = "frames" if spec.clip.rate is None else "duration"
+        return small_numbers(stream.dataset, ["height", "width", "rotation", length], stream.ids, assign)
 
     return Bucketing(buckets.batches(frames), sort, buckets.numbers(frames))
 
 
-def _lengths(stream: Stream, clip: Clip) -> npt.NDArray[np.float64]:
-    """Number of frames of each video at the clip's frame spacing."""
+def _lengths(length: F64, clip: Clip) -> F64:
+    """Number of frames of each video at the clip's frame spacing. `length` is in seconds if the clip has a rate."""
     if clip.rate is not None:
-        return column(stream.dataset, "duration", stream.ids) * float(clip.rate)
-    return np.floor((column(stream.dataset, "frames", stream.ids) - 1) / clip.stride) + 1
+        return length * float(clip.rate)
+    return np.floor((length - 1) / clip.stride) + 1
 
 
 def _clip_specs(spec: ClipSpec, buckets: Buckets | None, streams: Sequence[int]) -> list[ClipSpec]:

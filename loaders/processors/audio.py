@@ -33,9 +33,10 @@ from headrace.loaders.interfaces import (
     SampleLayout,
     SampleRef,
 )
+from headrace.loaders.sampling.columns import column
 from headrace.loaders.sampling.packing import Packing
 from headrace.loaders.sampling.permutation import I64
-from headrace.loaders.sampling.plan import Stream, column
+from headrace.loaders.sampling.plan import Stream
 
 
 class WindowProcessor:

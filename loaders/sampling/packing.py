@@ -310,7 +310,7 @@ class PackedPlan(OrderPlan, frozen=True, eq=False):
         stream, seed = self.streams[number], self.schedule.orders[number].seed
         assert isinstance(stream, PackedStream)
         sequences = [stream.at(epoch).sequence(virtual) for _, epoch, virtual in rows]
-        wanted = sorted({int(stream.ids[piece.sample]) for sequence in sequences for piece in sequence})
+        wanted = sorted({stream.ids[piece.sample] for sequence in sequences for piece in sequence})
         samples = dict(zip(wanted, stream.dataset.samples(wanted), strict=True))
         found = dict[int, list[SampleRef]]()
         for (row, epoch, virtual), sequence in zip(rows, sequences, strict=True):
@@ -318,7 +318,7 @@ class PackedPlan(OrderPlan, frozen=True, eq=False):
                 SampleRef(
                     epoch,
                     virtual,
-                    samples[int(stream.ids[piece.sample])],
+                    samples[stream.ids[piece.sample]],
                     number=piece.start // stream.sequences.packing.capacity,
                     source=stream.source,
                     seed=seed,

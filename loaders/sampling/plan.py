@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UsageError
@@ -26,6 +25,13 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.interfaces import SampleRef
 from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.permutation import I64, U64, key_of
+from headrace.loaders.sampling.sample_ids import (
+    Bytes,
+    SampleIds,
+    Small,
+    SmallCounts,
+    bucket_ids,
+)
 from headrace.loaders.sampling.schedule import Plain, Population, Schedule
 from headrace.loaders.sampling.state import Fingerprint, Identity
 
@@ -33,46 +39,49 @@ if TYPE_CHECKING:  # few loaders need these, so they are imported where they are
     from headrace.loaders.sampling.mixture import Mixture
     from headrace.loaders.sampling.packing import Pack, RepackedPlan
 
-F64 = npt.NDArray[np.float64]
-
 
 class Parts:
     """The number of parts of each sample: one number for all samples, or an array with one number for each."""
 
-    def __init__(self, samples: int, each: int | I64) -> None:
+    def __init__(self, samples: int, each: int | Small) -> None:
         self.each = each
-        self._ends: I64 | None = None if isinstance(each, int) else np.cumsum(each, dtype=np.int64)
-        self.total = samples * each if isinstance(each, int) else int(each.sum())
+        self._counts: SmallCounts | None = None
+        if isinstance(each, int):
+            self.total = samples * each
+        else:
+            self._counts = SmallCounts(each)
+            self.total = self._counts.total
 
     def split(self, virtual: I64) -> tuple[I64, I64]:
         """The sample of each virtual sample, and which of the sample's parts it is."""
-        if self._ends is None:
+        if self._counts is None:
             samples, numbers = np.divmod(virtual, self.each)
             return samples, numbers
-        samples = np.searchsorted(self._ends, virtual, side="right").astype(np.int64)
-        return samples, virtual - self._ends[samples] + self.of(samples)
+        return self._counts.split(virtual)
 
     def of(self, samples: I64) -> I64:
         """The number of parts of each of these samples."""
-        return np.full(len(samples), self.each) if isinstance(self.each, int) else self.each[samples]
+        if isinstance(self.each, int):
+            return np.full(len(samples), self.each)
+        return self.each[samples].astype(np.int64)
 
     def first(self, sample: int) -> int:
         """The virtual sample that is a sample's first part."""
-        if self._ends is None or isinstance(self.each, int):
+        if self._counts is None:
             return sample * int(self.each)
-        return int(self._ends[sample] - self.each[sample])
+        return self._counts.first(sample)
 
 
 class Stream(msgspec.Struct, frozen=True, eq=False):
     """Samples of one dataset. `ids` are the samples' ids, and `source` is the index of the dataset in the plan."""
 
     dataset: Dataset
-    ids: I64
+    ids: SampleIds
     parts: Parts
     source: int = 0
 
     @classmethod
-    def of(cls, dataset: Dataset, ids: I64, parts: int | I64, source: int = 0) -> Stream:
+    def of(cls, dataset: Dataset, ids: SampleIds, parts: int | Small, source: int = 0) -> Stream:
         return cls(dataset, ids, Parts(len(ids), parts), source)
 
     @property
@@ -83,10 +92,13 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
             len(self.ids), sample_bytes=self.dataset.total_bytes / len(self.dataset), clips=each, total=self.parts.total
         )
 
-    def choose(self, rows: I64) -> Stream:
-        """The stream of some of these samples. `rows` are indices into `ids`."""
-        parts = self.parts.each if isinstance(self.parts.each, int) else self.parts.each[rows]
-        return Stream.of(self.dataset, self.ids[rows], parts, self.source)
+    def divide(self, chosen: Bytes, buckets: int) -> list[Stream]:
+        """The streams of the samples in each bucket. `chosen` is the bucket of each sample."""
+        each = self.parts.each
+        return [
+            Stream.of(self.dataset, ids, each if isinstance(each, int) else each[chosen == bucket], self.source)
+            for bucket, ids in enumerate(bucket_ids(self.ids, chosen, buckets))
+        ]
 
     def substitute(self, order: Order, ref: SampleRef, attempt: int) -> SampleRef | None:
         """The same part of another sample, which the chunks of `order` determine (see `Order.substitute`)."""
@@ -97,7 +109,7 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
         if other is None:
             return None
         part = int(part) % int(self.parts.of(np.array([other]))[0])
-        sample = self.dataset.sample(int(self.ids[other]))
+        sample = self.dataset.sample(self.ids[other])
         virtual = self.parts.first(other) + part
         return replace(ref, virtual=virtual, sample=sample, number=part, attempt=attempt + 1)
 
@@ -169,7 +181,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
             slots = np.flatnonzero(streams == number)
             stream, seed, virtual = self.streams[number], self.schedule.orders[number].seed, everything[slots]
             rows, parts = stream.parts.split(virtual)
-            samples = stream.dataset.samples(stream.ids[rows].tolist())
+            samples = stream.dataset.samples(stream.ids.take(rows).tolist())
             columns = (slots.tolist(), epochs[slots].tolist(), virtual.tolist(), samples, parts.tolist())
             for slot, own_epoch, v, sample, part in zip(*columns, strict=True):
                 refs[slot] = SampleRef(
@@ -207,43 +219,10 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         return self.names or ("",)
 
 
-def samples_with(dataset: Dataset, column: str, what: str, *, without: Collection[str] = ()) -> I64:
-    """The ids of the samples whose `column` is neither null nor in `without`.
-
-    `what` describes them in the error if there are none.
-    """
-    if not len(dataset):
-        raise UsageError(f"no sample of {dataset.url} is left", hint="loosen the condition of the view")
-    only = dataset.constant_value(column)
-    if only is not None and only not in without:
-        return np.arange(len(dataset), dtype=np.int64)
-    import pyarrow as pa  # imported late: not all loaders need it
-
-    from headrace.dataio.shards.index import arrow as pc
-
-    values = dataset.columns([column])[column]
-    chosen = pc.is_valid(values)
-    if without:
-        chosen = pc.and_(chosen, pc.invert(pc.is_in(values, pa.array(sorted(without), pa.string()))))
-    ids: I64 = np.flatnonzero(chosen.to_numpy()).astype(np.int64)
-    if not len(ids):
-        hint = "`headrace info` shows what it has" + (
-            "; pictures are clips of one frame: Clip(frames=1)" if without else ""
-        )
-        raise UsageError(f"{dataset.url} has no {what}", hint=hint)
-    return ids
-
-
-def column(dataset: Dataset, name: str, ids: I64) -> F64:
-    """The values of a column for these samples, as float64."""
-    values = dataset.columns([name])[name].combine_chunks()
-    return np.asarray(values.to_numpy(zero_copy_only=False), np.float64)[ids]
-
-
 _PACK = 11  # a purpose of `key_of` that no other module uses
-Find = Callable[[Dataset], tuple[I64, int | I64]]
+Find = Callable[[Dataset], tuple[SampleIds, int | Small]]
 """Returns the ids of the samples that a loader can use, and the number of parts of each."""
-Sort = Callable[[Stream], I64]
+Sort = Callable[[Stream], Bytes]
 """Returns the bucket of each sample of a stream."""
 
 
@@ -408,8 +387,7 @@ def _bucketed(
 
 def _sorted(stream: Stream, buckets: Bucketing) -> list[Stream]:
     """The part of a stream in each bucket."""
-    chosen = buckets.sort(stream)
-    return [stream.choose(np.flatnonzero(chosen == bucket)) for bucket in range(len(buckets.batches))]
+    return stream.divide(buckets.sort(stream), len(buckets.batches))
 
 
 def _weighed(mixture: Mixture, how: Sampling) -> dict[str, Any]:
