@@ -30,8 +30,8 @@ from headrace.loaders.batch.sample_builder import OnError
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import DEFAULT_MEMORY, BadSampleOptions, DeliveryOptions
 from headrace.loaders.processors.wrappers import Transform, check_columns, known_columns, sourced, wrapped
-from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import Bucketing, DatasetLike, Find, OrderPlan, Sampling, make_plan, open_datasets
+from headrace.loaders.sampling.sample_ids import SampleIds, Small
 from headrace.loaders.validation import check_choice, check_count, check_type, checked
 
 if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
@@ -246,7 +246,7 @@ class LoaderConfig:
             The plan, and the datasets that were opened for it. The loader closes these.
         """
 
-        def find_checked(dataset: Dataset) -> tuple[I64, int | I64]:
+        def find_checked(dataset: Dataset) -> tuple[SampleIds, int | Small]:
             if self.columns:
                 from headrace.dataio.shards.query.conditions import field_types  # imports DuckDB
 

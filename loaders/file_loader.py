@@ -159,7 +159,7 @@ def samples_with_files(dataset: Dataset, files: Sequence[str]) -> SampleIds:
         for members in table["members"].chunks:
             has = np.stack([rows.has_file(members, ext) for ext in files])
             there |= set(pc.unique(pc.struct_field(pc.list_flatten(members), ["ext"])).to_pylist())
-            builder.add(has.all(axis=0))
+            builder.add(np.logical_and.reduce(has, axis=0))
     ids = builder.ids()
     if not len(ids):
         wanted = ", ".join(f".{ext}" for ext in files)
