@@ -15,12 +15,13 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from headrace.dataio.cache.plan.events import ObjectId, Ranges, Want
 from headrace.dataio.core.errors import HeadraceError, RangeError
 from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.base import Store
 
 SHIFT = 0.25
 T = TypeVar("T")
@@ -98,6 +99,18 @@ class AnnouncementList:
         self._first += len(self._list)  # nothing is left of the old list; indices are not reused
         self._groups.clear()
         return None
+
+
+@dataclass(slots=True, eq=False)
+class AnnouncingStream:
+    """A loader that announces its reads.
+
+    `newest` is the announcement that was not processed yet. `busy`: a thread processes announcements, or will soon.
+    """
+
+    announced: AnnouncementList = field(default_factory=AnnouncementList)
+    newest: tuple[Store, Upcoming] | None = None
+    busy: bool = False
 
 
 def dropped_count(old: Sequence[T], new: Sequence[T]) -> int | None:

@@ -2,16 +2,17 @@
 
 Purpose: cache files can be mapped, passed to another process, and dropped at any moment.
 Invariants: an unnamed cache file is unlinked as soon as it is open. So its bytes exist exactly as long as a descriptor
-or a mapping of it exists, and a killed process leaves no such files. (`disks` describes files with a name.) Dropping a
-file never changes the bytes that a holder sees. Descriptors that other processes get are read-only. No file is ever
-truncated, and no holes are punched into it. `FdCache` keeps at most `FILES` descriptors, and `Buffers` at most `count`
-buffers.
+or a mapping of it exists, and a killed process leaves no such files. It costs one descriptor while the cache has it.
+(`disks` describes files with a name, which cost none.) Dropping a file never changes the bytes that a holder sees.
+Descriptors that other processes get are read-only. No file is ever truncated, and no holes are punched into it.
+`DescriptorPool` keeps at most `limit` descriptors, `FdCache` at most `FILES`, and `Buffers` at most `count` buffers.
 Failure behaviour: `OSError` (no space, no directory) goes to the caller, which continues without the cache. A store's
-errors pass through. When the process has too many open files, `FdCache` closes its own first.
+errors pass through. When the process has too many open files, `DescriptorPool` and `FdCache` close their own first.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import errno
 import mmap
@@ -52,32 +53,120 @@ def fill(file: Descriptor, offset: int, into: memoryview) -> None:
         done += got
 
 
-class BlockFile:
-    """A sparse file of `size` bytes. `reader` is a read-only descriptor."""
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+"""Error numbers of a process or a machine that has too many open files."""
 
-    __slots__ = ("_writer", "reader", "size")
 
-    def __init__(self, writer: Descriptor, reader: Descriptor, size: int) -> None:
-        self._writer, self.reader, self.size = writer, reader, size
+class DescriptorPool:
+    """The most recently used descriptors of cache files, at most `limit`. Safe to share between threads.
+
+    A file is opened when its descriptor is needed. A descriptor that leaves the pool closes when its last user is done.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._lock = limit, threading.Lock()
+        self._open: OrderedDict[tuple[BlockFile, int], Descriptor] = OrderedDict()
+
+    def get(self, file: BlockFile, path: str, flags: int) -> Descriptor:
+        """The file's descriptor with these flags; `OSError` if `path` cannot be opened."""
+        with self._lock:
+            found = self._open.get((file, flags))
+            if found is not None:
+                self._open.move_to_end((file, flags))
+                return found
+        found = self._opened(path, flags)
+        oldest = None
+        with self._lock:
+            if not file.dropped:
+                self._open[file, flags] = found
+                oldest = self._open.popitem(last=False) if len(self._open) > self._limit else None
+        del oldest  # closed outside the lock
+        return found
+
+    def drop(self, file: BlockFile, *flags: int) -> None:
+        """Forget the file's descriptors with these flags, and keep none of it from now on."""
+        with self._lock:
+            file.dropped = True
+            dropped = [self._open.pop((file, each), None) for each in flags]
+        del dropped
+
+    def clear(self) -> None:
+        """Forget all descriptors."""
+        with self._lock:
+            dropped, self._open = self._open, OrderedDict()
+        del dropped
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def _opened(self, path: str, flags: int) -> Descriptor:
+        try:
+            return Descriptor(os.open(path, flags | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTORS:
+                raise
+        self.clear()
+        return Descriptor(os.open(path, flags | os.O_CLOEXEC))
+
+
+class BlockFile(abc.ABC):
+    """A sparse file of `size` bytes. `dropped`: the cache has no use for it any more."""
+
+    __slots__ = ("_pool", "dropped", "size")
+
+    def __init__(self, pool: DescriptorPool, size: int) -> None:
+        self._pool, self.size, self.dropped = pool, size, False
+
+    @abc.abstractmethod
+    def reader(self) -> Descriptor:
+        """A read-only descriptor; `OSError` if the file cannot be opened."""
+
+    @abc.abstractmethod
+    def writer(self) -> Descriptor:
+        """A descriptor for writing; `OSError` if the file cannot be opened."""
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write all of `data` at `offset`.
 
         It uses `pwrite`, because with a mapping a full disk would cause SIGBUS instead of an error.
         """
-        done = 0
+        writer, done = self.writer(), 0
         while done < len(data):
-            done += os.pwrite(self._writer.fileno(), data[done:], offset + done)
+            done += os.pwrite(writer.fileno(), data[done:], offset + done)
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes at `offset`; `OSError` when the file is too short."""
-        fill(self.reader, offset, into)
+        fill(self.reader(), offset, into)
 
+    @abc.abstractmethod
     def wrote(self, block: int, digest: int) -> None:
         """Record that the whole block, with this digest, is in the file. A file without a name records nothing."""
 
+    @abc.abstractmethod
     def unlink(self) -> None:
-        """Remove the file's name, if it has one."""
+        """Remove the file's name, if it has one. Bytes that a holder sees stay."""
+
+
+class UnnamedFile(BlockFile):
+    """A file that exists as long as a descriptor or a mapping of it does."""
+
+    __slots__ = ("_writer",)
+
+    def __init__(self, pool: DescriptorPool, writer: Descriptor, size: int) -> None:
+        super().__init__(pool, size)
+        self._writer = writer
+
+    def reader(self) -> Descriptor:
+        return self._pool.get(self, f"/proc/self/fd/{self._writer.fileno()}", os.O_RDONLY)
+
+    def writer(self) -> Descriptor:
+        return self._writer
+
+    def wrote(self, block: int, digest: int) -> None:
+        pass
+
+    def unlink(self) -> None:
+        self._pool.drop(self, os.O_RDONLY)
 
 
 class BlockDirectory:
@@ -86,19 +175,18 @@ class BlockDirectory:
     Other users may share it, as they share /tmp: a file has a name for microseconds only, with mode 0400.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, pool: DescriptorPool) -> None:
+        self.path, self._pool = path, pool
 
     def create(self, size: int) -> BlockFile:
         """A new empty file of `size` bytes; nothing is allocated yet."""
         path = self.path / f"headrace-{secrets.token_hex(8)}.blocks"
         writer = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400))
         try:
-            reader = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             os.ftruncate(writer.fileno(), size)
         finally:
             os.unlink(path)
-        return BlockFile(writer, reader, size)
+        return UnnamedFile(self._pool, writer, size)
 
 
 class MappedFile(mmap.mmap):
@@ -155,16 +243,30 @@ class Lease:
     """A hold on a file that holds the requested ranges: while the lease exists, the file counts as held.
 
     `present` are the runs (first, end) of present bytes. `once`: it is a ring file, whose mapping need not be kept.
+    The lease keeps a read-only descriptor open until `take_descriptor`.
     """
 
-    __slots__ = ("_ended", "descriptor", "file", "once", "present", "size")
+    __slots__ = ("_descriptor", "_ended", "file", "once", "present", "size")
 
     def __init__(
-        self, file: int, opened: BlockFile, *, present: list[tuple[int, int]], ended: deque[int], once: bool = False
+        self,
+        file: int,
+        descriptor: Descriptor,
+        size: int,
+        *,
+        present: list[tuple[int, int]],
+        ended: deque[int],
+        once: bool = False,
     ) -> None:
-        self.file, self.size, self.present, self.once = file, opened.size, present, once
-        self.descriptor: Descriptor = opened.reader
+        self.file, self.size, self.present, self.once = file, size, present, once
+        self._descriptor: Descriptor | None = descriptor
         self._ended = ended
+
+    def take_descriptor(self) -> Descriptor:
+        """Pass the descriptor to the caller. The hold continues without it; call this once."""
+        descriptor, self._descriptor = self._descriptor, None
+        assert descriptor is not None
+        return descriptor
 
     def __del__(self) -> None:
         self._ended.append(self.file)  # may run in any thread, under any lock, so the engine handles it later

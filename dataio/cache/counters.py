@@ -7,6 +7,9 @@ Failure behaviour: it raises no errors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from headrace.dataio.cache.disks import TierDirectory
 from headrace.dataio.core import metrics
 
 REPORT_EVERY_READS = 64
@@ -41,6 +44,21 @@ class ReadCounters:
         """Count bytes that were found in a tier; `tier` is None if the file was dropped meanwhile."""
         if tier is not None:
             self.tier_hits[tier] += size
+
+    def tier_stats(
+        self, tiers: Sequence[TierDirectory], usage: Sequence[tuple[int, int, bool]]
+    ) -> list[dict[str, object]]:
+        """The status of each tier. `usage` are (budget, used bytes, whether the disk can be written) of each."""
+        return [
+            {
+                "directory": str(tier.path),
+                "budget_bytes": budget,
+                "used_bytes": used,
+                "hit_bytes": hits,
+                "paused": not usable,
+            }
+            for tier, hits, (budget, used, usable) in zip(tiers, self.tier_hits, usage, strict=True)
+        ]
 
     def report(self) -> None:
         """Add the counts to the process's metrics."""

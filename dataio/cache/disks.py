@@ -5,13 +5,16 @@ a map `<name>.map` that lists its blocks, so a restarted daemon begins with the 
 (docs/design/0002).
 Invariants: the engine calls `Disks` under its lock. A block is listed only after it was written, and its digest is
 checked after a restart before any reader gets the bytes. A file that does not match its map (size, owner, type) is
-removed unread. One daemon at a time owns a directory of persistent files. When a block has two attempts, only one of
-them writes piece by piece. The block belongs to the attempt that completes it first; the other one writes nothing
-afterwards. So a block's bytes and its digest come from one attempt.
+removed unread. One daemon at a time owns a directory of persistent files. A persistent file costs no descriptor: it is
+opened when it is read or written, and a `DescriptorPool` keeps the files that were used last open
+(docs/design/0036). When a block has two attempts, only one of them writes piece by piece. The block belongs to the
+attempt that completes it first; the other one writes nothing afterwards. So a block's bytes and its digest come from
+one attempt.
 Failure behaviour: when a disk cannot be written, the engine logs one warning, and tries the disk again after
 `RECOVER_SECONDS`. Blocks that it holds are still served. A write error is a `DiskError`. A failed fetch may leave bytes
 in the file; they are not listed, and the next fetch overwrites them. If a block cannot be added to the map, it is lost
-at the next start. Damaged maps are removed together with their files.
+at the next start. Damaged maps are removed together with their files. A file that was deleted meanwhile, and a process
+without free descriptors, are an `OSError` of `reader` and `writer`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import os
 import secrets
 import stat
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +32,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from headrace.dataio.cache.blocks import BlockDirectory, BlockFile, Descriptor
+from headrace.dataio.cache.blocks import NO_DESCRIPTORS, BlockDirectory, BlockFile, Descriptor, DescriptorPool
 from headrace.dataio.cache.plan.events import Create, ObjectId
 from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.log import get_logger, warn_once
@@ -51,10 +55,14 @@ class TierDirectory(msgspec.Struct, frozen=True):
 
 
 class Disks:
-    """The cache files by number. `tiers`: fastest first."""
+    """The cache files by number. `tiers`: fastest first.
 
-    def __init__(self, tiers: Sequence[TierDirectory], block_bytes: int, clock: Clock) -> None:
+    At most `descriptors` stay open for files that are read or written at times. Unnamed files have one more each.
+    """
+
+    def __init__(self, tiers: Sequence[TierDirectory], block_bytes: int, clock: Clock, descriptors: int = 256) -> None:
         self.tiers, self._block_bytes, self._clock = tiers, block_bytes, clock
+        self._pool = DescriptorPool(descriptors)
         self.files: dict[int, BlockFile] = {}
         self._paused: dict[int, float] = {}  # failed tiers, and when to try them again
 
@@ -62,9 +70,9 @@ class Disks:
         """Create an empty file; `OSError` when its disk fails."""
         tier = self.tiers[create.tier]
         self.files[create.file] = (
-            create_persistent(tier.path, create.object, self._block_bytes)
+            create_persistent(tier.path, create.object, self._block_bytes, self._pool)
             if create.keep and tier.keep
-            else BlockDirectory(tier.path).create(create.object.size)
+            else BlockDirectory(tier.path, self._pool).create(create.object.size)
         )
 
     def drop(self, file: int) -> bool:
@@ -78,8 +86,13 @@ class Disks:
         """The files that an earlier engine left, as (tier, file). Blocks are verified when they are first requested."""
         for number, tier in enumerate(self.tiers):
             if tier.keep:
-                for found in adopt(tier.path, self._block_bytes):
+                for found in adopt(tier.path, self._block_bytes, self._pool):
                     yield number, found
+
+    def clear(self) -> None:
+        """Forget all files. Those with a name stay on the disk."""
+        self.files.clear()
+        self._pool.clear()
 
     # disk errors
 
@@ -106,7 +119,9 @@ class Disks:
 _MAGIC = b"headrace-cache-1"
 _HEAD = struct.Struct("<16sIIQ")  # magic, block size, bytes of the object's name, digest of it
 _RECORD = struct.Struct("<IQ")  # block, XXH3-64 of its bytes
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ = os.O_RDONLY | os.O_NOFOLLOW
+_WRITE = os.O_RDWR | os.O_NOFOLLOW
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
 NAME_BYTES = 16 << 10
 MAP_BYTES = 64 << 20
 
@@ -120,105 +135,131 @@ def digest(data: memoryview | bytes) -> int:
 
 
 class PersistentFile(BlockFile):
-    """A cache file with a name.
+    """A cache file with a name, and its map. `records` is the part of the map that an earlier daemon wrote."""
 
-    `listing` is its map, open for appending. `digests` are the digests of the blocks that an earlier daemon listed.
-    """
+    __slots__ = ("_directory", "_name", "records")
 
-    __slots__ = ("_listing", "_path", "digests")
+    def __init__(self, pool: DescriptorPool, directory: str, name: str, *, size: int, records: bytes = b"") -> None:
+        super().__init__(pool, size)
+        self._directory, self._name, self.records = directory, name, records
 
-    def __init__(self, path: Path, *, writer: Descriptor, reader: Descriptor, listing: Descriptor, size: int) -> None:
-        super().__init__(writer, reader, size)
-        self._path, self._listing = path, listing
-        self.digests: dict[int, int] = {}
+    def reader(self) -> Descriptor:
+        return self._pool.get(self, self._path(".blocks"), _READ)
+
+    def writer(self) -> Descriptor:
+        return self._pool.get(self, self._path(".blocks"), _WRITE)
+
+    def digest_of(self, block: int) -> int | None:
+        """The digest of a block that an earlier daemon listed."""
+        return newest_digest(self.records, block)
 
     def wrote(self, block: int, digest: int) -> None:
         with contextlib.suppress(OSError):
-            os.write(self._listing.fileno(), _RECORD.pack(block, digest))
+            listing = self._pool.get(self, self._path(".map"), _APPEND)  # open until it is written
+            os.write(listing.fileno(), _RECORD.pack(block, digest))
 
     def unlink(self) -> None:
         # the map goes first: a file without a map is removed at the next start
-        for path in (_map_of(self._path), self._path):
+        for path in (self._path(".map"), self._path(".blocks")):
             with contextlib.suppress(OSError):
-                path.unlink()
+                os.unlink(path)
+        self._pool.drop(self, _READ, _WRITE, _APPEND)
+
+    def _path(self, suffix: str) -> str:
+        return f"{self._directory}/{self._name}{suffix}"
 
 
 class AdoptedFile(msgspec.Struct, frozen=True):
-    """A file of an earlier daemon, and its object."""
+    """A file of an earlier daemon, its object, and the blocks that its map lists."""
 
     object: ObjectId
     file: PersistentFile
+    blocks: set[int]
 
 
-def create_persistent(directory: Path, obj: ObjectId, block_bytes: int) -> PersistentFile:
+def create_persistent(directory: Path, obj: ObjectId, block_bytes: int, pool: DescriptorPool) -> PersistentFile:
     """A new empty file for `obj`; `OSError` when the disk is full or the directory is missing."""
-    path = directory / f"{secrets.token_hex(8)}.blocks"
-    writer = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    stem = secrets.token_hex(8)
+    path = directory / f"{stem}.blocks"
+    writer = Descriptor(os.open(path, _WRITE | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     try:
         os.ftruncate(writer.fileno(), obj.size)
-        reader = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        listing = Descriptor(os.open(_map_of(path), _APPEND | os.O_CREAT | os.O_EXCL, 0o600))
+        listing = Descriptor(os.open(path.with_suffix(".map"), _APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         name = _encode((obj.source, obj.key, obj.size, obj.modified))
         os.write(listing.fileno(), _HEAD.pack(_MAGIC, block_bytes, len(name), digest(name)) + name)
     except OSError:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        _remove(path.with_suffix(".map"), path)
         raise
-    return PersistentFile(path, writer=writer, reader=reader, listing=listing, size=obj.size)
+    return PersistentFile(pool, os.fspath(directory), stem, size=obj.size)
 
 
-def adopt(directory: Path, block_bytes: int) -> Iterator[AdoptedFile]:
-    """Yield the usable files in `directory`, most recently written last, and remove the others."""
-    maps = [(path.stat().st_mtime_ns, path) for path in directory.glob("*.map")]
-    mapped = {path.with_suffix(".blocks") for _, path in maps}
-    for orphan in set(directory.glob("*.blocks")) - mapped:
-        _remove(orphan)
-    for _, path in sorted(maps):
+def adopt(directory: Path, block_bytes: int, pool: DescriptorPool) -> Iterator[AdoptedFile]:
+    """Yield the usable files in `directory`, most recently written last, and remove the others.
+
+    It opens one file at a time. `OSError` if the process has no descriptor for that.
+    """
+    maps, blocks = list[tuple[int, str]](), dict[str, os.stat_result]()
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            stem, dot, suffix = entry.name.rpartition(".")
+            if suffix == "map" and dot:
+                maps.append((entry.stat(follow_symlinks=False).st_mtime_ns, stem))
+            elif suffix == "blocks" and dot:
+                blocks[stem] = entry.stat(follow_symlinks=False)
+    for orphan in blocks.keys() - {stem for _, stem in maps}:
+        _remove(directory / f"{orphan}.blocks")
+    for _, stem in sorted(maps):
         try:
-            found = _open(path, block_bytes)
+            found = _adopted(directory, stem, blocks.get(stem), block_bytes, pool)
         except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
+            if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
+                raise  # the file has no fault
             _log.warning("removing an unusable cache file of an earlier daemon: %s", error)
-            _remove(path, path.with_suffix(".blocks"))
+            _remove(directory / f"{stem}.map", directory / f"{stem}.blocks")
             continue
         yield found
 
 
-def _open(map_path: Path, block_bytes: int) -> AdoptedFile:
-    obj, digests = _read_map(map_path, block_bytes)
-    path = map_path.with_suffix(".blocks")
-    writer = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
-    found = os.fstat(writer.fileno())
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != obj.size:
-        raise ValueError(f"{path.name} is not the file that its map describes")
-    reader = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
-    file = PersistentFile(
-        path, writer=writer, reader=reader, listing=Descriptor(os.open(map_path, _APPEND)), size=obj.size
-    )
-    file.digests = digests
-    return AdoptedFile(obj, file)
+def _adopted(
+    directory: Path, stem: str, found: os.stat_result | None, block_bytes: int, pool: DescriptorPool
+) -> AdoptedFile:
+    folder = os.fspath(directory)
+    obj, records = _read_map(f"{folder}/{stem}.map", block_bytes)
+    own = found is not None and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    if found is None or not own or found.st_size != obj.size:
+        raise ValueError(f"{stem}.blocks is not the file that its map describes")
+    count = -(-obj.size // block_bytes)
+    blocks = {block for block, _ in _RECORD.iter_unpack(records) if block < count}
+    return AdoptedFile(obj, PersistentFile(pool, folder, stem, size=obj.size, records=records), blocks)
 
 
-def _read_map(path: Path, block_bytes: int) -> tuple[ObjectId, dict[int, int]]:
+def _read_map(path: str, block_bytes: int) -> tuple[ObjectId, bytes]:
+    """The object of a map, and its whole records."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        if os.fstat(fd).st_size > MAP_BYTES:
-            raise ValueError(f"{path.name} is too large for a map")
-        data = memoryview(os.read(fd, MAP_BYTES))
+        if (size := os.fstat(fd).st_size) > MAP_BYTES:
+            raise ValueError(f"{path} is too large for a map")
+        data = os.read(fd, size)
     finally:
         os.close(fd)
     magic, size, length, expected = _HEAD.unpack_from(data)
-    name = bytes(data[_HEAD.size : _HEAD.size + min(length, NAME_BYTES)])
+    name = data[_HEAD.size : _HEAD.size + min(length, NAME_BYTES)]
     if magic != _MAGIC or size != block_bytes or digest(name) != expected:
-        raise ValueError(f"{path.name} is not a map of blocks of {block_bytes} bytes")
-    obj = ObjectId(*_decode.decode(name))
-    blocks = -(-obj.size // block_bytes)
+        raise ValueError(f"{path} is not a map of blocks of {block_bytes} bytes")
+    source, key, size, modified = _decode.decode(name)
     records = data[_HEAD.size + length :]
     whole = records[: len(records) // _RECORD.size * _RECORD.size]  # the last one may be incomplete
-    return obj, {block: found for block, found in _RECORD.iter_unpack(whole) if block < blocks}
+    return ObjectId(sys.intern(source), key, size, modified), whole
 
 
-def _map_of(path: Path) -> Path:
-    return path.with_suffix(".map")
+def newest_digest(records: bytes, block: int) -> int | None:
+    """The digest in the last record of a block, if there is one."""
+    wanted, at = struct.pack("<I", block), len(records)
+    while (at := records.rfind(wanted, 0, at + len(wanted) - 1)) >= 0:
+        if at % _RECORD.size == 0:
+            found: int = _RECORD.unpack_from(records, at)[1]
+            return found
+    return None
 
 
 def _remove(*paths: Path) -> None:
@@ -233,6 +274,18 @@ class DiskError(Exception):
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def out_of_descriptors(error: OSError) -> bool:
+    """Whether the process, or the machine, only has too many open files. If so, log one warning."""
+    found = error.errno in NO_DESCRIPTORS
+    if found:
+        warn_once(
+            _log,
+            "the cache's files cannot be opened, because this process has too many open files: reading from the store "
+            "directly (raise the limit, LimitNOFILE= in systemd)",
+        )
+    return found
 
 
 class SupersededError(Exception):

@@ -6,21 +6,23 @@ requests need at the same time is fetched once, and all of them get the bytes or
 cached.
 Failure behaviour: when a tier's disk fails (full, missing, read-only), the engine logs one warning, and the tier admits
 no new blocks for `disks.RECOVER_SECONDS`. Without a working tier the future of `open` gives None: read the store
-directly. After `close` every pending future fails.
+directly. When a cache file was deleted by someone else, the engine drops it. When the process has no free descriptor,
+requests get None, and nothing is dropped. After `close` every pending future fails.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from headrace.dataio.cache.announcements import AnnouncementList, Forecast, Upcoming, check_inside
+from headrace.dataio.cache import disks
+from headrace.dataio.cache.announcements import AnnouncementList, AnnouncingStream, Forecast, Upcoming, check_inside
 from headrace.dataio.cache.blocks import Lease
 from headrace.dataio.cache.counters import ReadCounters
 from headrace.dataio.cache.disks import DiskError, Disks, TierDirectory
@@ -48,18 +50,6 @@ _log = get_logger(__name__)
 Ranges = Sequence[tuple[int, int]]
 
 
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """A loader that announces its reads.
-
-    `newest` is the announcement that was not processed yet. `busy`: a thread processes announcements, or will soon.
-    """
-
-    announced: AnnouncementList = field(default_factory=AnnouncementList)
-    newest: tuple[Store, Upcoming] | None = None
-    busy: bool = False
-
-
 class Engine:
     """A cache of `budget` bytes in `directory`, and in the further tiers `slower`. Thread-safe."""
 
@@ -70,6 +60,8 @@ class Engine:
         *,
         threads: int = 8,
         max_files: int = 1024,
+        max_kept_files: int | None = None,
+        descriptors: int = 256,
         block_bytes: int = limits.CACHE_BLOCK_BYTES,
         clock: Clock = SYSTEM_CLOCK,
         keep: bool = False,
@@ -82,7 +74,10 @@ class Engine:
             directory: Directory of the fastest tier's files.
             budget: Maximum size of that tier in bytes.
             threads: Maximum number of concurrent requests to stores.
-            max_files: Maximum number of cache files.
+            max_files: Maximum number of cache files of a tier that keeps no files. Each has a descriptor.
+            max_kept_files: Maximum number of files of a tier that keeps them; by default `max_files`. They have no
+                descriptor while they are not used.
+            descriptors: Maximum number of descriptors that stay open for the files that were used last.
             block_bytes: Size of a block.
             clock: Replaced in tests.
             keep: Whether files outlive the engine and are adopted by the next one.
@@ -91,16 +86,22 @@ class Engine:
         """
         buffers = buffers or threads
         tiers = (TierDirectory(directory, budget, keep), *slower)
-        self._clock, self._disks, self._objects = clock, Disks(tiers, block_bytes, clock), Objects(clock)
+        self._clock, self._objects = clock, Objects(clock)
+        self._disks = Disks(tiers, block_bytes, clock, descriptors)
         self._listeners: list[Callable[[int], None]] = []
-        self._plan = CachePlan([tier.budget for tier in tiers], block_bytes=block_bytes, max_files=max_files)
+        self._plan = CachePlan(
+            [tier.budget for tier in tiers],
+            block_bytes=block_bytes,
+            max_files=[(max_kept_files or max_files) if tier.keep else max_files for tier in tiers],
+            max_ring_files=max(4, max_files // 4),
+        )
         self._lock = threading.Lock()
         self._sources: dict[str, Store] = {}
         self._waiting: dict[int, Future[Lease | None]] = {}
         self._ended: deque[int] = deque()
         self._jobs: dict[int, str] = {}  # by stream
         self._trace_parents: dict[int, str] = {}  # by stream: the span of its last request
-        self._announcing: dict[int, _Stream] = {}
+        self._announcing: dict[int, AnnouncingStream] = {}
         self._tickets = itertools.count()
         self._closed = False
         self._counters = ReadCounters(len(tiers))
@@ -155,9 +156,11 @@ class Engine:
             file = self._plan.take(known, ranges)  # type: ignore[arg-type]  # any sequence of pairs works
             if file is None or file not in self._disks.files:
                 return None
-            self._counters.add(size, present=True, bypassed=False, announced=bool(stream))
-            self._counters.hit(self._plan.tier_of(file), size)
-            return self._lease(file, False)
+            lease = self._lease(file, False)
+            if lease is not None:
+                self._counters.add(size, present=True, bypassed=False, announced=bool(stream))
+                self._counters.hit(self._plan.tier_of(file), size)
+            return lease
 
     def grown(self, known_runs: Mapping[int, Sequence[tuple[int, int]]]) -> list[tuple[int, list[tuple[int, int]]]]:
         """Some of the files in `known_runs` that have more present bytes now, with their runs.
@@ -173,7 +176,7 @@ class Engine:
     def announce(self, stream: int, store: Store, upcoming: Upcoming) -> None:
         """Prefetch these (key, offset, length), soonest first. Replaces the last announcement of `stream`."""
         with self._lock:
-            found = self._announcing.setdefault(stream, _Stream())
+            found = self._announcing.setdefault(stream, AnnouncingStream())
             found.newest, scheduled, found.busy = (store, upcoming[:ANNOUNCED]), found.busy, True
             later = self._execute(self._plan.reads_in_order(stream, self._objects.source(store)))
         _run_all(later)
@@ -262,18 +265,7 @@ class Engine:
     def tier_stats(self) -> list[dict[str, object]]:
         """Each tier's directory, its budget, usage and hits in bytes, and whether it is paused after a disk error."""
         with self._lock:
-            return [
-                {
-                    "directory": str(tier.path),
-                    "budget_bytes": budget,
-                    "used_bytes": used,
-                    "hit_bytes": hits,
-                    "paused": not usable,
-                }
-                for tier, hits, (budget, used, usable) in zip(
-                    self._disks.tiers, self._counters.tier_hits, self._plan.tiers, strict=True
-                )
-            ]
+            return self._counters.tier_stats(self._disks.tiers, self._plan.tiers)
 
     def prefetch_stats(self) -> dict[str, float | int]:
         """Statistics of prefetching: the window, reads that were ready in time, and the forecast's error."""
@@ -295,7 +287,7 @@ class Engine:
             self._closed = True
             self._counters.report()
             waiting, self._waiting = list(self._waiting.values()), {}
-            self._disks.files.clear()
+            self._disks.clear()
         self._fetcher.close()
         for future in waiting:
             future.set_exception(TransientError("the cache was closed"))
@@ -398,24 +390,27 @@ class Engine:
                     self._disks.drop(file)
                     later.extend(partial(listener, file) for listener in self._listeners if not once)
                 case Ready(ticket, file, once):
-                    later.append(self._resolve(ticket, self._lease(file, once)))
+                    later.append(self._resolve(ticket, self._lease(file, once, todo)))
                 case Bypass(ticket):
                     later.append(self._resolve(ticket, None))
-                case Failed(ticket):  # the object is shorter than expected, but may contain the requested range
-                    later.append(self._resolve(ticket, None if isinstance(error, RangeError) else error))
+                case Failed(ticket):
+                    # the object is shorter than expected, but may contain the requested range; or the cache failed
+                    direct = isinstance(error, RangeError | DiskError)
+                    later.append(self._resolve(ticket, None if direct else error))
         metrics.cache_resident_bytes.set(self._plan.used)
         return later
 
     def _create(self, create: Create) -> None:
         try:
             self._disks.create(create)
-        except OSError as error:
-            self._pause(create.tier, error)
+        except OSError as error:  # the file's first fetch reports it as lost
+            if not disks.out_of_descriptors(error):
+                self._pause(create.tier, error)
 
     def _adopt(self) -> None:
         """Adopt the files of an earlier engine."""
         for tier, found in self._disks.remaining():
-            file = self._plan.adopt(found.object, found.file.digests, tier)
+            file = self._plan.adopt(found.object, found.blocks, tier)
             if file is None:
                 found.file.unlink()
             else:
@@ -438,12 +433,18 @@ class Engine:
         trace_parent = self._trace_parents.get(fetch.stream, "")
         self._fetcher.start(FetchTask(fetch, opened, store, obj.key, sources, is_awaited, job, trace_parent))
 
-    def _lease(self, file: int, once: bool) -> Lease | None:
+    def _lease(self, file: int, once: bool, todo: deque[Instruction] | None = None) -> Lease | None:
+        """A lease on the file; None if it cannot be opened. `todo` gets the instructions that this causes."""
         opened = self._disks.files.get(file)
-        if opened is None:  # an empty object whose file could not be created
-            self._ended.append(file)
-            return None
-        return Lease(file, opened, present=self._plan.runs(file, RUNS), ended=self._ended, once=once)
+        try:
+            if opened is not None:  # else an empty object whose file could not be created
+                present = self._plan.runs(file, RUNS)
+                return Lease(file, opened.reader(), opened.size, present=present, ended=self._ended, once=once)
+        except OSError as error:
+            if not disks.out_of_descriptors(error) and todo is not None:
+                todo.extend(self._plan.lost(file))  # it was deleted
+        self._ended.append(file)
+        return None
 
     def _resolve(self, ticket: int, outcome: Lease | BaseException | None) -> Callable[[], None]:
         future = self._waiting.pop(ticket, None)
@@ -461,8 +462,9 @@ class Engine:
         with self._lock:
             for fetch, error, from_store in results:
                 self._counters.totals["fetched_bytes"] += from_store
-                if isinstance(error, DiskError):
-                    self._pause(self._plan.tier_of(fetch.file), error.error)
+                if isinstance(error, DiskError) and not disks.out_of_descriptors(error.error):
+                    if error.error.errno != errno.ENOENT:  # else the file was dropped, or deleted by someone else
+                        self._pause(self._plan.tier_of(fetch.file), error.error)
                     later += self._execute(self._plan.lost(fetch.file), error)
                 elif error is not None:
                     later += self._execute(self._plan.failed(fetch.file, fetch.block), error)

@@ -246,7 +246,7 @@ class Fetcher:
             task.file.read(task.fetch.offset, view)
         except OSError:
             return False
-        right = disks.digest(view) == task.file.digests.get(task.fetch.block)
+        right = disks.digest(view) == task.file.digest_of(task.fetch.block)
         if not right:
             _log.warning("a block of %s on the cache's disk is corrupt; fetching it again", task.key)
         return right
@@ -269,7 +269,11 @@ class Fetcher:
         start, fetched, at = task.fetch.offset, 0, task.fetch.offset
         for (_, offset, length), file in zip(task.fetch.copies, task.copy_sources, strict=True):
             fetched += self._get(task, at, view[at - start : offset - start])
-            file.read(offset, view[offset - start : offset - start + length])
+            part = view[offset - start : offset - start + length]
+            try:
+                file.read(offset, part)
+            except OSError:  # it was deleted meanwhile, or cannot be opened now
+                fetched += self._get(task, offset, part)
             at = offset + length
         return fetched + self._get(task, at, view[at - start :])
 

@@ -54,7 +54,9 @@ class CacheDirectory:
     def _kept_bytes(self) -> int:
         if self.lock is None:
             return 0
-        return sum(path.lstat().st_blocks * 512 for path in self.path.glob("*.blocks"))
+        with os.scandir(self.path) as entries:
+            kept = (entry for entry in entries if entry.name.endswith(".blocks"))
+            return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in kept)
 
 
 class CacheDirectories:

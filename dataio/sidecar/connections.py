@@ -198,7 +198,7 @@ class ConnectionManager:
         for instruction in instructions:
             if type(instruction) is Send:  # the most common case; this is faster than a pattern
                 lease = instruction.lease
-                descriptor = lease.descriptor if isinstance(lease, Lease) else None
+                descriptor = lease.take_descriptor() if isinstance(lease, Lease) else None
                 peer.send(m.encode(instruction.message), descriptor)
                 continue
             match instruction:

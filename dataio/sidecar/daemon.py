@@ -45,6 +45,12 @@ from headrace.dataio.sidecar.status_server import StatusServer
 from headrace.dataio.sidecar.tier.tier_service import TierService
 from headrace.dataio.store.base import Location, Store
 
+MAX_KEPT_FILES, MAX_UNNAMED_FILES, MAX_CACHE_DESCRIPTORS = 1 << 18, 8192, 4096
+"""Maximum numbers of named cache files, of unnamed ones (each has a descriptor), and of descriptors of files in use.
+
+The last two are at most a fifth of the process's limit each.
+"""
+
 _log = get_logger(__name__)
 
 
@@ -110,14 +116,16 @@ class Daemon:
         self._jobs.adopt(staging.show)
 
     def _build_cache(self) -> None:
-        files = _raise_descriptor_limit() // 5  # a cache file has three descriptors
+        files = _raise_descriptor_limit() // 5
         self._cache = CacheDirectories.claim(self._config.tiers, self._config.keep_cache)
         first, *slower = self._cache.places(self._config.cache_bytes)
         self._engine = Engine(
             first.path,
             first.budget,
             threads=self._config.fetch_threads,
-            max_files=max(16, min(8192, files)),
+            max_files=max(16, min(MAX_UNNAMED_FILES, files)),
+            max_kept_files=MAX_KEPT_FILES,
+            descriptors=max(16, min(MAX_CACHE_DESCRIPTORS, files)),
             keep=first.keep,
             slower=slower,
             buffers=max(2, self._config.fetch_memory // limits.CACHE_BLOCK_BYTES),

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from headrace.dataio.cache.plan.events import Bypass, Failed, Instruction, ObjectId, Ranges, Ready, Want
-from headrace.dataio.cache.plan.files import CacheFile, Tiers, blocks_of
+from headrace.dataio.cache.plan.files import BlockSet, CacheFile, Tiers, blocks_of
 from headrace.dataio.cache.plan.in_flight import InFlight, Ticket
 from headrace.dataio.cache.plan.pinned import Pinned
 from headrace.dataio.cache.plan.ring import Ring, ScatteredReads
@@ -42,10 +42,14 @@ class CachePlan:
         budgets: int | Sequence[int],
         *,
         block_bytes: int = limits.CACHE_BLOCK_BYTES,
-        max_files: int = 4096,
+        max_files: int | Sequence[int] = 4096,
+        max_ring_files: int | None = None,
         prefetch_parts: int = 4,
     ) -> None:
-        """`budgets`: bytes of each tier, fastest first."""
+        """`budgets`: bytes of each tier, fastest first. `max_files`: maximum number of block files of each tier.
+
+        `max_ring_files` is by default a quarter of that.
+        """
         self.block_bytes, self.prefetch_parts = block_bytes, prefetch_parts
         """Maximum number of prefetches in flight.
 
@@ -55,7 +59,9 @@ class CachePlan:
         """Prefetches start in batches of this size, when there is room for the whole batch."""
         self.prefetch_bytes = prefetch_parts * block_bytes
         """Maximum bytes of prefetches in flight; the engine derives it from the store's bandwidth and latency."""
-        self._tiers = Tiers([budgets] if isinstance(budgets, int) else budgets, block_bytes, max_files)
+        budgets = [budgets] if isinstance(budgets, int) else budgets
+        files = [max_files] * len(budgets) if isinstance(max_files, int) else max_files
+        self._tiers = Tiers(budgets, block_bytes, files, max_ring_files or max(4, max(files) // 4))
         self._streams = Streams()
         self._ring = Ring(self._tiers, self._streams)
         self._pinned = Pinned(self._tiers, self._ring, self._streams)
@@ -169,13 +175,15 @@ class CachePlan:
         of the object is known.
         """
         place, blocks = self._tiers.all[tier], set(blocks)
-        cost = sum(min(self.block_bytes, obj.size - block * self.block_bytes) for block in blocks)
+        last = (obj.size - 1) // self.block_bytes
+        cost = len(blocks) * self.block_bytes - ((last + 1) * self.block_bytes - obj.size if last in blocks else 0)
         known = self._tiers.versions.get((obj.source, obj.key), obj) != obj or obj in place.linked
         full = place.used + cost > place.budget - self._pinned.slack(place)
-        if known or full or len(self._tiers.files) >= self._tiers.max_files:
+        if known or full or not place.has_room_for_files:
             return None
         file = self._tiers.add(place, obj, None)
-        file.adopted = blocks
+        file.adopted = BlockSet(blocks)
+        self._tiers.adopted_bytes += cost
         self._tiers.charge(file, cost)
         return file.id
 
@@ -269,18 +277,16 @@ class CachePlan:
     def counts(self) -> dict[str, int]:
         """Sizes for status: bytes and numbers."""
         tiers = self._tiers.all
-        linked = [file for tier in tiers for file in tier.linked.values()]
-        live = [*linked, *self._tiers.ring_files.values()]
         return {
             "budget_bytes": self.budget,
             "used_bytes": self.used,
             "pinned_bytes": sum(tier.pinned.used - tier.pinned.dropped for tier in tiers),
             "ring_bytes": sum(tier.ring.used - tier.ring.dropped for tier in tiers),
             "reused_bytes": self._ring.reused_bytes(),
-            "adopted_bytes": sum(file.cost(file.adopted) for file in linked),
-            "in_flight_bytes": sum(file.cost(file.in_flight) for file in live),
+            "adopted_bytes": self._tiers.adopted_bytes,
+            "in_flight_bytes": self._tiers.in_flight_bytes,
             "dropped_but_held_bytes": sum(tier.dropped for tier in tiers),
-            "files": len(live),
+            "files": sum(len(tier.linked) for tier in tiers) + len(self._tiers.ring_files),
             "waiting": len(self._in_flight.tickets),
             "streams": len(self._streams),
             "announced": self._streams.waiting(),

@@ -72,13 +72,49 @@ class Readers:
         return 0.0 if any(wanted.in_progress for wanted in self.ranges.values()) else self.due
 
 
+class BlockSet:
+    """A set of block numbers, in one bit each: a cache of terabytes has a million adopted blocks."""
+
+    __slots__ = ("_bits",)
+
+    def __init__(self, numbers: Iterable[int] = ()) -> None:
+        found = bytearray()
+        for number in numbers:
+            if number >> 3 >= len(found):
+                found.extend(bytes((number >> 3) + 1 - len(found)))
+            found[number >> 3] |= 1 << (number & 7)
+        self._bits = int.from_bytes(found, "little")
+
+    def __bool__(self) -> bool:
+        return bool(self._bits)
+
+    def __len__(self) -> int:
+        return self._bits.bit_count()
+
+    def __contains__(self, number: int) -> bool:
+        return bool(self._bits >> number & 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number in range(self._bits.bit_length()) if number in self)
+
+    def add(self, number: int) -> None:
+        self._bits |= 1 << number
+
+    def discard(self, number: int) -> None:
+        if number in self:
+            self._bits ^= 1 << number
+
+    def among(self, numbers: Iterable[int]) -> set[int]:
+        """Those of `numbers` that are in this set."""
+        return {number for number in numbers if number in self} if self._bits else set()
+
+
 @dataclass(slots=True, eq=False)
 class CacheFile:
     """One file.
 
-    `in_flight` maps a part to the tickets that wait for it. `prefetched_for` maps a part to the stream for which it is
-    prefetched. `checking` are adopted parts that are being verified. `holds` counts the file's holders. A `stale` file
-    belongs to an older version of its object.
+    `in_flight` maps a part to the tickets that wait for it. `holds` counts the file's holders. A `stale` file belongs to
+    an older version of its object. A cache may have a hundred thousand files, so a file has few containers of its own.
     """
 
     id: int
@@ -89,9 +125,7 @@ class CacheFile:
     parts: Ranges | None = None  # of a ring file
     present: set[int] = field(default_factory=set)
     in_flight: dict[int, list[int]] = field(default_factory=dict)
-    prefetched_for: dict[int, int] = field(default_factory=dict)
-    adopted: set[int] = field(default_factory=set)
-    checking: set[int] = field(default_factory=set)
+    adopted: BlockSet = field(default_factory=BlockSet)
     awaited: dict[int, Readers] = field(default_factory=dict)
     """The streams that will still read a ring file."""
     reused: bool = False
@@ -221,6 +255,12 @@ class Tier:
     bytes_of: dict[str, int] = field(default_factory=dict)
     """Bytes of block files, by source."""
     stale_bytes: int = 0
+    max_files: int = 4096
+    """Maximum number of block files."""
+
+    @property
+    def has_room_for_files(self) -> bool:
+        return len(self.linked) < self.max_files
 
     @property
     def used(self) -> int:
@@ -232,11 +272,17 @@ class Tier:
 
 
 class Tiers:
-    """All files, by number, object and tier."""
+    """All files, by number, object and tier.
 
-    def __init__(self, budgets: Sequence[int], block_bytes: int, max_files: int) -> None:
-        self.all = [Tier(number, budget) for number, budget in enumerate(budgets)]
-        self.block_bytes, self.max_files = block_bytes, max_files
+    `max_files` are the maximum numbers of block files of each tier. `in_flight_bytes` and `adopted_bytes` are sums over
+    all files.
+    """
+
+    def __init__(self, budgets: Sequence[int], block_bytes: int, max_files: Sequence[int], max_ring_files: int) -> None:
+        tiers = enumerate(zip(budgets, max_files, strict=True))
+        self.all = [Tier(number, budget, max_files=files) for number, (budget, files) in tiers]
+        self.block_bytes, self.max_ring_files = block_bytes, max_ring_files
+        self.in_flight_bytes = self.adopted_bytes = 0
         self.files: dict[int, CacheFile] = {}  # including those that are dropped but still held
         self.rings: dict[ObjectId, list[CacheFile]] = {}
         self.ring_files: dict[int, CacheFile] = {}  # live ones, oldest first
@@ -254,10 +300,6 @@ class Tiers:
     @property
     def open(self) -> list[Tier]:
         return [tier for tier in self.all if tier.open]
-
-    @property
-    def linked_files(self) -> int:
-        return sum(len(tier.linked) for tier in self.all)
 
     def blocks(self, obj: ObjectId) -> Iterator[CacheFile]:
         """The block files of an object, the fastest first."""
@@ -331,6 +373,8 @@ class Tiers:
 
     def _unlink(self, file: CacheFile) -> None:
         tier, source = self.all[file.tier], file.object.source
+        if file.adopted:
+            self.adopted_bytes -= file.cost(file.adopted)
         del tier.linked[file.object]
         tier.bytes_of[source] = tier.bytes_of.get(source, 0) - file.bytes
         if not tier.bytes_of[source]:

@@ -36,6 +36,10 @@ class InFlight:
     def __init__(self, tiers: Tiers, streams: Streams) -> None:
         self._tiers, self._streams = tiers, streams
         self.tickets: dict[int, Ticket] = {}
+        self._prefetched_for: dict[tuple[int, int], int] = {}
+        """The stream for which a part, (file, number), is prefetched."""
+        self._checking: set[tuple[int, int]] = set()
+        """Adopted parts that are being verified."""
         self.prefetch_parts = self.prefetch_bytes = 0
 
     def launch(self, file: CacheFile, numbers: Iterable[int], out: list[Instruction], stream: int) -> None:
@@ -43,9 +47,11 @@ class InFlight:
             offset, length = file.part(number)
             adopted = number in file.adopted
             file.in_flight[number] = []
+            self._tiers.in_flight_bytes += length
             if adopted:
                 file.adopted.discard(number)
-                file.checking.add(number)
+                self._tiers.adopted_bytes -= length
+                self._checking.add((file.id, number))
             else:
                 self._tiers.charge(file, length)
             out.append(Fetch(file.id, number, offset, length, self._copies(file, offset, length), adopted, stream))
@@ -59,7 +65,7 @@ class InFlight:
     def mark_prefetch(self, file: CacheFile, number: int, stream: int) -> None:
         """This fetch is a prefetch for the stream."""
         cost = file.part(number)[1]
-        file.prefetched_for[number] = stream
+        self._prefetched_for[file.id, number] = stream
         self.prefetch_parts, self.prefetch_bytes = self.prefetch_parts + 1, self.prefetch_bytes + cost
         self._streams.charge(stream, cost)
 
@@ -73,10 +79,11 @@ class InFlight:
 
     def failed(self, file: CacheFile, number: int) -> list[int]:
         """The fetch failed; removes and returns the tickets that wait for it."""
-        checking = number in file.checking
+        checking = (file.id, number) in self._checking
         waiting = self._landed(file, number)
         if checking:
             file.adopted.add(number)  # its bytes are still on the disk, and not verified
+            self._tiers.adopted_bytes += file.part(number)[1]
         else:
             self._tiers.charge(file, -file.part(number)[1])
         for ticket in waiting:
@@ -87,7 +94,7 @@ class InFlight:
         """The file cannot be written; removes and returns the tickets that wait for parts of it."""
         waiting = sorted({ticket for tickets in file.in_flight.values() for ticket in tickets})
         for number in list(file.in_flight):
-            checking = number in file.checking
+            checking = (file.id, number) in self._checking
             self._landed(file, number)
             if not checking:
                 self._tiers.charge(file, -file.part(number)[1])
@@ -112,10 +119,11 @@ class InFlight:
         return tuple(out)
 
     def _landed(self, file: CacheFile, number: int) -> list[int]:
-        file.checking.discard(number)
-        stream = file.prefetched_for.pop(number, None)
+        cost = file.part(number)[1]
+        self._checking.discard((file.id, number))
+        self._tiers.in_flight_bytes -= cost
+        stream = self._prefetched_for.pop((file.id, number), None)
         if stream is not None:
-            cost = file.part(number)[1]
             self.prefetch_parts, self.prefetch_bytes = self.prefetch_parts - 1, self.prefetch_bytes - cost
             self._streams.charge(stream, -cost)
         return file.in_flight.pop(number)

@@ -37,7 +37,7 @@ class Pinned:
         for file in self._tiers.blocks(obj):  # no set unions: this runs for every announced read
             lacking = needed - file.present
             if lacking and self._tiers.all[file.tier].open:
-                lacking -= file.adopted
+                lacking -= file.adopted.among(lacking)
             if not lacking or lacking <= file.in_flight.keys():
                 return file
         return None
@@ -50,8 +50,8 @@ class Pinned:
         wanted, out = blocks_of(ranges, self._tiers.block_bytes), dict[int, CacheFile]()
         for file in reversed(files):  # a faster tier replaces a slower one
             well = self._tiers.all[file.tier].open
-            known = file.present | file.in_flight.keys() | (file.adopted if well else set())
-            out.update(dict.fromkeys(wanted & known, file))
+            known = (wanted & file.present) | (wanted & file.in_flight.keys())
+            out.update(dict.fromkeys(known | (file.adopted.among(wanted) if well else set()), file))
         return out
 
     def admit(self, obj: ObjectId, ranges: Ranges, out: list[Instruction]) -> CacheFile | None:
@@ -89,7 +89,8 @@ class Pinned:
         file = tier.linked.get(obj)
         blank = file or CacheFile(0, obj, tier.number, tier.pinned, self._tiers.block_bytes)
         wanted = blank.needs(ranges) or set()
-        missing = blank.cost(wanted - blank.present - blank.in_flight.keys() - blank.adopted)
+        lacking = wanted - blank.present - blank.in_flight.keys()
+        missing = blank.cost(lacking - blank.adopted.among(lacking))
         if blank.cost(wanted) > self.limit(tier):
             return None
         if evict:
@@ -99,12 +100,8 @@ class Pinned:
         if file and evict and not file.in_flight and not self._protected(obj.source, obj.source):
             self._tiers.drop(file, out)  # the object is larger than the budget: start a new file for it
             file = None
-        fits = file is None and self._fits(tier, blank.cost(wanted)) and self._files_free
+        fits = file is None and self._fits(tier, blank.cost(wanted)) and tier.has_room_for_files
         return self._tiers.create(tier, obj, None, out) if fits else None
-
-    @property
-    def _files_free(self) -> bool:
-        return self._tiers.linked_files < self._tiers.max_files
 
     def _fits(self, tier: Tier, cost: int) -> bool:
         return tier.pinned.used + cost <= self.limit(tier) and tier.used + cost <= tier.budget
@@ -114,15 +111,19 @@ class Pinned:
         new_file = keep not in tier.linked
         if not self._crowded(tier, need, new_file) or not self._evictable(tier, keep.source):
             return
-        for victim in list(tier.linked.values()):
-            if not self._crowded(tier, need, new_file):
+        victims, freed = list[CacheFile](), 0
+        for victim in tier.linked.values():  # no copy: it may have a hundred thousand
+            if not self._crowded(tier, need - freed, new_file and not victims):
                 break
             if victim.object != keep and self._may_go(victim, keep.source):
-                self._tiers.drop(victim, out)
+                victims.append(victim)
+                freed += victim.bytes
+        for victim in victims:
+            self._tiers.drop(victim, out)
 
     def _crowded(self, tier: Tier, need: int, new_file: bool) -> bool:
         full = tier.pinned.used - tier.pinned.dropped + need > self.limit(tier) - self.slack(tier)
-        return full or (new_file and not self._files_free)
+        return full or (new_file and not tier.has_room_for_files)
 
     def _may_go(self, file: CacheFile, new: str) -> bool:
         return not file.in_flight and (file.stale or not self._protected(file.object.source, new))

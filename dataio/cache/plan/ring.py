@@ -92,7 +92,7 @@ class Ring:
         if tier is None:
             return None
         limit = self.base(tier) if asked else self.base(tier) * 3 // 4
-        if cost > limit or len(self._tiers.ring_files) >= max(4, self._tiers.max_files // 4):
+        if cost > limit or len(self._tiers.ring_files) >= self._tiers.max_ring_files:
             return None
         self._make_room(tier, cost, limit, due, out)
         if self._over(tier, cost, limit) or tier.used + cost > tier.budget:

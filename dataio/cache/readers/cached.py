@@ -114,11 +114,13 @@ class CachedReader:
     def _mapped(self, lease: Lease) -> MappedFile | None:
         if not lease.size:
             return None
-        if lease.once:
-            return map_file(lease.descriptor.fileno(), lease.size, lease)
-        mapped = self._maps.get(lease.file)
+        mapped = None if lease.once else self._maps.get(lease.file)
         if mapped is None:
-            mapped = self._maps.add(lease.file, map_file(lease.descriptor.fileno(), lease.size, lease))
+            descriptor = lease.take_descriptor()  # a mapping has a descriptor of its own
+            mapped = map_file(descriptor.fileno(), lease.size, lease)
+            if lease.once:
+                return mapped
+            mapped = self._maps.add(lease.file, mapped)
         if not self._engine.live(lease.file):  # dropped meanwhile, perhaps before it was added
             self._maps.drop(lease.file)
         return mapped
@@ -152,9 +154,10 @@ class PrivateReader(CachedReader):
         """Fill every (offset, buffer) from the object `key`."""
         lease = self._leased(key, [(offset, len(buffer)) for offset, buffer in pieces])
         if lease is not None:
+            descriptor = lease.take_descriptor()
             with contextlib.suppress(OSError):  # the cache's disk failed; the store has the bytes
                 for offset, buffer in pieces:
-                    fill(lease.descriptor, offset, buffer)
+                    fill(descriptor, offset, buffer)
                 return
         self._store.get_ranges_into(key, [(offset, buffer) for offset, buffer in pieces if buffer])
 

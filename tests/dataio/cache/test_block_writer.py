@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.cache import disks
-from headrace.dataio.cache.blocks import BlockFile
+from headrace.dataio.cache.blocks import BlockFile, DescriptorPool
 from headrace.dataio.cache.disks import DiskError, PendingBlock, SupersededError
 from headrace.dataio.cache.plan.events import ObjectId
 from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
@@ -27,7 +27,7 @@ Take = Callable[[int, memoryview], None]
 
 @pytest.fixture
 def file(tmp_path: Path) -> disks.PersistentFile:
-    return disks.create_persistent(tmp_path, ObjectId("s", "k", len(BODY), 0.0), 8 << 20)
+    return disks.create_persistent(tmp_path, ObjectId("s", "k", len(BODY), 0.0), 8 << 20, DescriptorPool(16))
 
 
 def content(file: BlockFile) -> bytes:
@@ -36,9 +36,9 @@ def content(file: BlockFile) -> bytes:
     return bytes(found)
 
 
-def listed(tmp_path: Path) -> dict[int, int]:
-    (found,) = disks.adopt(tmp_path, 8 << 20)
-    return found.file.digests
+def listed(tmp_path: Path) -> dict[int, int | None]:
+    (found,) = disks.adopt(tmp_path, 8 << 20, DescriptorPool(16))
+    return {block: disks.newest_digest(found.file.records, block) for block in found.blocks}
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.cache.announcements import Forecast
+from headrace.dataio.cache.blocks import DescriptorPool
 from headrace.dataio.cache.disks import adopt
 from headrace.dataio.cache.engine import Engine
 from headrace.dataio.cache.readers.cached import CachedReader
@@ -97,7 +98,7 @@ def test_files_that_do_not_fit_are_removed_and_nothing_is_lost(tmp_path: Path, s
             blocks.symlink_to(outside)
         case "torn":
             os.truncate(map_path, map_path.stat().st_size - 5)
-    assert len(list(adopt(tmp_path, BLOCK))) == (1 if damage == "torn" else 0)
+    assert len(list(adopt(tmp_path, BLOCK, DescriptorPool(16)))) == (1 if damage == "torn" else 0)
     assert read(tmp_path, store) == store.objects["a"]
     assert len(list(tmp_path.glob("*.blocks"))) == len(list(tmp_path.glob("*.map"))) == 1
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.dataio.cache.blocks import IDLE_SECONDS, BlockDirectory, BlockFile
+from headrace.dataio.cache.blocks import IDLE_SECONDS, BlockDirectory, BlockFile, DescriptorPool, UnnamedFile
 from headrace.dataio.cache.disks import DiskError
 from headrace.dataio.cache.engine import Engine
 from headrace.dataio.cache.fetcher import BATCH_BLOCKS, BatchedFetch, Fetcher, FetchResult, FetchTask
@@ -47,7 +47,7 @@ class Node:
     """One thread that fetches into one file, and all that it told, in order."""
 
     def __init__(self, folder: Path, store: Store, size: int) -> None:
-        self.store, self.file = store, BlockDirectory(folder).create(size)
+        self.store, self.file = store, BlockDirectory(folder, DescriptorPool(16)).create(size)
         self.messages: list[list[FetchResult]] = []
         self._over, self._left = threading.Event(), 0
         self._fetcher = Fetcher(threads=1, buffers=2, block_bytes=BLOCK, clock=SYSTEM_CLOCK, on_fetched=self._landed)
@@ -76,7 +76,9 @@ class Node:
 
     def bytes(self, block: int) -> bytes:
         length = min(BLOCK, self.file.size - block * BLOCK)
-        return os.pread(self.file.reader.fileno(), length, block * BLOCK)
+        found = bytearray(length)
+        self.file.read(block * BLOCK, memoryview(found))
+        return bytes(found)
 
     def forget(self) -> None:
         """Keep no file open."""
@@ -142,13 +144,13 @@ def test_a_file_that_was_read_amiss_is_opened_anew(node: Node, data: bytes, tmp_
     assert all(node.bytes(block) == data[block * BLOCK :][:BLOCK] for block in range(1, 5))
 
 
-class FullFile(BlockFile):
+class FullFile(UnnamedFile):
     def write(self, offset: int, data: memoryview) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
 
 def test_a_full_disk_is_told_from_trouble_with_the_source(node: Node) -> None:
-    full = FullFile(node.file._writer, node.file.reader, node.file.size)
+    full = FullFile(DescriptorPool(16), node.file.writer(), node.file.size)
     node.fetch([1, 2], file=full)
     assert [isinstance(error, DiskError) for error in node.errors()] == [True, True]
 

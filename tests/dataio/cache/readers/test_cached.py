@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.dataio.cache.blocks import BlockDirectory
+from headrace.dataio.cache.blocks import BlockDirectory, DescriptorPool
 from headrace.dataio.cache.disks import RECOVER_SECONDS
 from headrace.dataio.cache.engine import Engine
 from headrace.dataio.cache.objects import STAT_SECONDS
@@ -328,9 +328,11 @@ def test_random_reads_under_pressure_are_exact(
 
 
 def test_the_descriptor_handed_out_cannot_write(tmp_path: Path) -> None:
-    file = BlockDirectory(tmp_path).create(100)
-    with pytest.raises(OSError):
-        os.pwrite(file.reader.fileno(), b"x", 0)
+    file = BlockDirectory(tmp_path, DescriptorPool(16)).create(100)
+    reader = file.reader()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(reader.fileno(), b"x", 0)
+    assert os.fstat(reader.fileno()).st_size == 100
     assert os.listdir(tmp_path) == []
 
 
