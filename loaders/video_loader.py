@@ -74,7 +74,8 @@ class VideoConfig(LoaderConfig):
             to 0 to 1. Default: "uint8"; with `normalize`, "float32".
         layout (str): the axes of a clip: "TCHW", "CTHW" or "THWC". Default: "TCHW".
         decoder (str): "auto" (NVDEC through DALI on a GPU, else PyAV), "dali" (DALI on the CPU as well, for the formats
-            that it supports there), "pyav", or a decoder added by `register_decoder`. Default: "auto".
+            that it supports there), "pyav", or a decoder added by `register_decoder`. With `decode_in_subprocess`,
+            "auto" means PyAV, and only "pyav" may be given. Default: "auto".
     """
 
     url_or_dataset: str | os.PathLike[str] | Dataset | Mixture
@@ -103,6 +104,11 @@ class VideoConfig(LoaderConfig):
             check_type("buckets", self.buckets, Buckets, "Buckets((Bucket((height, width)), ...), budget=...)")
         check_choice("color", self.color, ("bt601", "tagged", "fast"))
         registry.check_option(self.decoder)
+        if self.decode_in_subprocess is not False and self.decoder not in ("auto", registry.FALLBACK):
+            raise UsageError(
+                f"decoder={self.decoder!r} cannot be used with decode_in_subprocess, which decodes with PyAV",
+                hint="leave one of the two out",
+            )
         clip, sound = self.clip or Clip(), _audio_spec(self.audio)
         if sound is not None:
             sound.samples(clip)
@@ -157,6 +163,8 @@ class VideoLoader(Loader):
         spec, buckets, decoder = config.clip_spec(), config.buckets, config.decoder
         output = config.output(config.normalize, config.dtype, config.layout)
         delivery = config.delivery(output, group=GPU_BATCH)
+        if config.decode_in_subprocess is not False:
+            decoder = registry.FALLBACK
         self._spec, self._decoder = spec, decoder
 
         def find(dataset: Dataset) -> tuple[SampleIds, Any]:
@@ -179,7 +187,7 @@ class VideoLoader(Loader):
         sampling = config.sampling(config.batch_size)
         plan, owned = config.open_plan(config.url_or_dataset, find, spec.clip, sampling, _bucketing(buckets, spec))
         shares_decoding = registry.candidates(decoder, output.device.type)[0].shares_decoding
-        if shares_decoding and not config.decode_in_subprocess:
+        if shares_decoding:
             specs = _clip_specs(spec, buckets, plan.buckets)
             delivery = replace(delivery, group_slots=together(specs, transformed=config.transform is not None))
         super().__init__(plan, start_processor, delivery=delivery, bad_samples=config.bad_samples, owned=owned)
@@ -194,8 +202,10 @@ class VideoLoader(Loader):
         """
         check_type("sample", sample, (int, Sample), "its number, or a Sample")
         one = self.dataset.sample(sample) if isinstance(sample, int) else sample
-        device = self._delivery.output.device.type
-        lines = registry.explain(one, color=self._spec.color, option=self._decoder, device=device)
+        device = self._delivery.output.device
+        lines = registry.explain(
+            one, color=self._spec.color, option=self._decoder, device=device.type, device_id=device.index or 0
+        )
         if one.video is None:
             return lines
         inside = self._spec.audio is not None and one.audio is not None and one.audio.ext == one.video.ext

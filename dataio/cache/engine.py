@@ -88,7 +88,7 @@ class Engine:
         tiers = (TierDirectory(directory, budget, keep), *slower)
         self._clock, self._objects = clock, Objects(clock)
         self._disks = Disks(tiers, block_bytes, clock, descriptors)
-        self._listeners: list[Callable[[int], None]] = []
+        self._listeners: dict[int, Callable[[int], None]] = {}
         self._plan = CachePlan(
             [tier.budget for tier in tiers],
             block_bytes=block_bytes,
@@ -102,7 +102,7 @@ class Engine:
         self._jobs: dict[int, str] = {}  # by stream
         self._trace_parents: dict[int, str] = {}  # by stream: the span of its last request
         self._announcing: dict[int, AnnouncingStream] = {}
-        self._tickets = itertools.count()
+        self._tickets, self._listener_numbers = itertools.count(), itertools.count()
         self._closed = False
         self._counters = ReadCounters(len(tiers))
         self._forecast = Forecast()
@@ -224,9 +224,9 @@ class Engine:
 
     def subscribe(self, dropped: Callable[[int], None]) -> Callable[[], None]:
         """Call `dropped(file)`, from any thread, when the cache drops a file; returns a function that unsubscribes."""
-        with self._lock:
-            self._listeners.append(dropped)
-        return lambda: self._listeners.remove(dropped)
+        # atomic dict operations instead of the lock: the garbage collector may unsubscribe while this thread holds it
+        self._listeners[number := next(self._listener_numbers)] = dropped
+        return lambda: self._listeners.pop(number, None) and None
 
     def live(self, file: int) -> bool:
         """Whether the cache still has this file."""
@@ -248,6 +248,10 @@ class Engine:
         with self._lock:
             later = self._execute(self._plan.resize(budgets))
         _run_all(later)
+
+    def fetches_from(self, store: Store) -> bool:
+        """Whether a fetch from this store is queued or running."""
+        return self._fetcher.fetches_from(store)
 
     def replace(self, source: str, store: Store) -> None:
         """Fetch from `store` instead of the store that the engine uses for `source`, if there is one."""
@@ -388,7 +392,7 @@ class Engine:
                     self._submit_fetch(fetch, todo)
                 case Drop(file, once):
                     self._disks.drop(file)
-                    later.extend(partial(listener, file) for listener in self._listeners if not once)
+                    later.extend(partial(listener, file) for listener in list(self._listeners.values()) if not once)
                 case Ready(ticket, file, once):
                     later.append(self._resolve(ticket, self._lease(file, once, todo)))
                 case Bypass(ticket):

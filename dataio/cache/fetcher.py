@@ -65,6 +65,7 @@ class Fetcher:
         self._lock = threading.Condition()
         self._running: dict[FetchTask, None] = {}
         self._queue: FairQueue[Job | FetchTask] = FairQueue()
+        self._fetches: dict[int, int] = {}  # the number of queued and running fetches, by the store's id
         self._queue_changed = threading.Condition()
         self._closed = self._watching = self._woken = False
         self._local = threading.local()
@@ -89,8 +90,14 @@ class Fetcher:
         """
         with self._queue_changed:
             self._queue.add(task, task.job, task.cost)
+            self._fetches[id(task.store)] = self._fetches.get(id(task.store), 0) + 1
             if not getattr(self._local, "polls_again", False):
                 self._wake()
+
+    def fetches_from(self, store: Store) -> bool:
+        """Whether a fetch from this store is queued or running."""
+        with self._queue_changed:
+            return id(store) in self._fetches
 
     def limit(self, limits: JobLimits) -> None:
         """Set the limits of each job."""
@@ -180,6 +187,14 @@ class Fetcher:
                 now = self._clock.monotonic()
                 for task in tasks:
                     self._queue.done(task.job, task.cost, now)
+                    self._forget_fetch(task)
+
+    def _forget_fetch(self, task: FetchTask) -> None:
+        left = self._fetches[id(task.store)] - 1
+        if left:
+            self._fetches[id(task.store)] = left
+        else:
+            del self._fetches[id(task.store)]
 
     def _fetch_batch(self, tasks: list[FetchTask]) -> list[FetchTask]:
         """Fetch a batch through one buffer, and report the results together.

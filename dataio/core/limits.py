@@ -66,12 +66,39 @@ def memory_bytes() -> int:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that are free on this machine, at most the limit of its container."""
+    """Return the bytes of memory that are free on this machine, and under the limit of each of its control groups."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = sum(int(lines[name].split()[0]) * KIB for name in ("MemAvailable", "SwapFree") if name in lines)
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    available, swap = (int(lines.get(name, "0 kB").split()[0]) * KIB for name in ("MemAvailable", "SwapFree"))
+    free = available + swap
+    for group in _control_groups():
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            free = min(free, _free_in_group(group, swap))
     return free
+
+
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
+"""The memory in a control group's `memory.stat` that the kernel frees when it is needed."""
+
+
+def _control_groups() -> list[Path]:
+    """The folders of this process's control group (version 2) and its parents. A container sees its own as the root."""
+    own = ""
+    with contextlib.suppress(OSError):
+        own = next((line[3:] for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::")), "")
+    names = [name for name in own.split("/") if name and name != ".."]
+    return [_CGROUPS.joinpath(*names[:count]) for count in range(len(names) + 1)]
+
+
+def _free_in_group(group: Path, swap: int) -> int:
+    """The bytes that are free under the group's limit, with at most `swap` bytes of swap space."""
+    left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    left += sum(int(stat.get(name, 0)) for name in _RECLAIMABLE)
+    with contextlib.suppress(OSError, ValueError):
+        used = int((group / "memory.swap.current").read_text())
+        swap = min(swap, int((group / "memory.swap.max").read_text()) - used)
+    return max(0, left) + max(0, swap)
 
 
 def check_memory(size: int, what: str) -> None:

@@ -38,10 +38,13 @@ class CacheDirectory:
         private_directory(path)
         return cls(path, _lock(path) if keep else None)
 
-    def budget(self, asked: int) -> int:
-        """The smaller of `asked` and the room on the disk: nine tenths of the free space plus the kept files."""
+    def budget(self, asked: int, in_use: int = 0) -> int:
+        """The smaller of `asked` and the room on the disk: nine tenths of the free space plus the cache's own files.
+
+        `in_use` is the size of a running cache without the lock, whose files cannot be seen in the directory.
+        """
         disk = os.statvfs(self.path)
-        room = disk.f_bavail * disk.f_frsize // 10 * 9 + self._kept_bytes()
+        room = disk.f_bavail * disk.f_frsize // 10 * 9 + (in_use if self.lock is None else self._kept_bytes())
         if room < asked:
             _log.warning("the disk of %s has room for a cache of %s only", self.path, limits.format_bytes(room))
         return min(room, asked)
@@ -52,8 +55,6 @@ class CacheDirectory:
             self.lock = None
 
     def _kept_bytes(self) -> int:
-        if self.lock is None:
-            return 0
         with os.scandir(self.path) as entries:
             kept = (entry for entry in entries if entry.name.endswith(".blocks"))
             return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in kept)
@@ -83,11 +84,14 @@ class CacheDirectories:
             _log.warning("the cache does not use %s", reason)
         return cls(found)
 
-    def places(self, cache_bytes: int) -> list[TierDirectory]:
-        """The tiers for the engine. A tier without its own size gets `cache_bytes`."""
+    def places(self, cache_bytes: int, in_use: Sequence[int] = ()) -> list[TierDirectory]:
+        """The tiers for the engine. A tier without its own size gets `cache_bytes`.
+
+        `in_use`: the used bytes of each tier of a running engine.
+        """
         return [
-            TierDirectory(directory.path, directory.budget(tier.bytes or cache_bytes), directory.lock is not None)
-            for tier, directory in self._claimed
+            TierDirectory(directory.path, directory.budget(tier.bytes or cache_bytes, used), directory.lock is not None)
+            for (tier, directory), used in zip(self._claimed, in_use or [0] * len(self._claimed), strict=True)
         ]
 
     def close(self) -> None:

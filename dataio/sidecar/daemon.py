@@ -132,7 +132,7 @@ class Daemon:
         )
         self._engine.limit(self._config.job_limits)
         self._media = {str(place.path): storage_kind(place.path) for place in (first, *slower)}
-        self._stores = StoreCache(self._opener, self._engine.forget)
+        self._stores = StoreCache(self._opener, closing=self._engine.forget, busy=self._engine.fetches_from)
 
     def _build_jobs(self) -> None:
         config, tier = self._config, self._config.tier
@@ -188,7 +188,8 @@ class Daemon:
         if fixed:
             _log.warning("%s can only be changed by a restart", ", ".join(fixed))
         self._config = replace(config, **{name: getattr(self._config, name) for name in RESTART})
-        self._engine.resize(*(place.budget for place in self._cache.places(self._config.cache_bytes)))
+        in_use = [int(str(tier["used_bytes"])) for tier in self._engine.tier_stats()]
+        self._engine.resize(*(place.budget for place in self._cache.places(self._config.cache_bytes, in_use)))
         self._engine.limit(self._config.job_limits)
         self._jobs.schedule.budget = self._config.arena_bytes
         self._loop.run_in_executor(None, self._stores.renew, self._engine.replace)

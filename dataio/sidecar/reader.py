@@ -344,11 +344,19 @@ class SidecarReader:
         found.forgotten = lambda file: (call := forget()) and call(file)
         found.reporting = self._tally.report
         Finalizer(self, found.close)
-        with self._lock:
-            self._connection = found
-            self._dropped.clear()
+        if not self._use(found):
+            found.close()
+            return None
         _log.info("reading %s through the sidecar of process %d", self._where.url, found.daemon_pid)
         return found
+
+    def _use(self, found: Sidecar) -> bool:
+        """Use this connection. False if the reader was closed meanwhile."""
+        with self._lock:
+            if not self._closed:
+                self._connection = found
+                self._dropped.clear()
+            return not self._closed
 
     def _warn_no_sidecar(self, *, lost: bool) -> None:
         what = "lost the connection to the sidecar on" if lost else "no sidecar answers on"

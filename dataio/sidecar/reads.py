@@ -3,7 +3,7 @@
 Purpose: connects the sessions' state machines with the cache engine, and keeps the stores open that clients read from.
 Invariants: runs on the loop's thread, which never waits for a store. A store is opened in another thread, and an open
 that must wait continues in a task. Stores are opened with the daemon's own credentials. At most `limit` stores are kept
-open, and none is closed while an open of it is in progress.
+open, and none is closed while an open of it is in progress, also after its credentials were renewed.
 Failure behaviour: any error of a location or a store goes only to the client that sent the request. `CapacityError`
 when all stores are in use. While the daemon drains, opens are answered with `bypassed` and announcements are dropped.
 """
@@ -39,11 +39,11 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Waiting:
-    """An open in progress. `location` is its store, which stays open meanwhile."""
+    """An open in progress. `opened` is its store, which stays open meanwhile."""
 
     client: ClientState
     request: int
-    location: Location | None
+    opened: OpenStore | None
     timer: asyncio.TimerHandle
 
 
@@ -86,24 +86,25 @@ class ReadService:
             return
         location = m.location(request.where)
         try:
-            store = self._stores.acquire_open(location)
+            opened = self._stores.acquire_open(location)
         except Exception as error:  # for example, invalid options
             client.execute(client.session.open_failed(request.id, error))
             return
-        if store is None:
-            self._wait(client, request, location, None)
+        if opened is None:
+            timer = self._timer(client, request)
+            self._tasks.spawn(self._open_store(client, request, location, timer))
             return
         try:
             self.assign(client, request.trace)
-            found = self._engine.open(store, request.key, request.ranges, id(client))
+            found = self._engine.open(opened.store, request.key, request.ranges, id(client))
         except Exception as error:  # any error of a location or store goes to this client only
-            self._stores.release(location)
+            self._stores.release(opened)
             client.execute(client.session.open_failed(request.id, error))
             return
         if not found.done():
-            self._wait(client, request, location, found)
+            self._await(_Waiting(client, request.id, opened, self._timer(client, request)), found)
             return
-        self._stores.release(location)
+        self._stores.release(opened)
         client.execute(self._outcome(client, request.id, found))
 
     def prefetch(self, client: ClientState, request: m.Announce) -> None:
@@ -111,9 +112,9 @@ class ReadService:
         if self.draining or client.opening:
             return
         location = m.location(request.where)
-        store = self._stores.acquire_open(location)
-        if store is not None:
-            self._announce(client, store, location, request)
+        opened = self._stores.acquire_open(location)
+        if opened is not None:
+            self._announce(client, opened, request)
         else:
             client.opening = True
             self._tasks.spawn(self._open_and_announce(client, location, request))
@@ -132,17 +133,12 @@ class ReadService:
         if client.job:
             self._engine.withdraw(id(client))
 
-    def _wait(
-        self, client: ClientState, request: m.Open, location: Location, future: Future[Lease | None] | None
-    ) -> None:
+    def _timer(self, client: ClientState, request: m.Open) -> asyncio.TimerHandle:
+        """Count an open that must wait, and start the timer that ends it at its deadline."""
         self._job_stats.waited(client.process, sum(length for _, length in request.ranges))
-        timer = self._loop.call_later(
+        return self._loop.call_later(
             request.deadline, lambda: client.execute(client.session.open_timed_out(request.id))
         )
-        if future is None:
-            self._tasks.spawn(self._open_store(client, request, location, timer))
-        else:
-            self._await(_Waiting(client, request.id, location, timer), future)
 
     async def _open_store(
         self, client: ClientState, request: m.Open, location: Location, timer: asyncio.TimerHandle
@@ -150,10 +146,9 @@ class ReadService:
         """Open the store in a thread, then handle the open."""
         waiting = _Waiting(client, request.id, None, timer)
         try:
-            store = await self._loop.run_in_executor(None, self._stores.acquire, location)
-            waiting.location = location
+            waiting.opened = await self._loop.run_in_executor(None, self._stores.acquire, location)
             self.assign(client, request.trace)
-            future = self._engine.open(store, request.key, request.ranges, id(client))
+            future = self._engine.open(waiting.opened.store, request.key, request.ranges, id(client))
         except Exception as error:  # any error of a location or store goes to this client only
             self._finish(waiting, partial(client.session.open_failed, request.id, error))
         else:
@@ -186,8 +181,8 @@ class ReadService:
 
     def _finish(self, waiting: _Waiting, answer: Callable[[], list[session.Instruction]]) -> None:
         waiting.timer.cancel()
-        if waiting.location is not None:
-            self._stores.release(waiting.location)
+        if waiting.opened is not None:
+            self._stores.release(waiting.opened)
         waiting.client.execute(answer())
 
     def _outcome(self, client: ClientState, request: int, future: Future[Lease | None]) -> list[session.Instruction]:
@@ -198,46 +193,66 @@ class ReadService:
 
     async def _open_and_announce(self, client: ClientState, location: Location, request: m.Announce) -> None:
         try:
-            store = await self._loop.run_in_executor(None, self._stores.acquire, location)
-            self._announce(client, store, location, request)
+            opened = await self._loop.run_in_executor(None, self._stores.acquire, location)
+            self._announce(client, opened, request)
         except Exception as error:  # an announcement is a hint: the open reports the error
             _log.debug("not prefetching from %s: %s", location.url, error)
         finally:
             client.opening = False
 
-    def _announce(self, client: ClientState, store: Store, location: Location, request: m.Announce) -> None:
-        if client.ready:
-            self.assign(client, request.trace)
-            self._engine.announce(id(client), store, request.upcoming)
-        self._stores.release(location)
+    def _announce(self, client: ClientState, opened: OpenStore, request: m.Announce) -> None:
+        try:
+            if client.ready:
+                self.assign(client, request.trace)
+                self._engine.announce(id(client), opened.store, request.upcoming)
+        finally:
+            self._stores.release(opened)
 
 
 CLOSE_DELAY_SECONDS = 60.0
+"""Seconds after which a replaced store is closed if it is not in use. If it is, it is checked again after as long."""
 
 
-@dataclass(slots=True)
-class _Open:
+@dataclass(slots=True, eq=False)
+class OpenStore:
+    """A store of a `StoreCache`. `users`: the number of calls of `acquire` without a `release` yet."""
+
     store: Store
     users: int = 0
 
 
 class StoreCache:
-    """The open stores by location. Thread-safe. `closing` is called with a store's name before the store is closed."""
+    """The open stores by location. Thread-safe.
+
+    Args:
+        opener: Opens the store at a location.
+        closing: Called with a store's name before the store is closed to make room for another one.
+        busy: Whether a replaced store is still in use without an `OpenStore`.
+        limit: The maximum number of open stores.
+        close_delay: Seconds from the replacement of a store to its close.
+    """
 
     def __init__(
-        self, opener: Callable[[Location], Store], closing: Callable[[str], None] = lambda _: None, limit: int = 32
+        self,
+        opener: Callable[[Location], Store],
+        *,
+        closing: Callable[[str], None] = lambda _: None,
+        busy: Callable[[Store], bool] = lambda _: False,
+        limit: int = 32,
+        close_delay: float = CLOSE_DELAY_SECONDS,
     ) -> None:
-        self._opener, self._closing, self._limit = opener, closing, limit
+        self._opener, self._closing, self._busy = opener, closing, busy
+        self._limit, self._close_delay = limit, close_delay
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._open: OrderedDict[str, OpenStore] = OrderedDict()
 
-    def acquire_open(self, location: Location) -> Store | None:
+    def acquire_open(self, location: Location) -> OpenStore | None:
         """The store if it is open; it stays open until `release`."""
         with self._lock:
             entry = self._open.get(source_of(location))
             return self._use(source_of(location), entry) if entry else None
 
-    def acquire(self, location: Location) -> Store:
+    def acquire(self, location: Location) -> OpenStore:
         """The store, opened if necessary; it stays open until `release`."""
         if found := self.acquire_open(location):
             return found
@@ -246,53 +261,63 @@ class StoreCache:
         try:
             with self._lock:
                 spare = self._make_room(source)
-                entry = self._open.setdefault(source, _Open(opened))
-                store = self._use(source, entry)
+                entry = self._use(source, self._open.setdefault(source, OpenStore(opened)))
         except CapacityError:
             opened.close()
             raise
         for closed_source, old in spare:
             self._closing(closed_source)
             old.close()
-        if store is not opened:
+        if entry.store is not opened:
             opened.close()
-        return store
+        return entry
 
-    def release(self, location: Location) -> None:
+    def release(self, entry: OpenStore) -> None:
         with self._lock:
-            self._open[source_of(location)].users -= 1
+            entry.users -= 1
 
     def renew(self, replaced: Callable[[str, Store], None]) -> None:
         """Reopen every store with the current credentials; `replaced` is called for each.
 
-        The old stores are closed after `CLOSE_DELAY_SECONDS`, so their requests have time to end. A store that cannot be
+        An old store is closed when its last user is done, and not before `close_delay` seconds. A store that cannot be
         reopened stays in use.
         """
         with self._lock:
             locations = {source: entry.store.location for source, entry in self._open.items()}
         for source, location in locations.items():
             try:
-                reopened = self._opener(location)
+                reopened = OpenStore(self._opener(location))
             except Exception as error:  # any error of a back end
                 _log.error("%s cannot be reopened and stays in use with the old credentials: %s", location.url, error)
                 continue
             with self._lock:
-                entry = self._open.get(source)
-                old = reopened if entry is None else entry.store
-                if entry is not None:
-                    entry.store = reopened
-                    replaced(source, reopened)
-            timer = threading.Timer(CLOSE_DELAY_SECONDS, old.close)
-            timer.daemon = True
-            timer.start()
+                old = self._open.get(source)
+                if old is not None:
+                    self._open[source] = reopened
+                    replaced(source, reopened.store)
+            self._close_later(old or reopened)
+
+    def _close_later(self, old: OpenStore) -> None:
+        timer = threading.Timer(self._close_delay, self._close_unused, [old])
+        timer.daemon = True
+        timer.start()
+
+    def _close_unused(self, old: OpenStore) -> None:
+        """Close a replaced store, now or after another delay."""
+        with self._lock:
+            users = old.users
+        if users or self._busy(old.store):
+            self._close_later(old)
+        else:
+            old.store.close()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def _use(self, source: str, entry: _Open) -> Store:
+    def _use(self, source: str, entry: OpenStore) -> OpenStore:
         entry.users += 1
         self._open.move_to_end(source)
-        return entry.store
+        return entry
 
     def _make_room(self, source: str) -> list[tuple[str, Store]]:
         if source in self._open or len(self._open) < self._limit:

@@ -229,13 +229,15 @@ class ChoosingDecoder:
             _log.warning("%s decodes some %s that the chosen decoder refuses: %s", FALLBACK, codec, error)
 
 
-def explain(sample: Sample, *, color: Color = "bt601", option: str = "auto", device: str = "cpu") -> str:
+def explain(
+    sample: Sample, *, color: Color = "bt601", option: str = "auto", device: str = "cpu", device_id: int = 0
+) -> str:
     """Text that says which stream of a sample is decoded, by which decoder, and why."""
     info = sample.video
     if info is None:
         return f"sample {sample.key!r} holds no video"
     among = candidates(option, device)
-    passed = {one.name: reason for one in among[:-1] if one.reads(info, color) and (reason := one.missing(0))}
+    passed = {one.name: reason for one in among[:-1] if one.reads(info, color) and (reason := one.missing(device_id))}
     kind = choose(info, color, [one for one in among if one.name not in passed])
     picture = " (a picture: one frame)" if info.ext in IMAGE_EXTENSIONS else ""
     return "\n".join(

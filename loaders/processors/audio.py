@@ -148,7 +148,7 @@ class PieceProcessor(WindowProcessor):
             return UnsupportedError("the sample holds no sound")
         rate, first = self._spec.sample_rate, fit.start * self._hop
         start, count = Fraction(first, rate), fit.length * self._hop
-        if self._hop > 1:
+        if isinstance(self._spec.features, LogMel):
             there = int(_samples(np.float64(info.samples), np.float64(info.sample_rate), rate))
             count = max(self._least, min(count, there - first))
         try:

@@ -6,9 +6,8 @@ matches. A record is sent after those of its objects that this node has. Only th
 that this node keeps for guests are not forwarded. The sender uses one connection and one thread, at the configured
 rate.
 Failure behaviour: `BuddyError` says why the buddy cannot be reached or refuses a request; a broken connection is not
-reused. If the buddy is unreachable, the sender logs each new reason once, shows it in the status, and tries again after
-1 to `LONGEST` seconds. If the buddy is full, the sender logs this and tries again about every second. Saves continue
-meanwhile.
+reused. If the buddy is unreachable or full, the sender logs each new reason once, shows it in the status, and tries
+again after `SHORTEST` to `LONGEST` seconds. The pause doubles until the buddy takes a copy. Saves continue meanwhile.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def _buddy_errors(doing: str) -> Iterator[None]:
 
 
 IDLE_SECONDS = 0.5
-LONGEST = 30.0
+SHORTEST, LONGEST = 1.0, 30.0
 RUNS = 32
 """Maximum number of runs for which the newest copy is remembered."""
 K = TypeVar("K")
@@ -171,7 +170,8 @@ class CopySender:
 
     def __init__(self, config: TierConfig, local_tier: LocalTier) -> None:
         self._config, self._local_tier = config, local_tier
-        self._context, self._pace = client_context(config), p.RateLimit(config.rate)
+        self._context, self._rate_limit = client_context(config), p.RateLimit(config.rate)
+        self._pause = SHORTEST
         self._sent: dict[tuple[str, str, bytes], None] = {}
         self._done: dict[tuple[str, int, bool], None] = {}
         self._stop = threading.Event()
@@ -191,18 +191,17 @@ class CopySender:
         self._thread.join(2.0)  # it may be sending an object; as a daemon thread, it does not keep the process alive
 
     def _run(self) -> None:
-        pause = 1.0
         while not self._stop.is_set():
             try:
                 self._next()  # updates `waiting`, also while the buddy is unreachable
-                with BuddyClient.connect(self._config, self._context, self._pace) as buddy:
-                    self._report_reachable()
-                    pause = 1.0
+                with BuddyClient.connect(self._config, self._context, self._rate_limit) as buddy:
+                    if not self.waiting:  # otherwise only a copy shows that the buddy has room
+                        self._report_reachable()
                     self._send_all(buddy)
             except (HeadraceError, OSError) as error:
                 self._trouble(str(error))
-                self._stop.wait(pause)
-                pause = min(pause * 2, LONGEST)
+                self._stop.wait(self._pause)
+                self._pause = min(self._pause * 2, LONGEST)
 
     def _send_all(self, buddy: BuddyClient) -> None:
         idle = time.monotonic()
@@ -248,7 +247,7 @@ class CopySender:
     def _report_reachable(self) -> None:
         if self.trouble:
             _log.info("the buddy at %s takes copies", self._config.buddy)
-        self.trouble = ""
+        self.trouble, self._pause = "", SHORTEST
 
     def _trouble(self, why: str) -> None:
         if why != self.trouble:

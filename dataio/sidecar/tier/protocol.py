@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, TypeVar
@@ -121,19 +122,22 @@ M = TypeVar("M")
 
 
 class RateLimit:
-    """At most `rate` bytes a second, on average over a tenth of a second."""
+    """At most `rate` bytes a second, on average over a tenth of a second. Thread-safe."""
 
     def __init__(self, rate: int | None, sleep: Callable[[float], None] = time.sleep) -> None:
         self._rate, self._sleep, self._free = rate, sleep, 0.0
+        self._lock = threading.Lock()
 
     def take(self, size: int) -> None:
         """Wait until `size` more bytes may be sent."""
         if self._rate is None:
             return
-        now = time.monotonic()
-        self._free = max(self._free, now - 0.1) + size / self._rate
-        if self._free > now:
-            self._sleep(self._free - now)
+        with self._lock:
+            now = time.monotonic()
+            self._free = max(self._free, now - 0.1) + size / self._rate
+            pause = self._free - now
+        if pause > 0:
+            self._sleep(pause)
 
 
 class Channel:

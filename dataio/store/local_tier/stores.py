@@ -35,7 +35,7 @@ import xxhash
 from headrace.dataio.core import limits, metrics
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.store.base import Buffer, Store, writable_bytes
+from headrace.dataio.store.base import Buffer, Store, UploadLog, writable_bytes
 from headrace.dataio.store.local_tier.objects import Label, TierObject, Writer
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.wrappers import Wrapper
@@ -167,21 +167,27 @@ class WriteThroughTier(Wrapper):
             self.go_on_without(error)
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        return self._put(key, parts, None)
+
+    def put_logged(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
+        return self._put(key, parts, log)
+
+    def _put(self, key: str, parts: Iterable[Buffer], log: UploadLog | None) -> int:
         writer = self._begin(key)
         if writer is None:
-            return super().put_multipart(key, parts)
+            return self._put_directly(key, parts, log)
         left = iter(parts)
         for part in left:
             try:
                 writer.write(part)
             except TROUBLE as error:
-                return self._fall_back(key, writer, chain([part], left), error)
+                return self._fall_back(writer, key, chain([part], left), log, error)
         try:
             label = writer.commit()
         except OSError as error:
-            return self._fall_back(key, writer, [], error)
+            return self._fall_back(writer, key, [], log, error)
         if self.send:
-            self._sent.append(self._pool.submit(self.send_to_store, label))
+            self._sent.append(self._pool.submit(self.send_to_store, label, log))
         return label.size
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
@@ -217,19 +223,24 @@ class WriteThroughTier(Wrapper):
             self.go_on_without(error)
             return None
 
-    def _fall_back(self, key: str, writer: Writer, rest: Iterable[Buffer], error: Exception) -> int:
+    def _put_directly(self, key: str, parts: Iterable[Buffer], log: UploadLog | None) -> int:
+        return super().put_multipart(key, parts) if log is None else super().put_logged(key, parts, log)
+
+    def _fall_back(
+        self, writer: Writer, key: str, rest: Iterable[Buffer], log: UploadLog | None, error: Exception
+    ) -> int:
         """Write the object to the store directly: first the bytes that are already in the tier, then the rest."""
         self.go_on_without(error)
         try:
             if not self.send:
                 raise error if isinstance(error, HeadraceError) else CapacityError(f"keeping {key}: {error}")
-            return super().put_multipart(key, chain(writer.written(), rest))
+            return self._put_directly(key, chain(writer.written(), rest), log)
         finally:
             writer.discard()
 
-    def send_to_store(self, label: Label) -> int:
-        """Send an object from the tier to the store."""
-        return super().put_multipart(label.key, checked(self._tier, label))
+    def send_to_store(self, label: Label, log: UploadLog | None = None) -> int:
+        """Send an object from the tier to the store. Its uploads are recorded in `log`, if that is given."""
+        return self._put_directly(label.key, checked(self._tier, label), log)
 
 
 def checked(tier: LocalTier, label: Label) -> Iterator[memoryview]:

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.dataio.cache.engine import Engine
 from headrace.dataio.cache.objects import KnownSizes
+from headrace.dataio.cache.plan.events import Drop
 from headrace.dataio.cache.readers.cached import CachedReader
 from headrace.dataio.core.errors import NotFoundError, RangeError
 from headrace.dataio.store.base import ObjectInfo
@@ -100,3 +102,40 @@ def test_who_asks_after_the_same_object_at_once_asks_the_store_once(engine: Engi
         for one in asked:
             assert one.result() == [store.objects["a"][:10]]
     assert store.stats == 1
+
+
+def test_the_engine_knows_from_which_stores_it_fetches(engine: Engine) -> None:
+    go, reading = threading.Event(), threading.Event()
+
+    class Held(MemoryStore):
+        def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+            reading.set()
+            assert go.wait(150)
+            super().get_into(key, offset, buffer)
+
+    held, other = Held(a=payload("a")), MemoryStore(a=payload("a"))
+    future = engine.open(held, "a", [(0, SIZE)])
+    assert reading.wait(150)
+    assert engine.fetches_from(held)
+    assert not engine.fetches_from(other)
+    go.set()
+    assert future.result(150) is not None
+    wait_for(lambda: not engine.fetches_from(held))
+
+
+def test_a_listener_hears_of_a_drop_although_another_one_unsubscribes_meanwhile(engine: Engine) -> None:
+    heard = list[tuple[str, int]]()
+    leave = engine.subscribe(lambda file: heard.append(("leaving", file)))
+    engine.subscribe(lambda file: heard.append(("staying", file)))
+
+    class Meanwhile:
+        """A value that is false, and is looked at while the engine goes through its listeners."""
+
+        def __bool__(self) -> bool:
+            leave()
+            return False
+
+    once: Any = Meanwhile()
+    engine._run([Drop(1, once)])
+    engine._run([Drop(2, False)])
+    assert heard == [("leaving", 1), ("staying", 1), ("staying", 2)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from headrace.dataio.cli import main
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar.cache_directory import CacheDirectories
 from headrace.dataio.sidecar.settings import CacheTier
 from tests.support.disks import disk
@@ -40,3 +43,17 @@ def test_where_no_tier_is_left_all_of_them_are_named(tmp_path: Path) -> None:
     tiers = [CacheTier(tmp_path / "file" / name) for name in "ab"]
     with pytest.raises(UsageError, match=r"file/a: File exists, .*file/b: File exists"):
         CacheDirectories.claim(tiers, keep=False)
+
+
+def test_a_cache_whose_files_have_no_names_keeps_its_size_when_the_configuration_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [100 * MIB]
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[0] // 4096, f_frsize=4096))
+    directories = CacheDirectories.claim([CacheTier(tmp_path / "cache")], keep=False)
+    (before,) = directories.places(1 << 40)
+    free[0] -= 80 * MIB  # the cache has filled
+    (after,) = directories.places(1 << 40, [80 * MIB])
+    directories.close()
+    assert before.budget == 90 * MIB
+    assert after.budget >= before.budget

@@ -375,3 +375,25 @@ def test_a_forgotten_reader_ends_its_connection_and_not_in_the_thread_that_colle
     gc.collect()
     wait_for(lambda: closed)
     assert threading.get_ident() not in closed
+
+
+def test_a_connection_that_is_found_while_the_reader_closes_is_closed(
+    daemon: RunningDaemon, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, found = SidecarReader(store, daemon.socket), list[Sidecar]()
+    assert reader._connection is not None
+    reader._connection.close()
+    reader._next_try = 0.0
+    find = Sidecar.find
+
+    def find_and_close(name: Any) -> Sidecar | None:
+        connection = find(name)
+        assert connection is not None
+        found.append(connection)
+        reader.close()
+        return connection
+
+    monkeypatch.setattr(Sidecar, "find", find_and_close)
+    assert reader._connected() is None
+    assert found[0].broken
+    assert reader._connection is None

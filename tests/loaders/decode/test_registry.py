@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from headrace.dataio import pack
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
@@ -114,6 +115,38 @@ def test_a_decoder_that_is_not_available_is_passed_over_with_the_reason(
         lines = {sample.key: loader.explain(sample) for sample in loader.dataset.samples(range(2))}
     assert "decoder: pyav\nnot available: grey: no card here" in lines["arm_wrestling"]
     assert "not available" not in lines["testsrc2_vp9"]
+
+
+def test_the_explanation_is_about_the_gpu_that_the_loader_uses(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_decoder(
+        "grey",
+        lambda device_id: GreyDecoder(),
+        reads=is_h264,
+        missing=lambda number: f"GPU {number} has no such circuit",
+    )
+    with VideoLoader(dataset, 2, clip=Clip(3), size=(24, 32), decoder="grey", sidecar=None) as loader:
+        output = replace(loader._delivery.output, device=torch.device("cuda", 3))
+        monkeypatch.setattr(loader, "_delivery", replace(loader._delivery, output=output))
+        lines = [loader.explain(sample) for sample in loader.dataset.samples(range(2))]
+    assert any("not available: grey: GPU 3 has no such circuit" in text for text in lines)
+
+
+@pytest.mark.parametrize("decoder", ["grey", "dali"])
+def test_a_decoder_that_would_not_be_used_in_a_subprocess_is_refused(dataset: Dataset, decoder: str) -> None:
+    register_decoder("grey", lambda device_id: GreyDecoder(), reads=is_h264)
+    with pytest.raises(UsageError, match=f"decoder='{decoder}' cannot be used with decode_in_subprocess"):
+        VideoLoader(dataset, 2, decoder=decoder, decode_in_subprocess=True, sidecar=None)
+
+
+@pytest.mark.parametrize("decoder", ["auto", "pyav"])
+def test_the_explanation_names_the_decoder_of_a_subprocess(dataset: Dataset, decoder: str) -> None:
+    register_decoder("grey", lambda device_id: GreyDecoder(), automatic=True)
+    with VideoLoader(
+        dataset, 2, clip=Clip(3), size=(24, 32), decoder=decoder, decode_in_subprocess=60.0, sidecar=None
+    ) as loader:
+        assert "decoder: pyav" in loader.explain()
 
 
 def test_the_decoder_with_the_highest_priority_gets_the_clip(dataset: Dataset) -> None:

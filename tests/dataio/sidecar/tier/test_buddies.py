@@ -28,7 +28,7 @@ from headrace.dataio.core.errors import CapacityError, UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar.tier import protocol as p
 from headrace.dataio.sidecar.tier import server as servers
-from headrace.dataio.sidecar.tier.client import BuddyClient, BuddyError
+from headrace.dataio.sidecar.tier.client import SHORTEST, BuddyClient, BuddyError, CopySender
 from headrace.dataio.sidecar.tier.config import (
     Address,
     TierConfig,
@@ -215,6 +215,58 @@ def test_the_pace_is_kept(guest: TierConfig, mine: LocalTier) -> None:
         began = time.monotonic()
         buddy.offer(mine, "s", "packs/1")
         assert time.monotonic() - began > 0.25
+
+
+def test_threads_that_share_a_rate_keep_it_together() -> None:
+    both = threading.Barrier(2)
+
+    class Size(int):
+        """A size that is divided only when both threads have come as far, if they can."""
+
+        def __truediv__(self, other: float) -> float:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)
+            return int(self) / other
+
+    limit, began = p.RateLimit(1000, sleep=lambda seconds: None), time.monotonic()
+    takers = [threading.Thread(target=limit.take, args=[Size(5000)]) for _ in range(2)]
+    for taker in takers:
+        taker.start()
+    for taker in takers:
+        taker.join(150)
+    assert limit._free >= began + 9.9
+
+
+class Pauses(threading.Event):
+    """An event that notes for how long it was waited for, instead of waiting; set after `most` waits."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.seconds = most, list[float]()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout or 0.0)
+        if len(self.seconds) >= self.most:
+            self.set()
+        return self.is_set()
+
+
+def test_a_buddy_that_is_full_is_tried_again_after_longer_and_longer_pauses(
+    guest: TierConfig, mine: LocalTier, listening: Listening, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = listening[0].local_tier
+    peer.limits = TierLimits(2 * MIB, 2)
+    sender = CopySender(guest, mine)
+    sender._stop = pauses = Pauses(7)
+    sender._run()
+    assert pauses.seconds == [1, 2, 4, 8, 16, 30, 30]
+    assert "no room" in sender.trouble
+    assert caplog.text.count("the buddy receives no copies") == 1
+    peer.limits = TierLimits(512 * MIB, 2)
+    sender._stop = pauses = Pauses(1)
+    sender._run()
+    assert (sender.trouble, sender._pause) == ("", SHORTEST)
+    assert [record.step for record in peer.records()] == [1]
 
 
 def bare(where: Address) -> socket.socket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,12 @@ import pytest
 from headrace.dataio.core import log
 from headrace.dataio.core.errors import CorruptionError, TransientError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.base import Buffer
+from headrace.dataio.store.base import Buffer, UploadLog
 from headrace.dataio.store.local_tier.records import TierLimits
 from headrace.dataio.store.local_tier.stores import WriteThroughTier
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_store
+from headrace.dataio.store.wrappers import Wrapper
 from tests.support.disks import disk, read_only
 from tests.support.local_tier import Counting, is_pack, local_tier
 
@@ -30,6 +31,33 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Counting]
 
 def parts(size: int = 9 * MIB, seed: int = 7) -> list[bytes]:
     return [bytes([seed + n]) * MIB for n in range(size // MIB)]
+
+
+class Uploads:
+    """A log of uploads, which nothing here writes to."""
+
+    def begun(self, key: str, upload: str) -> None: ...
+    def ended(self, key: str, size: int | None) -> None: ...
+
+
+def test_a_logged_write_goes_through_the_tier_and_its_log_goes_along(tmp_path: Path) -> None:
+    logged: list[tuple[str, UploadLog]] = []
+
+    class Logging(Wrapper):
+        def put_logged(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
+            logged.append((key, log))
+            return super().put_logged(key, parts, log)
+
+    with open_store(tmp_path / "store") as inner:
+        tier, uploads = local_tier(tmp_path), Uploads()
+        with WriteThroughTier(Logging(inner), tier, is_pack) as store:
+            assert store.put_logged("packs/1", parts(), uploads) == 9 * MIB
+            assert store.put_logged("lease", [b"passes by"], uploads) == 9
+            store.flush()
+        assert tier.has(inner.location.url, "packs/1")
+        assert not tier.has(inner.location.url, "lease")
+        assert sorted(logged) == [("lease", uploads), ("packs/1", uploads)]
+        assert inner.get("packs/1", max_bytes=16 * MIB) == b"".join(parts())
 
 
 def test_a_conditional_write_waits_until_what_was_kept_is_in_the_store(remote: Counting, tmp_path: Path) -> None:
