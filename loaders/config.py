@@ -248,9 +248,7 @@ class LoaderConfig:
 
         def find_checked(dataset: Dataset) -> tuple[SampleIds, int | Small]:
             if self.columns:
-                from headrace.dataio.shards.query.conditions import field_types  # imports DuckDB
-
-                check_columns(self.columns, known_columns(field_types(dataset.document)), dataset.url)
+                check_columns(self.columns, known_columns(dataset.document.summary().fields), dataset.url)
             return find(dataset)
 
         opened = open_datasets(source, self.version, self.storage_options, self.trust_mounts)

@@ -210,8 +210,8 @@ def _narrow_parts(
 
 def _next_document(
     base: VersionDocument,
-    shards: tuple[Shard, ...],
-    parts: tuple[IndexPart, ...],
+    shards: Sequence[Shard],
+    parts: Sequence[IndexPart],
     message: str,
     mounts: tuple[Mount, ...],
     lineage: Lineage,

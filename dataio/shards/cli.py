@@ -236,7 +236,7 @@ def summary(dataset: Dataset) -> dict[str, Any]:
         "tags": _tags_of(dataset),
         "samples": len(dataset),
         "shards": len(dataset.document.shards),
-        "bytes": sum(shard.size for shard in dataset.document.shards),
+        "bytes": dataset.document.summary().shard_bytes,
         "member_bytes": dataset.total_bytes,
         "seconds": pc.sum(table["duration"], min_count=0).as_py(),
         "video_seconds": pc.sum(table["duration"].filter(video), min_count=0).as_py(),

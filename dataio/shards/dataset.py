@@ -130,7 +130,7 @@ class Dataset:
 
     def _check_small(self) -> None:
         try:
-            if sum(part.size for part in self.document.index) <= CHECKED_AT_OPEN:
+            if self.document.summary().part_bytes <= CHECKED_AT_OPEN:
                 self.index.check()
         except BaseException:
             self.close()
@@ -167,7 +167,7 @@ class Dataset:
     @property
     def total_bytes(self) -> int:
         """The total bytes of the samples' members."""
-        return sum(p.sample_bytes for p in self.document.index) if self.view is None else self.view.total_bytes
+        return self.document.summary().sample_bytes if self.view is None else self.view.total_bytes
 
     @property
     def keys(self) -> Sequence[str]:

@@ -24,6 +24,7 @@ from headrace.dataio.store.open import open_store
 from tests.golden import dialogue, make
 from tests.support.checkpoint_states import RUN as STAGED
 from tests.support.checkpoint_states import load
+from tests.support.indexed_datasets import sample
 
 VERSIONS = sorted(path.parent for path in Path(__file__).parent.glob("*/expected.json"))
 
@@ -112,6 +113,16 @@ def test_a_dataset_has_the_samples_that_were_packed(golden: Path) -> None:
         first.check()
         sample = first.find("clip0")
         assert json.loads(first.read(sample, "json"))["caption"] == "clip 0"
+
+
+def test_a_paged_version_document_is_read(tmp_path: Path) -> None:
+    """It was written by `tests.support.indexed_datasets.make`, with pages of 4 shards and 2 parts."""
+    shutil.copytree(Path(__file__).parent / "dataset-2", tmp_path / "golden")
+    with Dataset(tmp_path / "golden") as dataset:
+        assert dataset.document.format == 2
+        assert [one.key for one in dataset] == [f"k{n:05}" for n in range(100)]
+        assert all(one == sample(one.id, one.shard, one.id % 10) for one in dataset)
+        dataset.check()
 
 
 def test_a_loader_state_goes_on_with_the_batches_that_came_next(golden: Path) -> None:

@@ -278,8 +278,8 @@ class _PackJob:
             _check_new_keys(store, base, runner.keys, trust_mounts)
             return versions.new_document(
                 base.name,
-                base.shards + shards,
-                base.index + parts,
+                versions.joined(base.shards, shards),
+                versions.joined(base.index, parts),
                 version=base.version + 1,
                 parent=base.version,
                 message=message or f"appended {limits.counted(len(runner.keys), 'sample')}",

@@ -38,7 +38,6 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.imports import naming_extras
 from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers
-from headrace.dataio.shards.query.part_writer import join_types
 from headrace.dataio.shards.versions.documents import Lineage, VersionDocument
 from headrace.dataio.store.base import Store
 
@@ -153,20 +152,11 @@ def narrow(store: Store, document: VersionDocument, opened: OpenIndex, lineage: 
     )
 
 
-def field_types(document: VersionDocument) -> dict[str, str]:
-    """Return the promoted fields of a version, by name, with their types."""
-    types = dict[str, str]()
-    for part in document.index:
-        for name, kind in part.fields.items():
-            types[name] = join_types(types.get(name, kind), kind)
-    return types
-
-
 def matching(opened: OpenIndex, document: VersionDocument, text: str) -> Iterator[tuple[RowNumbers, int]]:
     """Yield for each part the rows of samples that meet the condition `text`, and the total bytes of their members."""
     connection = connect()
     try:
-        predicate = parse(connection, text, field_types(document))
+        predicate = parse(connection, text, document.summary().fields)
         _check_type(connection, predicate)
         columns = [*predicate.columns, *({"bytes"} - set(predicate.columns))]
         for number, table in enumerate(opened.tables(columns)):

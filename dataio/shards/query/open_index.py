@@ -64,8 +64,10 @@ class OpenIndex:
     ) -> None:
         self._store, self._document = store, document
         self._remaining_rows: dict[int, RowNumbers | None] = dict(enumerate(chosen)) if chosen is not None else {}
-        left = [p.samples for p in document.index]
-        if chosen is not None:
+        left: Sequence[int]
+        if chosen is None:
+            left = document.summary().part_samples
+        else:
             left = [p.rows if c is None else len(c) for p, c in zip(document.index, chosen, strict=True)]
         self.ends: I64 = np.cumsum(left, dtype=np.int64)
         """For each part, the number after its last sample."""
@@ -156,14 +158,12 @@ class OpenIndex:
 
         None means that the column has to be read.
         """
-        values = {part.constant_values.get(column) for part in self._document.index}
-        return values.pop() if len(values) == 1 else None
+        return self._document.summary().constant_values.get(column)
 
     @property
     def files_of_all(self) -> frozenset[str]:
         """The extensions for which each sample has a file, as far as the version document records them."""
-        each = [frozenset(part.files) for part in self._document.index]
-        return frozenset.intersection(*each) if each else frozenset()
+        return frozenset(self._document.summary().files)
 
     def remaining_rows(self, part: int) -> RowNumbers | None:
         """Return the rows of a part that are samples. None means all rows."""

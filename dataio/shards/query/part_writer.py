@@ -33,6 +33,7 @@ from headrace.dataio.shards.index.pages import digest, short_digest
 from headrace.dataio.shards.index.rows import BLOCKS, CHUNKS, SCHEMA, block_digests, has_file, samples_of, to_row
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions.documents import IndexPart
+from headrace.dataio.shards.versions.paging import join_types
 from headrace.dataio.store.base import Store
 
 PART_ROWS = 50_000
@@ -131,13 +132,6 @@ def field_types(samples: Iterable[Sample]) -> dict[str, str]:
                 kind = _type_of(value)
                 types[name] = join_types(types.get(name, kind), kind)
     return {name: types[name] for name in sorted(types)[:FIELD_NAMES]}
-
-
-def join_types(one: str, other: str) -> str:
-    """Return the type that can hold values of both types."""
-    if one == other:
-        return one
-    return "number" if {one, other} == {"integer", "number"} else "mixed"
 
 
 def _type_of(value: object) -> str:

@@ -141,6 +141,8 @@ class Tables:
         """
         last: tuple[int, int] | None = None
         places = {shard.key: place for place, shard in enumerate(self._document.shards)}
+        if len(places) < len(self._document.shards):
+            raise self._bad("a shard is listed twice")
         for part in range(len(self._document.index)):
             self._remaining_rows(part)
             groups = len(self._reader(part).ends)

@@ -45,7 +45,13 @@ from headrace.dataio.core.errors import CorruptionError, DeadlineError, UsageErr
 from headrace.dataio.shards.dataset import use_or_open
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.sample import Sample
-from headrace.dataio.shards.verify.metadata_check import check_documents, check_index, find_orphans, with_repair
+from headrace.dataio.shards.verify.metadata_check import (
+    check_documents,
+    check_index,
+    check_pages,
+    find_orphans,
+    with_repair,
+)
 from headrace.dataio.shards.verify.repair import NotRepairable, check_copy, repair_shard
 from headrace.dataio.shards.verify.report import LISTED, Finding, ObjectReport, VerifyProgress, VerifyReport, report
 from headrace.dataio.shards.verify.shard_check import IndexedMember, ShardCheck, check_shard
@@ -149,6 +155,7 @@ class _DatasetCheck:
         if owned:
             stack.enter_context(mounted)
         self._store = mounted
+        objects += check_pages(mounted, self._copy, document)
         opened = OpenIndex(mounted, document)
         parts, good, opened = check_index(mounted, self._copy, document, opened)
         objects += parts

@@ -23,12 +23,14 @@ from headrace.dataio.shards.verify.repair import (
     bitmaps_by_object,
     repair_bitmaps,
     repair_document,
+    repair_page,
     repair_part,
 )
 from headrace.dataio.shards.verify.report import Finding, ObjectReport, report
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import tags
 from headrace.dataio.shards.versions.documents import IndexPart, VersionDocument
+from headrace.dataio.shards.versions.paging import Page, PagedList, check_page
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
 
@@ -58,7 +60,7 @@ def check_documents(store: Store, copy: Store | None) -> list[ObjectReport]:
 
 
 def _check_document(store: Store, copy: Store | None, key: str) -> ObjectReport:
-    check = _document_check(key)
+    check = _document_check(store, key)
     size, findings = _read_document(store, key, check)
     repaired, unrepaired = False, ""
     if findings and copy is not None:
@@ -81,11 +83,11 @@ def _read_document(store: Store, key: str, check: Check) -> tuple[int, list[Find
     return len(data), []
 
 
-def _document_check(key: str) -> Check:
+def _document_check(store: Store, key: str) -> Check:
     match = _VERSION_KEY.fullmatch(key)
     if match:
         number = int(match[1])
-        return lambda data, name: versions.decode(data, number, name)
+        return lambda data, name: versions.decode(data, number, name, store)
     return versions.decode_dataset if key == versions.DATASET_KEY else _check_tag
 
 
@@ -95,6 +97,28 @@ def _check_tag(data: bytes, name: str) -> None:
         msgspec.json.decode(data, type=tags.Tag)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptionError(f"{name} is not a tag: {error}") from error
+
+
+def check_pages(store: Store, copy: Store | None, document: VersionDocument) -> list[ObjectReport]:
+    """Check the pages of shards and parts. If one cannot be read or repaired, raise `CorruptionError`.
+
+    Without it, there is no list of the objects to check.
+    """
+    lists = [entries for entries in (document.shards, document.index) if isinstance(entries, PagedList)]
+    return [_check_page(store, copy, page) for entries in lists for page in entries.pages]
+
+
+def _check_page(store: Store, copy: Store | None, page: Page) -> ObjectReport:
+    findings, repaired = list[Finding](), False
+    try:
+        check_page(store, page)
+    except CorruptionError as error:
+        if copy is None:
+            raise
+        findings = [Finding(code="digest", message=error.message)]
+        repair_page(store, copy, page)
+        repaired = True
+    return with_repair(report("index", page.key, findings, bytes=page.size), repaired, "")
 
 
 def check_index(
@@ -204,4 +228,6 @@ def find_orphans(store: Store, document: VersionDocument) -> list[str]:
 def _named_objects(document: VersionDocument) -> set[str]:
     keys = {shard.key for shard in document.shards} | {part.key for part in document.index}
     keys |= {part.bitmap.key for part in document.index if part.bitmap is not None}
+    for entries in (document.shards, document.index):
+        keys |= {page.key for page in entries.pages} if isinstance(entries, PagedList) else set()
     return {key for key in keys if not key.startswith(PREFIX)}

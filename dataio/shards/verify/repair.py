@@ -32,6 +32,7 @@ from headrace.dataio.shards.index.pages import digest
 from headrace.dataio.shards.verify.shard_check import IndexedMember, ShardCheck, check_members, check_shard
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.documents import IndexPart, RowBitmap, Shard
+from headrace.dataio.shards.versions.paging import Page, check_page
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
 
@@ -75,6 +76,11 @@ def repair_document(store: Store, copy: Store, key: str, check: Callable[[bytes,
     except HeadraceError as error:
         raise NotRepairable(f"the object in the copy is damaged, too: {error.message}") from error
     store.put(key, data)
+
+
+def repair_page(store: Store, copy: Store, page: Page) -> None:
+    """Replace a page of the version's document with the copy's. Raises `CorruptionError` if it is damaged there."""
+    store.put(page.key, check_page(copy, page))
 
 
 def repair_part(store: Store, copy: Store, wanted: IndexPart) -> None:

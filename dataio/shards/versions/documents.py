@@ -8,6 +8,8 @@ Invariants:
   exactly one of several concurrent writers makes the version.
 * A writer takes the number after the highest existing number, so gaps between numbers are never filled later.
 * Documents hold no secrets and do not identify their writer.
+* A document has format 1 while it fits into `WHOLE_BYTES`. A larger one has format 2: its shards and parts are in pages
+  (`headrace.dataio.shards.versions.paging`), which are stored before the document.
 * `commit` makes every version after the first. A writer that loses a race builds its version again from the newest
   version, a bounded number of times.
 
@@ -23,9 +25,9 @@ import re
 import secrets
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -40,10 +42,17 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.core.json import is_sealed, parse_json, seal, unseal
 from headrace.dataio.shards.index.pages import Section, digest
+from headrace.dataio.shards.versions import paging
+from headrace.dataio.shards.versions.paging import Entry, Page, PagedList, Summary
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import MAX_MOUNTS, PREFIX
 
 FORMAT = 1
+"""The format of `dataset.json`, of tags, and of version documents that list all shards and parts."""
+PAGED_FORMAT = 2
+"""The format of version documents that name pages of shards and parts."""
+WHOLE_BYTES = limits.JSON_DOCUMENT_BYTES
+"""The largest version document of format 1."""
 DATASET_KEY = "dataset.json"
 COMMIT_TRIES = 64
 """The number of lost races after which `commit` fails."""
@@ -52,6 +61,7 @@ PART_BYTES = 256 * limits.MIB
 
 Writers always make smaller parts (`headrace.dataio.shards.query.part_writer`).
 """
+T = TypeVar("T", bound=Entry)
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
 
@@ -181,14 +191,62 @@ class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
     nonce: str
     message: str
     samples: int
-    shards: tuple[Shard, ...]
-    index: tuple[IndexPart, ...]
+    shards: Sequence[Shard]
+    index: Sequence[IndexPart]
     mounts: tuple[Mount, ...] = ()
     lineage: Lineage | None = None
 
     def shard_sizes(self) -> Mapping[str, int]:
         """Return the size in bytes of each shard, by key."""
+        if isinstance(self.shards, PagedList):
+            return paging.ShardSizes(self.shards)
         return {shard.key: shard.size for shard in self.shards}
+
+    def summary(self) -> Summary:
+        """Return what readers need of all shards and parts. Of a stored document of format 2, this reads no page."""
+        if isinstance(self.index, _Parts) and not self.index.tail:
+            return self.index.summary
+        return paging.summarize(self.shards, self.index)
+
+
+class _WholeDocument(VersionDocument, frozen=True, kw_only=True):
+    """A version document of format 1."""
+
+    shards: tuple[Shard, ...]
+    index: tuple[IndexPart, ...]
+
+
+class _PagedDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """A version document of format 2."""
+
+    format: int
+    version: int
+    parent: int | None
+    trunk: int
+    name: str
+    created: str
+    nonce: str
+    message: str
+    samples: int
+    summary: Summary
+    shard_pages: tuple[Page, ...]
+    part_pages: tuple[Page, ...]
+    mounts: tuple[Mount, ...] = ()
+    lineage: Lineage | None = None
+
+
+class _Parts(PagedList[IndexPart]):
+    """The parts of a document of format 2, with the document's summary."""
+
+    summary: Summary
+
+
+_COMMON = tuple(name for name in _PagedDocument.__struct_fields__ if name in VersionDocument.__struct_fields__)
+
+
+def joined(entries: Sequence[T], more: Sequence[T]) -> Sequence[T]:
+    """Return the entries of both. The result keeps the pages of `entries`."""
+    return entries.with_more(more) if isinstance(entries, PagedList) else (*entries, *more)
 
 
 def version_key(version: int) -> str:
@@ -198,8 +256,8 @@ def version_key(version: int) -> str:
 
 def new_document(
     name: str,
-    shards: tuple[Shard, ...],
-    index: tuple[IndexPart, ...],
+    shards: Sequence[Shard],
+    index: Sequence[IndexPart],
     *,
     version: int,
     parent: int | None,
@@ -217,7 +275,9 @@ def new_document(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         nonce=secrets.token_hex(16),
         message=message,
-        samples=sum(part.samples for part in index),
+        samples=sum(index.summary.part_samples)
+        if isinstance(index, _Parts) and not index.tail
+        else sum(part.samples for part in index),
         shards=shards,
         index=index,
         mounts=mounts,
@@ -230,13 +290,36 @@ def encode(document: msgspec.Struct) -> bytes:
 
     Raises `CapacityError` above `limits.JSON_DOCUMENT_BYTES`.
     """
-    data = seal(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    data = _sealed(document)
     if len(data) > limits.JSON_DOCUMENT_BYTES:
         raise CapacityError(
             f"the version's document would have {len(data)} bytes, above the limit of {limits.JSON_DOCUMENT_BYTES}",
             hint="use larger shards (shard_bytes=, --shard-size)",
         )
     return data
+
+
+def encode_version(store: Store, document: VersionDocument) -> bytes:
+    """Encode a version document for storage. If it does not fit into one document, store its pages."""
+    if not isinstance(document.shards, PagedList) and not isinstance(document.index, PagedList):
+        data = _sealed(document)
+        if len(data) <= WHOLE_BYTES:
+            return data
+    shards, parts = _paged(store, document.shards, Shard), _paged(store, document.index, IndexPart)
+    made = {name: getattr(document, name) for name in _COMMON} | {"format": PAGED_FORMAT}
+    shard_pages = shards.stored(store, paging.PAGE_SHARDS, "shards")
+    part_pages = parts.stored(store, paging.PAGE_PARTS, "parts")
+    return encode(_PagedDocument(**made, summary=document.summary(), shard_pages=shard_pages, part_pages=part_pages))
+
+
+def _paged(store: Store, entries: Sequence[T], kind: type[T]) -> PagedList[T]:
+    if isinstance(entries, PagedList):
+        return entries
+    return PagedList(store, (), kind=kind, check=lambda *_: None, cached=1, tail=tuple(entries))
+
+
+def _sealed(document: msgspec.Struct) -> bytes:
+    return seal(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
 def list_versions(store: Store) -> list[int]:
@@ -267,7 +350,7 @@ def refuse_existing(store: Store) -> None:
 
 def publish(store: Store, document: VersionDocument) -> None:
     """Store the document, which makes the version exist. Raises `ConflictError` if another writer made this version."""
-    if not store.put_if_absent(version_key(document.version), encode(document)):
+    if not store.put_if_absent(version_key(document.version), encode_version(store, document)):
         winner, _ = load(store, document.version)
         raise ConflictError(
             f"{store.location.url}: another writer made version {document.version}, "
@@ -301,7 +384,7 @@ def commit(store: Store, build: Callable[[VersionDocument], VersionDocument], *,
         document = msgspec.structs.replace(
             built, version=number, trunk=number if trunk else newest.trunk, nonce=secrets.token_hex(16)
         )
-        if store.put_if_absent(version_key(number), encode(document)):
+        if store.put_if_absent(version_key(number), encode_version(store, document)):
             return document
         time.sleep(random.uniform(0, 0.01 * min(lost + 1, 20)))
     winner, _ = load(store, _newest(store))
@@ -345,7 +428,7 @@ def _load(store: Store, version: int) -> tuple[VersionDocument, str]:
         raise NotFoundError(
             f"{url} has no version {version}", hint=f"it has {', '.join(map(str, existing[-20:]))}"
         ) from error
-    return decode(data, version, f"{url}: {version_key(version)}"), digest(data)
+    return decode(data, version, f"{url}: {version_key(version)}", store), digest(data)
 
 
 def decode_dataset(data: bytes, name: str) -> DatasetDocument:
@@ -361,34 +444,66 @@ class _Format(msgspec.Struct):
     format: int
 
 
-def check_bytes(data: bytes, name: str) -> None:
-    """Check the digest, the JSON syntax and the format of a stored document. Errors call it `name`.
+def check_bytes(data: bytes, name: str, newest: int = FORMAT) -> int:
+    """Check the digest, the JSON syntax and the format of a stored document, and return the format.
 
-    A document without a digest is parsed first, so that the error says what is wrong with it.
+    `newest` is the newest format of such a document. Errors call the document `name`. A document without a digest is
+    parsed first, so that the error says what is wrong with it.
     """
     if is_sealed(data):
         unseal(data, name)
     try:
         parse_json(data, unique_names=True)
         found = msgspec.json.decode(data, type=_Format).format
-        if found > FORMAT:
-            raise UnsupportedError(f"{name} has format {found}; this Headrace reads {FORMAT}", hint="upgrade Headrace")
+        if found > newest:
+            raise UnsupportedError(f"{name} has format {found}; this Headrace reads {newest}", hint="upgrade Headrace")
         if found < FORMAT:
             raise CorruptionError(f"{name} has format {found}, which does not exist", hint="restore it from a copy")
     except (msgspec.MsgspecError, ValueError) as error:
         raise CorruptionError(f"{name} is not a version document or dataset.json: {error}") from error
     unseal(data, name)
+    return found
 
 
-def decode(data: bytes, version: int, name: str) -> VersionDocument:
-    """Decode and check the document of `version`. Errors call it `name`."""
-    check_bytes(data, name)
+def decode(data: bytes, version: int, name: str, store: Store) -> VersionDocument:
+    """Decode and check the document of `version` in `store`. Errors call it `name`.
+
+    Pages of shards and parts are checked when they are read.
+    """
+    paged = check_bytes(data, name, PAGED_FORMAT) == PAGED_FORMAT
     try:
-        document = msgspec.json.decode(data, type=VersionDocument)
+        if paged:
+            return _open_pages(msgspec.json.decode(data, type=_PagedDocument), version, name, store)
+        whole = msgspec.json.decode(data, type=_WholeDocument)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{name} is not a version document: {error}") from error
+    document = VersionDocument(**{field: getattr(whole, field) for field in VersionDocument.__struct_fields__})
     _check(document, version, name)
     return document
+
+
+def _open_pages(stored: _PagedDocument, version: int, name: str, store: Store) -> VersionDocument:
+    samples, parts = stored.summary.part_samples, sum(page.count for page in stored.part_pages)
+    consistent = (
+        stored.version == version
+        and 1 <= stored.trunk <= version
+        and all(page.is_consistent for page in (*stored.shard_pages, *stored.part_pages))
+        and min((stored.summary.shard_bytes, stored.summary.part_bytes, stored.summary.sample_bytes, *samples)) >= 0
+        and (len(samples), sum(samples)) == (parts, stored.samples)
+        and _mounts_agree(stored.mounts, [page.key for page in (*stored.shard_pages, *stored.part_pages)])
+    )
+    if not consistent:
+        raise CorruptionError(f"{name} contradicts itself: version, counts, pages or mounts do not agree")
+
+    def check(entry: Shard | IndexPart, page: str) -> None:
+        fits = entry.size >= 0 and entry.samples >= 0 if isinstance(entry, Shard) else _part_agrees(entry)
+        if not fits or not _mounts_agree(stored.mounts, [entry.key]):
+            raise CorruptionError(f"{page}: the entry of {entry.key} contradicts itself, or names an unknown mount")
+
+    shards = PagedList(store, stored.shard_pages, kind=Shard, check=check, cached=paging.CACHED_SHARDS)
+    index = _Parts(store, stored.part_pages, kind=IndexPart, check=check, cached=paging.CACHED_PARTS)
+    index.summary = stored.summary
+    return VersionDocument(**{field: getattr(stored, field) for field in _COMMON}, shards=shards, index=index)
 
 
 def _check(document: VersionDocument, version: int, name: str) -> None:
@@ -400,7 +515,7 @@ def _check(document: VersionDocument, version: int, name: str) -> None:
         and all(map(_part_agrees, document.index))
         and document.samples == sum(p.samples for p in document.index) <= sum(s.samples for s in document.shards)
         and len(keys) == len(set(keys))
-        and _mounts_agree(document, [*keys, *(p.key for p in document.index)])
+        and _mounts_agree(document.mounts, [*keys, *(p.key for p in document.index)])
     )
     if not consistent:
         raise CorruptionError(f"{name} contradicts itself: version, counts or shards do not agree")
@@ -418,8 +533,8 @@ def _part_agrees(part: IndexPart) -> bool:
     )
 
 
-def _mounts_agree(document: VersionDocument, keys: list[str]) -> bool:
+def _mounts_agree(mounts: Sequence[Mount], keys: list[str]) -> bool:
     """Return whether the mounts are unique, at most `MAX_MOUNTS`, and include all mounts that keys name."""
-    names = [mount.name for mount in document.mounts]
+    names = [mount.name for mount in mounts]
     used = {key.split("/")[1] for key in keys if key.startswith(PREFIX)}
     return len(set(names)) == len(names) <= MAX_MOUNTS and used <= set(names)

@@ -231,7 +231,7 @@ def test_a_document_that_is_none_is_refused(posix: Store, data: bytes) -> None:
 def test_a_newer_format_is_refused_with_the_next_step(posix: Store) -> None:
     write(posix)
     document = json.loads(posix.get("versions/00000001.json"))
-    posix.put("versions/00000001.json", json.dumps(document | {"format": 2}).encode())
+    posix.put("versions/00000001.json", json.dumps(document | {"format": 3}).encode())
     with pytest.raises(UnsupportedError, match="upgrade"):
         Dataset(posix)
 
