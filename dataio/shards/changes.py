@@ -13,7 +13,7 @@ Invariants:
   compared like versions. Index parts with the same remaining rows in both versions are not read. Keys are in the order
   added, removed, changed, and sorted within each kind.
 * While it compares, DuckDB holds each key that it reads and an 8-byte hash of the sample. Afterwards it holds only the
-  keys that differ, and streams them.
+  keys that differ, and streams them. It uses at most `conditions.SPILL_MEMORY`, and a temporary folder beyond.
 
 Failure behaviour: a lost race raises `ConflictError` as `documents.commit` describes. So does a key that two merged
 datasets hold. A key to remove that no sample has raises `NotFoundError`. A change that would remove all samples or none
@@ -36,8 +36,8 @@ import pyarrow.compute as pc
 from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
 from headrace.dataio.core.limits import counted
 from headrace.dataio.shards.query import conditions as query
-from headrace.dataio.shards.query.conditions import connect
-from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers, load_bitmap, store_bitmaps
+from headrace.dataio.shards.query.conditions import connect_with_disk
+from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers, RowSelection, load_bitmap, store_bitmaps
 from headrace.dataio.shards.query.tables import repeated_keys
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
@@ -94,10 +94,10 @@ def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, mess
     def build(base: VersionDocument) -> VersionDocument:
         with _with_mounts(dataset, base) as store:
             opened = OpenIndex(store, base)
-            removed = _removed_rows(dataset, opened, base, listed, where)
-            count = sum(len(rows) for rows, _ in removed)
-            left = [_without_rows(opened, part, rows) for part, (rows, _) in enumerate(removed)]
-            sizes = [part.sample_bytes - size for part, (_, size) in zip(base.index, removed, strict=True)]
+            removed, removed_bytes = _removed_rows(dataset, opened, base, listed, where)
+            count = sum(removed.counts)
+            left = (_without_rows(opened, part, rows) for part, rows in enumerate(removed))
+            sizes = [part.sample_bytes - size for part, size in zip(base.index, removed_bytes, strict=True)]
             parts = _narrow_parts(store, base, left, sizes)
         how = Lineage(operation="remove", where=(where,) if where else ())
         return _next_document(
@@ -112,7 +112,7 @@ def count_removed(dataset: Dataset, keys: Iterable[str] | None, where: str | Non
     listed = _keys_to_remove(dataset, keys, where)
     with _with_mounts(dataset, dataset.document) as store:
         opened = OpenIndex(store, dataset.document)
-        return sum(len(rows) for rows, _ in _removed_rows(dataset, opened, dataset.document, listed, where))
+        return sum(_removed_rows(dataset, opened, dataset.document, listed, where)[0].counts)
 
 
 def _keys_to_remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None) -> set[str] | None:
@@ -127,19 +127,22 @@ def _keys_to_remove(dataset: Dataset, keys: Iterable[str] | None, where: str | N
 
 def _removed_rows(
     dataset: Dataset, opened: OpenIndex, base: VersionDocument, listed: set[str] | None, where: str | None
-) -> list[tuple[RowNumbers, int]]:
+) -> tuple[RowSelection, list[int]]:
     """Return for each index part the rows to remove and the bytes of their members."""
     if listed is not None:
-        removed, missing = query.rows_with_keys(opened, listed)
+        removed, sizes, missing = query.rows_with_keys(opened, listed)
         if missing:
             raise NotFoundError(f"{dataset.url} has no sample {_list_some(missing)}", hint="nothing was removed")
     else:
-        removed = list(query.matching(opened, base, where or ""))
-    count = sum(len(rows) for rows, _ in removed)
+        removed, sizes = RowSelection(), []
+        for part, (rows, size) in enumerate(query.matching(opened, base, where or "")):
+            removed.add(rows, opened.part_rows(part))
+            sizes.append(size)
+    count = sum(removed.counts)
     if not count or count == len(opened):
         which = "no sample is" if not count else "all samples are"
         raise UsageError(f"{which} to be removed from {dataset.url}", hint="no version was made")
-    return removed
+    return removed, sizes
 
 
 def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> tuple[VersionDocument, list[Mount]]:
@@ -197,15 +200,23 @@ def _without_rows(opened: OpenIndex, part: int, removed: RowNumbers) -> RowNumbe
 
 
 def _narrow_parts(
-    store: Store, document: VersionDocument, rows: Sequence[RowNumbers], sizes: Sequence[int]
+    store: Store, document: VersionDocument, rows: Iterable[RowNumbers], sizes: Sequence[int]
 ) -> tuple[IndexPart, ...]:
     """Return the parts of `document` with only these rows, whose members have `sizes` bytes in total.
 
-    Parts without rows are dropped.
+    Parts without rows are dropped. The rows of one part are held at a time.
     """
-    remaining = [(p, r, s) for p, r, s in zip(document.index, rows, sizes, strict=True) if len(r)]
-    changed = iter(store_bitmaps(store, [item for item in remaining if len(item[1]) != item[0].samples]))
-    return tuple(part if len(r) == part.samples else next(changed) for part, r, _ in remaining)
+    remaining = list[IndexPart | None]()
+
+    def changed() -> Iterator[tuple[IndexPart, RowNumbers, int]]:
+        for part, own, size in zip(document.index, rows, sizes, strict=True):
+            if len(own):
+                remaining.append(part if len(own) == part.samples else None)
+            if 0 < len(own) != part.samples:
+                yield part, own, size
+
+    stored = iter(store_bitmaps(store, changed()))
+    return tuple(next(stored) if part is None else part for part in remaining)
 
 
 def _next_document(
@@ -355,14 +366,14 @@ class Change:
 
 
 class Diff:
-    """The differences between two versions or views. They stay in memory until `close`.
+    """The differences between two versions or views. They stay in memory or a temporary folder until `close`.
 
     `added`, `removed`, `changed` and `unchanged` are numbers of samples. Iterating yields a `Change` for each sample
     that differs, ordered by kind and key.
     """
 
-    def __init__(self, connection: Any, samples: tuple[int, int]) -> None:
-        self._connection = connection
+    def __init__(self, connection: Any, samples: tuple[int, int], resources: contextlib.ExitStack) -> None:
+        self._connection, self._resources = connection, resources
         found = dict(connection.execute("SELECT kind, count(*) FROM changes GROUP BY kind").fetchall())
         self.added, self.removed, self.changed = (int(found.get(kind, 0)) for kind in range(3))
         self.unchanged = samples[0] - self.removed - self.changed
@@ -381,8 +392,8 @@ class Diff:
         return [change.key for change in self if change.kind == kind]
 
     def close(self) -> None:
-        """Release the memory."""
-        self._connection.close()
+        """Release the memory and the disk space."""
+        self._resources.close()
 
     def __enter__(self) -> Diff:
         return self
@@ -394,8 +405,8 @@ class Diff:
 def diff(old: Dataset, new: Dataset) -> Diff:
     """Compare `old` with `new`."""
     old_parts, new_parts = _parts_to_read(old, new)
-    connection = connect()
-    try:
+    with contextlib.ExitStack() as undo:
+        connection = undo.enter_context(connect_with_disk())
         for name, dataset, parts in (("a", old, old_parts), ("b", new, new_parts)):
             connection.execute(f"CREATE TABLE {name} (key VARCHAR, content UBIGINT)").fetchall()
             for part in parts:
@@ -404,10 +415,7 @@ def diff(old: Dataset, new: Dataset) -> Diff:
         connection.execute(_JOINED).fetchall()
         connection.execute("DROP TABLE a").fetchall()
         connection.execute("DROP TABLE b").fetchall()
-        return Diff(connection, (len(old), len(new)))
-    except BaseException:
-        connection.close()
-        raise
+        return Diff(connection, (len(old), len(new)), undo.pop_all())
 
 
 def _content_columns(table: Any) -> Any:

@@ -442,7 +442,7 @@ def _nothing_to_pack(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) ->
 def _check_new_keys(store: Store, base: versions.VersionDocument, keys: set[str], trust_mounts: bool) -> None:
     """Raise `ConflictError` if version `base` has one of `keys`."""
     mounted, _ = with_mounts(store, base, False, {}, trust_mounts)
-    _, missing = query.rows_with_keys(OpenIndex(mounted, base), keys)
+    *_, missing = query.rows_with_keys(OpenIndex(mounted, base), keys)
     known = sorted(keys.difference(missing))
     if known:
         more = f" and {len(known) - 1} more of these keys" if len(known) > 1 else ""

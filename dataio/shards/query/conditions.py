@@ -9,7 +9,7 @@ Invariants:
   are allowed. So a condition cannot contain a subquery, a file, a setting or another statement.
 * Every column is one of `COLUMNS` or a promoted field.
 * DuckDB runs `Predicate.sql` over a table with exactly the columns that the text needs. A few parts are read at a time.
-  Apart from the selected row numbers, memory does not grow with the dataset. The resulting rows are in the order of the
+  Apart from a bitmap of the selected rows, memory does not grow with the dataset. The resulting rows are in the order of the
   samples' numbers.
 * The digest of a view covers the version's document, the conditions and the selected rows. So equal digests mean equal
   samples.
@@ -22,8 +22,10 @@ For an unknown column, the error suggests similar names. Read errors are passed 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +39,14 @@ import pyarrow.compute as pc
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.imports import naming_extras
 from headrace.dataio.shards.index import rows as index
-from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers
+from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers, RowSelection
 from headrace.dataio.shards.versions.documents import Lineage, VersionDocument
 from headrace.dataio.store.base import Store
 
 TEXT_BYTES = 16 << 10
 GROWTH = 64
+SPILL_MEMORY = "512MiB"
+"""The memory of a connection that may use the disk."""
 ROW = "__row"
 """The column with the row numbers. A promoted field with this name is available only as `fields."__row"`."""
 _EXAMPLE = "write one SQL expression, such as: duration > 2 and height >= 720 (see headrace filter --help)"
@@ -103,7 +107,7 @@ class View:
     """
 
     index: OpenIndex
-    rows: Sequence[RowNumbers]
+    rows: RowSelection
     bytes: Sequence[int]
     lineage: Lineage
     ids: str
@@ -137,16 +141,16 @@ def narrow(store: Store, document: VersionDocument, opened: OpenIndex, lineage: 
     `lineage` is the lineage of the view to filter. To filter a version, pass a lineage that names the version as its
     source and has no conditions.
     """
-    found = list(matching(opened, document, condition))
-    rows = [rows for rows, _ in found]
-    hasher = blake3.blake3()
-    for chosen in rows:
+    rows, sizes, hasher = RowSelection(), list[int](), blake3.blake3()
+    for part, (chosen, size) in enumerate(matching(opened, document, condition)):
+        rows.add(chosen, opened.part_rows(part))
+        sizes.append(size)
         hasher.update(len(chosen).to_bytes(8, "little"))
         hasher.update(chosen.astype("<u4").tobytes())
     return View(
         index=OpenIndex(store, document, rows),
         rows=rows,
-        bytes=[size for _, size in found],
+        bytes=sizes,
         lineage=msgspec.structs.replace(lineage, where=(*lineage.where, condition)),
         ids=str(hasher.hexdigest()),
     )
@@ -167,19 +171,20 @@ def matching(opened: OpenIndex, document: VersionDocument, text: str) -> Iterato
         connection.close()
 
 
-def rows_with_keys(opened: OpenIndex, keys: Iterable[str]) -> tuple[list[tuple[RowNumbers, int]], set[str]]:
+def rows_with_keys(opened: OpenIndex, keys: Iterable[str]) -> tuple[RowSelection, list[int], set[str]]:
     """Return for each part the rows of samples with one of these keys, and the total bytes of their members.
 
     Also returns the keys that no sample has.
     """
     missing = set(keys)
-    wanted, found = pa.array(sorted(missing), pa.string()), list[tuple[RowNumbers, int]]()
+    wanted, found, sizes = pa.array(sorted(missing), pa.string()), RowSelection(), list[int]()
     for number, table in enumerate(opened.tables(["key", "bytes"])):
         hits = table.filter(pc.is_in(table["key"], wanted))
         missing.difference_update(hits["key"].to_pylist())
         rows = np.flatnonzero(pc.is_in(table["key"], wanted).to_numpy()).astype(np.uint32)
-        found.append((_physical(opened, number, rows), pc.sum(hits["bytes"], min_count=0).as_py()))
-    return found, missing
+        found.add(_physical(opened, number, rows), opened.part_rows(number))
+        sizes.append(pc.sum(hits["bytes"], min_count=0).as_py())
+    return found, sizes, missing
 
 
 def _physical(opened: OpenIndex, part: int, rows: RowNumbers) -> RowNumbers:
@@ -229,8 +234,11 @@ def import_duckdb() -> Any:
     return duckdb
 
 
-def connect() -> Any:
-    """Open an in-memory DuckDB connection without access to files, the network, extensions and Python variables."""
+def connect(spill_to: str = "") -> Any:
+    """Open an in-memory DuckDB connection without access to files, the network, extensions and Python variables.
+
+    With a folder `spill_to`, DuckDB moves what exceeds `SPILL_MEMORY` to files in it.
+    """
     connection = import_duckdb().connect(
         ":memory:",
         config={
@@ -238,11 +246,23 @@ def connect() -> Any:
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,
             "python_enable_replacements": False,
-            "memory_limit": "1GiB",
+            "memory_limit": SPILL_MEMORY if spill_to else "1GiB",
+            "temp_directory": spill_to,
         },
     )
     connection.execute("SET lock_configuration = true").fetchall()
     return connection
+
+
+@contextlib.contextmanager
+def connect_with_disk() -> Iterator[Any]:
+    """Open a connection that uses a temporary folder for what exceeds `SPILL_MEMORY`. The folder is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="headrace-keys-", ignore_cleanup_errors=True) as folder:
+        connection = connect(folder)
+        try:
+            yield connection
+        finally:
+            connection.close()
 
 
 def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:

@@ -9,6 +9,7 @@ Invariants:
 * Samples are looked up in the pages of their parts (`page_reader`), without Arrow. Parts without pages are looked up in
   their row groups (`tables`). Queries for columns always read row groups.
 * Up to `READERS` part readers stay open. The least recently used one is closed first.
+* The remaining rows of a part are kept as a compressed bitmap: at most one bit a row. Up to `READERS` are unpacked.
 * All data is checked when it is read.
 * If some of the parts are in a remote store, up to `_CONCURRENT_PARTS` parts are read concurrently.
 * Bit i of a bitmap (least significant first) stands for row i of its part. Bitmaps are compressed with zlib. One object
@@ -24,10 +25,10 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -56,24 +57,25 @@ T = TypeVar("T")
 class OpenIndex:
     """The samples of `document`, looked up by number.
 
-    `chosen` restricts them to these rows of each part (None: all rows of that part).
+    `chosen` restricts them to these rows of each part.
     """
 
-    def __init__(
-        self, store: Store, document: VersionDocument, chosen: Sequence[RowNumbers | None] | None = None
-    ) -> None:
+    def __init__(self, store: Store, document: VersionDocument, chosen: RowSelection | None = None) -> None:
         self._store, self._document = store, document
-        self._remaining_rows: dict[int, RowNumbers | None] = dict(enumerate(chosen)) if chosen is not None else {}
         left: Sequence[int]
         if chosen is None:
             left = document.summary().part_samples
         else:
-            left = [p.rows if c is None else len(c) for p, c in zip(document.index, chosen, strict=True)]
+            left = chosen.counts
         self.ends: I64 = np.cumsum(left, dtype=np.int64)
         """For each part, the number after its last sample."""
         cache, shards = PageCache(PAGE_CACHE_BYTES), document.shard_sizes()
         self._page_reader = lru_cache(READERS)(
             lambda part: PageReader(store, document.index[part], part, shards, cache)
+        )
+        stored = dict[int, bytes]()
+        self._remaining_rows = lru_cache(READERS)(
+            lambda part: _stored_rows(store, document.index[part], stored, part) if chosen is None else chosen[part]
         )
         self._remote: dict[str, bool] = {}
         """For each mount whose parts were read, whether its store is remote. "" is the dataset's own store."""
@@ -167,10 +169,7 @@ class OpenIndex:
 
     def remaining_rows(self, part: int) -> RowNumbers | None:
         """Return the rows of a part that are samples. None means all rows."""
-        if part not in self._remaining_rows:
-            described = self._document.index[part]
-            self._remaining_rows[part] = load_bitmap(self._store, described, name_of(self._store, described))
-        return self._remaining_rows[part]
+        return self._remaining_rows(part)
 
     def part_rows(self, part: int) -> int:
         """Return the number of rows of a part, including removed ones."""
@@ -233,6 +232,40 @@ class OpenIndex:
 # --- bitmaps of remaining rows
 
 
+class RowSelection(Sequence[RowNumbers]):
+    """Rows of each part of a version. They are kept as compressed bitmaps, and unpacked when they are asked for."""
+
+    def __init__(self) -> None:
+        self._bitmaps, self._rows = list[bytes](), list[int]()
+        self.counts: list[int] = []
+        """The number of selected rows of each part."""
+
+    def add(self, rows: RowNumbers, of: int) -> None:
+        """Add the selected rows of the next part, which has `of` rows."""
+        self._bitmaps.append(encode_bitmap(rows, of) if 0 < len(rows) < of else b"")
+        self._rows.append(of)
+        self.counts.append(len(rows))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, part: int) -> RowNumbers: ...
+    @overload
+    def __getitem__(self, part: slice) -> list[RowNumbers]: ...
+    def __getitem__(self, part: int | slice) -> RowNumbers | list[RowNumbers]:
+        if isinstance(part, slice):
+            return [self[one] for one in range(*part.indices(len(self)))]
+        if self._bitmaps[part]:
+            return decode_bitmap(self._bitmaps[part], self._rows[part], self.counts[part], "a selection")
+        return np.arange(self.counts[part], dtype=np.uint32)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the bitmaps in bytes."""
+        return sum(map(len, self._bitmaps))
+
+
 def encode_bitmap(rows: RowNumbers, of: int) -> bytes:
     """Encode `rows` as the compressed bitmap of a part with `of` rows."""
     bits = np.zeros(of, np.bool_)
@@ -258,9 +291,22 @@ def decode_bitmap(data: bytes, of: int, count: int, name: str) -> RowNumbers:
 
 def load_bitmap(store: Store, part: IndexPart, name: str) -> RowNumbers | None:
     """Read the rows of `part` that remain. None means all rows."""
-    bitmap = part.bitmap
+    return _stored_rows(store, part, {}, 0, name)
+
+
+def _stored_rows(
+    store: Store, part: IndexPart, stored: dict[int, bytes], number: int, name: str = ""
+) -> RowNumbers | None:
+    """Return the rows of part `number` that remain. `stored` keeps its bitmap after the first read."""
+    bitmap, name = part.bitmap, name or name_of(store, part)
     if bitmap is None:
         return None
+    if number not in stored:
+        stored[number] = _read_bitmap(store, bitmap, name)
+    return decode_bitmap(stored[number], part.rows, bitmap.rows, name)
+
+
+def _read_bitmap(store: Store, bitmap: RowBitmap, name: str) -> bytes:
     data = bytearray(bitmap.size)
     try:
         store.get_into(bitmap.key, bitmap.offset, memoryview(data))
@@ -268,22 +314,22 @@ def load_bitmap(store: Store, part: IndexPart, name: str) -> RowNumbers | None:
         raise CorruptionError(f"{name}: {bitmap.key} is missing or short: {error.message}") from error
     if digest(bytes(data)) != bitmap.digest:
         raise CorruptionError(f"{name}: the digest of the bitmap of its rows, in {bitmap.key}, does not match")
-    return decode_bitmap(bytes(data), part.rows, bitmap.rows, name)
+    return bytes(data)
 
 
-def store_bitmaps(store: Store, changed: Sequence[tuple[IndexPart, RowNumbers, int]]) -> list[IndexPart]:
+def store_bitmaps(store: Store, changed: Iterable[tuple[IndexPart, RowNumbers, int]]) -> list[IndexPart]:
     """Store the bitmaps of changed parts in one new object, and return the parts that refer to it.
 
-    Each item of `changed` is a part, the rows that remain, and the total bytes of their members.
+    Each item of `changed` is a part, the rows that remain, and the total bytes of their members. Only bitmaps are kept.
     """
-    if not changed:
+    pieces = [(encode_bitmap(rows, part.rows), part, len(rows), size) for part, rows, size in changed]
+    if not pieces:
         return []
-    pieces = [encode_bitmap(rows, part.rows) for part, rows, _ in changed]
-    data = b"".join(pieces)
+    data = b"".join(piece for piece, *_ in pieces)
     key, offset, made = f"index/{digest(data)[:32]}.kept", 0, list[IndexPart]()
     store.put(key, data)
-    for piece, (part, rows, size) in zip(pieces, changed, strict=True):
-        bitmap = RowBitmap(key=key, offset=offset, size=len(piece), digest=digest(piece), rows=len(rows), bytes=size)
+    for piece, part, count, size in pieces:
+        bitmap = RowBitmap(key=key, offset=offset, size=len(piece), digest=digest(piece), rows=count, bytes=size)
         made.append(msgspec.structs.replace(part, bitmap=bitmap))
         offset += len(piece)
     return made

@@ -15,8 +15,8 @@ Invariants:
   footer. The footer holds the digests of the column chunks, and of the blocks before it. Ranges lie inside the file.
   `rows.check` checks the rows as far as the columns that were read allow. `checked` reads and checks everything,
   including the order of the samples across parts and unique keys.
-* Only the ranges that were read take memory. Keys of large indexes are streamed to DuckDB, which holds a hash table of
-  the keys to find repeated ones.
+* Only the ranges that were read take memory. Keys of large indexes are streamed to DuckDB to find repeated ones. DuckDB
+  uses at most `conditions.SPILL_MEMORY`, and a temporary folder beyond.
 
 Failure behaviour: any method that reads may raise `CorruptionError`, which names the part, or one of the store's
 errors. A missing part is also corruption, because the version document names it. Threads can share a `Tables` object.
@@ -248,17 +248,14 @@ class Tables:
 
 def repeated_keys(tables: Iterable[Any]) -> list[str]:
     """Return up to three keys that occur more than once in the column `key` of `tables`."""
-    from headrace.dataio.shards.query.conditions import connect  # imports DuckDB
+    from headrace.dataio.shards.query.conditions import connect_with_disk  # imports DuckDB
 
-    connection = connect()
-    try:
+    with connect_with_disk() as connection:
         schema = pa.schema([index.SCHEMA.field("key")])
         batches = (batch for table in tables for batch in table.select(["key"]).to_batches())
         connection.register("part", pa.RecordBatchReader.from_batches(schema, batches))
         found = connection.execute("SELECT key FROM part GROUP BY key HAVING count(*) > 1 ORDER BY key LIMIT 3")
         return [row[0] for row in found.fetchall()]
-    finally:
-        connection.close()
 
 
 # --- reading one part

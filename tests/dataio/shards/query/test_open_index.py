@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.query import open_index, tables
-from headrace.dataio.shards.query.open_index import OpenIndex, decode_bitmap, encode_bitmap
+from headrace.dataio.shards.query.open_index import OpenIndex, RowSelection, decode_bitmap, encode_bitmap
 from headrace.dataio.shards.query.page_reader import PageReader
 from headrace.dataio.shards.query.tables import PartReader
 from headrace.dataio.shards.versions import documents as versions
@@ -30,6 +31,52 @@ def test_a_bitmap_decodes_to_the_rows_that_were_encoded(given: tuple[int, set[in
     of, chosen = given
     rows = np.array(sorted(chosen), np.uint32)
     assert decode_bitmap(encode_bitmap(rows, of), of, len(rows), "x").tolist() == rows.tolist()
+
+
+@given(st.lists(st.integers(1, 3000).flatmap(lambda of: st.tuples(st.just(of), st.sets(st.integers(0, of - 1))))))
+def test_a_selection_holds_the_rows_that_were_added(given: list[tuple[int, set[int]]]) -> None:
+    selection = RowSelection()
+    for of, chosen in given:
+        selection.add(np.array(sorted(chosen), np.uint32), of)
+    assert [rows.tolist() for rows in selection] == [sorted(chosen) for _, chosen in given]
+    assert selection.counts == [len(chosen) for _, chosen in given]
+    assert len(selection) == len(given)
+    assert selection.nbytes <= sum(of / 8 + 30 for of, chosen in given if 0 < len(chosen) < of)
+
+
+def test_a_selection_of_whole_parts_takes_no_memory() -> None:
+    selection = RowSelection()
+    for _ in range(100):
+        selection.add(np.arange(50_000, dtype=np.uint32), 50_000)
+        selection.add(np.empty(0, np.uint32), 50_000)
+    assert selection.nbytes == 0
+    assert (len(selection[0]), len(selection[1])) == (50_000, 0)
+
+
+class _CountedRanges(Wrapper):
+    """Counts reads of bitmaps."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.bitmaps = 0
+
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.bitmaps += key.endswith(".kept")
+        self.inner.get_into(key, offset, buffer)
+
+
+def test_a_bitmap_is_read_once_even_if_its_rows_are_unpacked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = make(open_store(tmp_path), range(60), per_part=20)
+    left = Dataset(tmp_path).remove(where="duration < 3")
+    monkeypatch.setattr(open_index, "READERS", 1)
+    store = _CountedRanges(open_store(tmp_path))
+    index = OpenIndex(store, left.document)
+    wanted = [row for row in rows if row.duration >= 3]
+    for number in (0, 20, 40, 1, 21, 41):
+        assert index.samples([number])[0].key == wanted[number].key
+    assert store.bitmaps == len([part for part in left.document.index if part.bitmap]) > 1
 
 
 def zeros_compressed(size: int, block: int = 1 << 24) -> bytes:

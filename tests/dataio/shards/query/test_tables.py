@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,9 +20,9 @@ from headrace.dataio.shards import dataset as dataset_module
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.index.pages import digest
-from headrace.dataio.shards.query import part_writer
+from headrace.dataio.shards.query import conditions, part_writer
 from headrace.dataio.shards.query.page_reader import PageCache, PageReader
-from headrace.dataio.shards.query.tables import PartReader
+from headrace.dataio.shards.query.tables import PartReader, repeated_keys
 from headrace.dataio.shards.sample import KeyFrame, Pieces, Sample
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.store.base import Store
@@ -303,3 +305,27 @@ def test_a_large_index_is_checked_as_it_is_read(made: Made, tmp_path: Path, monk
         dataset.columns(["key"])
     with pytest.raises(CorruptionError, match="does not match"):
         dataset.check()
+
+
+def test_repeated_keys_are_found_in_less_memory_than_the_keys_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DuckDB moves the rest to a folder, which is removed at the end."""
+    keys, folders = 1_200_000, list[str]()
+    original = conditions.connect
+
+    def connect(spill_to: str = "") -> object:
+        folders.append(spill_to)
+        return original(spill_to)
+
+    def batches(repeated: Sequence[int]) -> Iterator[pa.Table]:
+        for start in range(0, keys, 100_000):
+            yield pa.table({"key": [f"clips/of/some/longer/folder/{n:032}" for n in range(start, start + 100_000)]})
+        yield pa.table({"key": pa.array([f"clips/of/some/longer/folder/{n:032}" for n in repeated], pa.string())})
+
+    monkeypatch.setattr(conditions, "SPILL_MEMORY", "60MB")
+    monkeypatch.setattr(conditions, "connect", connect)
+    assert repeated_keys(batches([])) == []
+    assert repeated_keys(batches([77_777, 1_100_000])) == [
+        f"clips/of/some/longer/folder/{n:032}" for n in (77_777, 1_100_000)
+    ]
+    assert len(folders) == 2
+    assert not any(map(os.path.exists, folders))

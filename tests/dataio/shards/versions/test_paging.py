@@ -85,7 +85,8 @@ def test_a_paged_document_says_what_a_whole_one_says(
     assert (paged.total_bytes, len(paged)) == (whole.total_bytes, len(whole))
     for condition in ("height >= 720", "score > 3 or label = 'odd'"):
         assert list(paged.where(condition).keys) == list(whole.where(condition).keys)
-    assert not paged.diff(whole)
+    with paged.diff(whole) as diff:
+        assert not diff
 
 
 def test_opening_reads_no_page_and_a_look_up_reads_one_of_each_kind(tmp_path: Path, pages: object) -> None:
