@@ -269,7 +269,7 @@ class _MergeInput:
     """The shards, parts and mounts of a dataset to merge, with their names in the target dataset."""
 
     shards: tuple[Shard, ...]
-    parts: tuple[IndexPart, ...]
+    parts: Sequence[IndexPart]
     mounts: tuple[Mount, ...]
 
 
