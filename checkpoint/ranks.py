@@ -11,8 +11,9 @@ reason. Ranks that ask for different steps raise `UsageError`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -92,6 +93,29 @@ class Ranks:
     def all(self, own: bytes) -> list[bytes]:
         """The bytes of every rank, by rank. All ranks must give the same number of bytes."""
         return _all(own, self.world_size) if own else [b""] * self.world_size
+
+    def all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Send a message to each rank that `sent` names; return the messages to this rank, by sender. Collective.
+
+        Empty messages are not delivered.
+        """
+        if self.world_size == 1:
+            return {rank: data for rank, data in sent.items() if data}
+        parts = [sent.get(rank, b"") for rank in range(self.world_size)]
+        sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64, device=_device())
+        incoming = torch.empty_like(sizes)
+        dist.all_to_all_single(incoming, sizes)
+        lengths = incoming.tolist()
+        joined = torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)
+        outgoing = joined[: sum(map(len, parts))].to(_device())
+        got = torch.empty(sum(lengths), dtype=torch.uint8, device=outgoing.device)
+        dist.all_to_all_single(got, outgoing, lengths, sizes.tolist())
+        received, ends = bytes(got.cpu().numpy()), list(itertools.accumulate(lengths))
+        return {
+            rank: received[end - length : end]
+            for rank, (length, end) in enumerate(zip(lengths, ends, strict=True))
+            if length
+        }
 
     def group(self) -> dist.ProcessGroup | None:
         """A process group that sends main memory; None for the default group.

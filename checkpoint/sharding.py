@@ -20,6 +20,7 @@ Failure behaviour: none; the caller passes boxes of one global tensor.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections import defaultdict
@@ -178,15 +179,15 @@ def assign_writers(held: Iterable[Held]) -> dict[str, int]:
 
     A rank may leave out tensors that it does not hold.
     """
-    groups: dict[tuple[int, ...], list[tuple[int, str]]] = defaultdict(list)
+    groups: dict[Sequence[int], list[tuple[int, str]]] = defaultdict(list)
     for name, nbytes, ranks in held:
-        groups[tuple(ranks)].append((-nbytes, name))
+        groups[ranks if isinstance(ranks, range) else tuple(ranks)].append((-nbytes, name))
     found: dict[str, int] = {}
     for ranks, members in groups.items():
-        load = dict.fromkeys(ranks, 0)
+        loads = [(0, rank) for rank in sorted(ranks)]
         for negative, name in sorted(members):
-            found[name] = rank = min(ranks, key=lambda r: (load[r], r))
-            load[rank] -= negative
+            load, found[name] = loads[0]
+            heapq.heapreplace(loads, (load - negative, found[name]))
     return found
 
 

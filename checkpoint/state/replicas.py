@@ -10,6 +10,9 @@ The check has two steps:
    16 bytes for each set of tensors that the same ranks hold.
 2. Only for the sets whose hashes differ, the ranks exchange the hashes of the single tensors.
 
+In a large job, a rank knows only the sets that it holds. One rank of each set, its divider
+(`headrace.checkpoint.state.home_plan`), compares the hashes.
+
 The sample is `BLOCKS` blocks of `BLOCK_BYTES`, evenly spread. Their positions change with the step. Tensors of up to
 16 KiB are hashed whole. A diverged rank differs nearly everywhere. A single flipped bit in a large tensor is found only
 if it is sampled.
@@ -22,15 +25,17 @@ Failure behaviour: a rank that cannot hash its tensors takes part as a rank that
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 import xxhash
 
-from headrace.checkpoint.state.save_plan import PreparedSave, Replica
+from headrace.checkpoint.state.home_plan import Holders, divider_of, runs
+from headrace.checkpoint.state.save_plan import PreparedSave, Replica, ReplicaSet
 from headrace.checkpoint.state.tensors import as_bits, memory_of
 
 BLOCKS, BLOCK_BYTES = 16, 1024
@@ -57,6 +62,10 @@ class Exchange(Protocol):
         """All-gather: every rank's bytes, by rank. All ranks send the same number of bytes."""
         ...
 
+    def all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Send a message to each rank that `sent` names; return the messages to this rank, by sender."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
@@ -72,6 +81,8 @@ class Divergence:
 
 def diverged(prepared: PreparedSave, ranks: Exchange, step: int) -> tuple[Divergence, ...]:
     """The replicas that differ, at most `_NAMED` of them. All ranks of a job with several ranks call it."""
+    if prepared.sets is not None:
+        return _diverged_in_sets(prepared, prepared.sets, ranks, step)
     sets = list(_sets(prepared.replicated))
     if not sets:
         return ()
@@ -90,6 +101,77 @@ def diverged(prepared: PreparedSave, ranks: Exchange, step: int) -> tuple[Diverg
     if error is not None:
         raise error
     return tuple(found[:_NAMED])
+
+
+def _diverged_in_sets(
+    prepared: PreparedSave, sets: Sequence[ReplicaSet], ranks: Exchange, step: int
+) -> tuple[Divergence, ...]:
+    error, hashes = None, {}
+    try:
+        hashes = _hashes(prepared, step)
+    except Exception as caught:  # the other ranks wait for this one
+        error = caught
+    own = {runs(each.holders): each for each in sets}
+    whole = {its: b"".join(hashes[key] for key in each.keys) for its, each in own.items() if each.keys[0] in hashes}
+    combined = {its: xxhash.xxh3_64_digest(joined) for its, joined in whole.items()}
+    compared = _by_set(_to_dividers(own, combined, ranks))
+    unequal = {its for its, given in compared.items() if len(set(given.values())) > 1}
+    found: tuple[Divergence, ...] = ()
+    if ranks.maximum(bytes([bool(unequal)]))[0]:
+        found = _details(own, whole, {its: compared[its] for its in unequal}, ranks)
+    if error is not None:
+        raise error
+    return found
+
+
+_Hashes = dict[Holders, bytes]
+
+
+def _to_dividers(own: Mapping[Holders, ReplicaSet], hashes: _Hashes, ranks: Exchange) -> dict[int, _Hashes]:
+    """Send the hashes of each set to its divider; return those that this rank got as a divider, by sender."""
+    sent: dict[int, _Hashes] = defaultdict(dict)
+    for its, value in hashes.items():
+        sent[divider_of(own[its].holders)][its] = value
+    messages = {rank: msgspec.msgpack.encode(list(values.items())) for rank, values in sent.items()}
+    received = ranks.all_to_all(messages)
+    return {rank: dict(_decoder.decode(data)) for rank, data in received.items()}
+
+
+def _by_set(received: Mapping[int, _Hashes]) -> dict[Holders, dict[int, bytes]]:
+    found: dict[Holders, dict[int, bytes]] = defaultdict(dict)
+    for rank, values in received.items():
+        for its, value in values.items():
+            found[its][rank] = value
+    return found
+
+
+def _details(
+    own: Mapping[Holders, ReplicaSet],
+    whole: _Hashes,
+    unequal: Mapping[Holders, Mapping[int, bytes]],
+    ranks: Exchange,
+) -> tuple[Divergence, ...]:
+    """The divergences of all sets that their dividers found unequal, the same on all ranks."""
+    asked: dict[int, list[tuple[Holders, bytes]]] = defaultdict(list)
+    for its, given in unequal.items():
+        for rank in given:
+            asked[rank].append((its, b""))
+    messages = {rank: msgspec.msgpack.encode(wanted) for rank, wanted in asked.items()}
+    wanted = {its for data in ranks.all_to_all(messages).values() for its, _ in _decoder.decode(data)}
+    received = _by_set(_to_dividers(own, {its: whole[its] for its in wanted}, ranks))
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for its in sorted(received):
+        if len(found) < _NAMED:
+            found += [(each.name, each.ranks) for each in _unequal(own[its].names, received[its])]
+    encoded = msgspec.msgpack.encode(found[:_NAMED])
+    longest = int.from_bytes(ranks.maximum(len(encoded).to_bytes(4, "big")), "big")
+    lists = ranks.all(len(encoded).to_bytes(4, "big") + encoded.ljust(longest, b"\0"))
+    every = [row for data in lists for row in _rows_decoder.decode(data[4 : 4 + int.from_bytes(data[:4], "big")])]
+    return tuple(Divergence(name, differing) for name, differing in every[:_NAMED])
+
+
+_decoder = msgspec.msgpack.Decoder(list[tuple[Holders, bytes]])
+_rows_decoder = msgspec.msgpack.Decoder(list[tuple[str, tuple[int, ...]]])
 
 
 def sample(tensor: torch.Tensor, step: int) -> torch.Tensor:
@@ -146,8 +228,14 @@ def _inverse(value: bytes) -> bytes:
 
 
 def _named(members: Sequence[Replica], hashes: Sequence[bytes]) -> Iterator[Divergence]:
-    for i, replica in enumerate(members):
-        held = {rank: hashes[rank][8 * i : 8 * i + 8] for rank in replica.holders}
+    holders = members[0].holders
+    yield from _unequal([replica.name for replica in members], {rank: hashes[rank] for rank in holders})
+
+
+def _unequal(names: Sequence[str], hashes: Mapping[int, bytes]) -> Iterator[Divergence]:
+    """The tensors of which these ranks' hashes differ. The hashes of a rank are joined, in the order of `names`."""
+    for i, name in enumerate(names):
+        held = {rank: joined[8 * i : 8 * i + 8] for rank, joined in sorted(hashes.items())}
         if len(set(held.values())) > 1:
             most = Counter(held.values()).most_common(1)[0][0]
-            yield Divergence(replica.name, tuple(rank for rank, value in held.items() if value != most))
+            yield Divergence(name, tuple(rank for rank, value in held.items() if value != most))

@@ -2,7 +2,8 @@
 
 A rank knows only its own tensors. It does not know which ranks hold a replica or another shard of them. The ranks
 therefore exchange tables of names and boxes, at the first save and whenever a table changes. Every rank computes the
-same assignment from these tables.
+same assignment from these tables. In a large job, a rank exchanges only the rows that concern it
+(`headrace.checkpoint.state.home_plan`).
 
 Invariant: exactly one of the ranks that hold a tensor, or a shard of one, writes it. The shards of a tensor cover it.
 Empty shards are not written, except for tensors without elements.
@@ -15,7 +16,7 @@ not cover it exactly.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,30 +25,16 @@ import zstandard
 
 from headrace.checkpoint.format import chunking, group, names
 from headrace.checkpoint.format.chunking import Box, Layout, TensorSpec, digest, lay_out
-from headrace.checkpoint.sharding import assign_writers, coverage_error
+from headrace.checkpoint.sharding import assign_writers
 from headrace.checkpoint.state import flatten as state
-from headrace.checkpoint.state import tree
+from headrace.checkpoint.state import home_plan, tree
 from headrace.checkpoint.state.flatten import Leaf, share
-from headrace.dataio.core.errors import CapacityError, MismatchError
+from headrace.checkpoint.state.home_plan import Row
+from headrace.dataio.core.errors import CapacityError
 from headrace.dataio.core.limits import MIB, format_bytes
 
 TABLE_BYTES = 64 * MIB
 """The largest table of one rank, in bytes."""
-
-
-class Row(msgspec.Struct, array_like=True, frozen=True):
-    """A replicated tensor, or a shard. `first`: the lowest rank that holds it writes it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    local: tuple[int, ...]
-    first: bool
-
-    @property
-    def box(self) -> Box:
-        return Box(self.shape, self.offset, self.local)
 
 
 _Row = tuple[str, str, Box, bool, bool]
@@ -97,6 +84,15 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaSet:
+    """Tensors, or shards, of this rank that the same ranks hold: their keys and names, and these ranks."""
+
+    holders: tuple[int, ...]
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WriteAssignment:
     """Which rank writes what. `replicas`: the same list on all ranks. `digest`: the digest of all tables."""
 
@@ -119,6 +115,7 @@ class RankPlan:
     specs: tuple[TensorSpec, ...]
     layout: Layout
     shared: tuple[tuple[str, int], ...]
+    sets: tuple[ReplicaSet, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +124,7 @@ class PreparedSave:
 
     A shard that is cut in an inner dimension is stored as several bands. `replicas` is the digest that all ranks must
     share. `replicated` lists the tensors that several ranks hold, on any ranks. `shared` holds those of them that this
-    rank holds, by key.
+    rank holds, by key. In a large job, `replicated` is empty, and `sets` lists only what this rank holds.
     """
 
     tree: bytes
@@ -137,6 +134,7 @@ class PreparedSave:
     replicas: bytes
     replicated: tuple[Replica, ...] = ()
     shared: dict[str, Leaf] = field(default_factory=dict)
+    sets: tuple[ReplicaSet, ...] | None = None
 
 
 class Exchange(Protocol):
@@ -152,6 +150,14 @@ class Exchange(Protocol):
 
     def all(self, own: bytes) -> Sequence[bytes]:
         """All-gather: every rank's bytes, by rank. All ranks send the same number of bytes."""
+        ...
+
+    def maximum(self, sent: bytes) -> bytes:
+        """All-reduce: the maximum over all ranks, byte by byte. All ranks send the same number of bytes."""
+        ...
+
+    def all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Send a message to each rank that `sent` names; return the messages to this rank, by sender."""
         ...
 
 
@@ -173,7 +179,6 @@ class SavePlanner:
     def __init__(self) -> None:
         self._structure: Structure | None = None
         self._share: RankPlan | None = None
-        self._tables, self._agreed = b"", b""
 
     def known(self, flat: FlatState) -> FlatState:
         """Add the structure, without communication. The structure of the last save is reused if it is equal."""
@@ -184,30 +189,49 @@ class SavePlanner:
 
     def prepare(self, flat: FlatState, ranks: Exchange) -> PreparedSave:
         """Select the tensors that this rank writes, of a state that `known` returned. All ranks call it."""
-        structure, share = flat.structure or Structure.of(flat.rows), self._share
-        assignment = assign_writes(tuple(ranks.gather(structure.table)))
-        if share is None or share.structure is not structure or share.assignment is not assignment:
-            self._share = share = _rank_plan(structure, assignment, ranks.rank)
+        structure = flat.structure or Structure.of(flat.rows)
+        share = self._share = self._plan(structure, ranks)
         tensors: list[Any] = []
         for number, part in share.parts:
             tensor = flat.leaves[number].local.tensor
             tensors.append(tensor[part] if part else tensor)
         shared = {key: flat.leaves[number] for key, number in share.shared}
-        agreed = self._digest(share, ranks)
-        return PreparedSave(flat.tree, share.specs, tensors, share.layout, agreed, assignment.replicas, shared)
+        agreed, replicated = share.assignment.digest, share.assignment.replicas
+        return PreparedSave(flat.tree, share.specs, tensors, share.layout, agreed, replicated, shared, share.sets)
 
-    def _digest(self, share: RankPlan, ranks: Exchange) -> bytes:
-        """The digest that all ranks share: of all tables, or the plan digest of a job that commits in groups.
+    def _plan(self, structure: Structure, ranks: Exchange) -> RankPlan:
+        """The plan of the last save, unless the structure changed on any rank."""
+        share = self._share
+        if names.is_grouped(ranks.world_size):
+            changed = share is None or share.structure is not structure
+            changed_on_any = bool(ranks.maximum(bytes([changed]))[0])
+            return _plan_by_homes(structure, ranks) if share is None or changed_on_any else share
+        assignment = assign_writes(tuple(ranks.gather(structure.table)))
+        if share is None or share.structure is not structure or share.assignment is not assignment:
+            return _rank_plan(structure, assignment, ranks.rank)
+        return share
 
-        All ranks exchange their share digests in the same saves, because all have seen the same tables.
-        """
-        tables = share.assignment.digest
-        if not names.is_grouped(ranks.world_size):
-            return tables
-        if self._tables != tables:
-            shares = ranks.all(group.share_digest(share.specs))
-            self._tables, self._agreed = tables, group.plan_digest(shares)
-        return self._agreed
+
+def _plan_by_homes(structure: Structure, ranks: Exchange) -> RankPlan:
+    """The plan of a large job. Its digest is the plan digest, which covers what every rank writes."""
+    rows = structure.rows
+    sent = [number for number, row in enumerate(rows) if row[3] and not _empty(row)]
+    table = [_as_row(rows[number]) for number in sent]
+    found = home_plan.divide(table, ranks)
+    own = [number for number, row in enumerate(rows) if not row[3]] + [sent[number] for number in found.written]
+    parts, specs = _specs(rows, sorted(own))
+    digests = ranks.all(group.share_digest(specs))
+    sets = tuple(
+        ReplicaSet(
+            each.holders,
+            tuple(table[number].key for number in each.rows),
+            tuple(table[number].name for number in each.rows),
+        )
+        for each in found.shared
+    )
+    shared = tuple((table[number].key, sent[number]) for each in found.shared for number in each.rows)
+    assignment = WriteAssignment({}, (), group.plan_digest(digests))
+    return RankPlan(structure, assignment, parts, specs, lay_out(specs), shared, sets)
 
 
 def expected(flat: FlatState, rank: int, world_size: int) -> Layout:
@@ -254,14 +278,10 @@ def _specs(
 @functools.lru_cache(maxsize=2)
 def assign_writes(tables: tuple[bytes, ...]) -> WriteAssignment:
     """The assignment for these tables. The last ones are cached, because layouts rarely change."""
-    rows: dict[str, Row] = {}
-    holders: dict[str, list[int]] = {}
-    for rank, table in enumerate(tables):
-        for row in _decode(table):
-            key = _key(row.name, row.box)
-            rows.setdefault(key, row)
-            holders.setdefault(key, []).append(rank)
-    _check(rows, holders)
+    found = home_plan.HeldRows((rank, _decode(table)) for rank, table in enumerate(tables))
+    if found.error is not None:
+        raise home_plan.mismatch(found.error)
+    rows, holders = found.rows, found.holders
     held = ((key, chunking.nbytes(row.dtype, row.local), _may_write(row, holders[key])) for key, row in rows.items())
     all_digests = digest(msgspec.msgpack.encode([digest(table) for table in tables]))
     replicas = (Replica(k, row.name, tuple(holders[k])) for k, row in rows.items() if len(holders[k]) > 1)
@@ -276,29 +296,6 @@ def _decode(table: bytes) -> list[Row]:
 
 def _may_write(row: Row, holders: list[int]) -> tuple[int, ...]:
     return (holders[0],) if row.first else tuple(holders)
-
-
-def _check(rows: dict[str, Row], holders: dict[str, list[int]]) -> None:
-    parts: dict[str, list[str]] = {}
-    for key, row in rows.items():
-        parts.setdefault(row.name, []).append(key)
-    for name, keys in parts.items():
-        first = rows[keys[0]]
-        other = next((k for k in keys if (rows[k].dtype, rows[k].shape) != (first.dtype, first.shape)), None)
-        if other is not None:
-            rank, other_rank = holders[keys[0]][0], holders[other][0]
-            what = f"it is {_type_name(first)} on rank {rank} and {_type_name(rows[other])} on rank {other_rank}"
-        else:
-            what = coverage_error([rows[key].box for key in keys]) or ""
-        if what:
-            raise MismatchError(
-                f"tensor {name!r:.200}: {what}",
-                hint="with several ranks, modules, optimizers and schedulers must fit together; nothing was saved",
-            )
-
-
-def _type_name(row: Row) -> str:
-    return f"{row.dtype}{list(row.shape)}"
 
 
 def _key(name: str, box: Box) -> str:

@@ -11,7 +11,8 @@ Failure behaviour: if a rank does not arrive within `timeout` seconds, the other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -94,12 +95,21 @@ class SimulatedRanks:
         """Return rank 0's bytes."""
         return self._group.exchange(self.rank, sent, lambda given: given[0], len)
 
-    def all_to_all(self, sent: Sequence[bytes]) -> list[bytes]:
-        """Send `sent[r]` to rank r, and return the bytes that each rank sent to this one."""
-        given = self._group.exchange(
-            self.rank, sent, list, lambda all_: max(sum(len(part) for part in parts) for parts in all_)
-        )
-        return [parts[self.rank] for parts in given]
+    def all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Send `sent[r]` to rank r, and return the bytes that were sent to this one, by sender."""
+        return self._group.exchange(self.rank, sent, _delivered, _most_received).get(self.rank, {})
+
+
+def _delivered(given: Sequence[Mapping[int, bytes]]) -> dict[int, dict[int, bytes]]:
+    found: dict[int, dict[int, bytes]] = defaultdict(dict)
+    for sender, sent in enumerate(given):
+        for receiver, data in sent.items():
+            found[receiver][sender] = data
+    return found
+
+
+def _most_received(delivered: Mapping[int, Mapping[int, bytes]]) -> int:
+    return max((sum(map(len, each.values())) for each in delivered.values()), default=0)
 
 
 def _maximum(given: Sequence[bytes]) -> bytes:

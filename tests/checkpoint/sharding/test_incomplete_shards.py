@@ -13,11 +13,13 @@ import torch
 from headrace.checkpoint.format import chunking, names
 from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.saving.arena import Staging
 from headrace.checkpoint.saving.copying import Copying
 from headrace.checkpoint.saving.slices import SlicedState
 from headrace.checkpoint.state.flatten import Leaf
-from headrace.checkpoint.state.save_plan import FlatState, Row, SavePlanner, assign_writes
+from headrace.checkpoint.state.home_plan import Row
+from headrace.checkpoint.state.save_plan import FlatState, SavePlanner, assign_writes
 from headrace.checkpoint.state.tensors import LocalTensor
 from headrace.dataio.core.errors import MismatchError
 from headrace.dataio.store.base import Store
@@ -25,18 +27,6 @@ from headrace.dataio.store.open import open_store
 from tests.support.checkpoint_states import begin, latest, load, make, manifest_of, save
 
 pytestmark = pytest.mark.slow
-
-
-class Alone:
-    """A job of one rank."""
-
-    rank = 0
-    world_size = 1
-
-    def gather(self, table: bytes) -> list[bytes]:
-        return [table]
-
-    all = gather
 
 
 def test_a_step_that_lacks_a_part_of_a_tensor_is_not_committed(tmp_path: Path) -> None:
@@ -106,7 +96,7 @@ def test_a_column_shard_is_staged_in_bands_and_comes_back(mode: str, tmp_path: P
     weight = torch.randn(1024, 3000).bfloat16()[:, 500:2500]
     leaf = Leaf("w", LocalTensor(weight, "bfloat16", Box((1024, 3000), (0, 500), (1024, 2000)), True), False)
     other = Leaf("v", LocalTensor(torch.randn(3), "float32", Box((3,), (0,), (3,))), False)
-    prepared = SavePlanner().prepare(FlatState(b"", [other, leaf]), Alone())
+    prepared = SavePlanner().prepare(FlatState(b"", [other, leaf]), Ranks(0, 1))
     specs, tensors, place = prepared.specs, prepared.tensors, prepared.layout
     assert len(specs) == len(tensors) > 4
     staging = Staging()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from headrace.checkpoint.format.chunking import Layout, whole
 from headrace.checkpoint.state import replicas, tensors
 from headrace.checkpoint.state.flatten import Leaf
 from headrace.checkpoint.state.replicas import BLOCK_BYTES, BLOCKS, Divergence, diverged, sample
-from headrace.checkpoint.state.save_plan import PreparedSave, Replica
+from headrace.checkpoint.state.save_plan import PreparedSave, Replica, ReplicaSet
 from headrace.checkpoint.state.tensors import LocalTensor
 from tests.support.ranks import launch
 
@@ -26,11 +28,11 @@ class Together:
     """Ranks that are threads. Counts exchanges."""
 
     def __init__(self, world: int) -> None:
-        self.given: list[bytes] = [b""] * world
+        self.given: list[Any] = [b""] * world
         self.barrier = threading.Barrier(world)
         self.gathers = 0
 
-    def exchange(self, rank: int, own: bytes) -> list[bytes]:
+    def exchange(self, rank: int, own: Any) -> list[Any]:
         self.given[rank] = own
         self.barrier.wait(150)
         found = list(self.given)
@@ -49,6 +51,10 @@ class Rank:
         self.together.gathers += self.rank == 0
         return self.together.exchange(self.rank, own)
 
+    def all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
+        given = self.together.exchange(self.rank, dict(sent))
+        return {sender: each[self.rank] for sender, each in enumerate(given) if self.rank in each}
+
 
 def held(name: str, tensor: torch.Tensor) -> Leaf:
     return Leaf(name, LocalTensor(tensor, str(tensor.dtype)[6:], whole(tuple(tensor.shape))), True)
@@ -58,13 +64,27 @@ def holding(tree: bytes, replicated: tuple[Replica, ...], here: dict[str, Leaf])
     return PreparedSave(tree, (), [], Layout((), 0, 0), b"", replicated, here)
 
 
-def found(world: int, holders: dict[str, tuple[int, ...]], wrong: dict[str, int]) -> tuple[list[object], int]:
-    """What each rank finds; `wrong`: the rank on which a tensor is another one."""
+def sets_of(rank: int, replicated: Sequence[Replica]) -> tuple[ReplicaSet, ...]:
+    """What a rank of a large job knows of these replicas."""
+    own: dict[tuple[int, ...], list[str]] = {}
+    for replica in sorted(replicated, key=lambda each: each.key):
+        if rank in replica.holders:
+            own.setdefault(replica.holders, []).append(replica.key)
+    return tuple(ReplicaSet(holders, tuple(keys), tuple(keys)) for holders, keys in own.items())
+
+
+def found(
+    world: int, holders: dict[str, tuple[int, ...]], wrong: dict[str, int], in_sets: bool = False
+) -> tuple[list[object], int]:
+    """What each rank finds; `wrong`: the rank on which a tensor is another one. `in_sets`: as in a large job."""
     together, replicated = Together(world), tuple(Replica(n, n, h) for n, h in holders.items())
 
     def one(rank: int) -> object:
         here = {n: held(n, torch.full((5,), float(wrong.get(n) == rank))) for n, h in holders.items() if rank in h}
-        return diverged(holding(b"", replicated, here), Rank(together, rank), 7)
+        prepared = holding(b"", () if in_sets else replicated, here)
+        if in_sets:
+            prepared = replace(prepared, sets=sets_of(rank, replicated))
+        return diverged(prepared, Rank(together, rank), 7)
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(one, range(world))), together.gathers
@@ -81,6 +101,9 @@ def test_exactly_the_tensors_that_differ_are_named_on_every_rank(data: st.DataOb
     assert set(names) == set(wrong)
     assert all(names[n] == (rank,) for n, rank in wrong.items() if len(holders[n]) > 2)
     assert gathers <= len({holders[n] for n in wrong})  # hashes are exchanged only of sets that differ
+    in_sets, gathers = found(4, holders, wrong, in_sets=True)
+    assert all(set(answer) == set(answers[0]) for answer in in_sets)  # type: ignore[call-overload]
+    assert gathers == bool(wrong)
 
 
 def test_a_rank_that_cannot_hash_does_not_leave_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

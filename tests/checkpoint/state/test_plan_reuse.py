@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,23 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.checkpoint.format import chunking
+from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.state.save_plan import PreparedSave, SavePlanner, flatten_state
 
 SHAPES = [(3,), (4, 5), (20_000,), (0,), (2, 0), ()]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32]
-
-
-@dataclass
-class Alone:
-    """A job of one rank."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def gather(self, table: bytes) -> Sequence[bytes]:
-        return [table]
-
-    all = gather
 
 
 @st.composite
@@ -66,19 +52,19 @@ def test_a_plan_that_is_used_again_is_the_one_that_would_be_made(found: list[dic
     planner = SavePlanner()
     for number in order:
         state = found[number % len(found)]
-        again = planner.prepare(planner.known(flatten_state(state)), Alone())
-        fresh = SavePlanner().prepare(flatten_state(state), Alone())
+        again = planner.prepare(planner.known(flatten_state(state)), Ranks(0, 1))
+        fresh = SavePlanner().prepare(flatten_state(state), Ranks(0, 1))
         assert facts(again) == facts(fresh)
 
 
 def test_while_nothing_changes_the_work_is_divided_once() -> None:
     planner, state = SavePlanner(), {"a": torch.zeros(5), "step": 1}
-    first = planner.prepare(planner.known(flatten_state(state)), Alone())
+    first = planner.prepare(planner.known(flatten_state(state)), Ranks(0, 1))
     state = {"a": torch.ones(5), "step": 2}
-    second = planner.prepare(planner.known(flatten_state(state)), Alone())
+    second = planner.prepare(planner.known(flatten_state(state)), Ranks(0, 1))
     assert second.layout is first.layout
     assert second.tree != first.tree
     assert second.tensors[0] is not first.tensors[0]
-    third = planner.prepare(planner.known(flatten_state({"a": torch.ones(5).double(), "step": 2})), Alone())
+    third = planner.prepare(planner.known(flatten_state({"a": torch.ones(5).double(), "step": 2})), Ranks(0, 1))
     assert third.layout is not first.layout
     assert chunking.lay_out(third.specs) == third.layout
