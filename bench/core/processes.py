@@ -1,6 +1,7 @@
 """Processes that benchmarks and tests need: the node's daemon, and an S3 server that counts the bytes it sends.
 
-Invariant: every process that this module starts ends with its context.
+Invariant: every process that this module starts ends with its context. If the process that started it is killed, the
+kernel ends it too.
 
 Failure behaviour: a daemon that does not start raises `RuntimeError`.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from pathlib import Path
 
 from headrace.bench.core.measure import memory_kib
 from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.testing.s3_server import ending_with_parent
 
 START_SECONDS = 60.0
 
@@ -75,7 +78,8 @@ def daemon(
     command = [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", *flags]
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("wb")) if log else None
-        process = subprocess.Popen(command, env={**os.environ, **(environ or {})}, stdout=output, stderr=output)
+        leashed = ending_with_parent(command, signal.SIGTERM)
+        process = subprocess.Popen(leashed, env={**os.environ, **(environ or {})}, stdout=output, stderr=output)
         stack.callback(_end, process)
         _wait_until_ready(process, path, log)
         yield DaemonProcess(process.pid, path)
@@ -150,7 +154,7 @@ def server(root: Path, rate: float = 0.0, delay: float = 0.0) -> Iterator[Server
         delay: Seconds by which each response is delayed.
     """
     command = [sys.executable, "-m", "headrace.bench.core.range_server", str(root), str(rate), str(delay)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(ending_with_parent(command), stdout=subprocess.PIPE, text=True)
     try:
         yield Server(int(process.stdout.readline()) if process.stdout else 0)
     finally:

@@ -3,7 +3,7 @@
 The proof compares the uninterrupted run with the killed and resumed one: losses, sample ids and final weights, bit for
 bit.
 
-Invariant: every process ends before `run_demo` returns.
+Invariant: every process ends before `run_demo` returns, and when the demo is killed.
 
 Failure behaviour: `DemoError` names the part that failed and quotes the end of its log. A trainer that takes too long
 is killed.
@@ -33,7 +33,7 @@ from headrace.bench.demo import Settings
 from headrace.dataio import pack
 from headrace.dataio.core.errors import DeadlineError, HeadraceError
 from headrace.dataio.shards.ingest.report import Progress as PackProgress
-from headrace.dataio.testing.s3_server import start_seaweedfs
+from headrace.dataio.testing.s3_server import ending_with_parent, start_seaweedfs
 
 _RUN_SECONDS = 300.0
 
@@ -179,7 +179,7 @@ class _Run:
         self.progress(part, 0.0)
         with self._log(part).open("w") as log:
             process = subprocess.Popen(
-                command,
+                ending_with_parent(command),
                 env=dict(self.environment),
                 stdout=subprocess.PIPE,
                 stderr=log,

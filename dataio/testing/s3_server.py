@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from errno import ECONNREFUSED
 from pathlib import Path
@@ -41,13 +41,18 @@ _FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below the ports that the kernel hand
 _SOCKET_PATH, _SOCKET_FOLDER = 104, Path("/tmp")
 _REGION = "us-east-1"
 _OWNER = "headrace-owner"
-# runs first in the server's process: the server then ends with its parent, or at once if the parent has already ended
+# runs first in the new process: it then ends with its parent, or at once if the parent has already ended
 _LEASH = """\
 import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
+ctypes.CDLL(None).prctl(1, int(sys.argv[2]))
 if os.getppid() != int(sys.argv[1]): sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
+os.execv(sys.argv[3], sys.argv[3:])
 """
+
+
+def ending_with_parent(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> list[str]:
+    """Return the command to start, so that the kernel sends it this signal when the thread that starts it ends."""
+    return [sys.executable, "-I", "-S", "-c", _LEASH, str(os.getpid()), str(int(number)), *command]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,7 @@ def _spawn(command: Callable[[Path, int, Keys], list[str]], port: int, keys: Key
     arguments = command(folder, port, keys)
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _LEASH, str(os.getpid()), *arguments],
+            ending_with_parent(arguments),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
