@@ -7,8 +7,8 @@ Invariants:
 * Time-outs, resets, short bodies, 429 and 5xx are `TransientError`.
 * A server that cannot be reached is `UnreachableError`, so a writer knows that its request was never sent.
 * obstore reports only text. Status, code and message are taken from the server's XML in it. The text itself is not
-  shown, because it repeats requests and responses. Only an error that matches none of the known ones shows the first
-  300 characters of its first line.
+  shown, because it repeats requests and responses. Only an error that matches none of the known ones shows the
+  beginning of its first line. Secrets are removed before the line is cut, since a part of one may not look like one.
 * botocore and aiohttp are imported only after an error.
 
 Failure behaviour: an unknown response becomes a plain `HeadraceError` with its code and message. An error of another
@@ -35,6 +35,7 @@ from headrace.dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from headrace.dataio.core.redact import redact
 from headrace.dataio.store.s3_config import S3Config
 
 
@@ -66,6 +67,7 @@ CERTIFICATE_HINT = "check the endpoint's certificate, or set AWS_CA_BUNDLE"
 REACH_HINT = "check that the server runs, AWS_ENDPOINT_URL, and the network"
 NETWORK_HINT = 'check the server and the network; a slow link needs more time: config_kwargs={"read_timeout": SECONDS}'
 _TEXT_BYTES = 64 << 10
+_SHOWN = 300
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*([\w.]{1,100})\s*</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{0,1000})</Message>")
@@ -217,7 +219,15 @@ def _from_obstore(text: str, config: Endpoint, doing: str) -> HeadraceError:
         return UnreachableError(f"{where}: {_words(text)}", hint=REACH_HINT)
     if "HttpError" in text or "reqwest" in text:
         return TransientError(f"{where}: {_words(text)}", hint=NETWORK_HINT)
-    return HeadraceError(f"{where}: {text.partition(chr(10))[0][:300]}")
+    return HeadraceError(f"{where}: {_shortened(redact(text.partition(chr(10))[0]))}")
+
+
+def _shortened(line: str) -> str:
+    """Cut the line after a word, to at most `_SHOWN` characters."""
+    if len(line) <= _SHOWN:
+        return line
+    head = line[:_SHOWN]
+    return f"{head[: head.rfind(' ')] if ' ' in head[_SHOWN // 2 :] else head}…"
 
 
 def _words(text: str) -> str:
