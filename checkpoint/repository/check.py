@@ -2,30 +2,42 @@
 
 Invariant: if the report lists no problem of a step, every byte of that step was read and compared with its digest. With
 `data=False`, `check` reads only documents, manifests and pack tables. Each problem names the steps and tensors that it
-affects. A check writes the missing COMMIT of a complete attempt and changes nothing else. A step that a collection
-removes during the check does not count as damaged.
+affects. A check writes the missing COMMIT of a complete attempt and changes nothing else. To see whether a lease has
+expired, it writes a lease of its own and deletes it, since only that shows the time by the store's clock. A step that a
+collection removes during the check does not count as damaged.
 Failure behaviour: `check` and `survey` put damage into the report. `describe` raises `NotFoundError` or
-`CorruptionError`. Transient errors and refused access are raised.
+`CorruptionError`. Transient errors and refused access are raised. Without write access, leases are compared with this
+machine's clock.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from headrace.checkpoint.format import codec, names, pack
-from headrace.checkpoint.format.documents import Base, Lease, read
+from headrace.checkpoint.format.documents import VERSION, Base, Lease, encode, read, this_process
 from headrace.checkpoint.format.manifest import Chunk, Manifest
 from headrace.checkpoint.repository import commit, fetch, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.fetch import Step, open_step
+from headrace.checkpoint.repository.inventory import SeenLease
+from headrace.checkpoint.repository.lease import DEFAULT_LIFE
+from headrace.checkpoint.repository.retention import is_over
 from headrace.checkpoint.repository.steps import ListedStep
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
-from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.core.errors import (
+    AccessDeniedError,
+    CorruptionError,
+    HeadraceError,
+    NotFoundError,
+    UnsupportedError,
+)
 from headrace.dataio.core.limits import counted, format_bytes
 from headrace.dataio.store.base import Store
 
@@ -113,8 +125,9 @@ def survey(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) ->
         raise NotFoundError(f"no run {run!r} at {store.location.url}", hint=f"there are: {', '.join(runs) or 'none'}")
     report = Report()
     steps: list[Step] = []
+    now = cache(partial(_store_time, store, runs[0] if runs else "", clock))
     for name in runs if run is None else [run]:
-        steps += _survey_run(store, name, report, clock)
+        steps += _survey_run(store, name, report, now)
     return report, steps
 
 
@@ -150,7 +163,7 @@ def _label(step: Step) -> str:
     return f"{step.run}/{step.base.timeline}/{step.base.step}"
 
 
-def _survey_run(store: Store, run: str, report: Report, clock: Clock) -> Iterator[Step]:
+def _survey_run(store: Store, run: str, report: Report, now: Callable[[], float]) -> Iterator[Step]:
     current: set[Base] = set()
     try:
         current = set(repository.visible(store, run))
@@ -165,19 +178,26 @@ def _survey_run(store: Store, run: str, report: Report, clock: Clock) -> Iterato
         )
     for number in timeline.numbers(store, run):
         for at, seen in sorted(repository.scan(store, run, number).items()):
-            step = _survey_step(store, run, number, at, seen, report, current, clock)
+            step = _survey_step(store, run, number, at, seen, report, current, now)
             if step is not None:
                 yield step
 
 
 def _survey_step(
-    store: Store, run: str, number: int, at: int, seen: ListedStep, report: Report, current: set[Base], clock: Clock
+    store: Store,
+    run: str,
+    number: int,
+    at: int,
+    seen: ListedStep,
+    report: Report,
+    current: set[Base],
+    now: Callable[[], float],
 ) -> Step | None:
     label = f"step {at} of run {run}, timeline {number}"
     try:
         base = repository.settle(store, run, number, at, seen)
         for attempt_id in sorted({*seen.ranks, *seen.decided} - {base.attempt if base else ""}):
-            state = _state(store, Attempt(run, number, at, attempt_id, 0), base, seen, clock)
+            state = _state(store, Attempt(run, number, at, attempt_id, 0), base, seen, now)
             report.unfinished.append(Unfinished(run, number, at, attempt_id, state))
         if base is None:
             return None
@@ -215,16 +235,41 @@ def _line(step: Step, current: bool, committed: float) -> StepLine:
     )
 
 
-def _state(store: Store, attempt: Attempt, base: Base | None, seen: ListedStep, clock: Clock) -> str:
+def _state(store: Store, attempt: Attempt, base: Base | None, seen: ListedStep, now: Callable[[], float]) -> str:
     if base is not None or seen.committed:
         return "removed" if base is None else "lost"
     if attempt.id in seen.decided:
         return "aborted"
     for info in store.list(names.leases_of(attempt.id)):
         with suppress(NotFoundError):
-            if read(store, info.key, Lease).until > clock.time():
+            if not is_over(SeenLease(info.key, read(store, info.key, Lease), info.modified), now()):
                 return "in progress"
     return "abandoned"
+
+
+def _store_time(store: Store, run: str, clock: Clock) -> float:
+    """The time by the store's clock, which also dates the leases."""
+    attempt = names.new_id(clock)
+    key, life = names.lease(attempt), DEFAULT_LIFE
+    own = Lease(
+        version=VERSION,
+        attempt=attempt,
+        run=run,
+        timeline=0,
+        step=0,
+        bases=(),
+        until=clock.time() + life,
+        life=life,
+        process=this_process(),
+    )
+    try:
+        store.put(key, encode(own))
+        return store.stat(key).modified
+    except (AccessDeniedError, UnsupportedError):
+        return clock.time()
+    finally:
+        with suppress(HeadraceError):  # a lease that is not deleted expires
+            store.delete_many([key])
 
 
 def _check_table(store: Store, key: str, needs: _Needs, report: Report) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from headrace.checkpoint.repository import check
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.system import ManualClock
 from tests.support import nursery
 from tests.support.checkpoint_states import begin, latest, load, make, save, tiny_state
 
@@ -94,6 +97,26 @@ def test_a_saver_killed_at_any_point_leaves_the_step_absent_or_complete(
             assert load(store, base) == state
         assert_clean(store, before, point)
         follow(store, before, found)
+
+
+def test_whether_an_attempt_is_in_progress_is_judged_by_the_clock_of_the_store(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    with open_store(url) as store:
+        before = fresh(store)
+        run_saver(url, before.step, 7, before.parent, "ckpt.manifest-written", tmp_path / "mark")
+
+        def states(ahead: float) -> list[str]:
+            clock = ManualClock()
+            clock.ahead = time.time() + ahead - clock.time()
+            return [unfinished.state for unfinished in check.check(store, clock=clock).unfinished]
+
+        day = 86400.0
+        assert [states(day), states(-day)] == [["in progress"], ["in progress"]]
+        (lease,) = store.list("leases/")
+        long_ago = time.time() - 3600
+        os.utime(tmp_path / "store" / lease.key, (long_ago, long_ago))
+        assert [states(day), states(-day)] == [["abandoned"], ["abandoned"]]
+        assert [info.key for info in store.list("leases/")] == [lease.key]
 
 
 def assert_clean(store: Store, before: Before, point: str) -> None:
