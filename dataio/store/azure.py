@@ -35,7 +35,7 @@ from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store, chec
 from headrace.dataio.store.bucket import BucketStore, listed_object
 from headrace.dataio.store.bucket_client import Head
 from headrace.dataio.store.bucket_errors import UnreachableError, translated_obstore
-from headrace.dataio.store.obstore import WHOLE_REQUEST, ObstoreRequests, lost_in_fork, mark_started
+from headrace.dataio.store.obstore import WHOLE_REQUEST, ObstoreRequests, lost_in_fork, mark_started, possible_markers
 from headrace.dataio.store.retry import Policy, call_async
 from headrace.dataio.store.s3_config import CONNECT_SECONDS, READ_SECONDS
 from headrace.dataio.store.url_policy import sendable
@@ -86,7 +86,7 @@ class AzureClient(ObstoreRequests):
         self._container = None
 
     async def list_all(self, doing: str, folder: str) -> list[tuple[str, Head]]:
-        """All keys below `folder`, at most `LISTED`."""
+        """All keys below `folder`, at most `LISTED`. Names that end in a slash, such as `folder/`, are left out."""
         found = list[tuple[str, Head]]()
 
         async def request(container: Any) -> None:
@@ -103,7 +103,22 @@ class AzureClient(ObstoreRequests):
                         )
 
         await self._send(doing, request, None)
-        return found
+        markers, suspects = set[str](), possible_markers(found)
+        for at in range(0, len(suspects), _DELETES):
+            batch = suspects[at : at + _DELETES]
+            exist = await asyncio.gather(*(self._exists(doing, name) for name in batch))
+            markers |= {name for name, there in zip(batch, exist, strict=True) if not there}
+        return [(name, head) for name, head in found if name not in markers]
+
+    async def _exists(self, doing: str, key: str) -> bool:
+        async def request(container: Any) -> bool:
+            try:
+                await obstore.head_async(container, key)
+            except FileNotFoundError:
+                return False
+            return True
+
+        return await self._send(doing, request, self._seconds())
 
     async def delete(self, doing: str, key: str) -> None:
         """Delete the object, if it exists."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -108,6 +108,21 @@ class ObstoreRequests(BucketClient):
         """Await `request(client)` with obstore's client, for at most `seconds`; None if the request limits itself."""
 
 
+def possible_markers(listed: Iterable[tuple[str, Head]]) -> list[str]:
+    """The listed names that may have a final slash at the server, as the marker of a folder has. obstore drops it.
+
+    These are empty objects, and objects whose name is also the folder of another one.
+    """
+    found = list(listed)
+    folders = set[str]()
+    for name, _ in found:
+        folder = name.rpartition("/")[0]
+        while folder and folder not in folders:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
+    return [name for name, head in found if not head.size or name in folders]
+
+
 class ObstoreS3Client(ObstoreRequests, S3Client):
     """The client of S3 that reads, writes and lists small folders through obstore."""
 
@@ -128,9 +143,9 @@ class ObstoreS3Client(ObstoreRequests, S3Client):
     async def list_page(self, doing: str, folder: str) -> list[tuple[str, Head]] | None:
         """As in `S3Client`.
 
-        obstore shows neither the server's order nor the final slash of a marker `folder/`. It refuses names such as
-        `a//b`. It treats an error that the server sends with status 200 as an empty listing. So its result is used
-        only if it is complete, fits one page, and has objects, none of which is empty.
+        obstore does not show the server's order. It refuses names such as `a//b`. It treats an error that the server
+        sends with status 200 as an empty listing. So its result is used only if it is complete, fits one page, and has
+        objects, and none of them is one of `possible_markers`.
         """
 
         async def request(client: Any) -> list[Any]:
@@ -144,9 +159,8 @@ class ObstoreS3Client(ObstoreRequests, S3Client):
             if type(error) is HeadraceError:  # an answer that obstore does not understand
                 return None
             raise
-        if not 0 < len(found) <= _PAGE_KEYS or any(not one["size"] for one in found):
-            return None
-        return [(one["path"], Head(one["size"], one["last_modified"])) for one in found]
+        listed = [(one["path"], Head(one["size"], one["last_modified"])) for one in found]
+        return listed if 0 < len(listed) <= _PAGE_KEYS and not possible_markers(listed) else None
 
     async def _send(self, doing: str, request: Callable[[Any], Awaitable[T]], seconds: float | None) -> T:
         async def once() -> T:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -88,6 +91,29 @@ def test_a_listing_that_is_too_long_to_sort_is_a_capacity_error(az_url: str, mon
         store.put("b", b"1")
         with pytest.raises(CapacityError, match="longer prefix"):
             list(store.list())
+
+
+def test_a_name_that_ends_in_a_slash_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, stored = {"empty": 0, "folder": 0, "folder/a": 1, "full": 7, "full/b": 1}, {"empty", "folder/a", "full/b"}
+    asked: list[str] = []
+
+    async def pages(container: Any, prefix: str | None) -> AsyncIterator[list[dict[str, object]]]:
+        yield [{"path": name, "size": size, "last_modified": datetime.now(UTC)} for name, size in sizes.items()]
+
+    async def head(container: Any, key: str) -> None:
+        asked.append(key)
+        if key not in stored:
+            raise FileNotFoundError(key)
+
+    async def send(client: Any, doing: str, request: Any, seconds: float | None) -> Any:
+        return await request(None)
+
+    monkeypatch.setattr(azure.obstore, "list", pages)
+    monkeypatch.setattr(azure.obstore, "head_async", head)
+    monkeypatch.setattr(azure.AzureClient, "_send", send)
+    client = azure.AzureClient(azure.AzureConfig("c", "", {}))
+    assert [name for name, _ in asyncio.run(client.list_all("listing", ""))] == ["empty", "folder/a", "full/b"]
+    assert sorted(asked) == ["empty", "folder", "full"]
 
 
 @pytest.mark.parametrize("url", ["az://", "az://user@container/x", "az://container/x?sig=1"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import pytest
 
+from headrace.dataio.store.bucket_client import Head
 from headrace.dataio.store.credential_chain import Keys, keys_of_variables
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.s3_config import parse
@@ -26,10 +28,25 @@ def test_both_clients_list_the_same_whatever_is_in_the_keys(s3_url: str, s3_serv
             fast.put(key, key.encode())
         prefix = s3_url.removeprefix("s3://headrace/")
         client = slow.inner.inner._client  # type: ignore[attr-defined]
-        client.run(client.call("put_object", "test", Key=f"{prefix}/marker/", Body=b""))
+        for marker in ("marker/", "deep/er/"):
+            client.run(client.call("put_object", "test", Key=f"{prefix}/{marker}", Body=b""))
         for part in ("", "a", "a ", "plus+", "é/", "none"):
             assert list(fast.list(part)) == list(slow.list(part))
         assert [info.key for info in fast.list()] == sorted(ODD)
+
+
+@pytest.mark.parametrize(
+    ("names", "suspects"),
+    [
+        ({"a": 1, "a-b": 2, "b/c": 3}, []),
+        ({"a": 1, "empty": 0}, ["empty"]),
+        ({"deep": 5, "deep/er/x": 1, "deeper": 1}, ["deep"]),
+    ],
+)
+def test_names_that_may_have_lost_their_final_slash_are_found(names: dict[str, int], suspects: list[str]) -> None:
+    obstore = pytest.importorskip("headrace.dataio.store.obstore")
+    now = datetime.now(UTC)
+    assert obstore.possible_markers([(name, Head(size, now)) for name, size in names.items()]) == suspects
 
 
 _USE = """
