@@ -4,7 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
-JOBS   ?= 2
+# Workers of the tests: one more than the two cores of a small machine. A third of their time they wait for processes.
+JOBS   ?= 3
 
 .PHONY: setup demo check test dist lint typecheck bench soak extras clean
 .DELETE_ON_ERROR:

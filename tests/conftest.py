@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if module not in starters:
             starters[module] = not _STARTERS.isdisjoint(
                 getattr(value, "__name__", "") for value in vars(module).values() if isinstance(value, ModuleType)
-            ) or hasattr(module, "launch")
+            ) or any(hasattr(module, name) for name in ("launch", "run_part"))
         if fixtures & _SERVERS or item.get_closest_marker("s3"):
             item.add_marker("s3")
         else:

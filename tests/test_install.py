@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.support.shared_folder import shared_folder
+
 ROOT = Path(__file__).parents[1]
 TRAINER = """
 from pathlib import Path
@@ -55,7 +57,11 @@ def clean() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+    (wheel,) = shared_folder(tmp_path_factory, "wheel", build).glob("*.whl")
+    return wheel
+
+
+def build(folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(folder), str(ROOT)]
     if Version(importlib.metadata.version("setuptools")) >= Version(
         "77"
@@ -63,17 +69,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command.append("--no-build-isolation")
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
-    return wheel
 
 
 class Bare:
     """A virtual environment with nothing in it but what a test installs."""
 
     def __init__(self, folder: Path) -> None:
-        venv.create(folder, with_pip=False)
         self.python = folder / "bin/python"
         (self.site_packages,) = folder.glob("lib/python*/site-packages")
+
+    @classmethod
+    def create(cls, folder: Path) -> Bare:
+        venv.create(folder, with_pip=False)
+        return cls(folder)
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, env=clean() | variables, capture_output=True, text=True, timeout=120)
@@ -84,15 +92,20 @@ class Bare:
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Bare:
-    bare = Bare(tmp_path_factory.mktemp("bare"))
-    pip(bare.python, "install", "--no-deps", str(wheel))
-    return bare
+    def install(folder: Path) -> None:
+        # each module is compiled when a test imports it; to compile all of them takes longer
+        pip(Bare.create(folder).python, "install", "--no-deps", "--no-compile", str(wheel))
+
+    return Bare(shared_folder(tmp_path_factory, "bare", install))
 
 
 @pytest.fixture(scope="module")
 def core(bare: Bare, tmp_path_factory: pytest.TempPathFactory) -> Bare:
     """The wheel and what it requires without extras, as links to this environment's packages."""
-    core = Bare(tmp_path_factory.mktemp("core"))
+    return Bare(shared_folder(tmp_path_factory, "core", lambda folder: link(bare, Bare.create(folder))))
+
+
+def link(bare: Bare, core: Bare) -> None:
     for entry in bare.site_packages.iterdir():
         (core.site_packages / entry.name).symlink_to(entry)
     script = bare.python.with_name("headrace").read_text()
@@ -102,7 +115,6 @@ def core(bare: Bare, tmp_path_factory: pytest.TempPathFactory) -> Bare:
     for distribution in required(headrace, {}).values():
         for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             (core.site_packages / name).symlink_to(str(distribution.locate_file(name)))
-    return core
 
 
 def required(

@@ -101,11 +101,15 @@ def compile_packages() -> None:
         compileall.compile_dir(here / package, quiet=2)
 
 
+def run_process(command: list[str], environ: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run the process of a candidate to its end. Raises `subprocess.TimeoutExpired` after `seconds`."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environ)
+
+
 def _run(candidate: Candidate, samples: Samples, seconds: float) -> None:
     command = command_of(candidate.function, *candidate.arguments, python=candidate.python)
-    environ = {**os.environ, **candidate.environ}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environ)
+        done = run_process(command, {**os.environ, **candidate.environ}, seconds)
     except subprocess.TimeoutExpired:
         samples.errors.append(f"took longer than {seconds:g} s")
         return

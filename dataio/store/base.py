@@ -33,6 +33,7 @@ this file. They therefore refuse the same arguments with the same messages.
 from __future__ import annotations
 
 import abc
+import re
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, Self
@@ -208,12 +209,13 @@ class Store(abc.ABC):
         return f"{type(self).__name__}({self.location.url!r})"
 
 
+_NO_CHARACTER_OF_A_KEY = re.compile("[\x00-\x1f\x7f\\\\\ud800-\udfff]")
+
+
 def check_key(key: str) -> str:
     """Return `key` if it is well formed: relative, valid UTF-8, no empty, `.` or `..` segment, no control character."""
     segments = key.split("/")
-    bad = any(s in ("", ".", "..") for s in segments) or any(
-        c < " " or c in "\x7f\\" or "\ud800" <= c <= "\udfff" for c in key
-    )
+    bad = "" in segments or "." in segments or ".." in segments or _NO_CHARACTER_OF_A_KEY.search(key) is not None
     if bad or len(key.encode(errors="surrogatepass")) > limits.OBJECT_KEY_BYTES:
         raise UsageError(f"{key!r} is not a valid object key", hint="keys are relative paths without '..' or '//'")
     return key

@@ -185,7 +185,7 @@ def test_predictions_for_local_ranks_are_close_to_real_runs(
 ) -> None:
     expected = predicted(ranks, shared=shared, pieces=pieces)
     twice = 0 if shared else ranks * MAX_BYTES  # what a rank wants first may come by itself, and again with its block
-    for attempt in range(3):  # what else the machine does can only make a run slower
+    for attempt in range(8):  # what else the machine does can only make a run slower
         (node / f"{attempt}").mkdir(exist_ok=True)
         seconds, sent = real(node, ranks, shared=shared, place=str(attempt))
         assert 0.98 * expected.fetched <= sent <= 1.02 * expected.fetched + twice

@@ -7,8 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
+from tests.support import nursery
 from tests.support.checkpoint_states import Wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
@@ -130,43 +129,8 @@ def test_a_child_shares_no_timeline_with_its_parent(tmp_path: Path) -> None:
     assert child(work)
 
 
-_LEAVES = """
-import gc, json, os, sys, threading, time
-import torch
-from headrace.checkpoint import Checkpointer, read
-from headrace.dataio.store.open import open_store
-
-url = sys.argv[1]
-state = {"m": torch.arange(4.0)}
-with Checkpointer(url, run="a", sidecar=None) as first:
-    first.save(1, state).result(60)
-    first.save(2, state).result(60)
-kept = [read(url, run="a", step=1)]
-trainer = Checkpointer(url, run="a", sidecar=None)
-trainer.restore(state)
-store = open_store(url)
-leases = sorted(info.key for info in store.list("leases/"))
-pid = os.fork()
-if not pid:
-    kept[0].close()  # as the end of a `with` does
-    kept.append(read(url, run="a", step=2))  # its own, which it lets go of
-    kept.clear()
-    trainer.close()
-    del trainer
-    gc.collect()
-    sys.exit(0)  # finalizers and what was registered for the end run
-status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-left = sorted(info.key for info in store.list("leases/"))
-entries = kept[0]["m"].read().tolist()
-trainer.save(3, state).result(60)
-print(json.dumps({"status": status, "leases": len(leases), "kept": leases == left, "m": entries, "steps": trainer.steps()}))
-kept[0].close()
-trainer.close()
-"""
-
-
 def test_a_child_that_ends_in_full_deletes_no_lease_of_its_parent_and_ends_no_connection(store_url: str) -> None:
-    done = subprocess.run([sys.executable, "-c", _LEAVES, store_url], capture_output=True, text=True, timeout=120)
+    done = nursery.run("tests.support.leaving_child", store_url)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "status": 0,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +26,7 @@ from headrace.dataio.store.base import Location
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import stopped
 from tests.checkpoint.test_processes import start as start_trainer
+from tests.support import nursery
 from tests.support.checkpoint_states import RUN, Wrapped, begin, make, tiny_state
 from tests.support.waiting import wait_for as wait_for
 
@@ -37,27 +36,17 @@ class Daemon:
     """`headrace sidecar run`."""
 
     folder: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: nursery.Process | None = None
 
     @property
     def socket(self) -> str:
         return str(self.folder / "sidecar.sock")
 
     def start(self, **environment: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "headrace.dataio.cli",
-            "sidecar",
-            "run",
-            "--socket",
-            self.socket,
-            "--http-port",
-            "off",
-        ]
-        command += ["--cache-dir", str(self.folder / "cache"), "--cache-bytes", "1MiB"]
-        with open(self.folder / "log", "ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
+        options = ["--socket", self.socket, "--http-port", "off", "--cache-dir", str(self.folder / "cache")]
+        options += ["--cache-bytes", "1MiB"]
+        log = self.folder / "log"
+        self.process = nursery.start_with_log(log, "tests.support.daemon_command", *options, **environment)
         wait_for(self.answers)
 
     def answers(self) -> bool:

@@ -112,9 +112,9 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(node: Node) ->
     node.script("prolog.sh", 7)
     environment = {**node.environment, "SLURM_JOB_ID": "7", "STEPS": "400", "STEP_SECONDS": "0.01"}
 
-    def start(log: Path) -> subprocess.Popen[bytes]:
+    def start(log: Path, **more: str) -> subprocess.Popen[bytes]:
         with open(log, "wb") as out:
-            return subprocess.Popen(["bash", SLURM / "train.sbatch"], env=environment, stdout=out, stderr=out)
+            return subprocess.Popen(["bash", SLURM / "train.sbatch"], env=environment | more, stdout=out, stderr=out)
 
     log = node.folder / "first.log"
     with start(log) as job:
@@ -124,7 +124,7 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(node: Node) ->
     (stopped,) = [int(line.split()[2]) for line in log.read_text().splitlines() if line.startswith("saved step")]
     assert (node.folder / "scontrol.log").read_text() == "requeue 7\n"
     again = node.folder / "again.log"
-    with start(again) as job:
+    with start(again, STEPS=str(stopped + 30)) as job:
         assert job.wait(120) == 0, again.read_text()
     assert f"from step {stopped}\n" in again.read_text()
     assert again.read_text().endswith("done\n")
@@ -136,7 +136,7 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(node: Node) ->
         timeout=150,
     )
     (line,) = json.loads(status.stdout)["training"]
-    assert (line["job"], line["last_step"]) == ("example", 400)
+    assert (line["job"], line["last_step"]) == ("example", stopped + 30)
     node.script("epilog.sh", 7)
     wait_for(lambda: node.daemon is None)
 

@@ -19,6 +19,7 @@ from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.fetch import sample_reader
 from tests.support import long_media, reference_decoder, video_corpus
+from tests.support.shared_folder import shared_folder
 
 Reencode = Callable[..., bytes]
 FAST_VPX = {"deadline": "realtime", "cpu-used": "8"}
@@ -117,7 +118,10 @@ def reference() -> Callable[..., tuple[list[np.ndarray], list[int]]]:
 @pytest.fixture(scope="session")
 def small_clips(tmp_path_factory: pytest.TempPathFactory, media: Path, reencode: Reencode) -> Path:
     """A folder of eight clips that decode quickly: real ones, and short variants, so that every decoder has work."""
-    folder = tmp_path_factory.mktemp("clips")
+    return shared_folder(tmp_path_factory, "clips", lambda folder: _write_small_clips(folder, media, reencode))
+
+
+def _write_small_clips(folder: Path, media: Path, reencode: Reencode) -> None:
     for name in ("pancake_h264.mkv", "h265.mp4", "av1.mkv", "rotated_90.mov"):
         (folder / name).symlink_to(media / name)
     for name, source, codec, container, pixel_format in (
@@ -127,20 +131,28 @@ def small_clips(tmp_path_factory: pytest.TempPathFactory, media: Path, reencode:
         ("mpeg4.avi", "nasa_h264_aac.mp4", "mpeg4", "avi", "yuv420p"),
     ):
         (folder / name).write_bytes(reencode(media / source, codec, container, pixel_format=pixel_format))
-    return folder
 
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory, small_clips: Path) -> Iterator[Dataset]:
     """The eight clips, packed."""
-    with pack([small_clips], tmp_path_factory.mktemp("dataset") / "ds", shard_bytes=1 << 18, workers=1) as packed:
+
+    def make(folder: Path) -> None:
+        pack([small_clips], folder / "ds", shard_bytes=1 << 18, workers=1).close()
+
+    with Dataset(shared_folder(tmp_path_factory, "dataset", make) / "ds") as packed:
         yield packed
 
 
 @pytest.fixture(scope="session")
 def made_dataset(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
     """Eight clips that are made here, wide, tall and square, half of them with sound; for checkouts without real ones too."""
-    folder = tmp_path_factory.mktemp("made")
+    with Dataset(shared_folder(tmp_path_factory, "made-dataset", _make_dataset) / "ds") as packed:
+        yield packed
+
+
+def _make_dataset(folder: Path) -> None:
+    (clips := folder / "clips").mkdir()
     sizes = [(64, 48), (48, 64), (64, 64), (80, 48), (48, 80), (64, 36), (36, 64), (48, 48)]
     for number, (width, height) in enumerate(sizes):
         codec, container, sound = (("libx264", "mp4", "aac"), ("mjpeg", "matroska", ""))[number % 2]
@@ -148,30 +160,33 @@ def made_dataset(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
         clip = video_corpus.Made(
             "", codec, container, pixel_format, width, height, 30 + number, options={"g": "12"}, sound=sound
         )
-        (folder / f"clip{number}.{'mkv' if number % 2 else 'mp4'}").write_bytes(video_corpus.make(clip))
-    with pack([folder], tmp_path_factory.mktemp("made-dataset") / "ds", shard_bytes=1 << 16, workers=1) as packed:
-        yield packed
+        (clips / f"clip{number}.{'mkv' if number % 2 else 'mp4'}").write_bytes(video_corpus.make(clip))
+    pack([clips], folder / "ds", shard_bytes=1 << 16, workers=1).close()
 
 
 @pytest.fixture(scope="session")
 def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a dataset of films, `ds`."""
-    folder = tmp_path_factory.mktemp("films")
+    return shared_folder(tmp_path_factory, "films", _make_films)
+
+
+def _make_films(folder: Path) -> None:
     (folder / "clips").mkdir()
     data = long_media.film()
     for name, options in long_media.FILMS.items():
         long_media.copied(data, name, options, folder / "clips")
         (folder / "clips" / name).rename(folder / "clips" / f"{name.replace('.', '-')}.{name.rpartition('.')[2]}")
     pack([folder / "clips"], folder / "ds", workers=1).close()
-    return folder
 
 
 @pytest.fixture(scope="session")
 def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a dataset of long recordings, `ds`."""
-    folder = tmp_path_factory.mktemp("sounds")
+    return shared_folder(tmp_path_factory, "sounds", _make_sounds)
+
+
+def _make_sounds(folder: Path) -> None:
     (folder / "clips").mkdir()
     for name, codec in long_media.SOUNDS.items():
         long_media.recorded(folder / "clips" / f"{codec}-{name}", codec)
     pack([folder / "clips"], folder / "ds", workers=1).close()
-    return folder

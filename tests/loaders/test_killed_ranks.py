@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.dataio.shards.dataset import Dataset
-from tests.support import killed_ranks
+from tests.support import killed_ranks, nursery
 
 
 def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int, kind: str = "plain") -> None:
@@ -25,17 +23,12 @@ def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int, kin
         runs.append((world_size, at))
     steps = at + killed_ranks.FURTHER + 1
     job = killed_ranks.Job(made_dataset.url, str(folder), steps, [*runs, (worlds[-1], None)], seed, kind)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.killed_ranks", job.text()],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    ends: list[dict[str, Any]] = json.loads(done.stdout)
+    child = nursery.start("tests.support.killed_ranks", job.text())
+    stdout, stderr = child.communicate(600)
+    assert child.returncode == 0, stderr
+    ends: list[dict[str, Any]] = json.loads(stdout)
     for end, (world_size, kill_at) in zip(ends, runs, strict=False):
-        assert end["ends"] == [-9] * world_size, done.stderr  # every rank was killed, none ended by itself
+        assert end["ends"] == [-9] * world_size, stderr  # every rank was killed, none ended by itself
         assert kill_at is not None
         assert kill_at <= end["lines"] <= kill_at + killed_ranks.FURTHER < steps
     assert ends[-1] == {"world_size": worlds[-1], "ends": [0] * worlds[-1], "lines": steps}

@@ -20,6 +20,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioLoader, Clip, VideoLoader, Window
 from tests.support import reference_decoder, video_corpus
 from tests.support.pictures import picture
+from tests.support.shared_folder import shared_folder
 
 pytestmark = pytest.mark.slow
 
@@ -49,18 +50,23 @@ REAL_SOUND = [
 @pytest.fixture(scope="session")
 def real(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
     """Every real file, packed."""
-    with pack([media], tmp_path_factory.mktemp("real") / "ds", workers=1) as packed:
+    made = shared_folder(tmp_path_factory, "real", lambda folder: pack([media], folder / "ds", workers=1).close())
+    with Dataset(made / "ds") as packed:
         yield packed
 
 
 @pytest.fixture(scope="session")
 def made_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
     """Every made clip, packed."""
-    folder = tmp_path_factory.mktemp("made")
-    for one in video_corpus.ALL:
-        (folder / one.name).write_bytes(video_corpus.make(one))
-    with pack([folder], folder / "ds", workers=1) as packed:
+    with Dataset(shared_folder(tmp_path_factory, "made-here", _make_clips) / "ds") as packed:
         yield packed
+
+
+def _make_clips(folder: Path) -> None:
+    (clips := folder / "clips").mkdir()
+    for one in video_corpus.ALL:
+        (clips / one.name).write_bytes(video_corpus.make(one))
+    pack([clips], folder / "ds", workers=1).close()
 
 
 def one_of(dataset: Dataset, key: str) -> tuple[Dataset, bytes]:

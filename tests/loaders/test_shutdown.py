@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -24,7 +22,7 @@ from headrace.loaders import AudioLoader, AudioSpec, Clip, VideoLoader, Window
 from headrace.loaders import loader as loader_module
 from headrace.loaders.batch.prefetcher import Prefetcher
 from headrace.loaders.fetch.sample_reader import StoreReader
-from tests.support import video_corpus
+from tests.support import nursery, video_corpus
 from tests.support.long_media import SOUNDS, recorded
 from tests.support.waiting import wait_for
 
@@ -205,28 +203,12 @@ def test_closing_while_every_thread_waits_for_memory_ends_them(clips: Dataset) -
     assert left()["threads"] == before
 
 
-SCRIPT = """
-import sys, time, signal
-from headrace.loaders import Clip, VideoLoader
-options = {"clip": Clip(3, per_video=5), "size": (24, 32), "num_threads": 2, "sidecar": None}
-options["decode_in_subprocess"] = sys.argv[2] == "isolated"
-with VideoLoader(sys.argv[1], 2, **options) as loader:
-    while True:
-        for batch in loader:
-            print("batch", flush=True)
-"""
-
-
 @pytest.mark.parametrize("kind", ["here", "isolated"])
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ctrl_c_and_kill_end_the_process_and_all_it_started(kind: str, end: signal.Signals, clips: Dataset) -> None:
     url = clips.url.removeprefix("file://")
     shared = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, url, kind], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None
+    process = nursery.start("tests.support.endless_loader", url, kind)
     try:
         for _ in range(3):
             assert process.stdout.readline() == "batch\n"
@@ -241,8 +223,7 @@ def test_ctrl_c_and_kill_end_the_process_and_all_it_started(kind: str, end: sign
         assert not [child for child in children if _alive(child)]
     finally:
         process.kill()
-        process.wait()
-        process.stdout.close()
+        process.communicate()
     if shared:
         assert set(os.listdir("/dev/shm")) <= shared | _of_others()
 

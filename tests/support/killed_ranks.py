@@ -1,4 +1,4 @@
-"""Ranks that are killed with SIGKILL in the middle of steps and started again: `python -m tests.support.killed_ranks JSON`.
+"""Ranks that are killed with SIGKILL in the middle of steps and started again: a program of the nursery, `main(JSON)`.
 
 One process imports everything and forks the ranks, so that a restart costs a second and not ten. Rank 0 appends what all ranks
 got in a step to a log, then replaces the state file; a restart cuts the log to the state's step, as a trainer goes back to
@@ -152,13 +152,9 @@ def _fork(job: Job, rank: int, world_size: int, port: int, most: int | None) -> 
     os._exit(0)
 
 
-def main() -> None:
+def main(job_text: str) -> None:
     torch.set_num_threads(1)
-    values = json.loads(sys.argv[1])
+    values = json.loads(job_text)
     job, draw = Job(**values), random.Random(values["seed"])
     found = [run(job, world_size, kill_at, draw.uniform(0, 0.03)) for world_size, kill_at in job.runs]
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,9 @@
-"""A trainer for the tests of the status page: `page_trainer.py DATASET REPOSITORY SOCKET STOP`: reads, computes, saves until
-the file STOP is there."""
+"""A trainer for the tests of the status page, a program of the nursery: `main(DATASET, REPOSITORY, SOCKET, STOP)` reads,
+computes and saves until the file STOP is there."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from headrace.checkpoint import Checkpointer
 from headrace.loaders import Clip, VideoLoader
 
 
-def main() -> None:
-    dataset, repository, socket, stop = sys.argv[1:]
+def main(dataset: str, repository: str, socket: str, stop: str) -> None:
     state = {"w": torch.randn(2_000_000)}
     with (
         VideoLoader(dataset, 2, clip=Clip(frames=4), size=(64, 64), sidecar=socket, num_threads=1) as loader,
@@ -26,12 +24,10 @@ def main() -> None:
             for batch in loader:
                 step = next(steps)
                 state["w"] += float(batch["video"].float().mean())
-                time.sleep(0.03)  # the trainer computes
-                if step % 25 == 0:
+                time.sleep(
+                    0.03 if step < 60 else 0.25
+                )  # it computes; once there is enough to show, it leaves the cores
+                if step in (25, 50) or step % 40 == 0:
                     checkpointer.save(step, state).result(60)
                 if Path(stop).exists():
                     return
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +23,10 @@ from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
+from tests.support import nursery
 from tests.support.checkpoint_states import RUN, begin, latest, load, make, save, tiny_state
 
 POINTS = sorted(name for name in declared() if name.startswith("gc."))
-ROOT = Path(__file__).parents[3]
 
 
 def names_of(steps: set[StepName]) -> list[int]:
@@ -153,14 +151,8 @@ def test_what_a_dead_saver_left_is_fenced_and_deleted(tmp_path: Path) -> None:
 
 
 def killed(store_url: str, point: str, mark: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.collector_process", store_url, "1", "2"],
-        cwd=ROOT,
-        env={**os.environ, "HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)}
+    done = nursery.run("tests.support.collector_process", store_url, "1", "2", **environment)
     assert done.returncode == -9, done.stderr
     assert mark.read_text() == point + "\n"
 

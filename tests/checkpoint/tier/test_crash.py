@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +14,11 @@ from headrace.checkpoint.tier import restoring, saving
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.store.local_tier.stores import TierReader
 from headrace.dataio.store.open import open_store
+from tests.support import nursery
 from tests.support.checkpoint_states import RUN, begin, latest, load, make, tiny_state
 from tests.support.local_tier import local_tier
 
 assert headrace.checkpoint.saving.commit_worker
-ROOT = Path(__file__).parents[3]
 POINTS = [
     "ckpt.lease-written",
     "ckpt.in-pack",
@@ -49,14 +46,8 @@ def test_what_a_killed_worker_left_is_finished_or_absent(tmp_path: Path, point: 
         made = make(store, tiny_state(1), step=1, number=begin(store))
         commit_staged(made.arena, made.plan, lambda _: None, store=store, local_tier=tier)
         first = Base(1, 1, made.plan.attempt)
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.support.tier_saver", str(url), str(tier.root)],
-            cwd=ROOT,
-            env={**os.environ, "HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        environment = {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)}
+        done = nursery.run("tests.support.tier_saver", str(url), str(tier.root), **environment)
         assert done.returncode == -9, done.stderr
         assert mark.read_text() == point + "\n"
         assert any(r.step == 2 for r in tier.records()) == (point in KEPT)

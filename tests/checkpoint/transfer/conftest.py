@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 import pytest
 
 from headrace.checkpoint.format.documents import Base
 from headrace.dataio.sidecar.client import Sidecar
+from tests.support import nursery
 from tests.support.waiting import wait_for
-
-ROOT = Path(__file__).parents[3]
 
 
 @dataclass
@@ -26,7 +23,7 @@ class Node:
     """`headrace sidecar run`, its trainers, and the place where a process is held."""
 
     folder: Path
-    daemon: subprocess.Popen[bytes] | None = None
+    daemon: nursery.Process | None = None
     trainers: list[Trainer] = field(default_factory=list)
     flags: tuple[str, ...] = ()
 
@@ -39,24 +36,14 @@ class Node:
         return self.folder / "mark"
 
     def start(self, **environment: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "headrace.dataio.cli",
-            "sidecar",
-            "run",
-            "--socket",
-            self.socket,
-            "--http-port",
-            "off",
-        ]
-        command += ["--cache-dir", str(self.folder / "cache"), "--cache-bytes", "1MiB", *self.flags]
-        with open(self.folder / "log", "ab") as log:
-            self.daemon = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment(environment), cwd=ROOT)
+        options = ["--socket", self.socket, "--http-port", "off", "--cache-dir", str(self.folder / "cache")]
+        options += ["--cache-bytes", "1MiB", *self.flags]
+        more = self.environment(environment)
+        self.daemon = nursery.start_with_log(self.folder / "log", "tests.support.daemon_command", *options, **more)
         wait_for(self.answers)
 
     def environment(self, more: dict[str, str]) -> dict[str, str]:
-        return {**os.environ, **more, "HEADRACE_CRASH_MARK": str(self.mark)}
+        return {**more, "HEADRACE_CRASH_MARK": str(self.mark)}
 
     def answers(self) -> bool:
         assert self.daemon is not None
@@ -68,13 +55,7 @@ class Node:
 
     def trainer(self, url: str, step: int, seed: int, size: int, parent: Base, **environment: str) -> Trainer:
         more = [url, self.socket, str(step), str(seed), str(size), msgspec.json.encode(parent).decode()]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.transfer_client", *more],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=self.environment(environment),
-            cwd=ROOT,
-        )
+        process = nursery.start("tests.support.transfer_client", *more, **self.environment(environment))
         self.trainers.append(Trainer(process))
         return self.trainers[-1]
 
@@ -106,7 +87,7 @@ class Node:
         for trainer in self.trainers:
             trainer.process.kill()
             trainer.process.wait(150)
-            trainer.reader.join(150)
+            trainer.join()
         if self.daemon is not None and self.daemon.poll() is None:
             wait_for(lambda: not self.entries, 30)
             self.kill_daemon()
@@ -115,27 +96,34 @@ class Node:
 class Trainer:
     """A process, and what it has said so far."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process, self.said = process, list[str]()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as out:
-            for line in out:
-                self.said.append(line.strip())
+    def __init__(self, process: nursery.Child) -> None:
+        self.process, self.said, self.errors = process, list[str](), list[str]()
+        self.readers = [
+            threading.Thread(target=_read, args=pair, daemon=True)
+            for pair in ((process.stdout, self.said), (process.stderr, self.errors))
+        ]
+        for reader in self.readers:
+            reader.start()
 
     def ends(self) -> str:
         """The last thing it says."""
         self.process.wait(120)
-        self.reader.join(150)
-        assert self.process.returncode == 0, self.said
+        self.join()
+        assert self.process.returncode == 0, (self.said, self.errors)
         return self.said[-1]
+
+    def join(self) -> None:
+        for reader in self.readers:
+            reader.join(150)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(150)
+
+
+def _read(pipe: TextIO, lines: list[str]) -> None:
+    with pipe:
+        lines.extend(line.strip() for line in pipe)
 
 
 @pytest.fixture

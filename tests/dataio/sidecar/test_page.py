@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from headrace.dataio import pack
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
 from headrace.dataio.sidecar.client import SaveMeter
-from tests.dataio.sidecar.conftest import SUPPORT, RunningDaemon, wait_for
+from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
+from tests.support import nursery
 from tests.support.browser import Browser, needs_browser
 
 RUN = "flow-7b"
@@ -29,7 +29,7 @@ COMMANDS = {"checkpoint": [sys.executable, "-m", "headrace.checkpoint.saving.com
 class Job:
     daemon: RunningDaemon
     stop: Path
-    process: subprocess.Popen[bytes]
+    process: nursery.Process
 
     @property
     def url(self) -> str:
@@ -45,16 +45,8 @@ def job(daemon: RunningDaemon, media: Path, tmp_path: Path) -> Iterator[Job]:
     clips = sorted(media.rglob("*.mp4"))[:4]
     pack([os.fspath(clip) for clip in clips], os.fspath(tmp_path / "ds")).close()
     stop = tmp_path / "stop"
-    command: list[str | Path] = [
-        sys.executable,
-        SUPPORT / "status_page_trainer.py",
-        tmp_path / "ds",
-        tmp_path / "ck",
-        daemon.socket,
-        stop,
-    ]
-    with open(tmp_path / "trainer.log", "wb") as log:
-        process = subprocess.Popen([os.fspath(part) for part in command], stdout=log, stderr=log)
+    arguments = [str(path) for path in (tmp_path / "ds", tmp_path / "ck", daemon.socket, stop)]
+    process = nursery.start_with_log(tmp_path / "trainer.log", "tests.support.status_page_trainer", *arguments)
 
     def saved() -> bool:
         assert process.poll() is None, (tmp_path / "trainer.log").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from fractions import Fraction
@@ -25,6 +26,8 @@ CLIPS = (
     *("action_xvid.avi", "arm_wrestling.mp4", "av1.mkv", "h265.mp4", "nasa_h264_aac.mp4", "pancake_h264.mkv"),
     *("rotated_90.mov", "testsrc2_vp9.webm", "youtube_clip.mp4"),
 )
+LONG = "youtube_clip.mp4"
+"""Two minutes in 1080p: to decode all of it takes longer than all the others."""
 SOUNDS = ("action.wav", "nasa_speech_44100.mp3", "sine_mono_s16.wav", "pancake_h264.mkv", "youtube_clip.mp4")
 
 
@@ -53,11 +56,30 @@ def assert_index_is_what_decodes(path: Path, video: VideoInfo) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name == LONG else name for name in CLIPS]
+)
 def test_frames_and_key_frames_are_those_of_a_full_decode(media: Path, name: str) -> None:
     video = probe(media / name).video
     assert video is not None
     assert_index_is_what_decodes(media / name, video)
+
+
+def test_frames_and_key_frames_at_both_ends_of_a_long_clip_are_those_of_a_decode(media: Path) -> None:
+    video = video_of(media / LONG)
+    keys = {key.index: key.pts for key in video.key_frames}
+    with av.open(str(media / LONG)) as container:
+        stream = container.streams[video.stream]
+        assert isinstance(stream, VideoStream)
+        stream.thread_type = "AUTO"
+        start = [(frame.pts, bool(frame.key_frame)) for frame in itertools.islice(container.decode(stream), 400)]
+        container.seek(video.key_frames[-1].pts, stream=stream)
+        end = [(frame.pts, bool(frame.key_frame)) for frame in container.decode(stream)]
+    assert start[0] == (video.start_pts, True)
+    assert {at: pts for at, (pts, key) in enumerate(start) if key} == {at: pts for at, pts in keys.items() if at < 400}
+    assert end[0] == (video.key_frames[-1].pts, True)
+    assert not any(key for _, key in end[1:])
+    assert video.key_frames[-1].index + len(end) == video.frames
 
 
 @pytest.mark.parametrize("name", CLIPS)
