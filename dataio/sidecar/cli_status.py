@@ -200,6 +200,8 @@ def _jobs(state: State) -> Table:
             "–" if job["last_step"] is None else str(job["last_step"]),
             _span(job["last_commit_age_seconds"]),
         )
+    if (missing := state.get("training_jobs", 0) - table.row_count) > 0:
+        table.add_row(Text(f"… and {missing} more"))  # a message of the socket has no room for them
     return table
 
 

@@ -5,7 +5,8 @@ charts; and the progress of every staged checkpoint.
 Invariants: totals only grow, even if reports are lost, repeated or reordered. A process counts once, however many
 loaders and checkpointers it has. Jobs, processes, sources (loaders and checkpointers) and history are bounded
 (docs/design/0003). At most `KEPT` ended saves are remembered; a save in flight is remembered until it ends.
-Failure behaviour: above the bound, a further job is counted as "other", and a further process or source is not counted.
+Failure behaviour: above the bound, a further job takes the place of the one that ended first. While no job has ended, it
+is counted as "other". A further process or source is not counted.
 If the result of a save names no run or no step, the save counts, but no step is recorded as committed.
 """
 
@@ -15,13 +16,15 @@ import json
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from headrace.dataio.sidecar import protocol as m
 
-JOBS, PROCESSES, DEPARTED, SOURCES = 32, 2048, 256, 64
+JOBS, PROCESSES, DEPARTED, SOURCES = 256, 2048, 256, 64
 """Maximum numbers of jobs, of connected and of disconnected processes, and of sources of one process."""
+CHARTS = 32
+"""Maximum number of jobs whose history is returned, since one has some 75 kB of it. Those with most trainers."""
 OTHER = "other"
 POINT_SECONDS = 2.0
 POINTS = 300
@@ -184,6 +187,8 @@ class JobStats:
                 continue
             if job.points:
                 last, before = job.points[-1]
+                if before == sums[name]:
+                    sums[name] = before  # one object for all points of an idle job
                 job.points.extend((then, before) for then in slept(last, now) if before == sums[name])
             job.points.append((now, sums[name]))
 
@@ -191,8 +196,10 @@ class JobStats:
 
     def jobs(self, now: float) -> list[dict[str, object]]:
         """The status page's figures of each job; `now` is Unix time."""
-        sums = self._sums()
-        return [self._describe(name, job, sums[name], now) for name, job in sorted(self._jobs.items())]
+        sums, own = self._sums(), self._by_job()
+        return [
+            self._describe(name, job, own.get(name, ()), sums[name], now) for name, job in sorted(self._jobs.items())
+        ]
 
     def totals(self) -> dict[str, Totals]:
         """Totals of each job, since the daemon first saw it."""
@@ -204,13 +211,25 @@ class JobStats:
 
     def history(self) -> dict[str, list[dict[str, object]]]:
         """The chart points of each job, oldest first: `age` in seconds, and the rates of the ten seconds before."""
-        now = self._clock()
-        return {name: list(_points(list(job.points), now)) for name, job in sorted(self._jobs.items())}
+        now, own = self._clock(), self._by_job()
+        largest = sorted(self._jobs, key=lambda name: (-len(own.get(name, ())), name))[:CHARTS]
+        return {name: list(_points(list(self._jobs[name].points), now)) for name in sorted(largest)}
+
+    @property
+    def known(self) -> int:
+        """Number of jobs. Those that are counted as "other" are one."""
+        return len(self._jobs)
 
     # internal
 
-    def _describe(self, name: str, job: _Job, total: Totals, now: float) -> dict[str, object]:
-        own = [p for p in self._processes.values() if p.job == name]
+    def _by_job(self) -> dict[str, list[_Process]]:
+        """The connected processes of each job."""
+        found: dict[str, list[_Process]] = {}
+        for process in self._processes.values():
+            found.setdefault(process.job, []).append(process)
+        return found
+
+    def _describe(self, name: str, job: _Job, own: Sequence[_Process], total: Totals, now: float) -> dict[str, object]:
         idle = [s.report.idle for p in own for s in p.sources.values() if s.report.wall > 0]
         past = job.points[-min(len(job.points), WINDOW_POINTS)] if job.points else (self._clock(), total)
         return {
@@ -271,7 +290,13 @@ class JobStats:
             del self._jobs[old]
 
     def _name(self, name: str) -> str:
-        return name if name in self._jobs or len(self._jobs) < JOBS else OTHER
+        if name not in self._jobs and len(self._jobs) >= JOBS:
+            busy = {process.job for process in self._processes.values()}
+            ended = [old for old in self._jobs if old not in busy and old != OTHER]
+            if not ended:
+                return OTHER
+            del self._jobs[min(ended, key=lambda old: self._jobs[old].seen)]
+        return name
 
     def _job(self, name: str) -> _Job:
         return self._jobs.setdefault(name, _Job(seen=self._clock()))

@@ -1,7 +1,7 @@
 """The daemon's Prometheus metrics, collected on each scrape: jobs, saves, the cache, the local tier and its buddies.
 
 Invariants: every metric's name contains its unit, and its label names are fixed. Label values are outcomes, reasons,
-tiers, remembered runs, and jobs (at most 33 at a time), so their number is bounded.
+tiers, remembered runs, and jobs (at most 257 at a time), so their number is bounded.
 Failure behaviour: a metric whose value is unknown, or whose component the daemon does not run, is left out.
 """
 

@@ -87,6 +87,7 @@ class StatusView(Collector):
             "window_seconds": WINDOW_POINTS * POINT_SECONDS,
             "rates": _rates(recent[0], recent[-1]) if len(recent) > 1 else {},
             "training": self.job_stats.jobs(now),
+            "training_jobs": self.job_stats.known,
             "saves": self.saves.listed(),
             "errors": self._recent.latest(now),
         }

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar.job_stats import (
+    CHARTS,
     FORGET_SECONDS,
     JOBS,
     KEPT,
@@ -107,6 +108,36 @@ def test_a_job_is_forgotten_some_time_after_its_last_process() -> None:
     time.now += FORGET_SECONDS + 1
     made.tick()
     assert made.jobs(0.0) == []
+
+
+def test_more_than_32_jobs_are_shown_and_counted() -> None:
+    made, time = board()
+    for n in range(100):
+        made.report(n, n, loader(group=f"job{n:03}", wall=1.0, steps=n))
+    made.tick()
+    time.now += 2
+    made.tick()
+    assert [job["job"] for job in made.jobs(0.0)] == [f"job{n:03}" for n in range(100)]
+    assert [job["trainers"] for job in made.jobs(0.0)] == [1] * 100
+    assert {name: total.steps for name, total in made.totals().items()} == {f"job{n:03}": n for n in range(100)}
+    assert made.known == 100
+    assert len(made.history()) == CHARTS, "whose charts fit into an answer"
+
+
+def test_a_full_list_of_jobs_makes_room_from_those_that_ended() -> None:
+    made, time = board()
+    for n in range(JOBS):
+        made.report(n, n, loader(group=f"job{n:03}", wall=1.0, steps=1))
+        time.now += 0.1
+    made.ended(5, 5)
+    made.ended(9, 9)
+    made.report(1000, 1000, loader(group="new", wall=1.0, steps=7))
+    names = {str(job["job"]) for job in made.jobs(0.0)}
+    assert names == {f"job{n:03}" for n in range(JOBS) if n != 5} | {"new"}
+    made.report(1001, 1001, loader(group="newer", wall=1.0, steps=7))
+    made.report(1002, 1002, loader(group="newest", wall=1.0, steps=9))
+    assert made.totals()[OTHER].steps == 9, "no other job has ended"
+    assert made.totals()["newer"].steps == 7
 
 
 def test_names_sources_and_history_are_bounded() -> None:
