@@ -23,6 +23,8 @@ from headrace.dataio.core.errors import HeadraceError, RangeError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
+ANNOUNCED = 4096
+"""Maximum number of ranges of one announcement. The engine ignores the rest."""
 SHIFT = 0.25
 T = TypeVar("T")
 Upcoming = Sequence[tuple[str, int, int]]
@@ -42,16 +44,22 @@ class _Group:
     key: str
     ranges: Ranges
     object: ObjectId | None = None
-    want: Want | None = None
 
 
 class AnnouncementList:
-    """The newest list of one loader."""
+    """The newest list of one loader.
+
+    `_reads` and `_wants` are those of the groups that have an object. A list that continues the last one costs its new
+    part, and copies of these lists.
+    """
 
     def __init__(self) -> None:
         self._list: list[tuple[str, int, int]] = []
         self._first = 0  # its index among all ranges that the loader has announced
         self._groups: deque[_Group] = deque()
+        self._reads: list[tuple[str, int]] = []
+        self._wants: list[Want] = []
+        self._new: list[_Group] = []  # the groups that have no want yet
 
     def renew(self, upcoming: Upcoming, at_most: int, find: Callable[[str], ObjectId]) -> list[tuple[str, int]]:
         """Replace the list by `upcoming`, and group neighbours of up to `at_most` bytes together.
@@ -61,28 +69,41 @@ class AnnouncementList:
         new = list(upcoming)
         last = self._keep(new)
         start = last.at if last else self._first
-        for at, key, ranges in _grouped(new[start - self._first :], at_most):
-            if last is not None and (last.key, last.ranges) == (key, ranges):
-                self._groups.append(last)
-            else:
-                self._groups.append(_Group(start + at, key, ranges, _object(key, ranges, find)))
-            last = None
+        groups = [(start + at, key, ranges) for at, key, ranges in _grouped(new[start - self._first :], at_most)]
+        if last is not None and groups[0][1:] == (last.key, last.ranges):
+            self._groups.append(last)
+            del groups[0]
+        elif last is not None and last.object is not None:  # it has more neighbours now
+            self._reads.pop()
+            del self._wants[len(self._reads) :]
+        added = [_Group(at, key, ranges, _object(key, ranges, find)) for at, key, ranges in groups]
+        self._groups += added
+        self._new = [group for group in added if group.object is not None]
+        self._reads = [*self._reads, *((group.key, group.ranges[0][0]) for group in self._new)]
         self._list = new
-        return [(group.key, group.ranges[0][0]) for group in self._groups if group.object is not None]
+        return self._reads
 
-    def wants(self, due: Sequence[float], now: float) -> list[Want]:
-        """The reads as wants. `due` are the times at which they are due, one for each read that `renew` returned."""
-        groups = [group for group in self._groups if group.object is not None]
-        if _shifted(groups, due, now):
-            for group in groups:
-                group.want = None
-        out: list[Want] = []
-        for group, when in zip(groups, due, strict=True):
-            if group.want is None and group.object is not None:
-                group.want = Want(group.object, group.ranges, when)
-            if group.want is not None:
-                out.append(group.want)
-        return out
+    def wants(self, due: DueTimes) -> list[Want]:
+        """The reads that `renew` returned, as wants. `due` are the times at which they are due."""
+        new, known = self._new, self._wants
+        if _shifted(known, due):
+            new, known = [group for group in self._groups if group.object is not None], []
+        later = due.from_to(len(known), due.count)
+        self._wants = [
+            *known,
+            *(Want(group.object, group.ranges, when) for group, when in zip(new, later, strict=True) if group.object),
+        ]
+        self._new = []
+        return self._wants
+
+    def new_part(self, upcoming: Upcoming) -> Upcoming:
+        """The ranges whose objects `renew` will look up."""
+        dropped = dropped_count(self._list, list(upcoming))
+        if dropped is None:
+            return upcoming
+        first = self._first + dropped
+        kept = next((group.at for group in self._groups if group.at >= first), None) == first
+        return upcoming[len(self._list) - dropped :] if kept else upcoming
 
     def _keep(self, new: Sequence[tuple[str, int, int]]) -> _Group | None:
         """Keep the groups that `new` continues, and drop the others.
@@ -92,12 +113,15 @@ class AnnouncementList:
         dropped = dropped_count(self._list, new)
         if dropped is not None:
             self._first += dropped
+            reads = 0
             while self._groups and self._groups[0].at < self._first:
-                self._groups.popleft()
+                reads += self._groups.popleft().object is not None
+            self._reads, self._wants = self._reads[reads:], self._wants[reads:]
             if self._groups and self._groups[0].at == self._first:
                 return self._groups.pop()
         self._first += len(self._list)  # nothing is left of the old list; indices are not reused
         self._groups.clear()
+        self._reads, self._wants = [], []
         return None
 
 
@@ -129,9 +153,12 @@ def dropped_count(old: Sequence[T], new: Sequence[T]) -> int | None:
     return None
 
 
-def _shifted(groups: Sequence[_Group], due: Sequence[float], now: float) -> bool:
-    known = [(group.want.due, when) for group, when in zip(groups, due, strict=True) if group.want is not None]
-    return bool(known) and max(abs(was - when) for was, when in (known[0], known[-1])) > SHIFT * (due[-1] - now)
+def _shifted(known: Sequence[Want], due: DueTimes) -> bool:
+    """Whether the known wants, which come first, are due at other times than before."""
+    if not known:
+        return False
+    ends = (known[0].due - due.at(0), known[-1].due - due.at(len(known) - 1))
+    return max(map(abs, ends)) > SHIFT * due.count * due.pace
 
 
 def _grouped(upcoming: Upcoming, at_most: int) -> Iterator[tuple[int, str, Ranges]]:
@@ -175,11 +202,28 @@ WEIGHT = 0.3
 Read = tuple[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class DueTimes:
+    """The times at which `count` reads are due, `pace` seconds apart. The first is due at `now` + `pace`."""
+
+    now: float
+    pace: float
+    count: int
+
+    def at(self, number: int) -> float:
+        """The time at which the read with this number is due."""
+        return self.now + (number + 1) * self.pace
+
+    def from_to(self, first: int, end: int) -> list[float]:
+        """The times of the reads `first` … `end`-1, as far as they exist."""
+        return [self.at(number) for number in range(first, min(end, self.count))]
+
+
 @dataclass(slots=True)
 class _Stream:
     at: float
     reads: list[Read]
-    due: list[float]
+    due: DueTimes
     pace: float = FIRST_GUESS
     judged: bool = False
 
@@ -191,10 +235,10 @@ class Forecast:
         self._streams: dict[int, _Stream] = {}
         self._errors: deque[float] = deque(maxlen=KEPT)
 
-    def announced(self, stream: int, reads: Sequence[Read], now: float) -> list[float]:
+    def announced(self, stream: int, reads: Sequence[Read], now: float) -> DueTimes:
         """The time at which each of `reads` is due. `reads` are (key, offset), soonest first."""
         old = self._streams.get(stream)
-        new = _Stream(now, list(reads), [])
+        new = _Stream(now, list(reads), DueTimes(now, 0.0, 0))
         dropped = dropped_count(old.reads, new.reads) if old is not None else None
         if old is not None and dropped is not None:
             self._judge(old, dropped, now)
@@ -204,7 +248,7 @@ class Forecast:
                 new.pace, new.judged = measured if not old.judged else old.pace + WEIGHT * (measured - old.pace), True
             else:
                 new.at = old.at  # no range was dropped: keep measuring from the same time
-        new.due = [now + (n + 1) * new.pace for n in range(len(reads))]
+        new.due = DueTimes(now, new.pace, len(reads))
         self._streams[stream] = new
         return new.due
 
@@ -213,7 +257,7 @@ class Forecast:
 
     def _judge(self, old: _Stream, dropped: int, now: float) -> None:
         if old.judged:
-            self._errors.extend(now - due for due in old.due[:dropped])
+            self._errors.extend(now - due for due in old.due.from_to(0, dropped))
 
     def report(self) -> dict[str, float | int]:
         """The forecast's error in seconds, actual minus predicted time: median, and 95th percentile of its size."""

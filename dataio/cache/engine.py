@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.dataio.cache import disks
-from headrace.dataio.cache.announcements import AnnouncementList, AnnouncingStream, Forecast, Upcoming, check_inside
+from headrace.dataio.cache.announcements import ANNOUNCED, AnnouncingStream, Forecast, Upcoming, check_inside
 from headrace.dataio.cache.blocks import Lease
 from headrace.dataio.cache.counters import ReadCounters
 from headrace.dataio.cache.disks import DiskError, Disks, TierDirectory
@@ -37,8 +37,6 @@ from headrace.dataio.core.errors import HeadraceError, RangeError, TransientErro
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
-ANNOUNCED = 4096
-"""Maximum number of ranges of one announcement. The engine ignores the rest."""
 ENDED = 256
 """Maximum number of ended leases that wait to be processed."""
 RUNS = 256
@@ -182,7 +180,7 @@ class Engine:
         _run_all(later)
         if scheduled:
             return
-        unknown = self._objects.unknown(store, dict.fromkeys([key for key, _, _ in upcoming]))
+        unknown = self._objects.unknown(store, dict.fromkeys([key for key, _, _ in found.announced.new_part(upcoming)]))
         if not unknown:
             self._announce(stream)  # needs no request to a store, and waking a thread would take as long
             return
@@ -341,7 +339,7 @@ class Engine:
                     return
                 (store, upcoming), found.newest = found.newest, None
             try:
-                self._follow(stream, found.announced, store, upcoming)
+                self._follow(stream, found, store, upcoming)
             except Exception:  # an announcement is a hint: the reads report the error
                 _log.exception("not prefetching from %s", store.location.url)
 
@@ -355,8 +353,8 @@ class Engine:
             except HeadraceError as error:
                 _log.debug("not prefetching: %s", error)
 
-    def _follow(self, stream: int, announced: AnnouncementList, store: Store, upcoming: Upcoming) -> None:
-        reads = announced.renew(upcoming, self._plan.block_bytes, self._objects.finder(store))
+    def _follow(self, stream: int, found: AnnouncingStream, store: Store, upcoming: Upcoming) -> None:
+        reads = found.announced.renew(upcoming, self._plan.block_bytes, self._objects.finder(store))
         with self._lock:
             if self._closed or stream not in self._announcing:
                 return
@@ -364,7 +362,7 @@ class Engine:
             source, now = self._objects.source(store), self._clock.monotonic()
             self._sources[source] = store
             self._plan.set_prefetch_limits(*self._fetcher.prefetch_limits())
-            wants = announced.wants(self._forecast.announced(stream, reads, now), now)
+            wants = found.announced.wants(self._forecast.announced(stream, reads, now))
             later = self._execute(self._plan.announce(stream, source, wants))
         _run_all(later)
 

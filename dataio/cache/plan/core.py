@@ -33,6 +33,9 @@ from headrace.dataio.cache.plan.ring import Ring, ScatteredReads
 from headrace.dataio.cache.plan.streams import Streams
 from headrace.dataio.core import limits
 
+LOOK_AHEAD = 1024
+"""Maximum number of present reads that one event examines, which bounds the time under the engine's lock."""
+
 
 class CachePlan:
     """The state of one cache. Not thread-safe: its engine calls it under a lock."""
@@ -388,17 +391,37 @@ class CachePlan:
         out.append(Ready(ticket, file.id, file.ring))
 
     def _prefetch(self) -> list[Instruction]:
-        """Start announced fetches, soonest due first, within the limits in flight and while there is room."""
+        """Start announced fetches, soonest due first, within the limits in flight and while there is room.
+
+        At most `LOOK_AHEAD` present reads are passed over. The next event, such as the end of a read, continues.
+        """
         out: list[Instruction] = []
+        left = LOOK_AHEAD
         flights = self._in_flight
         if flights.prefetch_parts > self.prefetch_parts - self.prefetch_batch:
             return out
         while flights.prefetch_parts < self.prefetch_parts and flights.prefetch_bytes < self.prefetch_bytes:
             stream = self._streams.next(self.prefetch_bytes) if self._tiers.open else None
-            if stream is None or not self._prefetch_for(stream, self._streams.head(stream), out):
+            if stream is None:
                 break
-            self._streams.pop(stream)
+            if skipped := self._streams.skip(stream, self._is_present, left):
+                left -= skipped
+                if not left:
+                    break
+            elif self._prefetch_for(stream, self._streams.head(stream), out):
+                self._streams.pop(stream)
+            else:
+                break
         return out
+
+    def _is_present(self, want: Want) -> bool:
+        """Whether one file of blocks has the whole read. Runs for each announced read."""
+        for tier in self._tiers.all:
+            file = tier.linked.get(want.object)
+            if file is not None and file.has(want.ranges):
+                tier.linked.move_to_end(want.object)
+                return True
+        return False
 
     def _prefetch_for(self, stream: int, want: Want, out: list[Instruction]) -> bool:
         """Start the fetches that `want` needs; returns False if it must wait for room."""

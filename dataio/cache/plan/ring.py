@@ -144,7 +144,8 @@ class Ring:
         for file in self._tiers.ring_files.values():
             if (readers := file.awaited.get(stream)) is not None:
                 _renew(readers, float("inf"))
-        for want in self._streams.named(stream):
+        rings = self._tiers.rings
+        for want in [want for want in self._streams.named(stream) if want.object in rings]:
             found = self.find(want.object, want.ranges)
             if found is not None:
                 self._name(found, stream, number, want.ranges, want.due)

@@ -10,14 +10,15 @@ announcement, which bounds the memory.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import is_
+from operator import attrgetter, is_
 
 from headrace.dataio.cache.plan.events import ObjectId, Ranges, Want
 
 Read = tuple[ObjectId, Ranges]
+_read_of: Callable[[Want], Read] = attrgetter("object", "ranges")
 
 
 @dataclass(eq=False)
@@ -37,6 +38,8 @@ class Stream:
     placed: set[Read] = field(default_factory=set)
     times: Counter[Read] = field(default_factory=Counter)
     """How often the newest announcement names each read."""
+    _placed_twice: bool = False
+    """Whether a read was placed since the last announcement, which names it more than once."""
     reread: set[Read] = field(default_factory=set)
     """Reads that were handled and then read. If the next announcement contains one, it is handled again."""
 
@@ -55,21 +58,29 @@ class Stream:
         self.reread.clear()
         self.__dict__.pop("due", None)
 
+    def pop(self) -> None:
+        """The next want is placed: it is being fetched, or needs no fetch."""
+        read = _read_of(self.wants.popleft())
+        self.placed.add(read)
+        if len(self.times) < len(self.named) and self.times[read] > 1:
+            self._placed_twice = True
+
     def read(self, read: Read) -> None:
         if read in self.placed:
             self.placed.discard(read)
             self.reread.add(read)
 
     def _begin(self, wants: Sequence[Want]) -> None:
-        reads = [(want.object, want.ranges) for want in wants]
+        reads = list(map(_read_of, wants))
         self.times = Counter(reads)
         self.placed &= self.times.keys()
-        self.wants = deque(want for want, read in zip(wants, reads, strict=True) if read not in self.placed)
+        self.wants = deque(self._not_placed(wants, reads) if self.placed else wants)
+        self._placed_twice = False
 
     def _advance(self, dropped: int, wants: Sequence[Want]) -> None:
         """Drop the first `dropped` wants, and append the new ones."""
-        more, twice = wants[len(self.named) - dropped :], len(self.times) < len(self.named)
-        reads = [(want.object, want.ranges) for want in more]
+        more = wants[len(self.named) - dropped :]
+        reads = list(map(_read_of, more))
         self.times.update(reads)
         for want in self.named[:dropped]:
             if self.wants and self.wants[0] is want:
@@ -79,10 +90,13 @@ class Stream:
             if not self.times[read]:
                 del self.times[read]
                 self.placed.discard(read)
-        self.wants.extend([want for want, read in zip(more, reads, strict=True) if read not in self.placed])
-        # some reads are announced twice, and the first of the two may be placed already
-        if twice or len(self.times) < len(wants):
-            self.wants = deque(want for want in self.wants if (want.object, want.ranges) not in self.placed)
+        self.wants.extend(self._not_placed(more, reads))
+        if self._placed_twice:  # the second want of a read that is placed
+            self.wants = deque(self._not_placed(self.wants, map(_read_of, self.wants)))
+        self._placed_twice = False
+
+    def _not_placed(self, wants: Iterable[Want], reads: Iterable[Read]) -> list[Want]:
+        return [want for want, read in zip(wants, reads, strict=True) if read not in self.placed]
 
 
 class Streams:
@@ -165,9 +179,15 @@ class Streams:
 
     def pop(self, number: int) -> None:
         """The stream's next want is being fetched, or needs no fetch."""
-        stream = self._streams[number]
-        want = stream.wants.popleft()
-        stream.placed.add((want.object, want.ranges))
+        self._streams[number].pop()
+
+    def skip(self, number: int, present: Callable[[Want], bool], at_most: int) -> int:
+        """Remove up to `at_most` of the stream's next wants, as long as they are `present`; returns how many."""
+        stream, skipped = self._streams[number], 0
+        while stream.wants and skipped < at_most and present(stream.wants[0]):
+            stream.pop()
+            skipped += 1
+        return skipped
 
     def charge(self, number: int, cost: int) -> None:
         """Add to the stream's bytes in flight. The stream may have ended."""

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.dataio.cache.announcements import AnnouncementList, Forecast, Upcoming, dropped_count
+from headrace.dataio.cache.announcements import AnnouncementList, DueTimes, Forecast, Upcoming, dropped_count
+from headrace.dataio.cache.plan.core import LOOK_AHEAD, CachePlan
 from headrace.dataio.cache.plan.events import ObjectId, Want
 from headrace.dataio.cache.plan.streams import Stream, continued
 from headrace.dataio.core.errors import NotFoundError
@@ -25,7 +26,7 @@ def find(key: str) -> ObjectId:
 
 def renewed(announced: AnnouncementList, upcoming: Upcoming, now: float = 0.0, pace: float = 1.0) -> list[Want]:
     reads = announced.renew(upcoming, AT_MOST, find)
-    return announced.wants([now + (n + 1) * pace for n in range(len(reads))], now)
+    return announced.wants(DueTimes(now, pace, len(reads)))
 
 
 def values(wants: Sequence[Want]) -> list[tuple[ObjectId, object]]:
@@ -73,7 +74,7 @@ def test_films_whose_heads_are_named_again_and_again_are_known_and_foreseen_as_o
     after = renewed(announced, clips[4:], now=2.0)
     assert continued(before, after) == 2, "the third clip is of the first one's film"
     due = forecast.announced(1, [(want.object.key, want.ranges[0][0]) for want in after], 2.0)
-    assert due == [3.0, 4.0, 5.0, 6.0], "one a second"
+    assert due.from_to(0, due.count) == [3.0, 4.0, 5.0, 6.0], "one a second"
 
 
 def test_a_sample_whose_first_member_was_at_the_end_of_the_list_is_one_read_when_the_others_follow() -> None:
@@ -96,8 +97,7 @@ def test_a_stream_that_goes_on_is_as_one_that_is_announced_anew(data: st.DataObj
         for _ in range(rng.randrange(4)):
             if going_on.wants and rng.random() < 0.7:
                 for stream in (going_on, anew):
-                    want = stream.wants.popleft()
-                    stream.placed.add((want.object, want.ranges))
+                    stream.pop()
             elif rng.random() < 0.3:
                 read = rng.choice(pool)
                 for stream in (going_on, anew):
@@ -105,3 +105,41 @@ def test_a_stream_that_goes_on_is_as_one_that_is_announced_anew(data: st.DataObj
         assert values(going_on.wants) == values(anew.wants)
         assert going_on.placed == anew.placed
         assert {r: n for r, n in going_on.times.items() if n} == {r: n for r, n in anew.times.items() if n}
+
+
+def test_a_list_that_continues_the_last_one_costs_its_new_part() -> None:
+    samples, found = [(f"s{n}", 0, 60) for n in range(300)], list[str]()
+
+    def counted(key: str) -> ObjectId:
+        found.append(key)
+        return find(key)
+
+    announced = AnnouncementList()
+    first = announced.renew(samples[:200], AT_MOST, counted)
+    before = announced.wants(DueTimes(0.0, 1.0, len(first)))
+    found.clear()
+    assert announced.new_part(samples[10:210]) == samples[200:210]
+    assert announced.new_part(samples[250:]) == samples[250:]
+    after = announced.renew(samples[10:210], AT_MOST, counted)
+    assert found == [f"s{n}" for n in range(200, 210)]
+    assert after[:190] == first[10:]
+    assert continued(before, announced.wants(DueTimes(10.0, 1.0, len(after)))) == 10
+    pairs = [(f"s{n // 2}", 10 * (n % 2), 5) for n in range(20)]
+    announced = AnnouncementList()
+    announced.renew(pairs[:10], AT_MOST, find)
+    assert announced.new_part(pairs[2:12]) == pairs[10:12]
+    assert announced.new_part(pairs[3:12]) == pairs[3:12], "it begins in the middle of a sample"
+
+
+def test_one_event_examines_a_bounded_number_of_present_reads() -> None:
+    plan = CachePlan(1 << 30, block_bytes=100)
+    obj = ObjectId("s", "a", 1000, 0.0)
+    plan.request(1, obj, ((0, 1000),))
+    plan.fetched(*[(1, block) for block in range(10)])
+    reads = [Want(obj, ((n % 900, 50),), float(n)) for n in range(3 * LOOK_AHEAD)]
+    plan.announce(1, "s", reads)
+    assert plan.counts()["announced"] == 2 * LOOK_AHEAD
+    plan.released(1)  # a read has ended
+    assert plan.counts()["announced"] == LOOK_AHEAD
+    plan.announce(1, "s", reads)
+    assert plan.counts()["announced"] == 0

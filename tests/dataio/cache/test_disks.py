@@ -177,11 +177,11 @@ def test_a_loader_s_pace_says_when_its_reads_are_due_and_how_wrong_that_was() ->
     forecast, reads = Forecast(), [("a", n) for n in range(100)]
     forecast.announced(1, reads[:20], 0.0)
     due = forecast.announced(1, reads[10:30], 1.0)
-    assert due[0] == pytest.approx(1.1)
-    assert due[9] == pytest.approx(2.0)
+    assert due.at(0) == pytest.approx(1.1)
+    assert due.from_to(9, 10) == [pytest.approx(2.0)]
     forecast.announced(1, reads[20:40], 2.5)  # half a second later than foreseen
     report = forecast.report()
     assert report["forecasts"] == 10
     assert report["forecast_error_median_s"] == pytest.approx(0.95)
-    assert forecast.announced(1, [("b", 0)], 3.0), "a loader that was moved is judged by nothing"
+    assert forecast.announced(1, [("b", 0)], 3.0).count == 1, "a loader that was moved is judged by nothing"
     assert forecast.report()["forecasts"] == 10
