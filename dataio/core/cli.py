@@ -150,6 +150,15 @@ def engine() -> Argument:
     return argument("--engine", choices=("local", "ray"), default="local", help="where the work runs (default: local)")
 
 
+def journal() -> Argument:
+    """--journal: where a command that writes to no dataset records its finished units."""
+    return argument(
+        "--journal",
+        metavar="URL",
+        help="a folder or URL for records of finished work, to continue an interrupted run; --engine ray needs it",
+    )
+
+
 def workers(what: str) -> Argument:
     """--workers: how many processes or threads. `what` names their kind in the help."""
     return argument("--workers", metavar="N", type=worker_count, help=f"number of {what} (default: one per core)")

@@ -22,6 +22,8 @@ from headrace.dataio.core.cli import (
     command,
     count_progress,
     dataset,
+    engine,
+    journal,
     json_option,
     one_line,
     positive_int,
@@ -43,9 +45,6 @@ if TYPE_CHECKING:
 _TEXT = {"txt", "json", "vtt", "srt", "csv", "tsv", "xml", "cls"}
 _SPOOL_BYTES = 64 * limits.MIB
 _CODECS_SHOWN = 12
-_MAX_TAGS = 200
-_COLUMNS = ("duration", "width", "height", "frames", "video_codec", "audio_codec", "sample_rate", "text")
-_COLOR = ("color_space", "color_range", "color_primaries", "color_transfer")
 _PREVIEW = """\
 Make one HTML page that shows what a dataset holds: pictures of samples spread evenly over it, durations, sizes, codecs and
 captions. The page is one file, needs no network, and opens in any browser."""
@@ -58,12 +57,18 @@ captions. The page is one file, needs no network, and opens in any browser."""
     version(),
     trust_mounts(),
     where(),
+    engine(),
+    workers("index parts to read at once"),
+    journal(),
     json_option(),
 )
 def info(args: Namespace) -> int:
     """`headrace info DATASET`"""
-    with open_dataset(args) as opened:
-        found = summary(_narrowed(opened, args.where))
+    from headrace.dataio.shards.statistics import summary
+
+    with open_dataset(args) as opened, count_progress("reading index parts", quiet=args.json) as progress:
+        chosen = _narrowed(opened, args.where)
+        found = summary(chosen, engine=args.engine, workers=args.workers, journal=args.journal, progress=progress)
     if args.json:
         print_json(found)
     else:
@@ -211,63 +216,6 @@ def _main_ext(sample: Sample) -> str:
 
 
 # --- statistics
-
-
-def summary(dataset: Dataset) -> dict[str, Any]:
-    """Return statistics in plain JSON types: seconds, bytes, and counts of codecs and sizes, most frequent first.
-
-    All of them are sums or counts over the columns of the index and the version document.
-    """
-    import pyarrow.compute as pc
-
-    table = dataset.columns((*_COLUMNS, *_COLOR))
-    video = pc.is_valid(table["video_codec"])
-    return {
-        "url": dataset.url,
-        "name": dataset.name,
-        "version": dataset.version,
-        "digest": dataset.digest,
-        "created": dataset.document.created,
-        "message": dataset.document.message,
-        "parent": dataset.document.parent,
-        "trunk": dataset.document.trunk == dataset.version,
-        "made_from": [msgspec.to_builtins(source) for source in dataset.lineage.sources],
-        "where": list(dataset.lineage.where),
-        "tags": _tags_of(dataset),
-        "samples": len(dataset),
-        "shards": len(dataset.document.shards),
-        "bytes": dataset.document.summary().shard_bytes,
-        "member_bytes": dataset.total_bytes,
-        "seconds": pc.sum(table["duration"], min_count=0).as_py(),
-        "video_seconds": pc.sum(table["duration"].filter(video), min_count=0).as_py(),
-        "video_frames": pc.sum(table["frames"], min_count=0).as_py(),
-        "with_text": table.num_rows - table["text"].null_count,
-        "video_codecs": _counts(table, ["video_codec"]),
-        "audio_codecs": _counts(table, ["audio_codec"]),
-        "sizes": _counts(table, ["width", "height"]),
-        "sample_rates": _counts(table, ["sample_rate"]),
-        "colors": _counts(table, list(_COLOR), "/"),
-    }
-
-
-def _tags_of(dataset: Dataset) -> list[str]:
-    """Return the tags of this version, or for a view, of the version that it filters.
-
-    Only the first `_MAX_TAGS` tags are searched.
-    """
-    from headrace.dataio.shards.versions import tags
-
-    names = sorted(tags.names(dataset.store))[:_MAX_TAGS]
-    return [name for name in names if tags.read(dataset.store, name).version == dataset.version]
-
-
-def _counts(table: Any, columns: list[str], separator: str = "x") -> dict[str, int]:
-    import pyarrow.compute as pc
-
-    present = table.select(columns).filter(pc.is_valid(table[columns[0]]))
-    grouped = present.group_by(columns, use_threads=False).aggregate([([], "count_all")]).to_pylist()
-    rows = [(separator.join(str(row[c]) for c in columns), int(row["count_all"])) for row in grouped]
-    return dict(sorted(rows, key=lambda row: (-row[1], row[0])))
 
 
 # --- output

@@ -1,7 +1,8 @@
 """Runs commands on units with one Ray cluster, and kills one actor of each run in the middle.
 
 It is a process of its own, because Ray leaves threads and sockets behind. The arguments are a folder of media, a folder
-of tars, and a folder to write to. It prints one JSON object with the number of killed actors and the results.
+of tars, a dataset with an index of many parts, and a folder to write to. It prints one JSON object with the number of
+killed actors and the results.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 
-from headrace.dataio import index, pack
+from headrace.dataio import Dataset, index, pack, verify
+from headrace.dataio.shards import statistics
 
 _MARK = "HEADRACE_TEST_RAY"
 """An environment variable of all processes of this cluster."""
@@ -46,7 +49,7 @@ def _actors() -> list[int]:
     return sorted(found)
 
 
-def main(media: str, tars: str, out: str) -> None:
+def main(media: str, tars: str, parts: str, out: str) -> None:
     """Run everything and print the results."""
     killed: dict[str, int] = {}
 
@@ -61,6 +64,11 @@ def main(media: str, tars: str, out: str) -> None:
         workers = [[one.groups, one.bytes, one.seconds] for one in packed.report.workers]
         results: dict[str, Any] = {"workers": workers, "skipped": len(packed.report.skipped)}
     on_ray("index", index, tars, f"{out}/indexed", keys="shard").close()
+    report = on_ray("verify", verify, f"{out}/packed", decode="50%", journal=f"{out}/journal")
+    results["verify"] = msgspec.to_builtins(report)
+    statistics._UNIT_PARTS = 1
+    with Dataset(parts) as dataset:
+        results["info"] = on_ray("info", statistics.summary, dataset.where("duration > 0.2"), journal=f"{out}/journal")
     ray.shutdown()
     print(json.dumps(results | {"killed": killed}))
 

@@ -200,7 +200,7 @@ class _Indexer:
             return None
         document, _ = versions.load(self._store, 1)
         indexed = [shard for record in self._journal.records(len(self._plan.units)) for shard in record.shards]
-        if not indexed or tuple(indexed) != document.shards:
+        if not indexed or tuple(indexed) != tuple(document.shards):
             return None
         for number in range(len(self._plan.units)):
             self._merged.add_counts(number)

@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -51,7 +51,20 @@ _CONCURRENT_PARTS = 16
 I64 = npt.NDArray[np.int64]
 RowNumbers = npt.NDArray[np.uint32]
 """Row numbers of one part, in ascending order."""
+Position = tuple[int, int]
+"""The position of a row in the order of a version: the position of its shard, and the offset of its first member."""
 T = TypeVar("T")
+
+
+class CheckedRows(NamedTuple):
+    """The result of checking a part: the positions of its first and last row, if it has rows.
+
+    `wrong_pages` describes the first problem of its pages, which are unreadable or differ from its tables.
+    """
+
+    first: Position | None
+    last: Position | None
+    wrong_pages: str
 
 
 class OpenIndex:
@@ -130,30 +143,50 @@ class OpenIndex:
             if (pages := self._reader(part)) is not None:
                 pages.check()
 
-    def compare(self) -> dict[int, str]:
-        """Check the tables as `check` does, and compare each part's pages with its tables.
+    def check_part(self, part: int) -> CheckedRows:
+        """Check the rows of one part, and compare its pages with its tables.
 
-        For each part whose pages are unreadable or differ from its tables, return a description of the first problem.
-        Values that tables do not hold (`without_page_fields`) are not compared.
+        Values that tables do not hold (`without_page_fields`) are not compared. The caller compares the positions of
+        adjacent parts (`check_follows`).
         """
         from headrace.dataio.shards.index.rows import samples_of  # imports Arrow
 
-        wrong = dict[int, str]()
-        for part, first, table in self._tables.checked():
-            if part in wrong or self._document.index[part].pages is None or not table.num_rows:
+        first: Position | None = None
+        last: Position | None = None
+        wrong = ""
+        for start, table, bounds in self._tables.checked_part(part):
+            if bounds is None:
                 continue
-            rows = np.arange(first, first + table.num_rows)
-            try:
-                reader = self._reader(part)
-                found = reader.samples(rows, rows.tolist()) if reader is not None else []
-            except CorruptionError as error:
-                wrong[part] = error.message
-                continue
-            for one, other in zip(found, samples_of(table, rows.tolist()), strict=True):
-                if without_page_fields(one) != other:
-                    wrong[part] = f"row {one.id}: its page holds another sample than its table"
-                    break
-        return wrong
+            self._tables.check_follows(last, bounds[0])
+            first, last = first or bounds[0], bounds[1]
+            if not wrong and self._document.index[part].pages is not None:
+                rows = np.arange(start, start + table.num_rows)
+                wrong = self._compare(part, rows, samples_of(table, rows.tolist()))
+        return CheckedRows(first, last, wrong)
+
+    def _compare(self, part: int, rows: I64, samples: Iterable[Sample]) -> str:
+        """Return the first problem of these rows' pages, or "" if they hold `samples`."""
+        try:
+            reader = self._reader(part)
+            found = reader.samples(rows, rows.tolist()) if reader is not None else []
+        except CorruptionError as error:
+            return error.message
+        for one, other in zip(found, samples, strict=True):
+            if without_page_fields(one) != other:
+                return f"row {one.id}: its page holds another sample than its table"
+        return ""
+
+    def check_follows(self, last: Position | None, first: Position) -> None:
+        """Raise `CorruptionError` unless the position `first` comes after `last`."""
+        self._tables.check_follows(last, first)
+
+    def check_keys(self) -> None:
+        """Raise `CorruptionError` if two samples have the same key."""
+        self._tables.check_keys()
+
+    def shard_runs(self, part: int) -> list[tuple[int, int]]:
+        """Return the samples of a part as runs of adjacent samples of one shard: (position of the shard, samples)."""
+        return self._tables.shard_runs(part)
 
     def constant_value(self, column: str) -> str | None:
         """Return the value that all samples have in this column, if the version document records one.

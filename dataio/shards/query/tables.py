@@ -31,7 +31,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -50,7 +50,7 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
 
 if TYPE_CHECKING:
-    from headrace.dataio.shards.query.open_index import RowNumbers
+    from headrace.dataio.shards.query.open_index import Position, RowNumbers
 
 
 CACHE_BYTES = 256 * limits.MIB
@@ -139,21 +139,37 @@ class Tables:
         A caller that consumes the whole iterator has checked every row, the order of the rows, and that keys are
         unique. The row groups enter the cache.
         """
-        last: tuple[int, int] | None = None
-        places = {shard.key: place for place, shard in enumerate(self._document.shards)}
-        if len(places) < len(self._document.shards):
-            raise self._bad("a shard is listed twice")
+        last: Position | None = None
         for part in range(len(self._document.index)):
-            self._remaining_rows(part)
-            groups = len(self._reader(part).ends)
-            for group in range(groups):
-                if group % GROUPS_PER_READ == 0:
-                    self._read(part, range(group, min(group + GROUPS_PER_READ, groups)))
-                table = self.group(part, group)
-                last = self._check_order(table, places, last)
-                yield part, int(self._reader(part).ends[group]) - table.num_rows, table
+            for first, table, bounds in self.checked_part(part):
+                if bounds is not None:
+                    self.check_follows(last, bounds[0])
+                    last = bounds[1]
+                yield part, first, table
+        self.check_keys()
+
+    def checked_part(self, part: int) -> Iterator[tuple[int, Any, tuple[Position, Position] | None]]:
+        """Yield each row group of a part as (first row in the part, table, its first and last position).
+
+        The rows within a row group are in order. The caller compares the positions of row groups (`check_follows`).
+        """
+        self._remaining_rows(part)
+        groups = len(self._reader(part).ends)
+        for group in range(groups):
+            if group % GROUPS_PER_READ == 0:
+                self._read(part, range(group, min(group + GROUPS_PER_READ, groups)))
+            table = self.group(part, group)
+            yield int(self._reader(part).ends[group]) - table.num_rows, table, self._check_order(table)
+
+    def check_keys(self) -> None:
+        """Raise `CorruptionError` if two samples have the same key."""
         if self._has_repeated_keys():
             raise self._bad("two samples have the same key")
+
+    def check_follows(self, last: Position | None, first: Position) -> None:
+        """Raise `CorruptionError` unless the position `first` comes after `last`."""
+        if last is not None and last >= first:
+            raise self._bad("the samples are not in the order of their shards and offsets")
 
     def _has_repeated_keys(self) -> bool:
         if self._samples > _MAX_KEYS_IN_ARROW:
@@ -162,26 +178,43 @@ class Tables:
         chunks = [chunk for column in keys for chunk in column.iterchunks()]
         return bool(pc.count_distinct(pa.chunked_array(chunks, pa.string())).as_py() != self._samples)
 
-    def _check_order(
-        self, table: Any, places: Mapping[str, int], last: tuple[int, int] | None
-    ) -> tuple[int, int] | None:
+    def _check_order(self, table: Any) -> tuple[Position, Position] | None:
         """Check that samples are in ascending order of (shard, offset).
 
-        `last` is the position of the row before `table`. Return the position of the last row.
+        Return the positions of the first and the last row. None means that the table has no rows.
         """
         if not table.num_rows:
-            return last
+            return None
         used = pc.unique(table["shard"])
         shard = pc.take(
-            pa.array([places[key] for key in used.to_pylist()], pa.int64()),
+            pa.array([self._places[key] for key in used.to_pylist()], pa.int64()),
             pc.index_in(table["shard"].combine_chunks(), used),
         )
         offset = pc.struct_field(pc.list_element(table["members"].combine_chunks(), 0), ["offset"])
         s, o = shard.to_numpy(), offset.to_numpy()
         rising = (s[1:] > s[:-1]) | ((s[1:] == s[:-1]) & (o[1:] > o[:-1]))
-        if not rising.all() or (last is not None and last >= (s[0], o[0])):
+        if not rising.all():
             raise self._bad("the samples are not in the order of their shards and offsets")
-        return int(s[-1]), int(o[-1])
+        return (int(s[0]), int(o[0])), (int(s[-1]), int(o[-1]))
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        places = {shard.key: place for place, shard in enumerate(self._document.shards)}
+        if len(places) < len(self._document.shards):
+            raise self._bad("a shard is listed twice")
+        return places
+
+    def shard_runs(self, part: int) -> list[tuple[int, int]]:
+        """Return the samples of a part as runs of adjacent samples of one shard: (position of the shard, samples)."""
+        table = self.part_table(part, ["shard"])
+        if not table.num_rows:
+            return []
+        used = pc.unique(table["shard"])
+        numbers = pc.index_in(table["shard"].combine_chunks(), used).to_numpy()
+        starts = np.concatenate([[0], np.flatnonzero(numbers[1:] != numbers[:-1]) + 1])
+        names = used.to_pylist()
+        counts = np.diff([*starts.tolist(), len(numbers)]).tolist()
+        return [(self._places[names[numbers[s]]], count) for s, count in zip(starts.tolist(), counts, strict=True)]
 
     # -- finding and keeping
 

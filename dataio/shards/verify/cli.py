@@ -22,6 +22,8 @@ from headrace.dataio.core.cli import (
     byte_rate,
     command,
     dataset,
+    engine,
+    journal,
     json_option,
     one_line,
     print_json,
@@ -45,7 +47,7 @@ _HELP = """\
 Read every byte of a dataset version and report what differs from what was written: documents, index parts and shards are
 checked by their digests and sizes, tar headers and members by the index. --decode also decodes some samples to their end,
 always the same ones. --repair with --apply replaces damaged objects from a second copy, where the copy is right, and checks
-them again."""
+them again. With --journal URL, the same command continues an interrupted run."""
 _CODES = """\
 exit codes: 0 everything is right, or was repaired · 1 damage was found and is listed (also when only a part of it could be
 repaired) · 2 wrong use, or no dataset there · 3 temporary failure, try again · 4 the version's own document is damaged, so
@@ -63,7 +65,9 @@ there is nothing to check against: give another --version, or --repair"""
     ),
     argument("--repair", metavar="FROM-URL", help="a second copy of the dataset, to repair damaged objects from"),
     apply_option("with --repair: replace damaged objects"),
+    engine(),
     workers("shards to read at once"),
+    journal(),
     json_option("the report as one JSON object"),
     epilog=_CODES,
 )
@@ -79,7 +83,9 @@ def verify(args: Namespace) -> int:
             args.version,
             decode=args.decode,
             repair=args.repair if args.apply else None,
+            engine=args.engine,
             workers=args.workers,
+            journal=args.journal,
             progress=progress,
             trust_mounts=args.trust_mounts,
         )
@@ -103,6 +109,8 @@ def _print_report(report: VerifyReport, *, planned: bool) -> None:
     verdict = f"{limits.counted(len(report.damaged), 'damaged object')}" if report.damaged else "everything is right"
     fixed = f", {len(report.repaired)} repaired" if report.repaired else ""
     print(f"{verdict}{fixed}; {byte_rate(report.bytes, report.seconds)}")
+    if report.resumed:
+        print(f"continued an interrupted run: {report.resumed} units were already done")
     if report.damaged and not report.repaired and not any(found.unrepaired for found in report.damaged):
         as_packed = all(finding.code == "decode" for found in report.damaged for finding in found.findings)
         print(f"  next: {_AS_PACKED if as_packed else _NOT_APPLIED if planned else _CHANGED}")

@@ -9,14 +9,14 @@ Failure behaviour: damage is a finding. Transient errors are raised.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import blake3
 import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, NotFoundError, UnsupportedError
-from headrace.dataio.shards.query.open_index import OpenIndex, load_bitmap
+from headrace.dataio.shards.query.open_index import load_bitmap
 from headrace.dataio.shards.readahead import ReadAhead
 from headrace.dataio.shards.verify.repair import (
     NotRepairable,
@@ -121,43 +121,8 @@ def _check_page(store: Store, copy: Store | None, page: Page) -> ObjectReport:
     return with_repair(report("index", page.key, findings, bytes=page.size), repaired, "")
 
 
-def check_index(
-    store: Store, copy: Store | None, document: VersionDocument, opened: OpenIndex
-) -> tuple[list[ObjectReport], list[bool], OpenIndex]:
-    """Check the index parts and the objects of bitmaps.
-
-    Returns three values:
-
-    * the reports of the parts and of the objects of bitmaps
-    * for each part, whether its samples can be read
-    * the index for looking up samples, which reads parts with wrong pages from their row groups
-    """
-    reports = [_check_part(store, copy, part, document) for part in document.index]
-    bitmaps = {key: _check_bitmaps(store, copy, key, document) for key in bitmaps_by_object(document.index)}
-    good = [
-        not found.found and (part.bitmap is None or not bitmaps[part.bitmap.key].found)
-        for part, found in zip(document.index, reports, strict=True)
-    ]
-    more = list[ObjectReport]()
-    if all(good) and reports:
-        try:
-            wrong = opened.compare()
-        except CorruptionError as error:
-            more.append(report("index", "the index as a whole", [Finding(code="order", message=error.message)]))
-        else:
-            for number, why in wrong.items():
-                found = report("index", reports[number].object, [Finding(code="pages", message=why)])
-                reports[number] = msgspec.structs.replace(reports[number], findings=found.findings, found=found.found)
-            opened = _without_pages(store, document, wrong) if wrong else opened
-    return [*reports, *bitmaps.values(), *more], good, opened
-
-
-def _without_pages(store: Store, document: VersionDocument, which: Collection[int]) -> OpenIndex:
-    parts = [msgspec.structs.replace(p, pages=None) if n in which else p for n, p in enumerate(document.index)]
-    return OpenIndex(store, msgspec.structs.replace(document, index=tuple(parts)))
-
-
-def _check_part(store: Store, copy: Store | None, part: IndexPart, document: VersionDocument) -> ObjectReport:
+def check_part(store: Store, copy: Store | None, part: IndexPart) -> ObjectReport:
+    """Check the digest of an index part."""
     size, findings = _read_part(store, part)
     repaired, unrepaired = False, ""
     if findings and copy is not None:
@@ -185,7 +150,8 @@ def _read_part(store: Store, part: IndexPart) -> tuple[int, list[Finding]]:
     return size, []
 
 
-def _check_bitmaps(store: Store, copy: Store | None, key: str, document: VersionDocument) -> ObjectReport:
+def check_bitmaps(store: Store, copy: Store | None, key: str, document: VersionDocument) -> ObjectReport:
+    """Check the bitmaps that the version uses in the object `key`."""
     findings = _read_bitmaps(store, key, document)
     repaired, unrepaired = False, ""
     if findings and copy is not None:

@@ -46,7 +46,11 @@ class ObjectReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The report of one version. `orphans` lists shards, index parts and other objects that no version names."""
+    """The report of one version.
+
+    `orphans` lists shards, index parts and other objects that no version names. `resumed` counts the units of work that
+    an earlier, interrupted run had finished.
+    """
 
     url: str
     name: str
@@ -57,6 +61,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     orphans: tuple[str, ...]
     orphans_found: int
     seconds: float
+    resumed: int = 0
 
     @property
     def damaged(self) -> tuple[ObjectReport, ...]:

@@ -16,7 +16,6 @@ from av.video.stream import VideoStream
 
 from headrace.dataio import pack
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
-from headrace.dataio.shards.cli import summary
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.index.rows import to_row
 from headrace.dataio.shards.ingest.index_tars import index
@@ -24,6 +23,7 @@ from headrace.dataio.shards.media import images
 from headrace.dataio.shards.media.messages import Clip, Description, Prepared, decode_outcome, encode_outcome
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import Color, KeyFrame
+from headrace.dataio.shards.statistics import summary
 from tests.attacks import media as bombs
 from tests.support.pictures import pattern, picture
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,7 +153,16 @@ def test_views_and_parts_without_pages_answer_alike(tmp_path: Path) -> None:
         assert [found.members for found in opened.files(wanted)] == [list(rows[n].members) for n in wanted]
         assert opened.first_row(1).key == rows[100].key
         opened.check()
-        assert not opened.compare()
+        opened.check_keys()
+        ends = [opened.check_part(part) for part in range(3)]
+        assert not any(found.wrong_pages for found in ends)
+        runs = [run for part in range(3) for run in opened.shard_runs(part)]
+        assert runs == [(shard, 10) for shard in range(30)]
+        for one, other in itertools.pairwise(ends):
+            assert other.first is not None
+            opened.check_follows(one.last, other.first)
+            with pytest.raises(CorruptionError, match="not in the order"):
+                opened.check_follows(other.last, other.first)
     view = Dataset(store).where("duration > 20")
     assert [one.key for one in view.samples(range(len(view)))] == [one.key for one in rows if one.duration > 20]
 
@@ -167,7 +177,7 @@ def test_a_page_that_says_something_else_than_its_table_is_found_by_verify(tmp_p
     store.put(versions.version_key(1), versions.encode(replace(document, index=(part,))))
     opened = Dataset(store)
     assert opened.sample(20).text == "another"
-    assert opened.index.compare() == {0: "row 20: its page holds another sample than its table"}
+    assert opened.index.check_part(0).wrong_pages == "row 20: its page holds another sample than its table"
     (found,) = [one for one in verify(store).objects if one.object == part.key]
     assert [(one.code, one.message) for one in found.findings] == [
         ("pages", "row 20: its page holds another sample than its table")

@@ -1,4 +1,4 @@
-"""The units of pack and index on a real Ray cluster of this machine, which loses an actor in each run."""
+"""The units of pack, index, verify and statistics on a real Ray cluster of this machine, which loses an actor in each run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from headrace.dataio import Dataset, index, pack
+from headrace.dataio import Dataset, index, pack, verify
 from headrace.dataio.core.errors import UnsupportedError, UsageError
 from headrace.dataio.shards.ingest import index_units
+from headrace.dataio.shards.query import part_writer
+from headrace.dataio.shards.statistics import summary
 from headrace.dataio.shards.units.engine import check_shareable
 from headrace.dataio.store.open import open_store
 from tests.support.written_media import write_wav
@@ -24,7 +27,7 @@ pytest.importorskip("ray", reason="ray is not installed (pip install 'headrace[r
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Media, a dataset of them made by one process, tars of 32 MiB at least in all, and the results on Ray."""
+    """Media, datasets of them made by one process, and tars of more than two units."""
     root = tmp_path_factory.mktemp("ray")
     for i in range(12):
         write_wav(root / "in" / f"{i:02}.wav", seconds=0.05 * (i + 1))
@@ -32,6 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pack(root / "in", root / "local" / "packed", shard_bytes=8192, workers=1) as packed:
         shutil.copytree(root / "local" / "packed" / "shards", root / "tars")
         assert len(packed.document.shards) > 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_writer, "PART_ROWS", 2)
+        pack(root / "in", root / "parts", workers=1).close()
     for copy in range(20):  # more than two units of the index
         shutil.copy(next((root / "tars").iterdir()), root / "tars" / f"copy-{copy:02}.tar")
     return root
@@ -40,8 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.ray_units", *(folder / name for name in ("in", "tars", "ray"))],
-        env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"RAY_AUTH_MODE": "disabled"},
+        [sys.executable, "-m", "tests.support.ray_units", *(folder / name for name in ("in", "tars", "parts", "ray"))],
+        env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        | {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"},
         capture_output=True,
         timeout=200,
         check=False,
@@ -77,17 +84,43 @@ def test_indexing_on_ray_makes_the_dataset_that_one_process_makes(folder: Path, 
         assert not list(by_ray.store.list("packing/"))
 
 
+def test_verifying_on_ray_gives_the_report_that_one_process_gives(folder: Path, results: dict[str, Any]) -> None:
+    here = msgspec.to_builtins(verify(folder / "ray" / "packed", decode="50%", workers=2))
+    there = results["verify"]
+    for report in (here, there):
+        del report["seconds"]
+    assert there == here
+    assert 0 < sum(found["decoded"] for found in here["objects"]) < 12
+    assert not [path for path in (folder / "ray" / "journal").rglob("*") if path.is_file()]
+
+
+def test_the_statistics_on_ray_are_those_of_one_process(folder: Path, results: dict[str, Any]) -> None:
+    with Dataset(folder / "parts") as dataset:
+        assert len(dataset.document.index) == 6
+        assert results["info"] == summary(dataset.where("duration > 0.2"), workers=2)
+        assert results["info"]["samples"] == 8
+
+
+def test_verifying_on_ray_needs_a_journal_that_all_machines_can_write(folder: Path) -> None:
+    with pytest.raises(UsageError, match="needs a journal"):
+        verify(folder / "local" / "packed", engine="ray", workers=1)
+
+
 @pytest.mark.parametrize("workers", [0, -1, 1 << 20])
 def test_a_wrong_number_of_workers_is_an_error(tmp_path: Path, workers: int) -> None:
     for make in (pack, index):
         with pytest.raises(UsageError, match=f"workers={workers}"):
             make(tmp_path, tmp_path / "ds", engine="ray", workers=workers)
+    with pytest.raises(UsageError, match=f"workers={workers}"):
+        verify(tmp_path, engine="ray", workers=workers)
 
 
 def test_an_engine_that_does_not_exist_is_named(tmp_path: Path) -> None:
     for make in (pack, index):
         with pytest.raises(UsageError, match="no engine 'slurm'"):
             make(tmp_path, tmp_path / "ds", engine="slurm")
+    with pytest.raises(UsageError, match="no engine 'slurm'"):
+        verify(tmp_path, engine="slurm")
 
 
 def test_a_store_with_secrets_is_refused() -> None:

@@ -23,7 +23,7 @@ from headrace.dataio.shards import tar
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.query.tables import PartReader
 from headrace.dataio.shards.sample import Sample
-from headrace.dataio.shards.verify import dataset_check
+from headrace.dataio.shards.verify import shard_units
 from headrace.dataio.shards.verify.dataset_check import verify
 from headrace.dataio.shards.verify.report import VerifyProgress, VerifyReport
 from headrace.dataio.shards.versions import documents as versions
@@ -417,7 +417,7 @@ def test_an_error_ends_the_check_without_waiting_for_a_decoder(
             ended.append(type(error))
             raise
 
-    monkeypatch.setattr(dataset_check, "decode_sample", decode)
+    monkeypatch.setattr(shard_units, "decode_sample", decode)
     monkeypatch.setattr(jobs, "COMMAND", (sys.executable, str(hangs)))
     with pytest.raises(TransientError, match="away"):
         verify(ds, decode="100%", workers=2)
@@ -427,12 +427,13 @@ def test_an_error_ends_the_check_without_waiting_for_a_decoder(
 
 def test_the_same_samples_are_chosen_every_time_and_about_as_many_as_asked_for() -> None:
     keys = [f"k{i}" for i in range(10_000)]
-    share = dataset_check.sample_chooser("1%", lambda: keys)
-    number = dataset_check.sample_chooser("100", lambda: iter(keys))
-    assert 60 < sum(map(share, keys)) < 140
-    assert sum(map(number, keys)) == 100
-    assert not any(map(dataset_check.sample_chooser("0", lambda: keys), keys))
-    assert all(map(dataset_check.sample_chooser("100%", lambda: keys), keys))
+
+    def chosen(amount: str) -> int:
+        largest = shard_units.largest_chosen_hash(amount, lambda: iter(keys))
+        return sum(shard_units.key_hash(key) <= largest for key in keys)
+
+    assert 60 < chosen("1%") < 140
+    assert [chosen(amount) for amount in ("100", "0", "0%", "100%")] == [100, 0, 0, 10_000]
 
 
 @pytest.mark.parametrize("amount", ["", "-1", "101%", "1.5", "many", "2000000"])
