@@ -13,6 +13,7 @@ import importlib
 
 from headrace.dataio.core.cli import Command
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.suggestions import did_you_mean
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "all": ("workloads.all:all_", "a short version of everything in five minutes, with a report"),
@@ -44,7 +45,7 @@ def bench(argv: list[str]) -> int:
         print(usage())
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
-        raise UsageError(f"no benchmark {argv[0]!r}", hint="see headrace bench --help")
+        raise UsageError(f"no benchmark {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}", hint="see headrace bench --help")
     module, _, function = COMMANDS[argv[0]][0].partition(":")
     chosen: Command = getattr(importlib.import_module(f"headrace.bench.{module}"), function)
     return chosen(argv[1:])

@@ -40,14 +40,17 @@ from headrace.checkpoint.state.fit import Selection, matching
 from headrace.checkpoint.state.replicas import POLICIES
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.sidecar.client import SaveMeter
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
+from headrace.dataio.store.url_policy import scheme_of
 
 _log = get_logger(__name__)
 PRIORITIES = ("normal", "preemption")
 
 
+@suggests_arguments(name="run", run_name="run", max_to_keep="keep", keep_last="keep")
 class Checkpointer:
     """Saves and restores one run of the checkpoint repository at `url`.
 
@@ -143,6 +146,7 @@ class Checkpointer:
         self._ranks = Ranks.from_environment(rank, world_size)
         self._owns_store = not isinstance(url, Store)
         self._store = url if isinstance(url, Store) else open_store(url, storage_options=storage_options)
+        _check_writable(self._store)
         direct = direct_for(self._store, gds)
         if direct is not None:
             staging_bytes = staging_bytes or RING_BYTES
@@ -419,6 +423,16 @@ class Checkpointer:
                 f"the checkpointer belongs to process {self._pid}, from which this one was forked",
                 hint="create another Checkpointer in this process",
             )
+
+
+def _check_writable(store: Store) -> None:
+    """Refuse a server that takes no writes before the first save. Other stores are probed when they are written to."""
+    url = store.location.url
+    if scheme_of(url) in ("http", "https"):
+        raise UsageError(
+            f"{url} cannot be written to over HTTP, so no run is saved there",
+            hint="give a directory or s3://bucket/prefix; headrace.read reads a step from a server",
+        )
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

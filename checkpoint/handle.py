@@ -415,6 +415,7 @@ def warn_of_python(version: tuple[int, ...]) -> None:
             _log,
             f"Python {'.'.join(map(str, version))} loses a save that is in flight when the program ends without close(): "
             "close the checkpointer (`with Checkpointer(…)` does), or use Python 3.12.3 or newer",
+            "job",
         )
 
 

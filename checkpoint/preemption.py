@@ -16,6 +16,7 @@ started, but `reached` does not wait for the commit.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -263,8 +264,12 @@ class Preemption:
         self.outcome = outcome
         described = outcome.signal, outcome.step, outcome.why
         if outcome.committed:
-            _log.warning(
-                "%s: step %d is committed after %.1f s; stopping", outcome.signal, outcome.step, outcome.seconds
+            _log.log(  # all ranks know the same, so one warns
+                logging.INFO if self._rank else logging.WARNING,
+                "%s: step %d is committed after %.1f s; stopping",
+                outcome.signal,
+                outcome.step,
+                outcome.seconds,
             )
         elif outcome.pending:
             _log.error("%s: step %d is NOT committed yet, but may be later: %s", *described)

@@ -5,7 +5,8 @@ Then all ranks continue with the same message, or all raise. An agreement is one
 per rank, without pickle. The reduction is the maximum, byte by byte; ranks other than 0 send zeros as the message.
 Tables are gathered only when one has changed, and reasons only when a rank has failed.
 Failure behaviour: a failed rank raises its own error; the others raise `TransientError` with that rank and its
-reason. Ranks that ask for different steps raise `UsageError`.
+reason. Ranks that ask for different steps raise `UsageError`. If torch.distributed fails, for example because only some
+ranks called, `TransientError` says so. A rank that waits for `_WARN_SECONDS` logs what it waits for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -20,10 +22,14 @@ import torch
 import torch.distributed as dist
 
 from headrace.dataio.core.errors import TransientError, UsageError
+from headrace.dataio.core.log import get_logger
 
+_log = get_logger(__name__)
 _MESSAGE_BYTES = 512
 _REASON_BYTES = 512
 _NUMBER = struct.Struct(">Q")
+_WARN_SECONDS = 60.0
+_CALL_EVERYWHERE = "call save and restore on every rank, not only on rank 0"
 
 
 @dataclass(slots=True)
@@ -59,7 +65,12 @@ class Ranks:
     def agree(self, number: int, message: bytes, error: Exception | None) -> bytes:
         """Return rank 0's message on all ranks; raise on all ranks if the numbers differ or a rank has an error."""
         if self.world_size > 1:
-            message = self._exchange(number, message, error)
+            try:
+                with self._warns_if_slow():
+                    message = self._exchange(number, message, error)
+            except TransientError:
+                if error is None:
+                    raise
         if error is not None:
             raise error
         return message
@@ -148,6 +159,19 @@ class Ranks:
         tail = got[self.world_size + len(numbers) :]
         return tail[2 : 2 + struct.unpack(">H", tail[:2])[0]]
 
+    @contextlib.contextmanager
+    def _warns_if_slow(self) -> Iterator[None]:
+        """Log a warning if the block takes long, which means that other ranks have not called."""
+        waited = "rank %d has waited %.0f s for other ranks to join its save or restore: %s"
+        timer = threading.Timer(_WARN_SECONDS, _log.warning, (waited, self.rank, _WARN_SECONDS, _CALL_EVERYWHERE))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
     def _reasons(self, error: Exception | None) -> list[str]:
         """The error text of each rank; "" for ranks without an error. Collective."""
         reason = f"{type(error).__name__}: {error}".encode(errors="replace") if error is not None else b""
@@ -155,12 +179,27 @@ class Ranks:
         return [each.rstrip(b"\0").decode(errors="ignore") for each in sent]
 
 
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn an error of torch.distributed into one that says what the user may have done."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise TransientError(
+            f"the ranks could not agree on a save or a restore: {reason:.300}",
+            hint=f"{_CALL_EVERYWHERE}; if all did, another rank has failed: see its output",
+        ) from error
+
+
+@_explained()
 def _maximum(sent: bytes) -> bytes:
     tensor = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(_device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return bytes(tensor.cpu().numpy())
 
 
+@_explained()
 def _all(sent: bytes, world_size: int) -> list[bytes]:
     own = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(_device())
     got = [torch.empty_like(own) for _ in range(world_size)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.log import get_logger, is_first
 
 _log = get_logger(__name__)
 
@@ -53,7 +53,7 @@ class RNG:
         """Continue from a state that `state_dict` returned."""
         torch.set_rng_state(state["torch"])
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if devices != len(state["cuda"]):
+        if devices != len(state["cuda"]) and is_first("job"):
             _log.warning("random state of %d CUDA devices was saved, this process has %d", len(state["cuda"]), devices)
         for device, saved in enumerate(state["cuda"][:devices]):
             torch.cuda.set_rng_state(saved, device)

@@ -284,7 +284,8 @@ class Saver:
         layout: Layout,
     ) -> Copying | SlicedState:
         if not staging.fits(layout):
-            warn_once(_log, "the state is larger than staging_bytes: it is copied in slices, as fast as it is written")
+            sliced = "the state is larger than staging_bytes: it is copied in slices, as fast as it is written"
+            warn_once(_log, sliced, "job")
             if self._direct is None or not any(tensor.device.type == self._direct.device for tensor in tensors):
                 return SlicedState(arena, tensors, specs=specs, layout=layout)
             return DeviceSlices(self._direct, arena, tensors=tensors, specs=specs, layout=layout)

@@ -123,10 +123,9 @@ def _run(args: list[str]) -> int:
         return 0
     name = args[0]
     if name not in COMMANDS:
-        from difflib import get_close_matches
+        from headrace.dataio.core.suggestions import did_you_mean
 
-        meant = "".join(f", did you mean {close!r}?" for close in get_close_matches(name, COMMANDS, 1))
-        raise UsageError(f"no command {name!r}{meant}", hint="see headrace --help")
+        raise UsageError(f"no command {name!r}{did_you_mean(name, COMMANDS)}", hint="see headrace --help")
     with naming_extras():
         return _load(COMMANDS[name][0])(args[1:])
 

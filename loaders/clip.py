@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.sampling.permutation import key_of
 from headrace.loaders.validation import check_fields
@@ -40,6 +41,7 @@ MAX_FRAMES = 1 << 16
 Start = Literal["random", "center", "every"]
 
 
+@suggests_arguments(num_frames="frames", length="frames", step="stride", rate="fps")
 @dataclass(frozen=True, slots=True)
 class Clip:
     """The frames of a clip, and how many clips are cut from each video.

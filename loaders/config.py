@@ -10,7 +10,6 @@ that does not exist.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import os
@@ -24,6 +23,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.core.suggestions import did_you_mean
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.batch.batch import AXES, Output
 from headrace.loaders.batch.sample_builder import OnError
@@ -289,9 +289,8 @@ def configured_by(
             name = type(self).__name__
             for argument in kwargs:
                 if argument not in signature.parameters:
-                    raise TypeError(
-                        f"{name}() has no argument {argument!r}{_meant(argument, list(signature.parameters))}"
-                    )
+                    meant = did_you_mean(argument, signature.parameters, _OTHER_NAMES)
+                    raise TypeError(f"{name}() has no argument {argument!r}{meant}")
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -304,12 +303,6 @@ def configured_by(
         return cast(Callable[Concatenate[LoaderT, P], None], shown)
 
     return decorate
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    """A hint with the argument that the caller may have meant, or ""."""
-    found = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), "")
-    return f" (did you mean {found}?)" if found.partition("=")[0] in known else ""
 
 
 def default_threads() -> int:
@@ -332,9 +325,8 @@ def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, 
             rank, world_size = dist.get_rank(), dist.get_world_size()
         else:
             if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-                warn_once(
-                    _log, "WORLD_SIZE is set but torch.distributed is not initialised: every rank reads everything"
-                )
+                alone = "WORLD_SIZE is set but torch.distributed is not initialised: every rank reads everything"
+                warn_once(_log, alone, "job")
             rank, world_size = 0, 1
     if not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} is outside a world of {world_size}", hint="ranks count from 0")

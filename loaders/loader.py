@@ -31,7 +31,7 @@ from headrace.dataio.core import metrics
 from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import GIB
-from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.log import get_logger, is_first
 from headrace.dataio.core.tracing import span
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.sidecar.client import LoaderMeter, open_reader
@@ -264,7 +264,7 @@ class Loader(IterableDataset[dict[str, Any]]):
             if loss is None:
                 raise states.mismatch(other)
             loss = loss.also(other)
-        if loss:
+        if loss and is_first("job"):
             _log.warning("a state that does not fit was forced: %s", loss)
         self._stop()
         self._epoch, self._batch, self._delivered = position.epoch, position.batch, False

@@ -177,7 +177,13 @@ def test_the_core_alone_has_no_torch_and_runs_the_command_and_the_daemon(core: B
 
 @pytest.mark.parametrize(
     ("arguments", "extra"),
-    [(("doctor", "s3://bucket/prefix"), "s3"), (("pack", ".", "dataset"), "data")],
+    [
+        (("doctor", "s3://bucket/prefix"), "s3"),
+        (("pack", ".", "dataset"), "data"),
+        (("bench", "loader"), "torch"),
+        (("bench", "resume"), "torch"),
+        (("bench", "checkpoint"), "torch"),
+    ],
 )
 def test_a_missing_package_is_one_line_that_names_the_extra(core: Bare, arguments: tuple[str, ...], extra: str) -> None:
     done = core.headrace(*arguments)
@@ -186,6 +192,14 @@ def test_a_missing_package_is_one_line_that_names_the_extra(core: Bare, argument
     assert f"next: pip install 'headrace[{extra}]'" in done.stderr
 
 
-def test_a_public_name_whose_package_is_missing_names_the_extra(core: Bare) -> None:
-    done = core.run(str(core.python), "-c", "from headrace import VideoLoader")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from headrace import VideoLoader",
+        "from headrace.checkpoint.dcp import RepositoryWriter",
+        "import headrace.checkpoint.dcp; headrace.checkpoint.dcp.RepositoryReader",
+    ],
+)
+def test_a_public_name_whose_package_is_missing_names_the_extra(core: Bare, line: str) -> None:
+    done = core.run(str(core.python), "-c", line)
     assert done.stderr.rstrip().endswith("torch is not installed (pip install 'headrace[torch]')")

@@ -35,6 +35,7 @@ from headrace.bench.core.report import part_table
 from headrace.bench.core.results import Part, Run, encode, environment, prepare, shown, write
 from headrace.dataio.core.cli import Argument, Command, argument, command, json_option, positive_int
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.imports import naming_extras
 from headrace.dataio.core.redact import redact
 
 EXIT_CODES = (
@@ -140,7 +141,8 @@ def text(part: Part, show: Callable[[Part], str] = part_table) -> str:
 def _filled(fill: Fill, job: Job, name: str) -> Part:
     began, found = time.perf_counter(), Part(name)
     try:
-        fill(job, found)
+        with naming_extras():
+            fill(job, found)
     except UsageError:
         raise
     except KeyboardInterrupt:

@@ -6,12 +6,25 @@
 Invariant: DCP's planners decide which entries are saved and loaded. The repository does the rest (chunks, digests,
 packs, commit). No pickle is stored, and nothing from the store is unpickled.
 
-Failure behaviour: errors of `headrace.dataio.core.errors`. DCP wraps them, as `writer` and `reader` describe.
+Failure behaviour: errors of `headrace.dataio.core.errors`. DCP wraps them, as `writer` and `reader` describe. Without
+torch, using a name raises an error that names the extra.
 """
 
 from __future__ import annotations
 
-from headrace.checkpoint.dcp.reader import RepositoryReader
-from headrace.checkpoint.dcp.writer import RepositoryWriter
+from typing import TYPE_CHECKING
+
+from headrace.dataio.core.imports import exports
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.dcp.reader import RepositoryReader
+    from headrace.checkpoint.dcp.writer import RepositoryWriter
 
 __all__ = ["RepositoryReader", "RepositoryWriter"]
+
+_HOME = {
+    "RepositoryReader": "headrace.checkpoint.dcp.reader",
+    "RepositoryWriter": "headrace.checkpoint.dcp.writer",
+}
+
+__getattr__, __dir__ = exports(__name__, _HOME)

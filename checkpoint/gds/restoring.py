@@ -168,13 +168,15 @@ def direct_for(store: Store, wanted: bool | Direct) -> Direct | None:
         return None
     url = store.location.url
     if not url.startswith(FILE):
-        warn_once(_log, f"GPUDirect Storage: not available, {url} is no directory; copies go through host memory")
+        warn_once(
+            _log, f"GPUDirect Storage: not available, {url} is no directory; copies go through host memory", "job"
+        )
         return None
     if isinstance(wanted, Direct):
         return wanted
     verdict = probe(_existing(directory_of(store)))
     if not verdict.available:
-        warn_once(_log, str(verdict))
+        warn_once(_log, str(verdict), "node")
         return None
     _log.info("%s", verdict)
     return CUFILE

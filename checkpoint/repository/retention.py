@@ -21,9 +21,11 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Commit, Decision, Policy, StepName, StepOfRun
 from headrace.checkpoint.repository.inventory import Inventory, SeenAttempt, SeenLease
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.store.base import ObjectInfo
 
 
+@suggests_arguments()
 @dataclass(frozen=True, slots=True)
 class Keep:
     """Which steps of a run to keep. A step stays if any rule matches; the newest step always stays.

@@ -42,6 +42,7 @@ _LISTED = 20_000
 """The maximum number of objects that are listed to find the names of other runs, for an error or a warning."""
 _SHOWN = 8
 _OF_DCP = ".metadata"
+_OF_DATASET = "dataset.json"
 _LOOKS = 20
 """How many times the latest step is searched for while new steps keep being committed."""
 
@@ -86,6 +87,7 @@ def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
     repo = read_repo(store)
     if repo is not None:
         return repo
+    _refuse_dataset(store)
     from headrace.dataio.store.probe import require_preconditions
 
     require_preconditions(store, "")
@@ -141,7 +143,9 @@ def _recognise(store: Store, attempt: Attempt) -> Base | None:
         return _base_of(commit.recognise(store, attempt), attempt.timeline)
     except AccessDeniedError:
         warn_once(
-            _log, f"{store.location.url} is read-only for this process: complete attempts without COMMIT stay invisible"
+            _log,
+            f"{store.location.url} is read-only for this process: complete attempts without COMMIT stay invisible",
+            "job",
         )
         return None
 
@@ -195,7 +199,9 @@ def find(store: Store, run: str, step: int | str | Base) -> Base | None:
             return None
         return _latest(store, run)
     if isinstance(step, str):
-        raise UsageError(f"{step!r:.200} is not a step", hint='give its number, "latest", or a tag')
+        raise UsageError(
+            f"{step!r:.200} is not a step", hint=f'give its number or "latest"; a tag is given by tag={step!r:.100}'
+        )
     step = names.check_step(step)
     for segment in timeline.branch(store, run):
         if segment.upto is None or step <= segment.upto:
@@ -224,8 +230,18 @@ def step_or_tag(step: int | str, tag: str | None) -> int | str:
     return f"{tag_records.PREFIX}{tag}"
 
 
+def _refuse_dataset(store: Store) -> None:
+    """Raise `UsageError` if a dataset is stored here and no repository. They would be mixed otherwise."""
+    if store.exists(_OF_DATASET):
+        raise UsageError(
+            f"{store.location.url} holds a dataset, not checkpoints",
+            hint="give an empty directory or prefix for the checkpoints",
+        )
+
+
 def _require_nothing(store: Store) -> None:
-    """Raise if there is no repository document, although runs or a DCP checkpoint exist here."""
+    """Raise if there is no repository document, although runs, a DCP checkpoint or a dataset exist here."""
+    _refuse_dataset(store)
     if next(iter(store.list(names.RUNS)), None) is not None:
         raise CorruptionError(f"{names.REPO} is missing although there are runs at {store.location.url}")
     if store.exists(_OF_DCP):

@@ -190,7 +190,7 @@ class LeasedStep(contextlib.AbstractContextManager[Step]):
             self._stack.enter_context(lease)
             self._stack.callback(lease.release)
         except AccessDeniedError:
-            warn_once(_log, f"{self._store.location.url} may not be written to: reading without a lease")
+            warn_once(_log, f"{self._store.location.url} may not be written to: reading without a lease", "job")
 
 
 def read(store: Store, step: Step, wants: Sequence[Want]) -> None:

@@ -106,16 +106,16 @@ class SaveExecutor:
         if self._sidecar_name is None:
             return None, None
         if save.arena_fd < 0:
-            warn_once(_log, "the state comes in slices, which the sidecar does not take: saving inside this process")
+            sliced = "the state comes in slices, which the sidecar does not take: saving inside this process"
+            warn_once(_log, sliced, "job")
             return None, None
         if not self._store.location.shareable:
-            warn_once(
-                _log, "the store's options hold secrets, which the sidecar does not get: saving inside this process"
-            )
+            secret = "the store's options hold secrets, which the sidecar does not get: saving inside this process"
+            warn_once(_log, secret, "job")
             return None, None
         sidecar = self._find()
         if sidecar is None:
-            warn_once(_log, "no sidecar answers: saving inside this process")
+            warn_once(_log, "no sidecar answers: saving inside this process", "node")
             return None, None
         try:
             return sidecar, _stage(sidecar, save)

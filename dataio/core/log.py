@@ -4,6 +4,7 @@ Invariants:
 
 * Importing Headrace changes nothing in the application's logging. Only `setup`, which the command line and the daemon
   call, installs a handler.
+* Without a handler, Python prints only the message of a warning. It then begins with `headrace: `.
 * The logger itself removes secrets, from tracebacks too, so the application's handlers do not get them either.
 * One line of the program logs at most `RECORDS` records of level INFO or above in `SECONDS`. The next record has the
   number of dropped ones. So a client that is refused a thousand times a second does not fill the disk.
@@ -14,12 +15,15 @@ Failure behaviour: `warn_once` remembers a limited number of messages. Further m
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from headrace.dataio.core.redact import printable, redact
 
+Group = Literal["process", "node", "job"]
 _ROOT = "headrace"
 _ONCE_LIMIT, _ONCE = 1000, "headrace_once"
 RECORDS, SECONDS = 100, 60.0
@@ -46,6 +50,8 @@ class _Redacting(logging.Filter):
             record.exc_text = printable(redact(_FORMATTER.formatException(record.exc_info)))
         if left_out > 0:
             record.msg += f" ({left_out} more like this were dropped)"
+        if not logging.getLogger(record.name).hasHandlers():
+            record.msg = f"{_ROOT}: {record.msg}"
         return True
 
 
@@ -78,9 +84,25 @@ def redact_loggers(*names: str) -> None:
             logger.addFilter(_RedactingText())
 
 
-def warn_once(logger: logging.Logger, message: str) -> None:
-    """Log `message` as a warning, once per process."""
-    if message not in _logged and len(_logged) < _ONCE_LIMIT:
+def is_first(group: Group) -> bool:
+    """Whether this process is rank 0 of its training job, or the first rank on its node. True outside of a job.
+
+    The rank is that of torch.distributed, or the variable RANK that torchrun sets; on a node, the variable LOCAL_RANK.
+    """
+    if group == "process":
+        return True
+    dist: Any = sys.modules.get("torch.distributed")
+    if group == "job" and dist is not None and dist.is_available() and dist.is_initialized():
+        return bool(dist.get_rank() == 0)
+    return os.environ.get("RANK" if group == "job" else "LOCAL_RANK", "") in ("", "0")
+
+
+def warn_once(logger: logging.Logger, message: str, per: Group = "process") -> None:
+    """Log `message` as a warning, once per process.
+
+    With `per`, only the first rank of the job or the node logs it, because the others would log the same fact.
+    """
+    if message not in _logged and len(_logged) < _ONCE_LIMIT and is_first(per):
         _logged.add(message)
         logger.warning(message, extra={_ONCE: True})
 

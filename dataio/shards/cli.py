@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from argparse import Namespace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,7 @@ def info(args: Namespace) -> int:
 
 @command(
     "ls",
-    "List the samples of a dataset, in the order of their numbers.",
+    "List the samples of a dataset, in the order of their numbers. With --where, numbers stay those of the dataset.",
     dataset(),
     version(),
     trust_mounts(),
@@ -89,9 +90,10 @@ def info(args: Namespace) -> int:
 def ls(args: Namespace) -> int:
     """`headrace ls DATASET`"""
     with open_dataset(args) as opened:
-        for number, sample in enumerate(_narrowed(opened, args.where)):
-            if args.limit is not None and number >= args.limit:
-                break
+        chosen = _narrowed(opened, args.where)
+        numbers = range(len(opened)) if chosen.view is None else chosen.view.numbers(opened.index)
+        for number, numbered in zip(islice(numbers, args.limit), chosen, strict=False):
+            sample = msgspec.structs.replace(numbered, id=number)  # a view counts from 0
             if args.json:
                 print_json_line(_sample_json(sample))
             else:

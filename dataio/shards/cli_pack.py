@@ -154,6 +154,7 @@ def pack(args: argparse.Namespace) -> int:
 def index(args: argparse.Namespace) -> int:
     """`headrace index URL-PATTERN... DST`"""
     from headrace.dataio.shards.ingest.index_tars import index as index_tars
+    from headrace.dataio.shards.versions.mounting import how_to_open
 
     with byte_progress("indexing", _index_progress, quiet=args.json) as progress:
         dataset = index_tars(
@@ -176,7 +177,8 @@ def index(args: argparse.Namespace) -> int:
             _print_report(report, dataset.url, dataset.version, ignored="ignored, not named like a tar")
             _print_engine(report)
             for mount in dataset.document.mounts:
-                print(f"shards stay in {one_line(mount.url)}")
+                needed = how_to_open(dataset.store.location, mount)
+                print(f"shards stay in {one_line(mount.url)}{f'; to open them, {needed}' if needed else ''}")
     return 1 if report.skipped else 0
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.core.suggestions import did_you_mean
 from headrace.dataio.shards import member_reader
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.sample import Files, Sample
@@ -203,7 +204,10 @@ class Dataset:
 
         unknown = [name for name in names if name not in index.SCHEMA.names]
         if unknown:
-            raise UsageError(f"the index has no column {unknown[0]!r}", hint=f"it has {', '.join(index.SCHEMA.names)}")
+            raise UsageError(
+                f"the index has no column {unknown[0]!r}{did_you_mean(unknown[0], index.SCHEMA.names)}",
+                hint=f"it has {', '.join(index.SCHEMA.names)}",
+            )
         return self.index.columns(names)
 
     def constant_value(self, column: str) -> str | None:

@@ -363,6 +363,7 @@ class SidecarReader:
         warn_once(
             _log,
             f"{what} {paths.chosen(self._sidecar)}: this process reads shards directly (start one: headrace sidecar run)",
+            "node",
         )
 
     def _fallback(self) -> ShardReader:

@@ -67,6 +67,7 @@ _STALE_SCAN = 1024
 _PUBLISH_TRIES = 16
 _ADVICE = 16
 """How many prefixes `read_once` remembers; further ones are ignored."""
+_KERNEL = ("/proc/", "/sys/")
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK}
 
 _written = declare("store.posix.written", "the bytes are durable under a hidden name; the object is as it was before")
@@ -348,7 +349,20 @@ def open_url(url: str, options: Mapping[str, object]) -> PosixStore:
     path = path_of_url(url) if "://" in url else url
     if not path.strip() or "\0" in path:
         raise UsageError("a store needs a path", hint="give a path, file:///path or s3://bucket/prefix")
+    _check_root(os.path.realpath(path))
     return PosixStore(path, direct=bool(options.get("direct")))
+
+
+def _check_root(root: str) -> None:
+    """Raise `UsageError` if no directory can be at `root`. It need not exist yet."""
+    if root.startswith(_KERNEL) or root + "/" in _KERNEL:
+        raise UsageError(f"{root!r} belongs to the kernel and stores no files", hint="give a directory on a disk")
+    while not os.path.lexists(root):
+        root = os.path.dirname(root)
+    if not os.path.isdir(root):
+        raise UsageError(
+            f"{root!r} is a file, not a directory", hint="give the directory that holds, or will hold, the objects"
+        )
 
 
 class _Aside(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.shards.sample import AudioInfo
 from headrace.loaders.clip import Clip, Counts, Start, Values, check_start, first_of
 from headrace.loaders.interfaces import SampleRef
@@ -26,6 +27,7 @@ MAX_FFT = 1 << 16
 MAX_BANDS = 1024
 
 
+@suggests_arguments()
 @dataclass(frozen=True, slots=True)
 class LogMel:
     """Log-mel spectrograms; arguments are named as in torchaudio.
@@ -94,6 +96,7 @@ MAX_SAMPLES = 1 << 27
 Features = Literal["waveform"] | LogMel
 
 
+@suggests_arguments()
 @dataclass(frozen=True, slots=True)
 class AudioSpec:
     """The audio of a clip or window: float32 (channels, samples), or log-mel spectrograms of it.
@@ -158,6 +161,7 @@ class AudioSpec:
 MAX_SECONDS = 86_400.0
 
 
+@suggests_arguments()
 @dataclass(frozen=True, slots=True)
 class Window:
     """The part of a recording that is delivered, and how many windows are cut from each recording.

@@ -79,7 +79,7 @@ def gpu_count() -> int:
     try:
         return int(_module("nvidia.dali.backend_impl").GetCUDADeviceCount())
     except RuntimeError as error:  # the driver is older than DALI's CUDA
-        warn_once(_log, f"DALI cannot use the GPU: {_first_line(error)}")
+        warn_once(_log, f"DALI cannot use the GPU: {_first_line(error)}", "node")
         return 0
 
 

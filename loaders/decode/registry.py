@@ -26,7 +26,7 @@ from importlib import import_module
 from typing import Literal
 
 from headrace.dataio.core.errors import HeadraceError
-from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.core.log import get_logger, is_first, warn_once
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.dataio.shards.sample import Sample, VideoInfo
 from headrace.loaders.decode.base import Color, Decoded, Decoder, Request
@@ -165,7 +165,8 @@ def open_decoder(option: str = "auto", device: str = "cpu", device_id: int = 0) 
         device_id: index of the GPU.
     """
     among = candidates(option, device)
-    _log.info("%s", _rule(among))
+    if is_first("job"):
+        _log.info("%s", _rule(among))
     return among[0].build(device_id) if len(among) == 1 else ChoosingDecoder(among, device_id)
 
 
@@ -218,7 +219,7 @@ class ChoosingDecoder:
             if kind.name not in self._built:
                 reason = kind.missing(self._device_id)
                 if reason is not None:
-                    warn_once(_log, f"the decoder {kind.name} is not available, and others are used: {reason}")
+                    warn_once(_log, f"the decoder {kind.name} is not available, and others are used: {reason}", "node")
                 self._built[kind.name] = kind.build(self._device_id) if reason is None else None
             return self._built[kind.name]
 

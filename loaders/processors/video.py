@@ -253,6 +253,7 @@ class ClipProcessor:
                 _log,
                 f"samples hold more than one video, and one is delivered: of {sample.key!r} .{video.ext}, and not {named}; "
                 "to train on the others too, pack each as a sample of its own",
+                "job",
             )
 
     def _cut(self, ref: SampleRef, video: VideoInfo) -> Fit | None:

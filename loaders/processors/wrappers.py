@@ -18,6 +18,7 @@ import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError, UsageError
+from headrace.dataio.core.suggestions import did_you_mean
 from headrace.dataio.shards.sample import Sample
 from headrace.loaders.decode.dali import gpu_count
 from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, Processor, SampleLayout, SampleRef
@@ -99,7 +100,9 @@ def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tup
         if name == "caption" and name not in known:
             raise UsageError(f"{url} has no column 'caption'", hint='every batch has the captions, as "text"')
         if name not in known:
-            raise UsageError(f"{url} has no column {name!r}", hint=f"there are {', '.join(sorted(known))}")
+            raise UsageError(
+                f"{url} has no column {name!r}{did_you_mean(name, known)}", hint=f"there are {', '.join(sorted(known))}"
+            )
     return tuple(dict.fromkeys(columns))
 
 

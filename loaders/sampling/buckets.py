@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.loaders.sampling.interleave import Interleave
 from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.permutation import I64, key_of, short
@@ -50,6 +51,7 @@ _SAME = 1e-6  # aspect ratios that differ by less are treated as equal
 F64 = npt.NDArray[np.float64]
 
 
+@suggests_arguments()
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """A shape of clips.
@@ -77,6 +79,7 @@ class Bucket:
             )
 
 
+@suggests_arguments()
 @dataclass(frozen=True, slots=True)
 class Buckets:
     """Batches of clips of one shape each, with as many clips as a budget of tokens allows.
@@ -159,6 +162,7 @@ def _largest(left: npt.NDArray[np.bool_], fits: npt.NDArray[np.bool_], value: F6
     return kept
 
 
+@suggests_arguments()
 @dataclass(frozen=True, slots=True)
 class Durations:
     """Batches of recordings of one length each, within a budget of seconds.

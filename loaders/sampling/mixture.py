@@ -38,6 +38,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.loaders.sampling.interleave import Strata, totals
 from headrace.loaders.sampling.order import Order, lanes_for
 from headrace.loaders.sampling.permutation import I64, key_of, short
@@ -57,6 +58,7 @@ by a few samples."""
 Weights = Mapping[str, float]
 
 
+@suggests_arguments()
 @dataclass(frozen=True)
 class Mixture:
     """Several datasets as one, with weights.

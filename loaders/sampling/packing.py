@@ -40,6 +40,7 @@ import msgspec
 import numpy as np
 
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.loaders.interfaces import RowSpan, SampleRef
 from headrace.loaders.sampling.permutation import I64, U64, key_of, permute
 from headrace.loaders.sampling.plan import OrderPlan, Stream
@@ -56,6 +57,7 @@ SPARE_EVERY, LEAST_SPARE = 200, 2
 at least `LEAST_SPARE` in all."""
 
 
+@suggests_arguments()
 @dataclass(frozen=True, slots=True)
 class Packing:
     """Packing of whole recordings, several to a row of fixed length.

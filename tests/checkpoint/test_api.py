@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from headrace import checkpoint
-from headrace.checkpoint import RNG, Checkpointer, SaveResult
+from headrace.checkpoint import RNG, Checkpointer, Keep, SaveResult
 from headrace.checkpoint.format.chunking import ITEM_BYTES
 from headrace.checkpoint.repository import writers
 from headrace.checkpoint.state.tensors import as_bits, empty
@@ -461,8 +461,8 @@ def test_whoever_warms_up_spares_the_first_save_the_look_at_the_store(tmp_path: 
 def test_a_store_that_is_not_there_when_it_is_warmed_up_is_the_first_saves_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "away").write_text("no directory")
     with open_at(tmp_path / "away") as checkpointer:
+        (tmp_path / "away").write_text("no directory")
         checkpointer.warm_up(Trainer().state())
         with pytest.raises(HeadraceError, match="away"):
             checkpointer.save(1, Trainer().state())
@@ -484,7 +484,7 @@ def test_a_step_that_is_not_there_and_a_bad_step_are_refused(tmp_path: Path) -> 
                 checkpointer.save(bad, {})  # type: ignore[arg-type]
             with pytest.raises(UsageError, match="is not a step"):
                 checkpointer.restore({}, step=bad)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match=r"'newest' is not a step .*latest.*tag"):
+        with pytest.raises(UsageError, match=r"'newest' is not a step .*\"latest\".* tag='newest'"):
             checkpointer.restore({}, step="newest")
 
 
@@ -508,6 +508,16 @@ def test_bad_options_are_refused_at_once(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=says):
             Checkpointer(str(tmp_path), **{"run": "exp", **options})  # type: ignore[arg-type]
+
+
+def test_a_mistyped_argument_is_an_error_that_names_the_right_one() -> None:
+    for argument, meant in (("compresion", "compression"), ("max_to_keep", "keep"), ("run_name", "run")):
+        with pytest.raises(
+            TypeError, match=rf"Checkpointer\(\) has no argument '{argument}' \(did you mean {meant}\?\)"
+        ):
+            Checkpointer("nowhere", **{argument: 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Keep\(\) has no argument 'lest' \(did you mean last\?\)"):
+        Keep(lest=3)  # type: ignore[call-arg]
 
 
 def test_what_is_no_place_is_refused() -> None:

@@ -65,6 +65,18 @@ def test_a_rank_that_is_killed_is_missed_on_its_node_and_on_the_one_before_and_t
     assert launch(2, "tests.support.failing_rank", how, str(tmp_path / "repo")) == [[{"nothing": "committed"}]] * 2
 
 
+def test_a_save_on_rank_0_alone_says_that_every_rank_must_call_it(tmp_path: Path) -> None:
+    (lines, _) = launch(2, "tests.support.lone_rank", str(tmp_path))
+    (outcome,) = lines
+    assert outcome["raised"] == "TransientError"
+    assert "the ranks could not agree on a save or a restore" in outcome["message"]
+    assert "call save and restore on every rank, not only on rank 0" in outcome["hint"]
+    assert outcome["warned"] == [
+        "rank 0 has waited 1 s for other ranks to join its save or restore: "
+        "call save and restore on every rank, not only on rank 0"
+    ]
+
+
 def test_only_the_very_process_counts_and_of_other_nodes_nothing_is_said() -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", "from headrace.checkpoint.peers import card; print(card().hex(), flush=True); input()"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from headrace.checkpoint import Checkpointer, read
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline
+from headrace.dataio import Dataset, index, pack
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.store.open import open_store
 
@@ -92,6 +94,45 @@ def test_a_folder_of_dcps_own_files_is_refused_in_any_case(tmp_path: Path) -> No
             checkpointer.restore(_STATE, step)
     with pytest.raises(UnsupportedError, match="checkpoint_id"):
         RepositoryReader(str(tmp_path), run="a").read_metadata()
+
+
+def test_a_dataset_is_not_taken_for_a_repository(tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").write_text("{}")
+    attempts: list[Callable[[Checkpointer], object]] = [
+        lambda checkpointer: checkpointer.restore(_STATE),
+        lambda checkpointer: checkpointer.restore(_STATE, 1),
+        lambda checkpointer: checkpointer.save(1, _STATE),
+        lambda checkpointer: read(tmp_path, run="exp42"),
+    ]
+    for attempt in attempts:
+        with (
+            at(tmp_path) as checkpointer,
+            pytest.raises(UsageError, match="holds a dataset, not checkpoints") as caught,
+        ):
+            attempt(checkpointer)
+        assert caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["dataset.json"]
+
+
+def test_a_repository_is_not_taken_for_a_dataset(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", "exp42")
+    (tmp_path / "a.bin").write_text("x")
+    with pytest.raises(NotFoundError, match=r"no dataset at .*, but a checkpoint repository \(.*headrace ckpt ls"):
+        Dataset(tmp_path / "ckpt")
+    with pytest.raises(NotFoundError, match="but a checkpoint repository"):
+        Dataset(tmp_path / "ckpt", 3)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match="holds checkpoints, so no dataset is made there"):
+        pack(tmp_path / "a.bin", tmp_path / "ckpt")
+    with pytest.raises(UsageError, match="holds checkpoints, so no dataset is made there"):
+        index(tmp_path / "*.tar", tmp_path / "ckpt")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_server_that_takes_no_writes_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="cannot be written to over HTTP") as caught:
+        at("http://127.0.0.1:9/checkpoints")
+    assert "s3://bucket/prefix" in caught.value.hint
 
 
 @pytest.mark.parametrize("url", ["", "  ", "file://"])

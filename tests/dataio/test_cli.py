@@ -64,7 +64,7 @@ def test_an_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["fly"]) == 2
     assert "no command 'fly'\n  next: see headrace --help" in capsys.readouterr().err
     assert cli.main(["pakc"]) == 2
-    assert "no command 'pakc', did you mean 'pack'?" in capsys.readouterr().err
+    assert "no command 'pakc' (did you mean pack?)" in capsys.readouterr().err
 
 
 WRONG = [

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
@@ -70,6 +71,21 @@ def test_help_shows_every_argument_of_a_loader_with_its_default() -> None:
 def test_an_argument_that_there_is_not_is_named(kind: type) -> None:
     with pytest.raises(TypeError, match=rf"{kind.__name__}\(\) has no argument 'colour'"):
         kind("nowhere", 8, colour="red")
+
+
+def test_a_mistyped_argument_of_a_description_is_an_error_that_names_the_right_one() -> None:
+    cases: list[tuple[Callable[..., object], str, str]] = [
+        (loaders.Clip, "frame", "frames"),
+        (loaders.Clip, "num_frames", "frames"),
+        (loaders.AudioSpec, "samplerate", "sample_rate"),
+        (loaders.LogMel, "nmels", "n_mels"),
+        (loaders.Mixture, "weight", "weights"),
+        (loaders.Packing, "lookahed", "lookahead"),
+    ]
+    for kind, argument, meant in cases:
+        with pytest.raises(TypeError) as caught:
+            kind(**{argument: 1})
+        assert str(caught.value) == f"{kind.__name__}() has no argument {argument!r} (did you mean {meant}?)"
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,8 @@ def test_what_is_of_another_kind_is_refused_by_name(
 def test_a_dataset_that_lacks_what_is_asked_for_is_named(clips: Dataset) -> None:
     with pytest.raises(UsageError, match=f"{clips.url} has no column 'never'"):
         VideoLoader(Mixture({"a": clips, "b": clips}), 2, columns=["never"])
+    with pytest.raises(UsageError, match=r"has no column 'widht' \(did you mean width\?\)"):
+        VideoLoader(clips, 2, columns=["widht"])
     with pytest.raises(UsageError, match=f"no sample of {clips.url} is left"):
         VideoLoader(clips.where("duration > 1000000"), 2)
 

@@ -132,13 +132,14 @@ def index(
         store, owned = use_or_open(url, storage_options)
         if owned:
             undo.enter_context(store)
+        versions.refuse_checkpoints(store)
         found = find(listed, lambda root: _open_source(root, source_options or {}))
         undo.callback(found.close)
         shards, mounted = _source_shards(found, store)
         indexer = _Indexer(store=store, found=found, shards=shards, settings=settings, progress=progress)
         report = indexer.published() if versions.list_versions(store) else None
         if report is None:
-            versions.refuse_existing(store)
+            versions.refuse_existing(store, "give an empty folder or prefix, then `headrace merge` the two datasets")
             report = indexer.run(name, tuple(mount_of(s.location) for s in mounted.values()), chosen, workers)
         dataset_store = Mounts(store, mounted, owns_base=owned) if mounted else store
         dataset = Dataset(dataset_store, 1)

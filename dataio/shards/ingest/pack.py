@@ -235,6 +235,7 @@ class _PackJob:
 
     def pack(self, store: Store, sources: Sources, name: str | None) -> tuple[PackReport, int]:
         """Make version 1 of the dataset."""
+        versions.refuse_checkpoints(store)
         gathered = self._gather(sources, store)
         reporter = _PackReporter(gathered, self._settings.strict, self._progress)
         runner = self._runner(store, gathered, append=False)
@@ -242,7 +243,9 @@ class _PackJob:
             found = runner.published()
             if found is not None:
                 return self._finish(runner, reporter, RunReport(0, ()), found)
-            versions.refuse_existing(store)
+            versions.refuse_existing(
+                store, "add to it with `headrace pack --append` (`append` in Python), or pack elsewhere"
+            )
         name = name or versions.name_of(store)
         if not gathered.groups:
             raise reporter.nothing_to_pack()

@@ -118,6 +118,14 @@ class View:
         """The total bytes of the samples' members."""
         return sum(self.bytes)
 
+    def numbers(self, version: OpenIndex) -> Iterator[int]:
+        """Yield the samples' numbers in the version, whose index is given, in ascending order."""
+        first = 0
+        for part, rows in enumerate(self.rows):
+            remaining = version.remaining_rows(part)
+            yield from (first + (rows if remaining is None else np.searchsorted(remaining, rows))).tolist()
+            first = int(version.ends[part])
+
     @property
     def digest(self) -> str:
         """BLAKE3 of the version's digest, the conditions and the rows."""

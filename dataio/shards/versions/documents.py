@@ -54,6 +54,8 @@ PAGED_FORMAT = 2
 WHOLE_BYTES = limits.JSON_DOCUMENT_BYTES
 """The largest version document of format 1."""
 DATASET_KEY = "dataset.json"
+CHECKPOINTS_KEY = "repo.json"
+"""The object that marks a checkpoint repository. The two are never mixed in one place."""
 COMMIT_TRIES = 64
 """The number of lost races after which `commit` fails."""
 PART_BYTES = 256 * limits.MIB
@@ -338,14 +340,31 @@ def claim(store: Store, name: str) -> None:
     store.put_if_absent(DATASET_KEY, encode(DatasetDocument(format=FORMAT, name=name, nonce=secrets.token_hex(16))))
 
 
-def refuse_existing(store: Store) -> None:
-    """Raise `ConflictError` if the store already holds a dataset."""
+def refuse_existing(store: Store, hint: str) -> None:
+    """Raise `ConflictError` if the store already holds a dataset, and `UsageError` if it holds checkpoints."""
     existing = list_versions(store)
     if existing:
-        raise ConflictError(
-            f"{store.location.url} already holds a dataset (version {existing[-1]})",
-            hint="pack into an empty folder or prefix; a stored version never changes",
+        raise ConflictError(f"{store.location.url} already holds a dataset (version {existing[-1]})", hint=hint)
+    refuse_checkpoints(store)
+
+
+def refuse_checkpoints(store: Store) -> None:
+    """Raise `UsageError` if a new dataset would be mixed with a checkpoint repository."""
+    if store.exists(CHECKPOINTS_KEY) and not store.exists(DATASET_KEY):
+        raise UsageError(
+            f"{store.location.url} holds checkpoints, so no dataset is made there",
+            hint="give an empty folder or prefix",
         )
+
+
+def _no_dataset(store: Store) -> NotFoundError:
+    url = store.location.url
+    if store.exists(CHECKPOINTS_KEY):
+        return NotFoundError(
+            f"there is no dataset at {url}, but a checkpoint repository",
+            hint="give the dataset's address; `headrace ckpt ls` lists checkpoints",
+        )
+    return NotFoundError(f"there is no dataset at {url}", hint="check the address, or make one with `headrace pack`")
 
 
 def publish(store: Store, document: VersionDocument) -> None:
@@ -401,8 +420,7 @@ def _won(store: Store, winner: VersionDocument) -> str:
 def _newest(store: Store) -> int:
     newest = max(list_versions(store), default=None)
     if newest is None:
-        url = store.location.url
-        raise NotFoundError(f"there is no dataset at {url}", hint="check the address, or make one with `headrace pack`")
+        raise _no_dataset(store)
     return newest
 
 
@@ -424,7 +442,7 @@ def _load(store: Store, version: int) -> tuple[VersionDocument, str]:
     except NotFoundError as error:
         existing = list_versions(store)
         if not existing:
-            raise NotFoundError(f"there is no dataset at {url}", hint="check the address") from error
+            raise _no_dataset(store) from error
         raise NotFoundError(
             f"{url} has no version {version}", hint=f"it has {', '.join(map(str, existing[-20:]))}"
         ) from error

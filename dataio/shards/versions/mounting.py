@@ -101,6 +101,15 @@ def with_mounts(
         ) from error
 
 
+def how_to_open(base: Location, mount: Mount) -> str:
+    """Return what a reader of the dataset at `base` must do to open this mount; "" if nothing."""
+    try:
+        _MountPolicy(base, given={}, trust=False, known=()).options(mount, 0)
+    except HeadraceError as error:
+        return error.hint
+    return ""
+
+
 class _MountPolicy:
     """Checks mounts for one dataset: its location, the options given for it, and the mounts that the reader trusts."""
 
@@ -131,7 +140,7 @@ class _MountPolicy:
         if reason and not self._trust and not named:
             raise UsageError(
                 f"{place} {reason}",
-                hint="if you trust the dataset's author, pass trust_mounts=True (--trust-mounts on the command line)",
+                hint="if you made the dataset, or trust its author, pass trust_mounts=True (--trust-mounts on the command line)",
             )
         return options
 

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.dataio.core.imports import exports
 
-PACKAGES = ("headrace", "headrace.dataio", "headrace.loaders", "headrace.checkpoint")
+PACKAGES = ("headrace", "headrace.dataio", "headrace.loaders", "headrace.checkpoint", "headrace.checkpoint.dcp")
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -78,6 +78,37 @@ def test_a_message_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: p
     assert [record.message for record in caplog.records] == ["no sidecar", "slow disk"]
 
 
+def test_a_message_that_all_ranks_would_log_is_logged_by_the_first(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_logged", set())
+    logger = get_logger("test.ranks")
+    for rank, local_rank in (("0", "0"), ("9", "0"), ("9", "1")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        for per in ("process", "node", "job"):
+            warn_once(logger, f"rank {rank}/{local_rank}, once per {per}", per)
+    assert [record.message for record in caplog.records] == [
+        *(f"rank 0/0, once per {per}" for per in ("process", "node", "job")),
+        *(f"rank 9/0, once per {per}" for per in ("process", "node")),
+        "rank 9/1, once per process",
+    ]
+    monkeypatch.delenv("RANK")
+    assert log.is_first("job")
+
+
+def test_without_a_handler_a_warning_begins_with_the_librarys_name() -> None:
+    program = (
+        "import sys\nfrom headrace.dataio.core.log import get_logger\n%s\nget_logger('x').warning('no %%s', 'sidecar')"
+    )
+    for more, line in (
+        ("", "headrace: no sidecar\n"),
+        ("import logging; logging.basicConfig()", "WARNING:headrace.x:no sidecar\n"),
+    ):
+        done = subprocess.run([sys.executable, "-c", program % more], capture_output=True, text=True, check=True)
+        assert done.stderr == line
+
+
 def test_what_is_remembered_is_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "_logged", set())
     logger = get_logger("test.bound")

@@ -30,10 +30,15 @@ def run(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> list[s
 def test_a_filter_is_looked_at_then_saved_and_tagged(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     listed = run(capsys, "ls", root, "--where", "duration >= 15", "--json")
     assert [json.loads(line)["key"] for line in listed] == [f"k{n:05}" for n in range(15, 20)]
+    assert [json.loads(line)["id"] for line in listed] == [*range(15, 20)], "the numbers are those of the dataset"
+    lines = run(capsys, "ls", root, "--where", "duration >= 15", "--limit", "2")
+    assert [line.split("\t")[:2] for line in lines] == [["15", "k00015"], ["16", "k00016"]]
     assert json.loads("\n".join(run(capsys, "info", root, "--where", "duration >= 15", "--json")))["samples"] == 5
     made = run(capsys, "filter", root, "duration >= 15", "-m", "long ones", "--tag", "long")
     assert made == [f"file://{root} version 2: 5 samples, long ones"]
     assert len(run(capsys, "ls", root, "--version", "long")) == 5
+    lines = run(capsys, "ls", root, "--version", "long", "--where", "duration >= 17")
+    assert [line.split("\t")[:2] for line in lines] == [["2", "k00017"], ["3", "k00018"], ["4", "k00019"]]
     assert len(run(capsys, "ls", root)) == 20
     assert run(capsys, "tag", root) == ["long\tversion 2"]
     assert json.loads("\n".join(run(capsys, "tag", root, "first", "--version", "1", "--json"))) == {"first": 1}

@@ -37,6 +37,19 @@ def test_a_folder_whose_name_is_no_text_is_found_again_by_its_url(tmp_path: Path
     assert open_location(store.location).get("a") == b"1"
 
 
+def test_a_file_and_a_place_of_the_kernel_are_refused_when_they_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    for path in ("file", "link", "file/below/it"):
+        with pytest.raises(UsageError, match="/file' is a file, not a directory") as caught:
+            open_store(tmp_path / path)
+        assert caught.value.hint
+    for url in ("/proc", "file:///proc/none", "/sys/kernel"):
+        with pytest.raises(UsageError, match="belongs to the kernel"):
+            open_store(url)
+    open_store(tmp_path / "not/yet/there").close()
+
+
 def test_an_unknown_scheme_names_the_known_ones() -> None:
     with pytest.raises(UnsupportedError, match=r"file:///path.*s3://bucket/prefix"):
         open_store("gopher://host/x")

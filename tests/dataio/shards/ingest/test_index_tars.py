@@ -451,9 +451,12 @@ def test_the_command_reports_and_its_exit_code_says_that_something_was_skipped(
         "1 sample from 1 file",
         "skipped: 2",
         "there is no such object",
-        f"shards stay in file://{tmp_path}/from",
+        f"shards stay in file://{tmp_path}/from; to open them, if you made the dataset",
+        "trust_mounts=True (--trust-mounts on the command line)",
     ):
         assert words in text.stdout.decode()
+    below = run(str(tmp_path / "from" / "a.tar"), tmp_path)
+    assert b"mount" not in below.stdout, "a folder below the dataset needs no trust"
     failed = run("pipe:cat x.tar", tmp_path / "three")
     assert failed.returncode == 2
     assert b"is a command, not" in failed.stderr

@@ -284,6 +284,8 @@ def test_a_loader_reads_a_view(tmp_path: Path, make_clip: MakeClip) -> None:
 def test_a_column_that_does_not_exist_is_named(opened: Dataset) -> None:
     with pytest.raises(UsageError, match="no column 'bogus'"):
         opened.columns(["bogus"])
+    with pytest.raises(UsageError, match=r"no column 'heigth' \(did you mean height\?\)"):
+        opened.columns(["heigth"])
 
 
 def test_a_store_is_only_read_by_a_view(opened: Dataset) -> None:
