@@ -314,7 +314,7 @@ def test_ranks_agree_and_exchange_parts() -> None:
         simulation.start(work, rank)
     simulation.run()
     for rank in range(3):
-        sent = [bytes([source, rank]) for source in range(3)]
+        sent = {source: bytes([source, rank]) for source in range(rank + 1)}
         assert found[rank] == ([b"\0", b"\1", b"\2"], b"\2\5", b"root", sent)
 
 
