@@ -23,6 +23,8 @@ from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
 from headrace.dataio.store.base import Store
 
 VERSION = 1
+_READS = 3
+"""How often a document is fetched until it counts as damaged."""
 FORMAT_SUFFIX = "-checkpoint"
 """The end of a repository's format name.
 
@@ -194,13 +196,14 @@ def newer(key: str, version: int, newest: int = VERSION) -> UnsupportedError:
 def read(store: Store, key: str, kind: type[D]) -> D:
     """Fetch and decode a document; `NotFoundError` if the object is absent.
 
-    A damaged document is fetched once more, because the damage may have happened in transit.
+    A damaged document is fetched up to `_READS` times, because the damage may have happened in transit.
     """
-    try:
-        return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
-    except (CorruptionError, UnsupportedError):
-        store.invalidate(key)
-        return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
+    for _ in range(_READS - 1):
+        try:
+            return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
+        except (CorruptionError, UnsupportedError):
+            store.invalidate(key)
+    return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
 
 
 def this_process() -> ProcessName:

@@ -240,9 +240,12 @@ def _refuse_dataset(store: Store) -> None:
 
 
 def _require_nothing(store: Store) -> None:
-    """Raise if there is no repository document, although runs, a DCP checkpoint or a dataset exist here."""
+    """Raise if there is no repository document, although runs, a DCP checkpoint or a dataset exist here.
+
+    Another process may have created the repository since the caller looked for it, so this function looks again.
+    """
     _refuse_dataset(store)
-    if next(iter(store.list(names.RUNS)), None) is not None:
+    if next(iter(store.list(names.RUNS)), None) is not None and read_repo(store) is None:
         raise CorruptionError(f"{names.REPO} is missing although there are runs at {store.location.url}")
     if store.exists(_OF_DCP):
         raise UnsupportedError(

@@ -179,6 +179,8 @@ def _find_place(store: Store, run: str, step: int, state: WriterState) -> _Found
     following = head.timeline + 1
     if latest is None:
         return _Found(head.timeline if is_own and restored is None else 0, following, restored, restored)
+    if not is_own and restored is not None and not _is_in(branch, restored):
+        return _Found(0, following, restored, restored)  # another trainer went back before the restored step meanwhile
     if step > latest.step:
         return _Found(head.timeline if is_own else 0, following, latest, latest)
     if is_own and restored is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import collect, commit, timeline, writers
 from headrace.checkpoint.repository import steps as repository
@@ -15,6 +16,7 @@ from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.repository.writers import SaveTarget, WriterState
 from headrace.dataio.core.errors import ConflictError, NotFoundError
+from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from tests.support.checkpoint_states import RUN, Wrapped, make, save, tiny_state
@@ -143,6 +145,41 @@ def test_a_step_of_an_abandoned_timeline_is_gone_back_to_where_it_lies(store: St
     writer.restore(abandoned)
     assert writer.save(40).timeline == 3
     assert steps(store) == [10, 20, 30, 40]
+
+
+def test_a_trainer_that_restored_the_latest_step_keeps_it_when_another_goes_back_meanwhile(store: Store) -> None:
+    Writer(store).save(1, 2, 3)
+    going_on = another_process(store)
+    latest = repository.find(store, RUN, "latest")
+    assert latest is not None
+    going_on.restore(latest)
+    going_back = another_process(store)
+    going_back.restore(1)
+    going_back.save(2)  # its timeline hides steps 2 and 3
+    assert steps(store) == [1, 2]
+    writers.is_new_process()
+    going_on.save(4)
+    assert steps(store) == [1, 2, 3, 4]
+    assert repository.find(store, RUN, 3) == latest
+
+
+def test_a_repository_that_appears_during_the_search_is_not_taken_for_one_that_lost_its_document(store: Store) -> None:
+    class Late(Wrapped):
+        """The first look at the document comes before the repository was created."""
+
+        looks = 0
+
+        def get(self, key: str, *, max_bytes: int = SMALL_OBJECT_BYTES) -> bytes:
+            if key == names.REPO:
+                self.looks += 1
+                if self.looks == 1:
+                    raise NotFoundError(f"{key} does not exist")
+            return super().get(key, max_bytes=max_bytes)
+
+    Writer(store).save(1)
+    late = Late(store)
+    repository.find(late, "another", "latest")
+    assert late.looks == 2
 
 
 def test_hidden_steps_are_gone_back_to_where_the_branch_has_none(store: Store) -> None:
