@@ -181,8 +181,6 @@ def test_the_core_alone_has_no_torch_and_runs_the_command_and_the_daemon(core: B
         (("doctor", "s3://bucket/prefix"), "s3"),
         (("pack", ".", "dataset"), "data"),
         (("bench", "loader"), "torch"),
-        (("bench", "resume"), "torch"),
-        (("bench", "checkpoint"), "torch"),
     ],
 )
 def test_a_missing_package_is_one_line_that_names_the_extra(core: Bare, arguments: tuple[str, ...], extra: str) -> None:
