@@ -68,6 +68,7 @@ class Lineage:
         self._leave = weakref.finalize(self, writers.leave, self._writer)
         self._preparing, self._prepared = threading.Lock(), False
         self._restored: Base | None = None
+        self._was_latest = False
         self.again = False
         self._parent_lease, self._fork_lease = ParentLease(store), ParentLease(store)
         self._base: Base | None = None
@@ -103,7 +104,14 @@ class Lineage:
             if not self.timeline:
                 # before a timeline is opened, so that a wrong origin does not stop another trainer of the run
                 self._fork = self._fork or self._find_origin()
-            state = WriterState(self._writer, self.timeline, self._restored, may_start_fresh=True, again=self.again)
+            state = WriterState(
+                self._writer,
+                self.timeline,
+                self._restored,
+                was_latest=self._was_latest,
+                may_start_fresh=True,
+                again=self.again,
+            )
             position = writers.place(
                 self._store, self._run, step, state, lambda base: self._parent_lease.hold(self._run, base)
             )
@@ -138,7 +146,7 @@ class Lineage:
         """
         base = found.base
         if run == self._run:
-            self._restored = base
+            self._restored, self._was_latest = base, latest
             self._offline_latest = base if found.offline and latest else None
         elif not found.offline:
             self._fork = msgspec.structs.replace(base, run=run)

@@ -322,8 +322,8 @@ def _latest(store: Store, run: str) -> Base | None:
 
 
 def _newest_listed(store: Store, run: str) -> tuple[int, int]:
-    """(timeline, step) of the newest timeline's newest listed step that has a COMMIT, a tombstone or a decision."""
-    number = max(timeline.numbers(store, run), default=0)
+    """(timeline, step) of the newest listed step that has a COMMIT, a tombstone or a decision."""
+    number = timeline.followed(store, run)
     listed = scan(store, run, number) if number else {}
     return number, max((at for at, seen in listed.items() if seen.committed or seen.decided), default=-1)
 

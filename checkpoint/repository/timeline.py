@@ -2,9 +2,11 @@
 
 A save opens a timeline when a trainer starts on the run, and when the trainer begins a branch.
 
-Invariant: a new timeline has a higher number than all others, and one writer opens it (`put_if_absent`). The latest
-step is the newest step of the newest timeline. If that timeline has none, it is the newest step of its parent, up to
-the step where the child branched off, and so on. A parent is always older than its child. Numbers have no gaps and
+Invariant: a new timeline has a higher number than all others, and one writer opens it (`put_if_absent`). A timeline
+stops the writers of older ones at once. It hides steps of older ones only after one of its own steps was decided: the
+store may apply the request that opens it long after its writer gave up. The latest step is the newest step of the
+newest timeline that has one. If it has been removed, it is the newest step of the parent, up to the step where the
+child branched off, and so on. A parent is always older than its child. Numbers have no gaps and
 documents are never removed. So if a timeline has objects but no document, the document was lost.
 Failure behaviour: `ConflictError` if other processes keep taking the numbers. `CorruptionError` for a parent that is
 not older. `CorruptionError` also if the newest timeline's document is lost, because an older timeline must not replace
@@ -112,12 +114,32 @@ def newest_after(store: Store, run: str, number: int) -> Timeline | None:
     return read_timeline(store, run, newest) if newest > number else None
 
 
+def newest(store: Store, run: str) -> Timeline | None:
+    """The newest timeline; None if the run has none."""
+    number = _newest(store, run)
+    return read_timeline(store, run, number) if number else None
+
+
+def followed(store: Store, run: str) -> int:
+    """The number of the timeline that readers follow: the newest one in which a step was decided; 0 for no timeline.
+
+    If no timeline has such a step, it is the newest timeline.
+    """
+    number = _newest(store, run)
+    return next((each for each in range(number, 0, -1) if _has_step(store, run, each)), number)
+
+
+def _has_step(store: Store, run: str, number: int) -> bool:
+    keys = (names.parse_step_key(info.key) for info in store.list(names.timeline_steps(run, number)))
+    return any(key is not None and key.kind in ("commit", "fate") for key in keys)
+
+
 def history(store: Store, run: str) -> list[Timeline]:
-    """The newest timeline and its ancestors, newest first."""
-    newest = _newest(store, run)
-    if not newest:
+    """The timeline that readers follow and its ancestors, newest first."""
+    number = followed(store, run)
+    if not number:
         return []
-    found = [read_timeline(store, run, newest)]
+    found = [read_timeline(store, run, number)]
     while (parent := found[-1].parent) is not None:
         found.append(read_timeline(store, run, parent.timeline))
     return found

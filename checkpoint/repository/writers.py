@@ -53,6 +53,7 @@ class WriterState:
     - `may_start_fresh`: whether it may begin a timeline without a parent step.
     - `handed_on`: whether other processes save for this one, so that the job's last timeline is looked up.
     - `again`: whether it may save a step that its timeline already has.
+    - `was_latest`: whether `restored` was the run's latest step when it was restored.
     """
 
     writer: str
@@ -62,6 +63,7 @@ class WriterState:
     may_start_fresh: bool = False
     handed_on: bool = False
     again: bool = False
+    was_latest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +164,9 @@ def place(
 
 
 def _find_place(store: Store, run: str, step: int, state: WriterState) -> _Found:
-    timelines = timeline.history(store, run)
-    if not timelines:
+    head = timeline.newest(store, run)
+    if head is None:
         return _Found(0, 1, None, None)
-    head = timelines[0]
     # the opener may be closed; a writer that has saved in the timeline continues there until a newer one is opened
     is_own = head.timeline == state.timeline or head.writer == state.writer or head.writer in _of_this_job
     if not is_own and (last := state.timeline or (_last_of_this_job(store, run) if state.handed_on else 0)):
@@ -173,13 +174,13 @@ def _find_place(store: Store, run: str, step: int, state: WriterState) -> _Found
     restored = state.restored
     if is_own and state.since and head.timeline > state.since:
         restored = None  # another writer of the job has begun the branch already
-    branch = timeline.segments(timelines)
+    branch = timeline.branch(store, run)
     steps = repository.visible(store, run, branch=branch)
     latest = next(steps, None)
     following = head.timeline + 1
     if latest is None:
         return _Found(head.timeline if is_own and restored is None else 0, following, restored, restored)
-    if not is_own and restored is not None and not _is_in(branch, restored):
+    if not is_own and state.was_latest and restored is not None and not _is_in(branch, restored):
         return _Found(0, following, restored, restored)  # another trainer went back before the restored step meanwhile
     if step > latest.step:
         return _Found(head.timeline if is_own else 0, following, latest, latest)

@@ -14,8 +14,10 @@ import torch.distributed.checkpoint as dcp
 
 from headrace.checkpoint import Checkpointer, read
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.checkpoint.format import names
+from headrace.checkpoint.repository import commit, timeline
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository import timeline
+from headrace.checkpoint.repository.commit import Attempt
 from headrace.dataio import Dataset, index, pack
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.store.open import open_store
@@ -146,7 +148,8 @@ def test_an_empty_url_is_refused_in_any_case(url: str) -> None:
 def test_a_run_whose_steps_are_all_hidden_has_none(tmp_path: Path) -> None:
     saved(tmp_path, "exp42")
     with open_store(tmp_path) as store:
-        timeline.open_timeline(store, "exp42", None)
+        number = timeline.open_timeline(store, "exp42", None)
+        commit.abort(store, Attempt("exp42", number, 1, names.new_id(), 1), "its trainer started anew and failed")
     with at(tmp_path) as checkpointer:
         with pytest.raises(NotFoundError, match="run exp42 has no step yet"):
             checkpointer.restore(_STATE, required=True)

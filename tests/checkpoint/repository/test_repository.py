@@ -44,7 +44,7 @@ def test_latest_follows_the_newest_timeline_and_then_its_parents(store: Store) -
     one = put_steps(store, begin(store), [100, 200, 300])
     assert visible(store) == [(300, 1), (200, 1), (100, 1)]
     second = begin(store, one[1])
-    assert visible(store) == [(200, 1), (100, 1)]  # opened, not saved yet: the present is where it branched off
+    assert visible(store) == [(300, 1), (200, 1), (100, 1)]  # opened, not saved yet: it hides nothing
     put_steps(store, second, [250, 300])
     assert visible(store) == [(300, 2), (250, 2), (200, 1), (100, 1)]
     third = begin(store, one[0])
@@ -57,8 +57,10 @@ def test_latest_follows_the_newest_timeline_and_then_its_parents(store: Store) -
 
 def test_a_trainer_that_starts_over_starts_a_history_of_its_own(store: Store) -> None:
     put_steps(store, begin(store), [1])
-    begin(store)
-    assert visible(store) == []
+    second = begin(store)
+    assert visible(store) == [(1, 1)]
+    put_steps(store, second, [1])
+    assert visible(store) == [(1, 2)]
 
 
 def test_going_back_and_saving_the_same_step_again_never_collides(store: Store) -> None:

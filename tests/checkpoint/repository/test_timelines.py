@@ -36,10 +36,17 @@ class Writer:
         self.store, self.may_start_fresh, self.name = store, may_start_fresh, writers.enter()
         self.timeline = 0
         self.restored: Base | None = None
+        self.was_latest = False
 
     def save(self, *steps: int) -> Base:
         for step in steps:
-            state = WriterState(self.name, self.timeline, self.restored, may_start_fresh=self.may_start_fresh)
+            state = WriterState(
+                self.name,
+                self.timeline,
+                self.restored,
+                was_latest=self.was_latest,
+                may_start_fresh=self.may_start_fresh,
+            )
             self.timeline, self.restored = writers.place(self.store, RUN, step, state).timeline, None
             made = save(self.store, make(self.store, tiny_state(step), step=step, number=self.timeline))
         return made
@@ -86,22 +93,23 @@ def test_a_step_that_is_there_already_begins_a_branch_after_a_restore(store: Sto
 
 
 @pytest.mark.parametrize(
-    ("restored", "saved", "until_committed"),
+    ("restored", "saved", "before"),
     [(1, 4, [1, 2, 3]), (2, 3, [1, 2]), (3, 3, [1, 2, 3]), (4, 3, [1, 2, 3, 4]), (1, 1, [1])],
     ids=["only looked at", "gone back to", "saved again", "saved again, and the one before", "from the first"],
 )
 def test_what_is_restored_after_a_death_before_the_first_commit(
-    store: Store, restored: int, saved: int, until_committed: list[int]
+    store: Store, restored: int, saved: int, before: list[int]
 ) -> None:
-    """No step is hidden before the saved one, and the restored one is there until it is replaced."""
+    """No step is hidden before a step is committed, and none before the saved one then."""
     writer = Writer(store)
     writer.save(1, 2, 3, 4)
     writer.restore(restored)
     state = WriterState(writer.name, writer.timeline, writer.restored, may_start_fresh=True)
     assert writers.place(store, RUN, saved, state).timeline == 2
-    assert steps(store) == until_committed
+    assert steps(store) == [1, 2, 3, 4], "a timeline without a decided step hides nothing"
     writer.restored = None
     writer.save(saved)
+    assert steps(store) == sorted({*before, saved})
     latest = repository.find(store, RUN, "latest")
     assert latest is not None
     assert (latest.timeline, latest.step) == (2, saved)
@@ -153,6 +161,7 @@ def test_a_trainer_that_restored_the_latest_step_keeps_it_when_another_goes_back
     latest = repository.find(store, RUN, "latest")
     assert latest is not None
     going_on.restore(latest)
+    going_on.was_latest = True
     going_back = another_process(store)
     going_back.restore(1)
     going_back.save(2)  # its timeline hides steps 2 and 3
@@ -161,6 +170,20 @@ def test_a_trainer_that_restored_the_latest_step_keeps_it_when_another_goes_back
     going_on.save(4)
     assert steps(store) == [1, 2, 3, 4]
     assert repository.find(store, RUN, 3) == latest
+
+
+def test_a_timeline_whose_document_arrives_long_after_its_trainer_gave_up_hides_no_step(store: Store) -> None:
+    writer = Writer(store)
+    writer.save(1, 2)
+    assert timeline.take(store, RUN, 2, None)  # the request of a trainer that looked before step 1 was committed
+    latest = repository.find(store, RUN, "latest")
+    assert latest is not None
+    assert latest.step == 2
+    assert not collect.to_delete(store, RUN, Keep(last=2))
+    with pytest.raises(ConflictError, match="taken over by timeline 2"):
+        writer.save(3)
+    another_process(store).save(3)
+    assert steps(store) == [1, 2, 3]
 
 
 def test_a_repository_that_appears_during_the_search_is_not_taken_for_one_that_lost_its_document(store: Store) -> None:
@@ -182,11 +205,11 @@ def test_a_repository_that_appears_during_the_search_is_not_taken_for_one_that_l
     assert late.looks == 2
 
 
-def test_hidden_steps_are_gone_back_to_where_the_branch_has_none(store: Store) -> None:
+def test_a_trainer_that_starts_anew_and_dies_before_its_first_commit_hides_nothing(store: Store) -> None:
     left = Writer(store).save(10, 20)
-    timeline.open_timeline(store, RUN, None)  # a trainer that started anew, and died before its first commit
+    timeline.open_timeline(store, RUN, None)
     heir = another_process(store)
-    assert steps(store) == []
+    assert steps(store) == [10, 20]
     heir.restore(left)
     heir.save(30)
     assert steps(store) == [10, 20, 30]

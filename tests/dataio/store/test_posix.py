@@ -225,7 +225,7 @@ def test_a_full_disk_is_a_capacity_error_and_leaves_nothing(root: Path) -> None:
         "try: store.put('k', bytes(1 << 17))\n"
         "except CapacityError as error: print(error)\n"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run([sys.executable, "-B", "-c", program], capture_output=True, text=True, check=True).stdout
     assert "writing" in said
     assert "File too large" in said
     assert open_store(root).get("k") == b"old"

@@ -358,7 +358,7 @@ def test_a_full_temporary_folder_is_said_so(put: Callable[..., Path], tmp_path: 
         "except CapacityError as error: print(error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, path, tmp_path / "set"], capture_output=True, text=True, check=True
+        [sys.executable, "-B", "-c", program, path, tmp_path / "set"], capture_output=True, text=True, check=True
     )
     assert "could not be copied" in done.stdout
     assert "TMPDIR" in done.stdout

@@ -97,7 +97,7 @@ def test_a_pack_of_a_bucket_that_is_killed_goes_on_where_it_was(clips: Path, s3_
         f"{s3_url}/clips",
         f"{s3_url}/ds",
     ]
-    environment = os.environ | {"HEADRACE_CRASH": "pack.unit-sealed#2", "HEADRACE_CRASH_MARK": str(tmp_path / "mark")}
+    environment = os.environ | {"HEADRACE_CRASH": "units.recorded#2", "HEADRACE_CRASH_MARK": str(tmp_path / "mark")}
     done = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     with pytest.raises(NotFoundError, match="no dataset"):
@@ -176,6 +176,6 @@ def test_a_disk_that_becomes_full_never_leaves_a_shortened_copy(tmp_path: Path) 
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         f"    sources.copy('memory://inputs/clip', 0, 2500, {str(tmp_path / 'copy')!r})\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-B", "-c", program], capture_output=True, text=True, timeout=100)
     assert "File too large" in done.stderr
     assert (tmp_path / "copy").stat().st_size == 1000, "the limit was met in the middle of the copy"

@@ -178,7 +178,7 @@ def without_chunk_digests(store: Store, part: versions.IndexPart) -> versions.In
 columns = st.sets(st.sampled_from(index.SCHEMA.names), min_size=1).map(sorted)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(columns)
 def test_columns_cost_their_own_bytes(made: Made, whole: Made, columns: list[str]) -> None:
     for store, document, rows in (made, whole):

@@ -58,8 +58,8 @@ def pages_of(document: VersionDocument) -> tuple[list[str], list[str]]:
     return [page.key for page in document.shards.pages], [page.key for page in document.index.pages]
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 120), st.integers(1, 12), st.integers(1, 30))
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 10))
 def test_a_paged_document_says_what_a_whole_one_says(
     tmp_path_factory: pytest.TempPathFactory, samples: int, per_shard: int, per_part: int
 ) -> None:
