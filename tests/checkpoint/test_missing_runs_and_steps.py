@@ -149,7 +149,7 @@ def test_a_run_whose_steps_are_all_hidden_has_none(tmp_path: Path) -> None:
     saved(tmp_path, "exp42")
     with open_store(tmp_path) as store:
         number = timeline.open_timeline(store, "exp42", None)
-        commit.abort(store, Attempt("exp42", number, 1, names.new_id(), 1), "its trainer started anew and failed")
+        commit.abort(store, Attempt("exp42", number, 7, names.new_id(), 1), "its trainer started anew and failed")
     with at(tmp_path) as checkpointer:
         with pytest.raises(NotFoundError, match="run exp42 has no step yet"):
             checkpointer.restore(_STATE, required=True)
