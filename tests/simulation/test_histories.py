@@ -18,10 +18,13 @@ FEW, MANY, PARTS = 600, 100_000, 6
 TRIES = 400
 """The most histories until a planted fault is found."""
 FIRST = {
-    "collectors remove attempts whose lease is over without aborting them": 105,
-    "a decision is overwritten": 105,
-    "collectors judge an attempt by COMMIT": 25,
-    "readers and savers ignore pending deletes": 400,
+    "collectors remove attempts whose lease is over without aborting them": 190,
+    "a replaced worker uses its predecessor's pack names": 40,
+    "a decision is overwritten": 188,
+    "a COMMIT is overwritten": 30,
+    "readers and savers ignore pending deletes": 655,
+    "collectors judge an attempt by COMMIT": 50,
+    "COMMIT is written before the decision": 70,
 }
 """The first history that is tried, for faults that few histories find: one that finds it comes soon after."""
 
