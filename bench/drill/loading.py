@@ -46,8 +46,11 @@ _CLIPS = {"DALI, GPU": 32, "DALI, CPU": 4, "PyAV": 8}
 """The number of clips that each decoder decodes concurrently."""
 _THREADS = (1, 2, 8)
 """Threads of a pipeline, in addition to those that the loader uses."""
-_MOST_OFF, _OFTEN = 2, 2e-3
-"""The largest allowed difference of a value, and the share of values that may differ by more than one."""
+_MOST_OFF, _OFTEN = 2, 0.05
+"""The largest allowed difference of a value, and the share of values that may differ by more than one.
+
+DALI converts colours on the card with other rounding than libswscale: on an H200, 2.5 % of the values differ by two.
+"""
 _SECONDS = 3.0
 """Seconds for each codec, size and decoder on a GPU machine: enough for the driver's averages of the decoder
 engines."""
