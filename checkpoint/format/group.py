@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from headrace.checkpoint.format import names
+from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import DIGEST_BYTES, TensorSpec, digest
 from headrace.checkpoint.format.documents import VERSION, Base, newer
 from headrace.checkpoint.format.manifest import Manifest, PackName
@@ -118,12 +118,17 @@ def join(attempt: str, index: int, world_size: int, summaries: Sequence[Summary]
 
 
 def encode(group: Group) -> bytes:
-    return msgspec.msgpack.encode(group)
+    return own_digest.append(msgspec.msgpack.encode(group))
 
 
 def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Group:
-    """Decode and check the group in the object `key`. If a digest is given, it is compared first."""
-    if expected_digest is not None and digest(data) != expected_digest:
+    """Decode and check the group in the object `key`.
+
+    The given digest is compared first. If none is given, the group's own digest is compared, if it has one.
+    """
+    if expected_digest is None:
+        own_digest.check(data, key)
+    elif digest(data) != expected_digest:
         raise _damaged(key, "its digest is not the one in the decision")
     try:
         version = msgspec.msgpack.decode(data, type=_Head).version

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 import msgspec
 import zstandard
 
-from headrace.checkpoint.format import chunking, names
+from headrace.checkpoint.format import chunking, names, own_digest
 from headrace.checkpoint.format.chunking import CHUNK_BYTES, DIGEST_BYTES, Box, digest
 from headrace.checkpoint.format.documents import VERSION, Base, newer
 from headrace.checkpoint.sharding import coverage_error
@@ -170,10 +170,12 @@ def encodings(manifest: Manifest) -> dict[int, tuple[int, int]]:
 
 def encode(manifest: Manifest) -> bytes:
     """Encode the manifest, compressed if it is large; `CapacityError` if it is too large even then."""
-    raw = data = _encoder.encode(manifest)
-    if MAX_BYTES < len(raw) <= MAX_RAW_BYTES:
+    raw = _encoder.encode(manifest)
+    data = own_digest.append(raw)
+    if len(data) > MAX_BYTES and len(raw) <= MAX_RAW_BYTES:
         raw = _encoder.encode(msgspec.structs.replace(manifest, version=WITH_VALUES))
-        data = _encoder.encode(_Compressed(WITH_VALUES, zstandard.ZstdCompressor(level=1).compress(raw)))
+        frame = zstandard.ZstdCompressor(level=1).compress(raw)
+        data = own_digest.append(_encoder.encode(_Compressed(WITH_VALUES, frame)))
     if len(data) > MAX_BYTES:
         raise CapacityError(
             f"the manifest of rank {manifest.rank} would have {format_bytes(len(raw))}, {format_bytes(len(data))} compressed; "
@@ -184,8 +186,13 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manifest:
-    """Decode and check the manifest in the object `key`. If a digest is given, it is compared first."""
-    if expected_digest is not None and digest(data) != expected_digest:
+    """Decode and check the manifest in the object `key`.
+
+    The given digest is compared first. If none is given, the manifest's own digest is compared, if it has one.
+    """
+    if expected_digest is None:
+        own_digest.check(data, key)
+    elif digest(data) != expected_digest:
         raise CorruptionError(
             f"{key} is damaged: its digest is not the one in the decision", hint="run `headrace ckpt check`"
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.checkpoint.format import manifest as manifests
-from headrace.checkpoint.format import names
+from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Commit, Decision, Timeline, encode, read
 from headrace.checkpoint.format.manifest import Manifest
@@ -311,7 +311,7 @@ def _sound_manifests(store: Store, attempt: Attempt) -> list[bytes]:
         first = None
         for rank in range(attempt.world_size):
             key = attempt.manifest_key(rank)
-            data = store.get(key, max_bytes=manifests.MAX_BYTES)
+            data = own_digest.fetch(store, key, max_bytes=manifests.MAX_BYTES)
             found = manifests.decode(data, key)
             first = first or found
             _check_agrees(attempt, first, found)

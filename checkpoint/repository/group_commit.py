@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.checkpoint.format import group as groups
 from headrace.checkpoint.format import manifest as manifests
-from headrace.checkpoint.format import names
+from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Base, Commit, Decision
 from headrace.checkpoint.format.group import Group, Summary
@@ -192,7 +192,7 @@ class GroupReader:
 
     def _summary(self, rank: int) -> Summary:
         key = self._attempt.manifest_key(rank)
-        data = self._store.get(key, max_bytes=manifests.MAX_BYTES)
+        data = own_digest.fetch(self._store, key, max_bytes=manifests.MAX_BYTES)
         found = manifests.decode(data, key)
         if found.world_size != self._attempt.world_size:
             raise MismatchError(f"{self._attempt}: rank {rank} belongs to a job of {found.world_size} ranks")
@@ -214,7 +214,7 @@ def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
 
     def read(index: int) -> tuple[bytes, Group]:
         key = attempt.group_key(index)
-        data = store.get(key, max_bytes=groups.MAX_BYTES)
+        data = own_digest.fetch(store, key, max_bytes=groups.MAX_BYTES)
         return digest(data), groups.decode(data, key)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="headrace-groups") as pool:

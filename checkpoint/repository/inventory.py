@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from headrace.checkpoint.format import group, names
+from headrace.checkpoint.format import group, names, own_digest
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format.documents import Commit, Decision, Lease, PendingDelete, StepOfRun, read
 from headrace.checkpoint.format.names import StepKey
@@ -248,7 +248,7 @@ class Reader:
     def _packs_in(self, key: str) -> tuple[str, frozenset[str]] | None:
         at = names.parse_step_key(key)
         try:
-            data = self._store.get(key, max_bytes=manifests.MAX_BYTES)
+            data = own_digest.fetch(self._store, key, max_bytes=manifests.MAX_BYTES)
         except NotFoundError:  # another collector is removing the attempt
             return None
         is_group = at is not None and at.kind == "group"

@@ -24,7 +24,7 @@ from functools import partial
 
 import msgspec
 
-from headrace.checkpoint.format import codec, names
+from headrace.checkpoint.format import codec, names, own_digest
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format.documents import Commit
 from headrace.checkpoint.repository import commit, group_commit
@@ -229,7 +229,7 @@ def result_of(
     """
     key = attempt.manifest_key(rank)
     try:
-        manifest = manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key)
+        manifest = manifests.decode(own_digest.fetch(store, key, max_bytes=manifests.MAX_BYTES), key)
     except (NotFoundError, TransientError):
         if own is None:
             raise

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.checkpoint.format import manifest as manifests
-from headrace.checkpoint.format import names
+from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository import commit, group_commit
@@ -260,7 +260,7 @@ def _commit(store: Store, local_tier: LocalTier, record: Record) -> bool:
 def _bases_of_all(store: Store, attempt: Attempt) -> tuple[Base, ...]:
     """The bases of all ranks. The manifest of a rank that was kept while the store was unreachable names none."""
     keys = [attempt.manifest_key(rank) for rank in range(attempt.world_size)]
-    found = (manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key) for key in keys)
+    found = (manifests.decode(own_digest.fetch(store, key, max_bytes=manifests.MAX_BYTES), key) for key in keys)
     return tuple(dict.fromkeys(base for manifest in found for base in manifest.bases))
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 from msgspec import structs
 
 from headrace.checkpoint.format import manifest as manifests
-from headrace.checkpoint.format import names
+from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Decision, Document, encode
 from headrace.checkpoint.repository import collect, commit, inventory, retention, timeline
@@ -122,6 +122,15 @@ def commit_first() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    def fetch(store: Any, key: str, *, max_bytes: int) -> bytes:
+        return bytes(store.get(key, max_bytes=max_bytes))
+
+    with mock.patch.object(own_digest, "fetch", fetch), mock.patch.object(own_digest, "check", return_value=None):
+        yield
+
+
 def replaced(where: object, name: str, by: Callable[..., object]) -> Plant:
     return lambda: mock.patch.object(where, name, by)
 
@@ -142,4 +151,5 @@ PLANTED: dict[str, Plant] = {
     "the decision does not wait for all manifests": some_manifests,
     "COMMIT is written before the decision": commit_first,
     "leases name no bases": lease_without_bases,
+    "the own digest of a manifest is not compared": unchecked,
 }

@@ -18,12 +18,12 @@ FEW, MANY, PARTS = 600, 100_000, 6
 TRIES = 400
 """The most histories until a planted fault is found."""
 FIRST = {
-    "collectors remove attempts whose lease is over without aborting them": 190,
+    "collectors remove attempts whose lease is over without aborting them": 330,
     "a replaced worker uses its predecessor's pack names": 40,
     "a decision is overwritten": 188,
     "a COMMIT is overwritten": 30,
-    "readers and savers ignore pending deletes": 655,
-    "collectors judge an attempt by COMMIT": 50,
+    "readers and savers ignore pending deletes": 785,
+    "collectors judge an attempt by COMMIT": 75,
     "COMMIT is written before the decision": 70,
 }
 """The first history that is tried, for faults that few histories find: one that finds it comes soon after."""
@@ -57,7 +57,19 @@ def tried(seeds: range) -> Counter[str]:
 
 def require_eventful(count: Counter[str]) -> None:
     """Whatever a history can meet has happened."""
-    wanted = ("refused", "lost", "late", "twice", "commits", "reads", "killed", "paused", "removed", "timelines")
+    wanted = (
+        "refused",
+        "lost",
+        "late",
+        "twice",
+        "flipped",
+        "commits",
+        "reads",
+        "killed",
+        "paused",
+        "removed",
+        "timelines",
+    )
     assert not [name for name in wanted if not count[name]]
 
 

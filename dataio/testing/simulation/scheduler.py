@@ -107,6 +107,7 @@ class Simulation:
     def __init__(
         self, seed: int = 0, *, measure_cpu: bool = False, charge_cpu: bool = False, limit: float = 7 * 86400.0
     ) -> None:
+        self.seed = seed
         self.random = random.Random(seed)
         self.now = 0.0
         self.clock: Clock = _VirtualClock(self)

@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import TypeVar
 
 from headrace.dataio.core import limits
@@ -55,6 +56,7 @@ class Faults:
         lost: The request is applied, and its response is lost.
         late: The client gives up, and the request is applied up to `late_seconds` later. Writes only.
         twice: The request is applied at once, and again up to `late_seconds` later. Writes only.
+        flipped: The response to a GET has one wrong bit.
         late_seconds: The longest delay of `late` and `twice`, in seconds.
         patience: Seconds until a client gives up.
     """
@@ -63,6 +65,7 @@ class Faults:
     lost: float = 0.0
     late: float = 0.0
     twice: float = 0.0
+    flipped: float = 0.0
     late_seconds: float = 900.0
     patience: float = 10.0
 
@@ -85,6 +88,7 @@ class Bucket:
         self.objects: dict[str, tuple[bytes, float]] = {}
         self._keys: list[str] = []
         self._free = 0.0
+        self._flips = Random(simulation.seed)
         self.requests: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.fired: Counter[str] = Counter()
@@ -145,6 +149,15 @@ class Bucket:
                 return name
             drawn -= share
         return ""
+
+    def flip(self, data: bytes) -> bytes:
+        """Return the bytes of a response, maybe with one wrong bit."""
+        if not data or not self.faults.flipped or self._flips.random() >= self.faults.flipped:
+            return data
+        self.fired["flipped"] += 1
+        wrong, bit = bytearray(data), self._flips.randrange(8 * len(data))
+        wrong[bit // 8] ^= 1 << bit % 8
+        return bytes(wrong)
 
     def _queue(self) -> float:
         """Return the seconds that this request waits for the rate limit."""
@@ -234,7 +247,7 @@ class SimulatedStore(Store):
         if found is None:
             raise NotFoundError(f"{key} does not exist")
         self.bucket.bytes[operation] += len(found[0])
-        return found[0]
+        return self.bucket.flip(found[0])
 
     def _standing(self, key: str) -> bytes | None:
         try:
