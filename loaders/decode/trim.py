@@ -458,7 +458,7 @@ def mux(window: Window, container: str = "matroska") -> bytes:
     target = io.BytesIO()
     try:
         with av.open(target, "w", format=container) as output:
-            copy = output.add_stream_from_template(window.stream)
+            copy = output.add_stream_from_template(window.stream, opaque=True)  # else PyAV looks for an encoder
             for packet in window.packets:
                 packet.stream = copy
                 output.mux(packet)

@@ -5,6 +5,7 @@ No GPU is needed: what is refused is refused before DALI sees it.
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace as replace_field
@@ -28,7 +29,7 @@ from headrace.loaders.decode.base import Decoded, Request
 from headrace.loaders.decode.dali import DaliDecoder, dali_installed
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.registry import open_decoder
-from headrace.loaders.decode.trim import open_window
+from headrace.loaders.decode.trim import mux, open_window
 
 InfoOf = Callable[[bytes, str], VideoInfo]
 needs_dali = pytest.mark.skipif(not dali_installed(), reason="DALI is not installed (it exists for Linux only)")
@@ -54,6 +55,19 @@ def why_not(asked: Request) -> str:
 def test_real_clips_of_one_picture_a_packet_are_decoded_on_the_gpu(name: str, media: Path, info_of: InfoOf) -> None:
     data = (media / name).read_bytes()
     assert why_not(request(data, info_of(data, name[-3:]))) == ""
+
+
+def first_picture(data: bytes) -> npt.NDArray[np.uint8]:
+    with av.open(io.BytesIO(data), "r") as container:
+        return next(container.decode(video=0)).to_ndarray(format="rgb24")
+
+
+@pytest.mark.parametrize("name", ["pancake_h264.mkv", "h265.mp4", "testsrc2_vp9.webm", "av1.mkv"])
+def test_what_dali_is_given_decodes_to_the_same_first_picture(name: str, media: Path, info_of: InfoOf) -> None:
+    data = (media / name).read_bytes()
+    with open_window(request(data, info_of(data, name.rpartition(".")[2]), 0)) as window:
+        given = mux(window)
+    assert np.array_equal(first_picture(data), first_picture(given))
 
 
 def test_av1_that_repeats_a_picture_is_not_decoded_on_the_gpu(media: Path, info_of: InfoOf) -> None:
