@@ -57,7 +57,7 @@ def test_real_clips_of_one_picture_a_packet_are_decoded_on_the_gpu(name: str, me
     assert why_not(request(data, info_of(data, name[-3:]))) == ""
 
 
-def first_picture(data: bytes) -> npt.NDArray[np.uint8]:
+def first_picture(data: bytes) -> npt.NDArray[Any]:
     with av.open(io.BytesIO(data), "r") as container:
         return next(container.decode(video=0)).to_ndarray(format="rgb24")
 
