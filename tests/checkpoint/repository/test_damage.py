@@ -88,6 +88,18 @@ def test_what_one_flipped_bit_on_the_way_damaged_is_read_again(kind: str) -> Non
         assert store.fired == {Fault.FLIP_BIT: 1}
 
 
+def test_a_document_that_is_damaged_three_times_on_the_way_is_an_error_and_twice_is_not() -> None:
+    sound, _ = repository_with_everything()
+    for seed in range(8):
+        store = Faulty(sound, [Rule(Fault.FLIP_BIT, key="repo.json", times=2)], seed=seed)
+        assert repository.read_repo(store) == repository.read_repo(sound)
+        assert store.fired == {Fault.FLIP_BIT: 2}
+        store = Faulty(sound, [Rule(Fault.FLIP_BIT, key="repo.json", times=3)], seed=seed)
+        with pytest.raises((CorruptionError, UnsupportedError)):
+            repository.read_repo(store)
+        assert store.fired == {Fault.FLIP_BIT: 3}
+
+
 def restores(store: MemoryStore, bases: list[Base], what: str) -> bool:
     """Whether everything was found and restored; what is restored is right."""
     whole = True
