@@ -121,6 +121,7 @@ class RepositoryReader(StorageReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """The step's contents as this rank sees them. The step is leased until `read_data` returns."""
         self._open.close()
+        self._is_latest = self._step == "latest"
         with contextlib.ExitStack() as stack:
             base = self._find(stack)
             self._opened_step = stack.enter_context(chunk_reader.LeasedStep(self._store, self._run, base))
@@ -169,7 +170,7 @@ class RepositoryReader(StorageReader):
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, _pickled_here(self._value(item.storage_index.fqn)))
             if self._resume:
-                session.resume(self._store, self._run, self._base)
+                session.resume(self._store, self._run, self._base, latest=self._is_latest)
         finally:
             self._open.close()
         future: Future[None] = Future()

@@ -50,8 +50,11 @@ _lock = threading.Lock()
 _writer, _handed_on = "", False
 _timelines: dict[tuple[str, str], int] = {}
 """The timeline of this process's last save, by URL and run."""
-_resumed: dict[tuple[str, str], tuple[Base, int]] = {}
-"""The step that this process continues from, and the run's newest timeline when it was loaded, by URL and run."""
+_resumed: dict[tuple[str, str], tuple[Base, int, bool]] = {}
+"""The step that this process continues from, by URL and run.
+
+With it: the run's newest timeline when the step was loaded, and whether it was loaded as the latest step.
+"""
 
 
 class Ticket(msgspec.Struct, array_like=True, frozen=True):
@@ -70,8 +73,16 @@ def new_ticket(store: Store, run: str, step: int, again: bool = False) -> Ticket
     at = (store.location.url, run)
     with _lock:
         repository.ensure_repo(store)
-        restored, since = _resumed.get(at, (None, 0))
-        state = WriterState(_own(), _timelines.get(at, 0), restored, since, handed_on=_handed_on, again=again)
+        restored, since, latest = _resumed.get(at, (None, 0, False))
+        state = WriterState(
+            _own(),
+            _timelines.get(at, 0),
+            restored,
+            since,
+            handed_on=_handed_on,
+            again=again,
+            was_latest=latest,
+        )
         place = writers.place(store, run, step, state)
         _timelines[at] = place.timeline
         _resumed.pop(at, None)
@@ -84,11 +95,11 @@ def new_ticket(store: Store, run: str, step: int, again: bool = False) -> Ticket
     return Ticket(names.new_id(), place.timeline, place.base)
 
 
-def resume(store: Store, run: str, base: Base) -> None:
-    """Make later saves of this process continue from a step that it has loaded."""
+def resume(store: Store, run: str, base: Base, *, latest: bool) -> None:
+    """Make later saves of this process continue from a step that it has loaded. `latest`: as the run's latest step."""
     since = max(timeline.numbers(store, run), default=0)
     with _lock:
-        _resumed[store.location.url, run] = base, since
+        _resumed[store.location.url, run] = base, since, latest
 
 
 def export_session() -> Any:

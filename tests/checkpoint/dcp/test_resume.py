@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from headrace.checkpoint import Checkpointer, Keep
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter, session
+from headrace.checkpoint.format.documents import StepName
 from headrace.checkpoint.repository import collect, timeline, writers
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.errors import ConflictError
@@ -108,6 +109,16 @@ def test_a_resumed_step_lets_a_step_be_saved_again_and_a_newer_one_go_on(store: 
     assert (steps(store), timeline.numbers(store, "a")) == ([1, 2, 3], [1, 2])
     save(store, 4)
     assert (steps(store), timeline.numbers(store, "a")) == ([1, 2, 3, 4], [1, 2])
+
+
+def test_a_process_that_resumed_the_latest_step_keeps_it_when_another_trainer_goes_back_meanwhile(store: Store) -> None:
+    save(store, 1, 2, 3)
+    another_process()
+    dcp.load(state(0), storage_reader=RepositoryReader(store, run="a", resume=True))
+    assert timeline.take(store, "a", 2, StepName(1, 1), "another trainer")
+    assert steps(store) == [1]
+    save(store, 4)
+    assert (steps(store), timeline.numbers(store, "a")) == ([1, 2, 3, 4], [1, 2, 3])
 
 
 def test_a_process_that_starts_with_an_older_step_needs_no_word(store: Store) -> None:
