@@ -286,7 +286,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         loaded: Mapping[str, Any] = super().load(
             f"step-{base.step}@{msgspec.msgpack.encode(ticket).hex()}", into, **more
         )
-        session.resume(self._store, self._run, base)
+        session.resume(self._store, self._run, base, latest=checkpoint_id == "latest")
         return loaded
 
     def close(self) -> None:
