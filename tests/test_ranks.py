@@ -63,7 +63,7 @@ def test_ranks_end_with_the_tests_that_are_killed(tmp_path: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether it is there, and not merely waited for by nobody."""
+    """Whether it is there, and not merely a process that was never waited for."""
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -88,7 +88,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         results.read(Path("/dev/null"))
 
 
-def test_the_environment_names_the_machine_and_nobody(tmp_path: Path) -> None:
+def test_the_environment_names_the_machine_and_no_person(tmp_path: Path) -> None:
     found = results.environment(tmp_path)
     assert {"cpu", "cpus", "memory_gib", "kernel", "python", "file_system", "packages"} <= set(found)
     assert found["cpus"] == len(os.sched_getaffinity(0))

@@ -343,7 +343,7 @@ def test_a_failed_save_is_logged_raised_once_and_training_lives_on(
         assert handle.wait(60)
         assert [r.levelno for r in caplog.records if "step 1 was not saved" in r.getMessage()] == [logging.ERROR]
         with pytest.raises(CapacityError, match="no space left"):
-            checkpointer.save(2, state)  # nobody has asked the handle
+            checkpointer.save(2, state)  # the handle was not asked
         store.full = False
         assert checkpointer.save(2, state).result(60).step == 2
         store.full = True
@@ -366,7 +366,7 @@ def test_a_failed_save_does_not_stop_training_unless_that_is_asked_for(tmp_path:
             checkpointer.close()  # here it is told to whoever never asked
 
 
-def test_close_raises_what_nobody_has_fetched(tmp_path: Path) -> None:
+def test_close_raises_errors_that_were_not_fetched(tmp_path: Path) -> None:
     with open_store(tmp_path) as inner:
         with pytest.raises(CapacityError), open_at(Full(inner)) as checkpointer:
             checkpointer.save(1, {"a": torch.zeros(2)})
@@ -546,7 +546,7 @@ class Stuttering(Wrapped):
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         won = self.inner.put_if_absent(key, data)
         if key.endswith("COMMIT"):
-            raise AmbiguousWriteError("nobody knows")
+            raise AmbiguousWriteError("unknown")
         return won
 
 

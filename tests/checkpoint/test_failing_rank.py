@@ -93,7 +93,7 @@ def test_only_the_very_process_counts_and_of_other_nodes_nothing_is_said() -> No
     assert peers.failed_ranks([0, 1, 2]) == ""
     assert peers.failed_ranks([3]) == "the process of rank 3 has ended"
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has waited for it
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not waited for
     assert peers.failed_ranks([0, 1, 2, 3]) == "the process of rank 1, 3 has ended"
     child.communicate()
     assert peers.failed_ranks([0, 1, 2]) == "the process of rank 1 has ended"

@@ -90,7 +90,7 @@ def test_a_node_that_answers_nothing_any_more_is_silent() -> None:
         [sys.executable, "-c", _CUT_OFF], capture_output=True, text=True, timeout=150, env=_environment(), check=False
     )
     if found.returncode == 77:
-        pytest.skip("this system lets nobody have a network of its own")
+        pytest.skip("this system gives no process a network of its own")
     assert found.stdout.splitlines()[-1:] == [SILENT], found.stderr
 
 

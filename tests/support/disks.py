@@ -12,7 +12,7 @@ import pytest
 
 @contextlib.contextmanager
 def disk(folder: Path, options: str) -> Iterator[Path]:
-    """A file system in memory, mounted at `folder` with these options; skips, with the reason, where nobody may mount one."""
+    """A file system in memory, mounted at `folder` with these options; skips with the reason where that is denied."""
     command = ["mount", "-t", "tmpfs", "-o", options, "headrace-test", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -25,7 +25,7 @@ def disk(folder: Path, options: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """Nobody can write to the `disk` at `folder` meanwhile."""
+    """No process can write to the `disk` at `folder` meanwhile."""
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     try:
         yield

@@ -110,7 +110,7 @@ class StoreClock:
         return self._store.now
 
     def sleep(self, seconds: float) -> None:
-        raise AssertionError("nobody sleeps here")
+        raise AssertionError("no thread sleeps here")
 
 
 class Killed(BaseException):
@@ -180,7 +180,7 @@ _living: list[Actor] = []
 
 
 def end_all() -> None:
-    """Nobody does anything any more, also where a search ended with somebody in the middle."""
+    """No thread does anything any more, also where a search ended with one in the middle."""
     for actor in list(_living):
         actor.end()
 

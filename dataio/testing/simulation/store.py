@@ -44,6 +44,8 @@ from headrace.dataio.testing.simulation.scheduler import Simulation
 PAGE = 1000
 """The most keys in one response to a listing."""
 _TRIES = 3
+_DIGEST_BYTES = 90
+"""At least as many as the own digest at the end of a document has."""
 T = TypeVar("T")
 
 
@@ -151,11 +153,15 @@ class Bucket:
         return ""
 
     def flip(self, data: bytes) -> bytes:
-        """Return the bytes of a response, maybe with one wrong bit."""
+        """Return the bytes of a response, maybe with one wrong bit.
+
+        The last bytes stay right, because a document's own digest is there. It depends on the document's text, and which
+        flips a history meets must not.
+        """
         if not data or not self.faults.flipped or self._flips.random() >= self.faults.flipped:
             return data
         self.fired["flipped"] += 1
-        wrong, bit = bytearray(data), self._flips.randrange(8 * len(data))
+        wrong, bit = bytearray(data), int(self._flips.random() * 8 * max(1, len(data) - _DIGEST_BYTES))
         wrong[bit // 8] ^= 1 << bit % 8
         return bytes(wrong)
 

@@ -111,7 +111,7 @@ def test_a_step_that_somebody_reads_is_spared(tmp_path: Path) -> None:
 
 
 def test_a_collectors_own_clock_does_not_matter(tmp_path: Path) -> None:
-    """A lease is over by the store's clock, so a machine whose clock is an hour ahead fences nobody."""
+    """A lease is over by the store's clock, so a machine whose clock is an hour ahead fences no attempt."""
 
     class Ahead:
         def monotonic(self) -> float:
@@ -197,7 +197,7 @@ def test_tags_name_steps_and_keep_them(tmp_path: Path, capsys: pytest.CaptureFix
             tags.tag(store, "best", RUN, 2)
         assert tags.tag(store, "best", RUN, 2, move=True).step == 2
         with pytest.raises(NotFoundError, match="headrace ckpt tags"):
-            tags.untag(store, "nobody")
+            tags.untag(store, "absent")
         with pytest.raises(UsageError):
             tags.tag(store, "../evil", RUN, 2)
     assert ckpt(["tags", url, "--json"]) == 0

@@ -120,7 +120,7 @@ class World:
         self._check_latest()
 
     def _check_latest(self) -> None:
-        """Nobody who starts now finds less than the second step."""
+        """No process that starts now finds less than the second step."""
         found = next(repository.visible(self.store, RUN), None)
         assert found is not None, "the run has lost its latest step"
         assert found.step >= 2, f"the run has fallen back to step {found.step}"
@@ -322,7 +322,7 @@ def test_a_trainer_that_goes_back_and_dies_before_its_first_save_leaves_a_latest
             with suppress(NotFoundError):
                 parent.hold(RUN, base)
                 begin(store, base)
-            store.now += 1000  # the lease is over; nobody releases it
+            store.now += 1000  # the lease is over; no process releases it
 
     moments(retaining, going_back)
     assert all(map(visible_steps, stores))

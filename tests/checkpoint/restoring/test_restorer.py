@@ -1,4 +1,4 @@
-"""Tensors are written only when nobody reads them any more, on whatever stream."""
+"""Tensors are written only after the last read of them, on whatever stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that nobody closes: the garbage collector finds them, in any thread and under any lock of the store's."""
+"""Steps that are never closed: the garbage collector finds them, in any thread and under any lock of the store's."""
 
 from __future__ import annotations
 

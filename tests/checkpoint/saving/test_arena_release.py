@@ -1,4 +1,4 @@
-"""Whoever gives an arena back, or says that it is full, leaves nobody behind who still writes into it."""
+"""Once an arena is given back, or reported full, no thread writes into it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def laid_out(*tensors: torch.Tensor) -> dict[str, Any]:
     return {"specs": specs, "layout": lay_out(specs)}
 
 
-def test_a_failed_save_in_slices_gives_the_arena_back_once_nobody_fills_it(
+def test_a_failed_save_in_slices_gives_the_arena_back_once_no_thread_fills_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feeding: list[list[threading.Thread]] = []
@@ -109,7 +109,7 @@ def test_slices_that_were_all_taken_away_are_a_copy_that_succeeded(arena: Arena)
     sliced.wait(150)
 
 
-def test_slices_that_nobody_takes_away_are_given_up_and_say_so(arena: Arena) -> None:
+def test_slices_that_are_never_taken_away_are_given_up_and_say_so(arena: Arena) -> None:
     tensor = torch.zeros(arena.size + 1, dtype=torch.uint8)
     sliced = SlicedState(arena, [tensor], **laid_out(tensor))
     sliced.cancel()
@@ -140,7 +140,7 @@ class FakeEvent:
         self.recorded = True
 
     def wait(self, _stream: object) -> None:
-        """The device waits, nobody here."""
+        """The device waits, no thread here."""
 
     def synchronize(self) -> None:
         self.over = True

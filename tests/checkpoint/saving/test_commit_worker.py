@@ -91,7 +91,7 @@ def test_the_program_refuses_a_plan_it_does_not_understand(tmp_path: Path) -> No
     assert (code, events[-1]["code"]) == (2, "unsupported")
 
 
-def test_the_program_goes_on_when_nobody_reads_its_reports(tmp_path: Path) -> None:
+def test_the_program_goes_on_when_its_reports_are_not_read(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         made = make(store, tiny_state(1), step=1, number=begin(store))
         with start(made) as process:

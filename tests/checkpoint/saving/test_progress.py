@@ -32,7 +32,7 @@ STATE = {f"t{n}": os.urandom(200 * KIB) for n in range(8)}
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nobody cleans up after it."""
+    """Stands for SIGKILL: nothing is cleaned up after it."""
 
 
 class Dying(Wrapped):

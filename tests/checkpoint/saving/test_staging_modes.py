@@ -214,7 +214,7 @@ def test_a_store_that_fails_lets_go_of_a_save_in_slices(tmp_path: Path) -> None:
         checkpointer.save(1, {"x": torch.ones(3)}).result(60)
         (tmp_path / "packs").rename(tmp_path / "away")
         (tmp_path / "packs").write_text("in the way")
-        handle = checkpointer.save(2, state)  # returns, though nobody takes the slices away
+        handle = checkpointer.save(2, state)  # returns, though the slices are not taken away
         with pytest.raises(Exception, match="packs"):
             handle.result(60)
         (tmp_path / "packs").unlink()
@@ -245,7 +245,7 @@ def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("staging", "limit"), [("lazy", None), ("lazy", 64 * MIB)])
-def test_a_save_that_cannot_begin_leaves_nobody_at_work_on_the_state(
+def test_a_save_that_cannot_begin_leaves_no_thread_at_work_on_the_state(
     staging: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_work: list[float] = []

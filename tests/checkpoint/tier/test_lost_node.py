@@ -62,7 +62,7 @@ def test_a_trainer_that_starts_again_on_its_node_reads_no_pack_from_the_store(
     refuse(proxy, "GET", "/packs/", 1)
     _, restored = here.train("restore", s3_url)
     assert restored == [{"step": 3, "same": True}]
-    assert proxy.fired[Fault.REFUSE] == 0  # nobody asked for a pack
+    assert proxy.fired[Fault.REFUSE] == 0  # no pack was asked for
     shutil.rmtree(here.tier)  # a tier that is gone is done without
     _, restored = here.train("restore", s3_url)
     assert restored == [{"step": 3, "same": True}]

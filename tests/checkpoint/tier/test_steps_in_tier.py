@@ -343,7 +343,7 @@ def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, t
     assert tier.records()[0].over
 
 
-def test_a_step_with_ranks_that_nobody_has_is_left_alone(remote: Counting, tier: LocalTier) -> None:
+def test_a_step_with_ranks_that_no_node_has_is_left_alone(remote: Counting, tier: LocalTier) -> None:
     first = saved(remote, tier)
     attempt = names.new_id()
     made = make(remote, tiny_state(2), step=2, number=1, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)

@@ -92,7 +92,7 @@ def test_whoever_is_killed_what_was_staged_commits_and_what_was_committed_stays(
 
 
 def kill(node: Node, dead: tuple[str, ...], held: int) -> None:
-    if "daemon" in dead:  # first, so that it sees nobody else die
+    if "daemon" in dead:  # first, so that it sees no other process die
         node.kill_daemon()
     if "worker" in dead:
         os.kill(held, signal.SIGKILL)

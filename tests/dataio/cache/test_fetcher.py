@@ -162,7 +162,7 @@ def test_objects_that_are_no_files_and_blocks_that_lie_here_already_go_by_themse
         return FetchTask(Fetch(1, 0, 0, BLOCK, (), adopted), node.file, source, "a", (), lambda: False)
 
     found = BatchedFetch(SYSTEM_CLOCK)
-    assert not found.fits(flight(store)), "nobody has looked yet"
+    assert not found.fits(flight(store)), "no thread has looked yet"
     assert found.accepts(flight(store))
     assert found.fits(flight(store))
     assert not found.accepts(flight(store, adopted=True))
@@ -183,7 +183,7 @@ def test_what_is_prefetched_so_is_adopted_by_the_next_engine(tmp_path: Path, sto
         engine.close()
 
 
-def test_files_that_nobody_asks_for_are_closed(node: Node, store: Store, tmp_path: Path) -> None:
+def test_files_that_are_not_asked_for_are_closed(node: Node, store: Store, tmp_path: Path) -> None:
     clock = ManualClock()
     found, buffer = BatchedFetch(clock), memoryview(bytearray(BLOCK))
     one = FetchTask(Fetch(1, 0, 0, BLOCK), node.file, store, "b", (), lambda: False)

@@ -1,4 +1,4 @@
-"""A store whose shards' sizes a version says is asked for none, and objects that nobody knows are asked after side by side."""
+"""A store whose shards' sizes a version says is asked for none, and unknown objects are asked after side by side."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_who_is_told_the_sizes_asks_for_none(engine: Engine) -> None:
         reader.announce([(name, 10, 100) for name in NAMES])
         for name in NAMES:
             assert reader.read(name, [(10, 100)]) == [store.objects[name][10:110]]
-    assert store.stats == 1, "nobody said how large f is"
+    assert store.stats == 1, "the size of f is not known"
 
 
 def test_of_an_object_that_is_shorter_than_was_said_what_is_there_is_read(engine: Engine) -> None:

@@ -68,7 +68,7 @@ print('gone', flush=True)
 @pytest.mark.parametrize(
     ("more", "said"),
     [("", "MainThread\n"), (NO_MORE_THREADS, "gone\nMainThread\n")],
-    ids=["nobody forgot it", "no thread can be started any more"],
+    ids=["it was not forgotten", "no thread can be started any more"],
 )
 def test_what_is_left_at_the_end_of_the_process_is_done_before_it_ends(more: str, said: str) -> None:
     command = [sys.executable, "-c", LEFT_TO_THE_END + more]

@@ -77,7 +77,7 @@ def test_there_is_no_context_outside_of_a_span(tracer: Tracer) -> None:
     assert tracer.context() == ""
 
 
-def test_nothing_is_imported_where_nobody_asked_for_it() -> None:
+def test_nothing_is_imported_where_it_was_not_asked_for() -> None:
     code = (
         "import sys; from headrace.dataio.core.tracing import context, recording, span\n"
         "with span('a', n=1): assert context() == '' and not recording()\n"

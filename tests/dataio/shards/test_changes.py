@@ -105,8 +105,8 @@ def test_removing_leaves_every_object_and_older_version_as_it_was(tmp_path: Path
 
 def test_keys_that_nothing_has_are_named_and_nothing_is_removed(tmp_path: Path) -> None:
     dataset = opened(tmp_path, range(10))
-    with pytest.raises(NotFoundError, match=r"no sample 'nobody', 'none'.*nothing was removed"):
-        dataset.remove(["k00001", "nobody", "none"])
+    with pytest.raises(NotFoundError, match=r"no sample 'absent', 'none'.*nothing was removed"):
+        dataset.remove(["k00001", "absent", "none"])
     with pytest.raises(UsageError, match="no sample is to be removed"):
         dataset.remove(where="duration < 0")
     with pytest.raises(UsageError, match="all samples are to be removed"):

@@ -155,7 +155,7 @@ def test_a_bucket_that_does_not_exist_is_a_clear_error(clips: Path, s3_url: str)
 
 @pytest.mark.s3
 def test_wrong_credentials_are_a_clear_error_that_shows_none(clips: Path, s3_url: str) -> None:
-    done = headrace("pack", clips, s3_url, AWS_ACCESS_KEY_ID="nobody", AWS_SECRET_ACCESS_KEY="hush-hush")
+    done = headrace("pack", clips, s3_url, AWS_ACCESS_KEY_ID="stranger", AWS_SECRET_ACCESS_KEY="hush-hush")
     assert done.returncode == 2
     assert b"headrace pack: error: " in done.stderr
     assert b"next: " in done.stderr
@@ -209,7 +209,8 @@ def test_ls_json_says_how_many_pieces_a_long_file_has_and_not_their_digests(tmp_
     assert list(text) == ["ext", "offset", "length", "xxh3"]
 
 
-def test_cat_gives_the_bytes_of_a_member(dataset: Path, clips: Path) -> None:
+def test_cat_gives_the_bytes_of_a_member(dataset: Path, packed: Path) -> None:
+    clips = packed.parent / "clips"
     assert headrace("cat", dataset, "a").stdout == (clips / "a.mp4").read_bytes()
     assert headrace("cat", dataset, "a", "--ext", "txt").stdout == b"caption"
     assert headrace("cat", dataset, "c").stdout == (clips / "c.wav").read_bytes()

@@ -86,7 +86,7 @@ def test_garbage_ends_its_own_connection_only(quiet: RunningDaemon, hello: bool)
             assert ended(sock)
 
 
-def test_random_bytes_from_many_clients_disturb_nobody(quiet: RunningDaemon) -> None:
+def test_random_bytes_from_many_clients_disturb_no_other(quiet: RunningDaemon) -> None:
     rng = random.Random(0)
     for _ in range(100):
         with raw(quiet, hello=rng.random() < 0.5) as sock:

@@ -14,7 +14,7 @@ def after(*waits: float, processors: int = 2) -> AdaptivePoll:
     return spin
 
 
-def test_nobody_looks_before_answers_were_quick() -> None:
+def test_no_thread_looks_before_answers_were_quick() -> None:
     assert not after().worth
     assert not after(*[SPIN_SECONDS * 1.1] * 1000).worth
     assert after(*[QUICK] * 100).worth

@@ -19,7 +19,7 @@ from tests.support.disks import disk
 
 @pytest.fixture
 def read_only_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system that nobody can write to."""
+    """A real file system that no process can write to."""
     folder = tmp_path / "disk"
     folder.mkdir()
     with disk(folder, "ro,size=1m"):

@@ -108,7 +108,7 @@ def test_the_service_manager_hears_that_it_is_ready_and_alive() -> None:
             return [await loop.run_in_executor(None, manager.recv, 100) for _ in range(4)]
 
         assert asyncio.run(alive()) == [b"READY=1"] + 3 * [b"WATCHDOG=1"]
-        assert not notify("READY=1", {"NOTIFY_SOCKET": f"{folder}/nobody"})
+        assert not notify("READY=1", {"NOTIFY_SOCKET": f"{folder}/absent"})
     assert not notify("READY=1", {})
 
 

@@ -1,4 +1,4 @@
-"""Frames of every kind, damaged in every way, with descriptors of every kind, at a real daemon: nobody else is disturbed."""
+"""Frames of every kind, damaged in every way, with descriptors of every kind, at a real daemon: no other client is disturbed."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_what_the_daemon_fetches_and_commits_is_below_the_trainers_spans(
     assert about["headrace.bytes"].int_value == 4 << 20
 
 
-def test_where_nobody_records_a_jobs_end_is_nothing() -> None:
+def test_where_nothing_records_a_jobs_end_is_nothing() -> None:
     job_span("checkpoint", "", "")(m.Done("token", "{}"))
 
 

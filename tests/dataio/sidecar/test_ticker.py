@@ -25,7 +25,7 @@ class Later:
             action()
 
 
-def test_a_daemon_that_nobody_uses_draws_nothing_and_has_no_timer_until_a_client_comes() -> None:
+def test_a_daemon_without_clients_draws_nothing_and_has_no_timer_until_a_client_comes() -> None:
     later, drawn, clients = Later(), list[int](), [1]
     pulse = Ticker(2.0, record=lambda: bool(drawn.append(1)), busy=lambda: bool(clients), later=later)
     pulse.wake()

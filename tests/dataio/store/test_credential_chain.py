@@ -1,4 +1,4 @@
-"""Credentials that change while a store is open, and secrets that nobody sees."""
+"""Credentials that change while a store is open, and secrets that are never shown."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_what_is_in_the_page_cache_is_read_from_there(tmp_path: Path, monkeypatc
     store.put("packs/k", body)
     path, buffer = tmp_path / "store" / "packs" / "k", bytearray(len(body))
     store.get_into("packs/k", 0, memoryview(buffer))
-    assert filled == [], "nobody asked for it"
+    assert filled == [], "it was not asked for"
     store.read_once("packs/")
     path.read_bytes()
     with path.open("rb") as file:

@@ -118,7 +118,7 @@ def test_a_hidden_file_stays_locked_until_it_has_its_name(root: Path, monkeypatc
 
     def link(source: str, target: str, **more: bool) -> None:
         os.utime(source, (0, 0))
-        open_store(root).put("other", b"")  # removes what is old and nobody's
+        open_store(root).put("other", b"")  # removes old leftovers
         fired.append(source)
         real(source, target, **more)
 

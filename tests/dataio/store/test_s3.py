@@ -106,7 +106,7 @@ def test_a_missing_bucket_is_named(client: str, s3_url: str) -> None:
                 operation()
 
 
-@pytest.mark.parametrize("wrong", [{"key": "nobody"}, {"secret": "another-secret-xyz"}])
+@pytest.mark.parametrize("wrong", [{"key": "stranger"}, {"secret": "another-secret-xyz"}])
 def test_wrong_credentials_are_access_denied_and_never_shown(client: str, s3_url: str, wrong: dict[str, str]) -> None:
     options = {"key": os.environ["AWS_ACCESS_KEY_ID"], "secret": os.environ["AWS_SECRET_ACCESS_KEY"]} | wrong
     with open_store(s3_url, storage_options=options) as store:

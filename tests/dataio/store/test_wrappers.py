@@ -89,7 +89,7 @@ def posix(tmp_path: Path) -> PosixStore:
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Random arrivals and departures: the bounds hold and nobody overtakes."""
+    """Random arrivals and departures: the bounds hold and none overtakes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -283,7 +283,7 @@ def test_a_full_ring_holds_prefetching_back_and_sends_readers_past_it() -> None:
     assert [f.offset for f in fetches(cache.released(second))] == [0], "what was held back goes on"
 
 
-def test_when_nobody_announces_a_store_any_more_its_blocks_may_go() -> None:
+def test_when_a_store_is_no_longer_announced_its_blocks_may_go() -> None:
     cache = full_of_pinned()
     assert ask(cache, 1, ObjectId("other", "x", 50, 0.0), [0]) == [Bypass(1)]
     cache.withdraw(1)
@@ -385,7 +385,7 @@ def test_announced_blocks_push_others_out_of_the_fast_tier() -> None:
     assert [i.tier for i in out if isinstance(i, Create)] == [0]
 
 
-def test_what_nobody_announced_is_evicted_from_the_slow_tier_first() -> None:
+def test_what_was_never_announced_is_evicted_from_the_slow_tier_first() -> None:
     cache = two_tiers(60, 60)
     fast = load(cache, 1, obj("a", 60), range(6))
     slow = load(cache, 2, obj("b", 60), range(6))

@@ -108,7 +108,7 @@ def test_neighbours_are_read_by_one_call_in_whatever_order_they_are_wanted(
     assert calls == [1000]
 
 
-def test_a_view_keeps_its_bytes_for_as_long_as_it_is_held_and_memory_that_nobody_holds_is_used_again(
+def test_a_view_keeps_its_bytes_for_as_long_as_it_is_held_and_memory_that_is_not_held_is_used_again(
     reader: DirectReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[int]()

@@ -32,7 +32,7 @@ def clips(tmp_path: Path, make_clip: MakeClip) -> Path:
     for number in range(4):
         make_clip(folder / f"day{number % 2}" / f"c{number}.mp4", frames=4)
         (folder / f"day{number % 2}" / f"c{number}.txt").write_text(f"caption {number}")
-    (folder / "notes.md").write_text("nobody's")
+    (folder / "notes.md").write_text("not a sample")
     (folder / ".hidden").write_text("not seen")
     return folder
 

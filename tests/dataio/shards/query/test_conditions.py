@@ -36,7 +36,7 @@ CONDITIONS: dict[str, Callable[[Sample], object]] = {
     "audio_codec is not null and sample_rate = 16000 and channels = 1": lambda s: s.audio,
     "has_audio or not has_text": lambda s: s.audio or s.text is None,
     "round(fps, 2) = 29.97 and frames = 90": lambda s: s.video,
-    "key in ('k00001', 'k00002', 'nobody')": lambda s: s.key in ("k00001", "k00002"),
+    "key in ('k00001', 'k00002', 'absent')": lambda s: s.key in ("k00001", "k00002"),
     "bytes < 110": lambda s: s.members[0].length < 110,
     "score < 1.5 and label = 'odd'": lambda s: s.fields["score"] < 1.5 and s.fields["label"] == "odd",  # type: ignore[operator]
     "fields.number % 10 = 3": lambda s: s.fields["number"] % 10 == 3,  # type: ignore[operator]

@@ -145,7 +145,7 @@ def test_the_keeper_is_bounded_and_ends_conversations_that_it_does_not_understan
     assert list(place.take()) == ["a"]
 
 
-def test_a_keeper_that_nobody_can_find_any_more_lets_go(tmp_path: Path) -> None:
+def test_a_keeper_that_cannot_be_found_any_more_lets_go(tmp_path: Path) -> None:
     place = FdKeeper(tmp_path)
     place.put("a", memory(b"1"))
     pid = keeper_pid(tmp_path)

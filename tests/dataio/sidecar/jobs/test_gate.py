@@ -47,7 +47,7 @@ def test_it_is_open_until_it_is_closed_and_again_when_it_is_opened(tmp_path: Pat
     gate.close()
 
 
-def test_a_daemon_that_is_killed_holds_nobody_back(tmp_path: Path) -> None:
+def test_a_daemon_that_is_killed_holds_no_other_back(tmp_path: Path) -> None:
     daemon = subprocess.Popen(
         [sys.executable, "-c", CLOSE_AND_WAIT, str(tmp_path / "gate")], stdout=subprocess.PIPE, text=True
     )

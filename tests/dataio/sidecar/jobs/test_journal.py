@@ -1,4 +1,4 @@
-"""Entries that are whole, torn, foreign, newer, too large; plans that changed; files that belong to nobody."""
+"""Entries that are whole, torn, foreign, newer, too large; plans that changed; files that belong to no job."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def metrics(daemon: RunningDaemon) -> str:
         return str(answer.read().decode())
 
 
-def test_a_job_that_nobody_waits_for_is_tried_again_until_the_store_is_back(
+def test_a_job_that_no_client_waits_for_is_tried_again_until_the_store_is_back(
     daemon: RunningDaemon, fd: int, tmp_path: Path
 ) -> None:
     token = left_alone(daemon, fd, tmp_path, write=str(tmp_path / "written"))

@@ -89,7 +89,7 @@ def test_jobs_that_commit_are_bounded_too() -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """Any order of events: the bounds hold, nobody is lost, nobody is started twice."""
+    """Any order of events: the bounds hold, no job is lost, none is started twice."""
 
     def __init__(self) -> None:
         super().__init__()

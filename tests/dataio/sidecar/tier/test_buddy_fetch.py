@@ -91,7 +91,7 @@ def test_an_object_is_fetched_once_and_only_so_many_at_a_time_the_wanted_first(
     assert watched.most == buddy_fetch.CONNECTIONS
 
 
-def test_when_the_buddy_breaks_off_nobody_waits_for_the_rest(
+def test_when_the_buddy_breaks_off_no_reader_waits_for_the_rest(
     node: TierService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fired = []
