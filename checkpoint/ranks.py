@@ -5,7 +5,7 @@ Then all ranks continue with the same message, or all raise. An agreement is one
 per rank, without pickle. The reduction is the maximum, byte by byte; ranks other than 0 send zeros as the message.
 Tables are gathered only when one has changed, and reasons only when a rank has failed.
 Failure behaviour: a failed rank raises its own error; the others raise `TransientError` with that rank and its
-reason. Ranks that ask for different steps raise `UsageError`. If torch.distributed fails, for example because only some
+reason, or an error of the same type where the caller says that it concerns all ranks. Ranks that ask for different steps raise `UsageError`. If torch.distributed fails, for example because only some
 ranks called, `TransientError` says so. A rank that waits for `_WARN_SECONDS` logs what it waits for.
 """
 
@@ -17,11 +17,12 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
-from headrace.dataio.core.errors import TransientError, UsageError
+from headrace.dataio.core.errors import HeadraceError, TransientError, UsageError
 from headrace.dataio.core.log import get_logger
 
 _log = get_logger(__name__)
@@ -30,6 +31,14 @@ _REASON_BYTES = 512
 _NUMBER = struct.Struct(">Q")
 _WARN_SECONDS = 60.0
 _CALL_EVERYWHERE = "call save and restore on every rank, not only on rank 0"
+Alike = tuple[type[HeadraceError], ...]
+"""Types of errors that concern all ranks, such as damage in the store."""
+
+
+class Request(Protocol):
+    """A message in flight."""
+
+    def wait(self) -> object: ...
 
 
 @dataclass(slots=True)
@@ -62,13 +71,16 @@ class Ranks:
             )
         return cls(rank, world_size)
 
-    def agree(self, number: int, message: bytes, error: Exception | None) -> bytes:
-        """Return rank 0's message on all ranks; raise on all ranks if the numbers differ or a rank has an error."""
+    def agree(self, number: int, message: bytes, error: Exception | None, alike: Alike = ()) -> bytes:
+        """Return rank 0's message on all ranks; raise on all ranks if the numbers differ or a rank has an error.
+
+        If a rank has an error of a type in `alike`, the other ranks raise that type too.
+        """
         if self.world_size > 1:
             try:
                 with self._warns_if_slow():
-                    message = self._exchange(number, message, error)
-            except TransientError:
+                    message = self._exchange(number, message, error, alike)
+            except (TransientError, *alike):
                 if error is None:
                     raise
         if error is not None:
@@ -76,14 +88,14 @@ class Ranks:
         return message
 
     @contextlib.contextmanager
-    def agreed(self, number: int = 0) -> Iterator[None]:
-        """Raise on all ranks if the block fails on one. The block must not wait for other ranks."""
+    def agreed(self, number: int = 0, alike: Alike = ()) -> Iterator[None]:
+        """Raise on all ranks if the block fails on one. The block must not wait for other ranks. `alike`: see `agree`."""
         error = None
         try:
             yield
         except Exception as caught:  # any error must be reported to the other ranks
             error = caught
-        self.agree(number, b"", error)
+        self.agree(number, b"", error, alike)
 
     def gather(self, table: bytes) -> list[bytes]:
         """Every rank's table, by rank. If no table has changed, this costs one small all-reduce."""
@@ -112,6 +124,18 @@ class Ranks:
         """
         if self.world_size == 1:
             return {rank: data for rank, data in sent.items() if data}
+        with _explained():
+            return self._all_to_all(sent)
+
+    def isend(self, data: torch.Tensor, rank: int, tag: int) -> Request:
+        """Start to send main memory to a rank. The first call, or that of `group`, is collective."""
+        return cast("Request", dist.isend(data, rank, self.group(), tag))
+
+    def irecv(self, data: torch.Tensor, rank: int, tag: int) -> Request:
+        """Start to receive into main memory from a rank. The first call, or that of `group`, is collective."""
+        return cast("Request", dist.irecv(data, rank, self.group(), tag))
+
+    def _all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
         parts = [sent.get(rank, b"") for rank in range(self.world_size)]
         sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64, device=_device())
         incoming = torch.empty_like(sizes)
@@ -137,7 +161,7 @@ class Ranks:
             self._group = dist.new_group(backend="gloo")
         return self._group
 
-    def _exchange(self, number: int, message: bytes, error: Exception | None) -> bytes:
+    def _exchange(self, number: int, message: bytes, error: Exception | None, alike: Alike) -> bytes:
         own = message if self.rank == 0 and error is None else b""
         assert len(own) <= _MESSAGE_BYTES
         number = max(number, 0)
@@ -149,9 +173,7 @@ class Ranks:
         if failed:
             reason = self._reasons(error)[failed[0]]
             if error is None:
-                raise TransientError(
-                    f"rank {failed[0]} could not take part: {reason}", hint="see the whole error of that rank"
-                )
+                raise _error_on(failed[0], reason, alike)
         if error is None and got[self.world_size :][: len(numbers)] != numbers:
             raise UsageError(
                 "the ranks ask for different steps", hint="call save and restore with the same step everywhere"
@@ -177,6 +199,15 @@ class Ranks:
         reason = f"{type(error).__name__}: {error}".encode(errors="replace") if error is not None else b""
         sent = _all(reason[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0"), self.world_size)
         return [each.rstrip(b"\0").decode(errors="ignore") for each in sent]
+
+
+def _error_on(rank: int, reason: str, alike: Alike) -> HeadraceError:
+    """The error of a rank that learns that another rank has failed."""
+    kind, _, text = reason.partition(": ")
+    for each in alike:
+        if each.__name__ == kind:
+            return each(f"rank {rank}: {text}")
+    return TransientError(f"rank {rank} could not take part: {reason}", hint="see the whole error of that rank")
 
 
 @contextlib.contextmanager
