@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -124,7 +124,7 @@ class Ranks:
         """
         if self.world_size == 1:
             return {rank: data for rank, data in sent.items() if data}
-        with _explained():
+        with explained():
             return self._all_to_all(sent)
 
     def isend(self, data: torch.Tensor, rank: int, tag: int) -> Request:
@@ -201,6 +201,26 @@ class Ranks:
         return [each.rstrip(b"\0").decode(errors="ignore") for each in sent]
 
 
+class PendingError(contextlib.AbstractContextManager["PendingError"]):
+    """Keeps an error of its body until the next exchange."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+        return isinstance(error, Exception)
+
+    def raise_kept(self) -> None:
+        """Raise the error, if any. Call it inside an exchange."""
+        if self.error is not None:
+            raise self.error
+
+
 def _error_on(rank: int, reason: str, alike: Alike) -> HeadraceError:
     """The error of a rank that learns that another rank has failed."""
     kind, _, text = reason.partition(": ")
@@ -211,7 +231,7 @@ def _error_on(rank: int, reason: str, alike: Alike) -> HeadraceError:
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Turn an error of torch.distributed into one that says what the user may have done."""
     try:
         yield
@@ -223,14 +243,14 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-@_explained()
+@explained()
 def _maximum(sent: bytes) -> bytes:
     tensor = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(_device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return bytes(tensor.cpu().numpy())
 
 
-@_explained()
+@explained()
 def _all(sent: bytes, world_size: int) -> list[bytes]:
     own = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(_device())
     got = [torch.empty_like(own) for _ in range(world_size)]

@@ -356,13 +356,19 @@ def together(found: Sealed, given: Sequence[Manifest]) -> Step:
     """Check that the manifests, given by rank, belong together, and return them as a step."""
     for each in given:
         if each.world_size != len(given):
-            raise CorruptionError(
-                f"{found.attempt.decision_key} names {len(given)} manifests of a world of {each.world_size}"
-            )
+            raise other_world(found, each)
     what = manifests.check_shards(given)
     if what is not None:
         raise CorruptionError(f"{found.attempt.decision_key}: {what}", hint="run `headrace ckpt check`")
     return Step(found.run, found.base, tuple(given))
+
+
+def other_world(found: Sealed, manifest: Manifest) -> CorruptionError:
+    """The error of a manifest that another number of ranks wrote."""
+    count = found.attempt.world_size
+    return CorruptionError(
+        f"{found.attempt.decision_key} names {count} manifests of a world of {manifest.world_size}"
+    )
 
 
 def _of_digest(store: Store, key: str, expected: bytes) -> bytes:

@@ -1,9 +1,9 @@
 """Read the tensor bytes of a committed step into the caller's memory.
 
-Invariant: the shards of every request hold all of it, or the reader raises an error before it reads. `read` returns
-after every byte was checked against its chunk's digest. A raw chunk whose bytes go to one
-contiguous range of memory is read directly into it. A lease protects the step while it is read. After the lease is
-written, the step is looked up again. Garbage collection therefore cannot remove it during the read.
+Invariant: the shards of every request hold all of it, or an error is raised before the first read. `read` returns after
+every byte was checked against its chunk's digest. A raw chunk whose bytes go to one contiguous range of memory is read
+directly into it. A lease protects the step while it is read. After the lease is written, the step is looked up again.
+Garbage collection therefore cannot remove it during the read.
 
 Failure behaviour: `CorruptionError` names step, tensor, pack and offset. Tensors that were complete before the error
 have changed. The damaged tensor holds a mixture of old and new bytes, with zeros in place of the damage. The caller
@@ -154,9 +154,9 @@ def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
     return found | own_tensors(own)
 
 
-def own_tensors(own: Manifest) -> dict[str, Saved]:
-    """The rank-local tensors of a manifest, by name."""
-    return {t.name: Saved(t.name, t.dtype, t.shape, ((own, t),), alone=True) for t in own.tensors if not t.replicated}
+def own_tensors(own: Manifest, alone: bool = False) -> dict[str, Saved]:
+    """The rank-local tensors of a manifest, by name. `alone`: no other rank reads them."""
+    return {t.name: Saved(t.name, t.dtype, t.shape, ((own, t),), alone) for t in own.tensors if not t.replicated}
 
 
 class StepLease(contextlib.AbstractContextManager[None]):
