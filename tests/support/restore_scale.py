@@ -95,7 +95,7 @@ class Tables:
 
     def packs(self) -> tuple[PackName, ...]:
         count = self._at // manifest.PACK_BYTES + 1
-        return tuple(PackName(ATTEMPT, f"{self._rank:05d}-{number:04d}") for number in range(count))
+        return tuple(PackName(ATTEMPT, f"{self._rank}-00000000-{number}") for number in range(count))
 
     def _chunk(self, number: int, at: int, length: int) -> Chunk:
         pack, offset = divmod(at, manifest.PACK_BYTES)

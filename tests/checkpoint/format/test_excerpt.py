@@ -10,7 +10,7 @@ from headrace.checkpoint.format import excerpt, names
 from headrace.checkpoint.format.manifest import Chunk, Manifest, PackName, Span, Tensor
 from headrace.dataio.core.errors import CorruptionError
 
-PACKS = tuple(PackName(names.new_id(), f"{number:04d}") for number in range(3))
+PACKS = tuple(PackName(names.new_id(), f"{number}-00000000-0") for number in range(3))
 
 
 def manifest() -> Manifest:
@@ -62,7 +62,7 @@ def test_an_excerpt_keeps_the_chunks_of_its_tensors_and_nothing_else() -> None:
         b"\xc1",
         msgspec.msgpack.encode([1]),
         excerpt.encode([structs.replace(excerpt.excerpt(manifest(), [0]), chunks=())]),
-        excerpt.encode([structs.replace(excerpt.excerpt(manifest(), [0]), packs=(PackName("../x", "y"),))]),
+        excerpt.encode([structs.replace(excerpt.excerpt(manifest(), [0]), packs=(PackName("../x", "0-00000000-0"),))]),
         excerpt.encode([structs.replace(excerpt.excerpt(manifest(), [0, 1]), packs=PACKS[:1])]),
     ],
 )
