@@ -5,8 +5,9 @@ Then all ranks continue with the same message, or all raise. An agreement is one
 per rank, without pickle. The reduction is the maximum, byte by byte; ranks other than 0 send zeros as the message.
 Tables are gathered only when one has changed, and reasons only when a rank has failed.
 Failure behaviour: a failed rank raises its own error; the others raise `TransientError` with that rank and its
-reason, or an error of the same type where the caller says that it concerns all ranks. Ranks that ask for different steps raise `UsageError`. If torch.distributed fails, for example because only some
-ranks called, `TransientError` says so. A rank that waits for `_WARN_SECONDS` logs what it waits for.
+reason, or an error of the same type where the caller says that it concerns all ranks. Ranks that ask for different
+steps raise `UsageError`. If torch.distributed fails, for example because only some ranks called, `TransientError` says
+so. A rank that waits for `_WARN_SECONDS` logs what it waits for.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Ranks:
             try:
                 with self._warns_if_slow():
                     message = self._exchange(number, message, error, alike)
-            except (TransientError, *alike):
+            except HeadraceError:
                 if error is None:
                     raise
         if error is not None:

@@ -12,8 +12,8 @@ for the bytes of an element. The boxes are part of a row, whole rows, part of a 
 dimension. Each box is intersected with the target shard and copied as one strided block.
 
 Invariant: all functions are pure. They give the same answer on every rank, without communication. Each (tensor, box)
-has one writer. `coverage_error` returns None only for boxes that are
-disjoint and hold every element. `copy_overlap` writes exactly the bytes that both shards hold.
+has one writer. `coverage_error` returns None only for boxes that are disjoint and hold every element. `copy_overlap`
+writes exactly the bytes that both shards hold.
 Failure behaviour: none; the caller passes boxes of one global tensor.
 """
 

@@ -366,9 +366,7 @@ def together(found: Sealed, given: Sequence[Manifest]) -> Step:
 def other_world(found: Sealed, manifest: Manifest) -> CorruptionError:
     """The error of a manifest that another number of ranks wrote."""
     count = found.attempt.world_size
-    return CorruptionError(
-        f"{found.attempt.decision_key} names {count} manifests of a world of {manifest.world_size}"
-    )
+    return CorruptionError(f"{found.attempt.decision_key} names {count} manifests of a world of {manifest.world_size}")
 
 
 def _of_digest(store: Store, key: str, expected: bytes) -> bytes:

@@ -75,7 +75,9 @@ def find_routes(needed: Sequence[Iterable[tuple[str, Chunk]]], ranks: Exchange) 
             answers[sender].append(answer)
     replies = ranks.all_to_all({sender: msgspec.msgpack.encode(parts) for sender, parts in answers.items()})
     decoded = {home: _decoder.decode(data) for home, data in replies.items()}
-    return [_routes(each, {home: parts[number] for home, parts in decoded.items()}) for number, each in enumerate(asked)]
+    return [
+        _routes(each, {home: parts[number] for home, parts in decoded.items()}) for number, each in enumerate(asked)
+    ]
 
 
 def assign_routes(needs: Mapping[int, bytes]) -> dict[int, bytes]:

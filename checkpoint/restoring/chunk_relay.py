@@ -122,7 +122,9 @@ class ChunkRelay:
         elif not self._stopped:
             if digest(payload[:-1]) != chunk.digest:
                 sender = self._routes[place].parent
-                raise CorruptionError(f"rank {sender} sent {chunk.raw} bytes of {place[0]} that differ from those saved")
+                raise CorruptionError(
+                    f"rank {sender} sent {chunk.raw} bytes of {place[0]} that differ from those saved"
+                )
             self._reading.use(place[0], chunk, payload[:-1])
 
     def _receive(self, route: Route) -> tuple[torch.Tensor, Request] | None:

@@ -36,7 +36,6 @@ from headrace.checkpoint.restoring.tensor_homes import Answer, TensorHome, Tenso
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.store.base import Store
 
-
 WHOLE_RANKS = 8
 """If neither the saving nor the restoring job has more ranks, every rank reads all manifests.
 
@@ -155,7 +154,9 @@ class DividedStep:
         for data in received.values():
             if data not in encoded:
                 asked = _rows_decoder.decode(data)
-                encoded[data] = excerpt.encode([excerpt.excerpt(self._manifests[number], rows) for number, rows in asked])
+                encoded[data] = excerpt.encode(
+                    [excerpt.excerpt(self._manifests[number], rows) for number, rows in asked]
+                )
         return {sender: encoded[data] for sender, data in received.items()}
 
 

@@ -42,6 +42,7 @@ from headrace.checkpoint.restoring.chunk_relay import ChunkRelay
 from headrace.dataio.core.files import file_system
 from headrace.dataio.store.base import Store
 
+
 @dataclass(frozen=True, slots=True)
 class SharedReads:
     """What the ranks know about each other's reads in a restore.

@@ -156,7 +156,10 @@ class TensorHome:
         for sender, data in received.items():
             its = found[sender] = [(each.name, self._overlapping(each)) for each in _requests_decoder.decode(data)]
             readers.update((name, index) for name, indexes in its for index in indexes)
-        return {sender: msgspec.msgpack.encode([self._answer(*each, readers) for each in its]) for sender, its in found.items()}
+        return {
+            sender: msgspec.msgpack.encode([self._answer(*each, readers) for each in its])
+            for sender, its in found.items()
+        }
 
     def _overlapping(self, request: Request) -> list[int]:
         tensor = self._tensors.get(request.name)

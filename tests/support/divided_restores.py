@@ -15,13 +15,13 @@ import torch
 from headrace.checkpoint.format import chunking, group, names
 from headrace.checkpoint.format.chunking import Box, TensorSpec
 from headrace.checkpoint.format.documents import Base, Repo, encode
+from headrace.checkpoint.ranks import PendingError
 from headrace.checkpoint.repository import commit, fetch, group_commit, inventory, lease, timeline
 from headrace.checkpoint.restoring import chunk_homes, chunk_reader, divided_step
 from headrace.checkpoint.restoring.chunk_reader import ChunkReader, Saved, StepLease, Want
 from headrace.checkpoint.restoring.chunk_relay import ChunkRelay
 from headrace.checkpoint.restoring.opening import open_decision, read_decision
 from headrace.checkpoint.restoring.shared_reads import _needed_by_several
-from headrace.checkpoint.ranks import PendingError
 from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.testing.simulation.collectives import Group, SimulatedRanks
@@ -164,7 +164,10 @@ class Job:
         ranks_of = Group(self.simulation, len(wanted))
         self._letters.clear()
         return self.run(
-            [partial(restore, self, base, boxes, MailedRanks(self, ranks_of, r), sent) for r, boxes in enumerate(wanted)]
+            [
+                partial(restore, self, base, boxes, MailedRanks(self, ranks_of, r), sent)
+                for r, boxes in enumerate(wanted)
+            ]
         )
 
     def count(self, operation: str = "", part: str = "") -> int:

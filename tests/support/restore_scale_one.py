@@ -145,7 +145,9 @@ class OtherRanks:
     def _answer(self, name: str) -> Answer:
         if name.startswith("step/"):
             owner = holder(name, self.world_size)
-            return Answer([(owner, self._row[name] if owner == self.rank else _holders[name] // self.world_size)], False)
+            return Answer(
+                [(owner, self._row[name] if owner == self.rank else _holders[name] // self.world_size)], False
+            )
         return Answer([(self.rank, self._row[name])], True)
 
     def _rows(self, sent: Mapping[int, bytes]) -> Messages:
@@ -224,8 +226,10 @@ def measure(ranks: int) -> dict[str, float]:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     opened = divided_step.open_divided(store, sealed, others)
     types = opened.types(list(tree.tensor_names(tree.decode(opened.own.tree))))
-    saved = opened.tensors(types, {name: its for name, its in boxes.items()})
-    reading = ChunkReader(fetch.Step(RUN, sealed.base, ()), [Want(saved[n], its[0], NoSink()) for n, its in boxes.items()])
+    saved = opened.tensors(types, boxes)
+    reading = ChunkReader(
+        fetch.Step(RUN, sealed.base, ()), [Want(saved[n], its[0], NoSink()) for n, its in boxes.items()]
+    )
     chunk_homes.find_routes([(), _needed_by_several(reading)], others)
     seconds = time.process_time() - began - others.seconds
     return {

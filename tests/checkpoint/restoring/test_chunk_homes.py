@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,13 +29,9 @@ def routes_of(needed: Sequence[Sequence[int]]) -> list[Routes]:
         for rank, own in enumerate(needed)
     ]
     simulation.run()
-    found = []
-    for task in tasks:
-        assert task.error is None
-        empty, routes = task.result  # type: ignore[misc]
-        assert empty == {}
-        found.append(routes)
-    return found
+    results = [cast("list[Routes]", task.result) for task in tasks]
+    assert all(found[0] == {} for found in results)
+    return [found[1] for found in results]
 
 
 @given(st.lists(st.sets(st.integers(0, 19)), min_size=1, max_size=9))

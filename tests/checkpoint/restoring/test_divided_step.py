@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from headrace.checkpoint.format import excerpt
 from headrace.checkpoint.format import group as groups
 from headrace.checkpoint.format import manifest as manifests
-from headrace.checkpoint.format.chunking import Box, whole
+from headrace.checkpoint.format.chunking import Box, digest, whole
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import fetch
-from headrace.checkpoint.restoring import chunk_reader, divided_step, tensor_homes
+from headrace.checkpoint.restoring import chunk_reader, tensor_homes
 from headrace.checkpoint.restoring.chunk_reader import Want
 from headrace.checkpoint.restoring.divided_step import manifests_of, readers_of
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, TransientError
@@ -214,7 +215,7 @@ def rewritten(job: Job, base: Base, change: Callable[[manifests.Manifest], manif
     data = manifests.encode(change(manifests.decode(data, key)))
     job.bucket.objects[key] = data, at
     digests = list(sealed.digests)
-    digests[1] = manifests.digest(data)
+    digests[1] = digest(data)
     return fetch.Sealed(RUN, base, sealed.attempt, tuple(digests))
 
 
@@ -255,12 +256,12 @@ def test_a_home_that_leaves_a_shard_out_is_an_error_and_never_wrong_bytes(monkey
 def test_a_reader_that_sends_rows_of_another_tensor_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job()
     base = job.save(by_rows(4))
-    real = divided_step.excerpt.excerpt
+    real = excerpt.excerpt
 
     def other(manifest: manifests.Manifest, numbers: Sequence[int]) -> Any:
         return real(manifest, [(number + 1) % len(manifest.tensors) for number in numbers])
 
-    monkeypatch.setattr(divided_step.excerpt, "excerpt", other)
+    monkeypatch.setattr(excerpt, "excerpt", other)
     job.restore(base, wanted_by_rows(3))
     assert {type(error) for error in job.errors.values()} == {CorruptionError}
     assert all("do not agree about the shards" in str(error) for error in job.errors.values())
