@@ -72,34 +72,32 @@ def box_of(shape: tuple[int, ...], rank: int, ranks: int) -> Box | None:
 
 
 class Tables:
-    """The tables of one rank's manifest: the small stream first, then large tensors in chunks of their own."""
+    """The tables of one rank's manifest: small tensors share chunks of a mebibyte, large ones have their own chunks."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._small, self._at = rank, 0, MIB
-        self.chunks: list[Chunk] = [self._chunk(0, 0, MIB)]
+        self._rank, self._small, self._used, self._at = rank, -1, MIB, 0
+        self.chunks: list[Chunk] = []
 
     def spans(self, size: int) -> tuple[Span, ...]:
-        if size < SMALL_BELOW:
-            if self._small + size > self.chunks[0].raw:
-                raise AssertionError("the small stream has more than one chunk")
-            self._small += size
-            return (Span(0, self._small - size, size),)
-        found = []
-        for _, length in chunking.cut(size, 4 * MIB):
-            if self._at % manifest.PACK_BYTES + length > manifest.PACK_BYTES:
-                self._at += manifest.PACK_BYTES - self._at % manifest.PACK_BYTES
-            self.chunks.append(self._chunk(len(self.chunks), self._at, length))
-            self._at += length
-            found.append(Span(len(self.chunks) - 1, 0, length))
-        return tuple(found)
+        if size >= SMALL_BELOW:
+            return tuple(Span(self._new(length), 0, length) for _, length in chunking.cut(size, 4 * MIB))
+        if self._used + size > MIB:
+            self._small, self._used = self._new(MIB), 0
+        self._used += size
+        return (Span(self._small, self._used - size, size),)
+
+    def _new(self, length: int) -> int:
+        """The number of a new chunk, in the next pack if this one is full."""
+        left = manifest.PACK_BYTES - self._at % manifest.PACK_BYTES
+        self._at += left if left < length else 0
+        pack, offset = divmod(self._at, manifest.PACK_BYTES)
+        number, self._at = len(self.chunks), self._at + length
+        self.chunks.append(Chunk(digest(b"%d %d" % (self._rank, number)), pack, offset, length, length))
+        return number
 
     def packs(self) -> tuple[PackName, ...]:
         count = self._at // manifest.PACK_BYTES + 1
         return tuple(PackName(ATTEMPT, f"{self._rank}-00000000-{number}") for number in range(count))
-
-    def _chunk(self, number: int, at: int, length: int) -> Chunk:
-        pack, offset = divmod(at, manifest.PACK_BYTES)
-        return Chunk(digest(b"%d %d" % (self._rank, number)), pack, offset, length, length)
 
 
 def manifest_of(rank: int, ranks: int, plan: bytes) -> Manifest:

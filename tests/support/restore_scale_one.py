@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from unittest import mock
 
 import msgspec
+from msgspec import structs
 
 from headrace.checkpoint.format import excerpt, group, manifest, names
 from headrace.checkpoint.format.chunking import digest
@@ -30,7 +31,7 @@ from headrace.checkpoint.restoring.divided_step import _FromGroups, _Member, _ro
 from headrace.checkpoint.restoring.shared_reads import _needed_by_several
 from headrace.checkpoint.restoring.tensor_homes import Answer, HeldTensor, Request, ShardPlace, home_of
 from headrace.checkpoint.state import tree
-from headrace.dataio.core.limits import KIB
+from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.store.base import Location
 from tests.support.checkpoint_states import Wrapped
 from tests.support.restore_scale import ATTEMPT, NAMES, PARAMETERS, RUN, SLOTS, NoSink, _boxes, box_of, manifest_of
@@ -193,6 +194,8 @@ class OtherRanks:
 
 _holders = {f"step/{name}": number for number, (name, _) in enumerate(PARAMETERS)}
 _small: dict[int, Manifest] = {}
+NO_COUNTS = manifest.Chunk(bytes(32), 0, 0, MIB, MIB)
+"""The small chunk of a rank without step counts."""
 
 
 def holder(name: str, ranks: int) -> int:
@@ -204,7 +207,8 @@ def small(rank: int, ranks: int) -> Manifest:
     """A manifest of the step counts of one rank, with its small chunk."""
     if rank not in _small:
         with mock.patch("tests.support.restore_scale.SLOTS", ()):
-            _small[rank] = manifest_of(rank, ranks, b"")
+            found = manifest_of(rank, ranks, b"")
+            _small[rank] = found if found.chunks else structs.replace(found, chunks=(NO_COUNTS,))
     return _small[rank]
 
 
