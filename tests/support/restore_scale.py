@@ -11,6 +11,7 @@ rank at its peak. The memory includes the messages in flight.
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import sys
@@ -212,6 +213,7 @@ def measure(saved: int, restoring: int) -> dict[str, float]:
     store, ranks_of = SimulatedStore(bucket), Group(simulation, restoring)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     processes = [Process(str(rank)) for rank in range(restoring)]
+    gc.disable()  # as the restorer does
     with patched(simulation, lease, fetch), mock.patch.object(divided_step, "WHOLE_RANKS", 0):
         tasks = [
             simulation.start(

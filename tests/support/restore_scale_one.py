@@ -126,10 +126,18 @@ class OtherRanks:
         return self._others(held) | ({self.rank: sent[self.rank]} if self.rank in sent else {})
 
     def _names(self, sent: Mapping[int, bytes]) -> Messages:
-        return self._others(lambda rank: [n for n in self._counts if holder(n, self.world_size) != rank])
+        def lacking(rank: int) -> list[object]:
+            counts = [name for name in self._counts if holder(name, self.world_size) != rank]
+            return [
+                *counts,
+                *(name for name, _, shape in self._sharded if box_of(shape, rank, self.world_size) is None),
+            ]
+
+        self._asked_names = {home: tensor_homes._names_decoder.decode(data) for home, data in sent.items()}
+        return self._others(lacking)
 
     def _types(self, sent: Mapping[int, bytes]) -> Messages:
-        return {home: encode([("float32", ())] * len(its)) for home, its in self._asked_names.items()}
+        return {home: encode([TYPES[name] for name in its]) for home, its in self._asked_names.items()}
 
     def _requests(self, sent: Mapping[int, bytes]) -> Messages:
         def asked(rank: int) -> list[object]:
@@ -186,12 +194,9 @@ class OtherRanks:
         place = chunk_homes._by_home([(found.packs[0].key, found.chunks[0])], self.world_size)
         return next((its[0][0], home) for home, its in place.items())
 
-    @property
-    def _asked_names(self) -> dict[int, list[str]]:
-        asked = [f"step/{name}" for name, _ in PARAMETERS if f"step/{name}" not in self._row]
-        return tensor_homes.names_by_home(asked, self.world_size)
 
-
+TYPES = {f"{slot}/{name}": (dtype, shape) for slot, dtype in SLOTS for name, shape in PARAMETERS}
+TYPES |= {f"step/{name}": ("float32", ()) for name, _ in PARAMETERS}
 _holders = {f"step/{name}": number for number, (name, _) in enumerate(PARAMETERS)}
 _small: dict[int, Manifest] = {}
 NO_COUNTS = manifest.Chunk(bytes(32), 0, 0, MIB, MIB)
