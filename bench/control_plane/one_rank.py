@@ -1,8 +1,8 @@
-"""As `tests.support.restore_scale`, for one rank of a job of any size: `python -m tests.support.restore_scale_one RANKS`.
+"""Measures the restore of one rank of a job of any size: `python -m headrace.bench.control_plane.one_rank RANKS`.
 
-The layout is the same as that of the saving job. The rank is the home of more tensors than any other. It runs the real code.
-The messages that the other ranks would send to it are made here, and their making does not count. `restore_scale` runs
-all ranks, so the two can be compared at sizes that both can handle.
+The layout is the same as that of the saving job. The rank is the home of more tensors than any other. It runs the real
+code. The messages that the other ranks would send to it are made here, and their making does not count.
+`headrace.bench.control_plane.restore` runs all ranks, so the two can be compared at sizes that both can handle.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from unittest import mock
 import msgspec
 from msgspec import structs
 
+from headrace.bench.control_plane import state
+from headrace.bench.control_plane.restore import NoSink
+from headrace.bench.control_plane.state import ATTEMPT, NAMES, PARAMETERS, RUN, SLOTS, box_of, boxes_of, manifest_of
 from headrace.checkpoint.format import excerpt, group, manifest, names
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Base
@@ -32,27 +35,11 @@ from headrace.checkpoint.restoring.shared_reads import _needed_by_several
 from headrace.checkpoint.restoring.tensor_homes import Answer, HeldTensor, Request, ShardPlace, home_of
 from headrace.checkpoint.state import tree
 from headrace.dataio.core.limits import KIB, MIB
-from headrace.dataio.store.base import Location
-from tests.support.checkpoint_states import Wrapped
-from tests.support.restore_scale import ATTEMPT, NAMES, PARAMETERS, RUN, SLOTS, NoSink, _boxes, box_of, manifest_of
+from headrace.dataio.testing.simulation.scheduler import Simulation
+from headrace.dataio.testing.simulation.store import Bucket, SimulatedStore
 
 Messages = dict[int, bytes]
 encode = msgspec.msgpack.encode
-
-
-class OneManifest(Wrapped):
-    """A store that holds one manifest."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.requests = data, 0
-
-    @property
-    def location(self) -> Location:
-        return Location("memory://one", {}, shareable=True)
-
-    def get(self, key: str, *, max_bytes: int = 0) -> bytes:
-        self.requests += 1
-        return self.data
 
 
 class OtherRanks:
@@ -211,7 +198,7 @@ def holder(name: str, ranks: int) -> int:
 def small(rank: int, ranks: int) -> Manifest:
     """A manifest of the step counts of one rank, with its small chunk."""
     if rank not in _small:
-        with mock.patch("tests.support.restore_scale.SLOTS", ()):
+        with mock.patch.object(state, "SLOTS", ()):
             found = manifest_of(rank, ranks, b"")
             _small[rank] = found if found.chunks else structs.replace(found, chunks=(NO_COUNTS,))
     return _small[rank]
@@ -226,12 +213,13 @@ def measure(ranks: int) -> dict[str, float]:
     data = manifest.encode(own)
     for each in range(ranks):
         small(each, ranks)
-    store = OneManifest(data)
-    attempt = Attempt(RUN, 1, 1, ATTEMPT, ranks)
+    attempt, bucket = Attempt(RUN, 1, 1, ATTEMPT, ranks), Bucket(Simulation())
+    bucket.apply_put(attempt.manifest_key(rank), data)
+    store = SimulatedStore(bucket)
     sealed = fetch.Sealed(RUN, Base(1, 1, ATTEMPT), attempt, (), (bytes(32),) * groups, names.GROUP_RANKS)
     member = _Member(rank, digest(data), group.summarize(own, data).member.share, plan)
     others = OtherRanks(rank, ranks, own, member)
-    boxes = {name: [box] for name, box in _boxes(rank, ranks)}
+    boxes = {name: [box] for name, box in boxes_of(rank, ranks)}
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     opened = divided_step.open_divided(store, sealed, others)
     types = opened.types(list(tree.tensor_names(tree.decode(opened.own.tree))))
@@ -244,7 +232,7 @@ def measure(ranks: int) -> dict[str, float]:
     return {
         "ranks": ranks,
         "tensors_of_home": homed,
-        "requests": store.requests,
+        "requests": sum(bucket.requests.values()),
         "cpu_seconds": round(seconds, 3),
         "mib": round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / KIB, 1),
         "most_mib_received_at_once": round(others.bytes / KIB / KIB, 2),

@@ -1,39 +1,20 @@
-"""Measures how the ranks of a large job find what they restore: `python -m tests.support.restore_scale SAVED RESTORING`.
+"""The state whose saves and restores are measured: a model of 405 billion parameters with AdamW.
 
-The state has the shape of a model of 405 billion parameters with AdamW: 1,137 parameters in bfloat16, two moments in
-float32, and a step count, spread by FSDP over all ranks. All ranks run the real code, in one process and in virtual time,
-up to the list of chunks that each reads. The store answers after 20 ms. Three parts are left out: the search for the
-step, the comparison with tensors in memory, and the reading of packs.
-
-It prints the requests of all ranks to the store, the CPU seconds of the ranks, and the memory of the process for each
-rank at its peak. The memory includes the messages in flight.
+It has 1,137 parameters in bfloat16, two moments in float32, and a step count for each, spread by FSDP over all ranks.
+Only names, shapes and manifests are made. No tensor is in memory.
 """
 
 from __future__ import annotations
 
-import gc
-import json
-import resource
-import sys
 from collections.abc import Iterator
-from functools import partial
-from unittest import mock
 
 from headrace.checkpoint.format import chunking, group, manifest, names
 from headrace.checkpoint.format.chunking import Box, digest, whole
-from headrace.checkpoint.format.documents import Base, Commit, Decision, encode
+from headrace.checkpoint.format.documents import Commit, Decision, encode
 from headrace.checkpoint.format.manifest import Chunk, Manifest, PackName, Span, Tensor
-from headrace.checkpoint.repository import fetch, lease
-from headrace.checkpoint.restoring import chunk_homes, divided_step
-from headrace.checkpoint.restoring.chunk_reader import ChunkReader, StepLease, Want
-from headrace.checkpoint.restoring.opening import open_decision, read_decision
-from headrace.checkpoint.restoring.shared_reads import _needed_by_several
 from headrace.checkpoint.state import tree
 from headrace.dataio.core.limits import KIB, MIB
-from headrace.dataio.testing.simulation.collectives import Group, SimulatedRanks
-from headrace.dataio.testing.simulation.scheduler import Process, Simulation
-from headrace.dataio.testing.simulation.store import Bucket, SimulatedStore
-from headrace.dataio.testing.simulation.threads import patched
+from headrace.dataio.testing.simulation.store import Bucket
 
 RUN, ATTEMPT = "exp", names.new_id()
 LAYERS, DIM, HIDDEN, WORDS, KEYS = 126, 16_384, 53_248, 128_256, 1_024
@@ -171,72 +152,8 @@ def save(bucket: Bucket, ranks: int) -> None:
     bucket.apply_put(names.commit(RUN, 1, 1), encode(Commit(step=1, attempt=ATTEMPT)))
 
 
-class NoSink:
-    """Memory that is never filled."""
-
-    def open(self) -> memoryview:
-        raise AssertionError("nothing is read")
-
-    def close(self) -> None:
-        pass
-
-
-def restore(store: SimulatedStore, ranks: SimulatedRanks, clock: object) -> int:
-    """One rank, up to the list of its chunks; their number."""
-    base = Base(1, 1, ATTEMPT)
-    with StepLease(store, RUN, base, clock, writes=ranks.rank == 0):  # type: ignore[arg-type]
-        sealed = open_decision(RUN, base, lambda: read_decision(store, RUN, base), ranks)
-        opened = divided_step.open_divided(store, sealed, ranks)
-        document = tree.decode(opened.own.tree)
-        types = opened.types(list(tree.tensor_names(document)))
-        boxes = {name: [box] for name, box in _boxes(ranks.rank, ranks.world_size)}
-        saved = opened.tensors(types, boxes)
-        wants = [Want(saved[name], box, NoSink()) for name, its in boxes.items() for box in its]
-        reading = ChunkReader(fetch.Step(RUN, base, ()), wants)
-        chunk_homes.find_routes([(), _needed_by_several(reading)], ranks)
-        with ranks.agreed():
-            return len(reading.needed())
-
-
-def _boxes(rank: int, ranks: int) -> Iterator[tuple[str, Box]]:
+def boxes_of(rank: int, ranks: int) -> Iterator[tuple[str, Box]]:
     for name, shape in PARAMETERS:
         if (box := box_of(shape, rank, ranks)) is not None:
             yield from ((f"{slot}/{name}", box) for slot, _ in SLOTS)
         yield f"step/{name}", whole(())
-
-
-def measure(saved: int, restoring: int) -> dict[str, float]:
-    """Requests of all ranks, and CPU seconds and MiB of one rank, as a mean over the ranks."""
-    simulation = Simulation(1, measure_cpu=True)
-    bucket = Bucket(simulation, latency=0.02)
-    save(bucket, saved)
-    store, ranks_of = SimulatedStore(bucket), Group(simulation, restoring)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    processes = [Process(str(rank)) for rank in range(restoring)]
-    gc.disable()  # as the restorer does
-    with patched(simulation, lease, fetch), mock.patch.object(divided_step, "WHOLE_RANKS", 0):
-        tasks = [
-            simulation.start(
-                partial(restore, store, SimulatedRanks(ranks_of, rank), simulation.clock), process=processes[rank]
-            )
-            for rank in range(restoring)
-        ]
-        simulation.run()
-    errors = [task.error for task in tasks if task.error is not None]
-    if errors:
-        raise errors[0]
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    cpu = [process.cpu for process in processes]
-    return {
-        "saved": saved,
-        "restoring": restoring,
-        "requests": sum(bucket.requests.values()),
-        "cpu_seconds": round(sum(cpu) / len(cpu), 3),
-        "mib_per_rank": round((after - before) / KIB / restoring, 1),
-        "most_mib_received_at_once": round(ranks_of.bytes / MIB, 1),
-        "virtual_seconds": round(simulation.now, 2),
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]))))
