@@ -4,7 +4,7 @@ Each rank has as many tensors as in the model of `headrace.bench.control_plane.s
 are as large as in a real job, and uploads take no time. CPU time passes as virtual time, with one core for each rank.
 All ranks end their uploads within two seconds.
 
-    python -m headrace.bench.control_plane.commit RANKS
+    python -m headrace.bench.control_plane.commit RANKS [LATENCY]
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import random
 import sys
 from dataclasses import dataclass
 
-from headrace.bench.control_plane.state import NAMES, RUN
+from headrace.bench.control_plane.state import NAMES, RUN, document
 from headrace.checkpoint.format import chunking, group, names
 from headrace.checkpoint.format.chunking import Box, TensorSpec
 from headrace.checkpoint.format.documents import Base, Repo, encode
 from headrace.checkpoint.repository import fetch, group_commit, inventory, lease, timeline
-from headrace.checkpoint.saving import commit_worker, plan
+from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.commit_worker import commit_staged
-from headrace.checkpoint.state import tree
 from headrace.dataio.testing.simulation.scheduler import Process, Simulation
 from headrace.dataio.testing.simulation.store import Bucket, SimulatedStore
 from headrace.dataio.testing.simulation.threads import patched
@@ -38,7 +37,10 @@ def specs_of(rank: int, ranks: int) -> list[TensorSpec]:
 
 @dataclass
 class Save:
-    """What a save of all ranks took: its requests, and seconds from the last manifest until COMMIT and until all saw it."""
+    """What a save of all ranks took: its requests, and seconds from the last manifest until COMMIT.
+
+    `seen_seconds`: seconds from the last manifest until the last rank has seen COMMIT.
+    """
 
     base: Base
     requests: int
@@ -57,21 +59,19 @@ class Job:
         self._puts: list[tuple[float, str]] = []
         self.bucket.watch = self._watch
         self.bucket.apply_put(names.REPO, encode(Repo(id=names.new_id(self.clock), created=0.0)))
-        self._run(lambda: timeline.open_timeline(self.store, RUN, None, self.clock))
+        self.simulation.start(timeline.open_timeline, self.store, RUN, None, self.clock)
+        self._run()
         shares = [group.share_digest(specs_of(rank, ranks)) for rank in range(ranks)]
         self._plan = group.plan_digest(shares) if names.is_grouped(ranks) else b""
-        self._tree = tree.encode({"state": {name: tree.TensorRef(name) for name in NAMES}})
+        self._tree = document(NAMES)
 
     def save(self, step: int, bases: tuple[Base, ...] = ()) -> Save:
         """Let all ranks save the step."""
         attempt, before = names.new_id(self.clock), sum(self.bucket.requests.values())
         self._puts.clear()
         for rank in range(self.ranks):
-            self.simulation.start(
-                lambda rank=rank: self._one(rank, step, attempt, bases),
-                at=self._draw.uniform(0, UPLOADS_WITHIN),
-                process=Process(str(rank)),
-            )
+            begins = self._draw.uniform(0, UPLOADS_WITHIN)
+            self.simulation.start(self._one, rank, step, attempt, bases, at=begins, process=Process(str(rank)))
         self._run()
         last = max(at for at, key in self._puts if key.endswith(".manifest"))
         committed = min(at for at, key in self._puts if key.endswith("/COMMIT"))
@@ -100,17 +100,14 @@ class Job:
         )
         commit_staged(arena, planned, lambda _: None, store=self.store, clock=self.clock)
 
-    def _run(self, work: object = None) -> None:
-        """Run `work`, or what was started, to its end. Raises the first error of a rank."""
-        began = len(self.simulation.tasks)
-        with patched(self.simulation, lease, fetch, inventory, group_commit, commit_worker):
-            if work is not None:
-                self.simulation.start(work)  # type: ignore[arg-type]
+    def _run(self) -> None:
+        """Run the tasks that were started to their end, and raise the first error of one."""
+        with patched(self.simulation, lease, fetch, inventory, group_commit):
             self.simulation.run()
-        for task in self.simulation.tasks[began if work is not None else 0 :]:
-            if task.error is not None:
-                raise task.error
+        errors = [task.error for task in self.simulation.tasks if task.error is not None]
         self.simulation.tasks.clear()
+        if errors:
+            raise errors[0]
 
     def _watch(self, operation: str, key: str, now: float) -> None:
         if operation == "PUT":
@@ -132,4 +129,4 @@ def measure(ranks: int, latency: float = 0.02) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]))))
+    print(json.dumps(measure(int(sys.argv[1]), *map(float, sys.argv[2:]))))

@@ -1,6 +1,6 @@
 """Measures how all ranks of a large job divide the writes of a first save: real code, in one process, in virtual time.
 
-    python -m headrace.bench.control_plane.plan RANKS
+python -m headrace.bench.control_plane.plan RANKS
 """
 
 from __future__ import annotations

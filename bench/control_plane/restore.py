@@ -91,4 +91,4 @@ def measure(saved: int, restoring: int, latency: float = 0.02) -> dict[str, floa
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:]))))

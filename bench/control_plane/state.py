@@ -6,7 +6,7 @@ Only names, shapes and manifests are made. No tensor is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from headrace.checkpoint.format import chunking, group, manifest, names
 from headrace.checkpoint.format.chunking import Box, digest, whole
@@ -115,7 +115,14 @@ def manifest_of(rank: int, ranks: int, plan: bytes) -> Manifest:
 
 
 NAMES = [f"{slot}/{name}" for slot in ("weight", "exp_avg", "exp_avg_sq", "step") for name, _ in PARAMETERS]
-DOCUMENT = tree.encode({"state": {name: tree.TensorRef(name) for name in NAMES}})
+
+
+def document(names: Iterable[str]) -> bytes:
+    """The document of a state with these tensors."""
+    return tree.encode({"state": {name: tree.TensorRef(name) for name in names}})
+
+
+DOCUMENT = document(NAMES)
 
 
 def share_of(rank: int, ranks: int) -> bytes:
