@@ -20,9 +20,10 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import fetch, lease
 from headrace.checkpoint.restoring import chunk_homes, divided_step
 from headrace.checkpoint.restoring.chunk_reader import ChunkReader, StepLease, Want
-from headrace.checkpoint.restoring.opening import open_decision, read_decision
+from headrace.checkpoint.restoring.opening import open_found, read_decision
 from headrace.checkpoint.restoring.shared_reads import _needed_by_several
 from headrace.checkpoint.state import tree
+from headrace.checkpoint.tier.restoring import Found
 from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.testing.simulation.collectives import Group, SimulatedRanks
 from headrace.dataio.testing.simulation.scheduler import Process, Simulation
@@ -44,8 +45,9 @@ def restore(store: SimulatedStore, ranks: SimulatedRanks, clock: object) -> int:
     """One rank, up to the list of its chunks; their number."""
     base = Base(1, 1, ATTEMPT)
     with StepLease(store, RUN, base, clock, writes=ranks.rank == 0):  # type: ignore[arg-type]
-        sealed = open_decision(RUN, base, lambda: read_decision(store, RUN, base), ranks)
-        opened = divided_step.open_divided(store, sealed, ranks)
+        found = open_found(RUN, 1, lambda: (Found(base), read_decision(store, RUN, base)), ranks)
+        assert found is not None
+        opened = divided_step.open_divided(store, found[1], ranks)
         document = tree.decode(opened.own.tree)
         types = opened.types(list(tree.tensor_names(document)))
         boxes = {name: [box] for name, box in boxes_of(ranks.rank, ranks.world_size)}

@@ -434,7 +434,9 @@ def control_plane(job: command.Job, part: Part) -> None:
     if not 0 <= latency <= _LONGEST_LATENCY:
         raise UsageError(f"--latency-ms {job.args.latency_ms}: not between 0 and {1000 * _LONGEST_LATENCY:.0f}")
     if ranks < _FEWEST_RANKS:
-        raise UsageError(f"--ranks {ranks}: the model needs at least {_FEWEST_RANKS}", hint="its manifests are too large")
+        raise UsageError(
+            f"--ranks {ranks}: the model needs at least {_FEWEST_RANKS}", hint="its manifests are too large"
+        )
     if ranks > GPUS[-1]:
         raise UsageError(f"--ranks {ranks}: at most {GPUS[-1]}", hint="larger jobs were not tried")
     part.title = f"Control plane of {ranks:,} ranks, {job.args.latency_ms:g} ms to the store"

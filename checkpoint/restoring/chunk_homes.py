@@ -80,6 +80,31 @@ def find_routes(needed: Sequence[Iterable[tuple[str, Chunk]]], ranks: Exchange) 
     ]
 
 
+def encode_needs(needed: Sequence[Iterable[tuple[str, Chunk]]]) -> bytes:
+    """The chunks of all sets, in one message."""
+    return msgspec.msgpack.encode([b"".join(name for name, _, _ in _by_home(each, 1).get(0, ())) for each in needed])
+
+
+def routes_among(tables: Sequence[bytes], needed: Sequence[Iterable[tuple[str, Chunk]]], rank: int) -> list[Routes]:
+    """The routes of this rank, as `find_routes`, in a small job whose ranks have all tables of `encode_needs`.
+
+    Every rank does the work of a home for all chunks.
+    """
+    parts = [_decoder.decode(table) for table in tables]
+    found = []
+    for number, each in enumerate(needed):
+        answers = assign_routes({sender: its[number] for sender, its in enumerate(parts)})
+        found.append(_routes(_by_home(each, 1), {0: answers[rank]}))
+    return found
+
+
+def are_shared(tables: Sequence[bytes]) -> tuple[bool, ...]:
+    """For each set, whether several ranks need one of its chunks."""
+    sets = zip(*(_decoder.decode(table) for table in tables), strict=True)
+    ids = ([name for part in parts for name, _ in _ID.iter_unpack(part)] for parts in sets)
+    return tuple(len(set(each)) < len(each) for each in ids)
+
+
 def assign_routes(needs: Mapping[int, bytes]) -> dict[int, bytes]:
     """A home's answers. `needs`: the chunks that each rank needs, as `_ID` records.
 

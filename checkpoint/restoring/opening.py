@@ -1,4 +1,4 @@
-"""Open the step of a restore: rank 0 reads its decision and holds its lease, for all ranks of the job.
+"""Open the step of a restore: rank 0 finds it, reads its decision and holds its lease, for all ranks of the job.
 
 Every rank takes part in the whole restore, and it ends with an exchange. So rank 0 releases the lease after the last
 rank has read, and one lease protects the step for all of them.
@@ -22,6 +22,7 @@ from headrace.checkpoint.ranks import Alike
 from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.fetch import Sealed
+from headrace.checkpoint.tier.restoring import Found
 from headrace.dataio.core.errors import CorruptionError, NotFoundError
 from headrace.dataio.store.base import Store
 
@@ -55,9 +56,10 @@ class Exchange(Protocol):
         ...
 
 
-class _Decided(msgspec.Struct, array_like=True, frozen=True):
-    """The decision as rank 0 read it. `count`: the number of digests. They may follow in a message of their own."""
+class _First(msgspec.Struct, array_like=True, frozen=True):
+    """Rank 0's message: the step and its decision. `count`: the number of digests, which may follow in another message."""
 
+    found: Found
     world_size: int
     group_ranks: int
     grouped: bool
@@ -65,25 +67,25 @@ class _Decided(msgspec.Struct, array_like=True, frozen=True):
     digests: bytes
 
 
-def open_decision(run: str, base: Base, read: Callable[[], Sealed], ranks: Exchange) -> Sealed:
-    """The decision of the step on all ranks. All ranks call it; `read` is called on rank 0."""
-    decided, error, joined = None, None, b""
+def open_found(
+    run: str, number: int, find: Callable[[], tuple[Found, Sealed] | None], ranks: Exchange
+) -> tuple[Found, Sealed] | None:
+    """The step that `find` returns on rank 0, with its decision, on all ranks. All ranks call it.
+
+    `number`: the step that the caller asked for, which must be the same on all ranks.
+    """
+    first, error, joined = None, None, b""
     try:
-        if ranks.rank == 0:
-            decided, joined = _decided(read())
+        if ranks.rank == 0 and (opened := find()) is not None:
+            first, joined = _first(*opened)
     except Exception as caught:  # of any type: the other ranks must receive it
         error = caught
-    message = ranks.agree(0, msgspec.msgpack.encode(decided), error, OF_ALL_RANKS)
-    found = msgspec.msgpack.decode(message, type=_Decided)
-    if not found.digests:
-        joined = ranks.maximum(joined or bytes(found.count * DIGEST_BYTES))
-    else:
-        joined = found.digests
-    digests = tuple(joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES))
-    attempt = Attempt(run, base.timeline, base.step, base.attempt, found.world_size)
-    if found.grouped:
-        return Sealed(run, base, attempt, (), digests, found.group_ranks)
-    return Sealed(run, base, attempt, digests)
+    message = ranks.agree(number, msgspec.msgpack.encode(first), error, OF_ALL_RANKS)
+    received = msgspec.msgpack.decode(message, type=_First | None)
+    if received is None:
+        return None
+    joined = received.digests or ranks.maximum(joined or bytes(received.count * DIGEST_BYTES))
+    return received.found, _sealed(run, received, joined)
 
 
 def read_decision(store: Store, run: str, base: Base) -> Sealed:
@@ -94,9 +96,18 @@ def read_decision(store: Store, run: str, base: Base) -> Sealed:
     return found
 
 
-def _decided(found: Sealed) -> tuple[_Decided, bytes]:
-    named = found.groups or found.digests
+def _first(found: Found, sealed: Sealed) -> tuple[_First, bytes]:
+    named = sealed.groups or sealed.digests
     joined = b"".join(named)
-    first = joined if len(joined) <= _IN_FIRST_MESSAGE else b""
-    decided = _Decided(found.attempt.world_size, found.group_ranks, bool(found.groups), len(named), first)
-    return decided, joined
+    inside = joined if len(joined) <= _IN_FIRST_MESSAGE else b""
+    world_size = sealed.attempt.world_size
+    return _First(found, world_size, sealed.group_ranks, bool(sealed.groups), len(named), inside), joined
+
+
+def _sealed(run: str, first: _First, joined: bytes) -> Sealed:
+    base = first.found.base
+    digests = tuple(joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES))
+    attempt = Attempt(run, base.timeline, base.step, base.attempt, first.world_size)
+    if first.grouped:
+        return Sealed(run, base, attempt, (), digests, first.group_ranks)
+    return Sealed(run, base, attempt, digests)

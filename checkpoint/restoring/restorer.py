@@ -4,12 +4,11 @@ Invariant: all ranks restore the same step, or all raise. Every rank takes part 
 failed. If tensors are only filled in place, the exchanges are these:
 
 1. All ranks are ready to begin.
-2. Rank 0 sends the step that it found.
-3. Rank 0 sends the decision of the step, and holds a lease on it.
-4. The step is open and fits on every rank. If the step or the job has more than `WHOLE_RANKS` ranks, the ranks divide
+2. Rank 0 sends the step that it found, with its decision. It holds a lease on the step.
+3. The step is open and fits on every rank. If the step or the job has more than `WHOLE_RANKS` ranks, the ranks divide
    the manifests for this (`headrace.checkpoint.restoring.divided_step`). Otherwise every rank reads all manifests.
-5. The ranks exchange which chunks several of them need.
-6. All ranks are done.
+4. The ranks exchange which chunks several of them need.
+5. All ranks are done.
 
 The state is unchanged until the step is known to fit on all ranks. The restorer then reads new values and passes them
 to objects that load their own state. It fills tensors in place last.
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 
 from headrace.checkpoint.format import names
@@ -43,9 +41,9 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Sealed, Step
 from headrace.checkpoint.restoring import aliases, chunk_reader, shared_reads
 from headrace.checkpoint.restoring.aliases import Target
-from headrace.checkpoint.restoring.chunk_reader import ChunkReader, Saved, Want
+from headrace.checkpoint.restoring.chunk_reader import ChunkReader, Saved, StepLease, Want
 from headrace.checkpoint.restoring.divided_step import DividedStep, is_divided, open_divided
-from headrace.checkpoint.restoring.opening import Exchange, open_decision, read_decision
+from headrace.checkpoint.restoring.opening import Exchange, open_found, read_decision
 from headrace.checkpoint.state import fit, tensors, tree
 from headrace.checkpoint.state.build import Fit
 from headrace.checkpoint.state.fit import Selection
@@ -192,11 +190,14 @@ class Restorer:
                 tier.send(self._store, names.check_run(run))
                 reader = self._reader(tier)
             # from here on, steps that were only in the local tiers of nodes are also in the store
-            found = self._find(run, step, number, tier, required)
-            if found is None:
+            found_here = self._finder(stack, run, step, tier, reader, required)
+            opened = open_found(run, number, found_here, self._ranks)
+            if opened is None:
                 return None
+            found, sealed = opened
+            if self._ranks.rank and not found.offline:
+                stack.enter_context(StepLease(reader, run, found.base, writes=False))
             with gc_paused():
-                sealed = self._open(stack, run, found, reader)
                 work = self._fit(state, sealed, reader, selection)
             apply(work, self._ranks, reader)
             log_sources(reader, found.base.step)
@@ -204,19 +205,31 @@ class Restorer:
             _log.warning("step %d: left as they are: %s", found.base.step, ", ".join(work.todo.skipped[:8]))
         return found
 
-    def _find(self, run: str, step: int | str | Base, number: int, tier: NodeTier, required: bool) -> Found | None:
-        found, error = None, None
-        try:
-            if self._ranks.rank == 0:
-                found = self._lineage.find(run, step, tier)
-                if found is None and required:
+    def _finder(
+        self,
+        stack: contextlib.ExitStack,
+        run: str,
+        step: int | str | Base,
+        tier: NodeTier,
+        reader: Store,
+        required: bool,
+    ) -> Callable[[], tuple[Found, Sealed] | None]:
+        """The work of rank 0: find the step, lease it, and read its decision."""
+
+        def find() -> tuple[Found, Sealed] | None:
+            found = self._lineage.find(run, step, tier)
+            if found is None:
+                if required:
                     raise repository.missing(self._store, run)
-                if found is None:
-                    repository.warn_of_mistakes(self._store, run)
-        except Exception as caught:  # of any type: the other ranks must receive it
-            error = caught
-        message = self._ranks.agree(number, msgspec.msgpack.encode(found), error)
-        return msgspec.msgpack.decode(message, type=Found | None)
+                repository.warn_of_mistakes(self._store, run)
+                return None
+            if found.offline:
+                log_offline(run, found.base)
+            else:
+                stack.enter_context(StepLease(reader, run, found.base))
+            return found, read_decision(reader, run, found.base)
+
+        return find
 
     def _reader(self, tier: NodeTier) -> Store:
         reader = tier.reader(self._store)
@@ -235,22 +248,6 @@ class Restorer:
                 message, hint="`headrace ckpt show` lists the entries of a step; strict=False ignores these patterns"
             )
         _log.warning("%s on this rank", message)
-
-    def _open(self, stack: contextlib.ExitStack, run: str, found: Found, reader: Store) -> Sealed:
-        """Read the decision of the step on rank 0, which holds the lease, and send it to all ranks."""
-        first = self._ranks.rank == 0
-        lease = chunk_reader.StepLease(reader, run, found.base, writes=first)
-
-        def read() -> Sealed:
-            if found.offline:
-                log_offline(run, found.base)
-            else:
-                stack.enter_context(lease)
-            return read_decision(reader, run, found.base)
-
-        if not first and not found.offline:
-            stack.enter_context(lease)
-        return open_decision(run, found.base, read, self._ranks)
 
     def _fit(self, state: dict[str, Any], sealed: Sealed, reader: Store, selection: Selection) -> Fitted:
         """Read the manifests and compare the step with the state. All ranks call it."""

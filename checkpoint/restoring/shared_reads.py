@@ -42,6 +42,9 @@ from headrace.checkpoint.restoring.chunk_relay import ChunkRelay
 from headrace.dataio.core.files import file_system
 from headrace.dataio.store.base import Store
 
+FEW_RANKS = 8
+"""A job of at most so many ranks gathers the chunks of all ranks, which takes fewer exchanges."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedReads:
@@ -65,12 +68,31 @@ def compare(store: Store, readings: Sequence[ChunkReader], mark: bool, ranks: Ra
     """Find which chunks several ranks need. All ranks call it, with the same number of readers."""
     if ranks.world_size == 1:
         return SharedReads(mark, True, tuple({} for _ in readings), tuple(False for _ in readings), threads(store, 1))
-    routes = chunk_homes.find_routes([_needed_by_several(reading) for reading in readings], ranks)
+    needed = [list(_needed_by_several(reading)) for reading in readings]
     # a directory that one node exports is local to that node's ranks only, and all ranks must read in the same way
-    flags = ranks.maximum(bytes([mark, not on_this_node(store), *map(bool, routes)]))
+    flags = mark, not on_this_node(store)
+    if ranks.world_size <= FEW_RANKS:
+        return _compare_few(store, needed, flags, ranks)
+    routes = chunk_homes.find_routes(needed, ranks)
+    found = ranks.maximum(bytes([*flags, *map(bool, routes)]))
     ranks_on_node = sum(each == node_id() for each in ranks.all(node_id()))
-    sent = tuple(map(bool, flags[2:]))
-    return SharedReads(bool(flags[0]), not flags[1], tuple(routes), sent, threads(store, ranks_on_node))
+    sent = tuple(map(bool, found[2:]))
+    return SharedReads(bool(found[0]), not found[1], tuple(routes), sent, threads(store, ranks_on_node))
+
+
+def _compare_few(
+    store: Store, needed: Sequence[Sequence[tuple[str, Chunk]]], flags: tuple[bool, bool], ranks: Ranks
+) -> SharedReads:
+    """`compare` for a small job, by two exchanges: every rank receives the chunks of all ranks."""
+    table = chunk_homes.encode_needs(needed)
+    heads = ranks.all(bytes(flags) + node_id() + len(table).to_bytes(8, "big"))
+    sizes = [int.from_bytes(head[-8:], "big") for head in heads]
+    received = ranks.all(table.ljust(max(sizes), b"\0"))
+    tables = [each[:size] for each, size in zip(received, sizes, strict=True)]
+    routes = tuple(chunk_homes.routes_among(tables, needed, ranks.rank))
+    ranks_on_node = sum(head[2 : 2 + NODE_BYTES] == node_id() for head in heads)
+    marked, away = any(head[0] for head in heads), any(head[1] for head in heads)
+    return SharedReads(marked, not away, routes, chunk_homes.are_shared(tables), threads(store, ranks_on_node))
 
 
 def read(store: Store, reading: ChunkReader, number: int, common: SharedReads, ranks: Ranks) -> PendingError:

@@ -22,6 +22,7 @@ from tests.support.ranks import in_group
 ROWS, COLUMNS = 70, 3000
 names.GROUP_RANKS = 2
 divided_step.WHOLE_RANKS = 1
+shared_reads.FEW_RANKS = 1
 
 
 class Tied(torch.nn.Module):

@@ -20,9 +20,10 @@ from headrace.checkpoint.repository import commit, fetch, group_commit, inventor
 from headrace.checkpoint.restoring import chunk_homes, chunk_reader, divided_step
 from headrace.checkpoint.restoring.chunk_reader import ChunkReader, Saved, StepLease, Want
 from headrace.checkpoint.restoring.chunk_relay import ChunkRelay
-from headrace.checkpoint.restoring.opening import open_decision, read_decision
+from headrace.checkpoint.restoring.opening import open_found, read_decision
 from headrace.checkpoint.restoring.shared_reads import _needed_by_several
 from headrace.checkpoint.saving.commit_worker import commit_staged
+from headrace.checkpoint.tier.restoring import Found
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.testing.simulation.collectives import Group, SimulatedRanks
 from headrace.dataio.testing.simulation.scheduler import Process, Signal, Simulation
@@ -190,12 +191,14 @@ def restore(job: Job, base: Base, boxes: Boxes, ranks: MailedRanks, sent: bool) 
     first = ranks.rank == 0
     lease_ = StepLease(job.store, RUN, base, job.clock, writes=first)
 
-    def read() -> fetch.Sealed:
+    def find() -> tuple[Found, fetch.Sealed]:
         lease_.__enter__()
-        return read_decision(job.store, RUN, base)
+        return Found(base), read_decision(job.store, RUN, base)
 
     try:
-        sealed = open_decision(RUN, base, read, ranks)
+        opened_ = open_found(RUN, 1, find, ranks)
+        assert opened_ is not None
+        sealed = opened_[1]
         opened = divided_step.open_divided(job.store, sealed, ranks)
         types = opened.types(list(boxes))
         saved = opened.tensors(types, boxes)

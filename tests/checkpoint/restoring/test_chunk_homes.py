@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.checkpoint.format.manifest import Chunk
-from headrace.checkpoint.restoring.chunk_homes import Routes, find_routes
+from headrace.checkpoint.restoring.chunk_homes import Routes, are_shared, encode_needs, find_routes, routes_among
 from headrace.checkpoint.restoring.chunk_relay import ROUND_BYTES, rounds
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.testing.simulation.collectives import Group, SimulatedRanks
@@ -49,6 +49,19 @@ def test_every_chunk_is_read_by_one_rank_of_those_that_need_it_and_reaches_the_o
             assert len(parts[rank].children) <= 2
             reached.extend(parts[rank].children)
         assert sorted(reached) == sorted(parts)
+
+
+@given(st.lists(st.sets(st.integers(0, 19)), min_size=1, max_size=8))
+def test_in_a_small_job_the_ranks_agree_without_homes(needed: list[set[int]]) -> None:
+    sets = [[[], [chunk(number) for number in sorted(own)]] for own in needed]
+    tables = [encode_needs(own) for own in sets]
+    found = [routes_among(tables, own, rank)[1] for rank, own in enumerate(sets)]
+    for place in {place for routes in found for place in routes}:
+        parts = {rank: routes[place] for rank, routes in enumerate(found) if place in routes}
+        assert sum(part.parent is None for part in parts.values()) == 1
+        assert all(rank in parts[part.parent].children for rank, part in parts.items() if part.parent is not None)
+    assert are_shared(tables) == (False, any(found))
+    assert [set(routes) for routes in found] == [set(routes) for routes in routes_of([sorted(own) for own in needed])]
 
 
 def test_work_is_spread_over_the_ranks() -> None:
