@@ -5,8 +5,9 @@ Then all ranks continue with the same message, or all raise. An agreement is one
 per rank, without pickle. The reduction is the maximum, byte by byte; ranks other than 0 send zeros as the message.
 Tables are gathered only when one has changed, and reasons only when a rank has failed.
 Failure behaviour: a failed rank raises its own error; the others raise `TransientError` with that rank and its
-reason. Ranks that ask for different steps raise `UsageError`. If torch.distributed fails, for example because only some
-ranks called, `TransientError` says so. A rank that waits for `_WARN_SECONDS` logs what it waits for.
+reason, or an error of the same type where the caller says that it concerns all ranks. Ranks that ask for different
+steps raise `UsageError`. If torch.distributed fails, for example because only some ranks called, `TransientError` says
+so. A rank that waits for `_WARN_SECONDS` logs what it waits for.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
 
-from headrace.dataio.core.errors import TransientError, UsageError
+from headrace.dataio.core.errors import HeadraceError, TransientError, UsageError
 from headrace.dataio.core.log import get_logger
 
 _log = get_logger(__name__)
@@ -30,6 +32,14 @@ _REASON_BYTES = 512
 _NUMBER = struct.Struct(">Q")
 _WARN_SECONDS = 60.0
 _CALL_EVERYWHERE = "call save and restore on every rank, not only on rank 0"
+Alike = tuple[type[HeadraceError], ...]
+"""Types of errors that concern all ranks, such as damage in the store."""
+
+
+class Request(Protocol):
+    """A message in flight."""
+
+    def wait(self) -> object: ...
 
 
 @dataclass(slots=True)
@@ -62,13 +72,16 @@ class Ranks:
             )
         return cls(rank, world_size)
 
-    def agree(self, number: int, message: bytes, error: Exception | None) -> bytes:
-        """Return rank 0's message on all ranks; raise on all ranks if the numbers differ or a rank has an error."""
+    def agree(self, number: int, message: bytes, error: Exception | None, alike: Alike = ()) -> bytes:
+        """Return rank 0's message on all ranks; raise on all ranks if the numbers differ or a rank has an error.
+
+        If a rank has an error of a type in `alike`, the other ranks raise that type too.
+        """
         if self.world_size > 1:
             try:
                 with self._warns_if_slow():
-                    message = self._exchange(number, message, error)
-            except TransientError:
+                    message = self._exchange(number, message, error, alike)
+            except HeadraceError:
                 if error is None:
                     raise
         if error is not None:
@@ -76,14 +89,14 @@ class Ranks:
         return message
 
     @contextlib.contextmanager
-    def agreed(self, number: int = 0) -> Iterator[None]:
-        """Raise on all ranks if the block fails on one. The block must not wait for other ranks."""
+    def agreed(self, number: int = 0, alike: Alike = ()) -> Iterator[None]:
+        """Raise on all ranks if the block fails on one. The block must not wait for other ranks. `alike`: see `agree`."""
         error = None
         try:
             yield
         except Exception as caught:  # any error must be reported to the other ranks
             error = caught
-        self.agree(number, b"", error)
+        self.agree(number, b"", error, alike)
 
     def gather(self, table: bytes) -> list[bytes]:
         """Every rank's table, by rank. If no table has changed, this costs one small all-reduce."""
@@ -112,6 +125,18 @@ class Ranks:
         """
         if self.world_size == 1:
             return {rank: data for rank, data in sent.items() if data}
+        with explained():
+            return self._all_to_all(sent)
+
+    def isend(self, data: torch.Tensor, rank: int, tag: int) -> Request:
+        """Start to send main memory to a rank. The first call, or that of `group`, is collective."""
+        return cast("Request", dist.isend(data, rank, self.group(), tag))
+
+    def irecv(self, data: torch.Tensor, rank: int, tag: int) -> Request:
+        """Start to receive into main memory from a rank. The first call, or that of `group`, is collective."""
+        return cast("Request", dist.irecv(data, rank, self.group(), tag))
+
+    def _all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
         parts = [sent.get(rank, b"") for rank in range(self.world_size)]
         sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64, device=_device())
         incoming = torch.empty_like(sizes)
@@ -137,7 +162,7 @@ class Ranks:
             self._group = dist.new_group(backend="gloo")
         return self._group
 
-    def _exchange(self, number: int, message: bytes, error: Exception | None) -> bytes:
+    def _exchange(self, number: int, message: bytes, error: Exception | None, alike: Alike) -> bytes:
         own = message if self.rank == 0 and error is None else b""
         assert len(own) <= _MESSAGE_BYTES
         number = max(number, 0)
@@ -149,9 +174,7 @@ class Ranks:
         if failed:
             reason = self._reasons(error)[failed[0]]
             if error is None:
-                raise TransientError(
-                    f"rank {failed[0]} could not take part: {reason}", hint="see the whole error of that rank"
-                )
+                raise _error_on(failed[0], reason, alike)
         if error is None and got[self.world_size :][: len(numbers)] != numbers:
             raise UsageError(
                 "the ranks ask for different steps", hint="call save and restore with the same step everywhere"
@@ -179,8 +202,37 @@ class Ranks:
         return [each.rstrip(b"\0").decode(errors="ignore") for each in sent]
 
 
+class PendingError(contextlib.AbstractContextManager["PendingError"]):
+    """Keeps an error of its body until the next exchange."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+        return isinstance(error, Exception)
+
+    def raise_kept(self) -> None:
+        """Raise the error, if any. Call it inside an exchange."""
+        if self.error is not None:
+            raise self.error
+
+
+def _error_on(rank: int, reason: str, alike: Alike) -> HeadraceError:
+    """The error of a rank that learns that another rank has failed."""
+    kind, _, text = reason.partition(": ")
+    for each in alike:
+        if each.__name__ == kind:
+            return each(f"rank {rank}: {text}")
+    return TransientError(f"rank {rank} could not take part: {reason}", hint="see the whole error of that rank")
+
+
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Turn an error of torch.distributed into one that says what the user may have done."""
     try:
         yield
@@ -192,14 +244,14 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-@_explained()
+@explained()
 def _maximum(sent: bytes) -> bytes:
     tensor = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(_device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return bytes(tensor.cpu().numpy())
 
 
-@_explained()
+@explained()
 def _all(sent: bytes, world_size: int) -> list[bytes]:
     own = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(_device())
     got = [torch.empty_like(own) for _ in range(world_size)]

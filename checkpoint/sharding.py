@@ -1,8 +1,7 @@
-"""Arithmetic on the shards of a tensor: which rank writes what, which rank reads what, and which bytes go where.
+"""Arithmetic on the shards of a tensor: which rank writes what, and which bytes go where.
 
 - `coverage_error`: whether shards make up their global tensor.
 - `assign_writers`: which of the ranks that hold a tensor writes it.
-- `assign_readers` and `rounds`: which rank reads a chunk that several ranks need.
 - `overlaps`, `offset_in`, `copy_overlap` and `overlap_blocks`: which bytes of one shard belong to another shard.
 
 A shard is a `Box` in the global tensor. Meshes are not used, so a step can be restored onto any mesh, placement and
@@ -13,8 +12,8 @@ for the bytes of an element. The boxes are part of a row, whole rows, part of a 
 dimension. Each box is intersected with the target shard and copied as one strided block.
 
 Invariant: all functions are pure. They give the same answer on every rank, without communication. Each (tensor, box)
-has one writer. Each chunk that several ranks need has one reader. `coverage_error` returns None only for boxes that are
-disjoint and hold every element. `copy_overlap` writes exactly the bytes that both shards hold.
+has one writer. `coverage_error` returns None only for boxes that are disjoint and hold every element. `copy_overlap`
+writes exactly the bytes that both shards hold.
 Failure behaviour: none; the caller passes boxes of one global tensor.
 """
 
@@ -25,13 +24,11 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.checkpoint.format.chunking import Box, run_start
-from headrace.dataio.core.limits import MIB
 
 Bytes = npt.NDArray[np.uint8]
 Part = tuple[tuple[int, ...], tuple[int, ...]]
@@ -189,56 +186,3 @@ def assign_writers(held: Iterable[Held]) -> dict[str, int]:
             load, found[name] = loads[0]
             heapq.heapreplace(loads, (load - negative, found[name]))
     return found
-
-
-ROUND_BYTES = 32 * MIB
-
-
-@dataclass(frozen=True, slots=True)
-class SharedChunk:
-    """Chunk number `chunk` is read by rank `reader`, and needed by the ranks `others` too."""
-
-    chunk: int
-    reader: int
-    others: tuple[int, ...]
-
-
-def needs_bitmap(needed: Sequence[int], count: int) -> bytes:
-    """The chunks that a rank needs, of `count` chunks, as a bitmap."""
-    flags = np.zeros(count, np.uint8)
-    flags[list(needed)] = 1
-    return np.packbits(flags).tobytes()
-
-
-def assign_readers(needs: Sequence[bytes], sizes: Sequence[int]) -> list[SharedChunk]:
-    """All chunks that more than one rank needs, in order.
-
-    Of the ranks that need a chunk, the rank with the fewest bytes to read so far reads it.
-
-    `needs`: every rank's bitmap. `sizes`: bytes of every chunk.
-    """
-    if not sizes:
-        return []
-    table: npt.NDArray[np.uint8] = np.stack([np.unpackbits(np.frombuffer(n, np.uint8))[: len(sizes)] for n in needs])
-    load = [0] * len(needs)
-    found = []
-    for chunk in np.flatnonzero(table.sum(axis=0) > 1).tolist():
-        ranks = np.flatnonzero(table[:, chunk]).tolist()
-        reader = min(ranks, key=lambda rank: (load[rank], rank))
-        load[reader] += sizes[chunk]
-        found.append(SharedChunk(chunk, reader, tuple(rank for rank in ranks if rank != reader)))
-    return found
-
-
-def rounds(given: Sequence[SharedChunk], sizes: Sequence[int]) -> Iterator[list[SharedChunk]]:
-    """The chunks in rounds of at most `ROUND_BYTES`, to limit the memory that a round needs."""
-    turn: list[SharedChunk] = []
-    held = 0
-    for each in given:
-        if turn and held + sizes[each.chunk] > ROUND_BYTES:
-            yield turn
-            turn, held = [], 0
-        turn.append(each)
-        held += sizes[each.chunk]
-    if turn:
-        yield turn

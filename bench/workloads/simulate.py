@@ -7,6 +7,8 @@ It computes, with and without the sidecar, deduplication and the local tier:
 - its best interval (by Young, by Daly, and by trying intervals);
 - goodput.
 
+With `--control-plane` it runs code instead of a model (`headrace.bench.control_plane.figures`).
+
 Costs follow from steady rates. Goodput follows from a simulation of saves, interruptions and restarts. Tests compare
 the costs with a discrete-event model of one node (`tests/support/node_model.py`), and that model with real runs.
 
@@ -41,9 +43,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.bench.core import command
-from headrace.bench.core.report import short
+from headrace.bench.core.report import part_table, short
 from headrace.bench.core.results import Better, Metric, Part, Samples
-from headrace.dataio.core.cli import argument
+from headrace.dataio.core.cli import argument, positive_int
 from headrace.dataio.core.errors import UsageError
 from headrace.loaders.sampling.order import Order
 
@@ -349,6 +351,9 @@ def best_interval(cluster: Cluster, known: Costs, *, wall: float, seeds: range) 
 
 GPUS = (8, 64, 512, 4096, 16384)
 _DAY = 86400.0
+_FEWEST_RANKS = 8
+_LONGEST_LATENCY = 10.0
+"""In seconds."""
 _QUANTITIES: dict[str, tuple[str, str, Better]] = {
     "amplification": ("bytes read ÷ bytes needed", "×", "lower"),
     "data_stall": ("waiting for data", "%", "lower"),
@@ -367,7 +372,9 @@ def _names() -> list[str]:
 
 
 def show(part: Part) -> str:
-    """Return one table for each cluster size."""
+    """Return one table for each cluster size, or one of the control plane."""
+    if "latency_ms" in part.settings:
+        return part_table(part)
     lines = []
     for gpus in sorted({int(metric.axes["gpus"]) for metric in part.metrics.values()}):
         titles = " | ".join(f"{title}, {unit}" for title, unit, _ in _QUANTITIES.values())
@@ -385,11 +392,21 @@ def show(part: Part) -> str:
     "From 8 to 16,384 GPUs, with and without the sidecar, deduplication and the local tier: a model, not a measurement.",
     argument("--gpus", default=",".join(map(str, GPUS)), help="default: %(default)s"),
     argument("--set", action="append", default=[], metavar="NAME=VALUE", help=f"one of {', '.join(_names())}"),
+    argument(
+        "--control-plane",
+        action="store_true",
+        help="instead, run the code that plans, commits and restores, for a model of 405 billion parameters",
+    ),
+    argument("--ranks", type=positive_int, default=1024, help="with --control-plane (default: %(default)s)"),
+    argument("--latency-ms", type=float, default=20.0, metavar="MS", help="of the store (default: %(default)s)"),
     rounds=5,
     show=show,
 )
 def simulate(job: command.Job, part: Part) -> None:
     """Compute every cluster size and variant. Each round is one seed."""
+    if job.args.control_plane:
+        control_plane(job, part)
+        return
     cluster, work = _settings(job.args.set)
     sizes = [int(text) for text in job.args.gpus.split(",")]
     if min(sizes) < 1:
@@ -407,6 +424,30 @@ def simulate(job: command.Job, part: Part) -> None:
             job.progress(f"{features.name}, {gpus} GPUs", number / len(VARIANTS))
             values = quantities(replace(cluster, gpus=gpus), work, features, range(job.rounds))
             found.metrics |= {f"{name}_{gpus}": samples for name, samples in values.items()}
+
+
+def control_plane(job: command.Job, part: Part) -> None:
+    """Run the code of a large job's plans, commits and restores in virtual time."""
+    from headrace.bench.control_plane.figures import METRICS, figures
+
+    ranks, latency = job.args.ranks, job.args.latency_ms / 1000
+    if not 0 <= latency <= _LONGEST_LATENCY:
+        raise UsageError(f"--latency-ms {job.args.latency_ms}: not between 0 and {1000 * _LONGEST_LATENCY:.0f}")
+    if ranks < _FEWEST_RANKS:
+        raise UsageError(
+            f"--ranks {ranks}: the model needs at least {_FEWEST_RANKS}", hint="its manifests are too large"
+        )
+    if ranks > GPUS[-1]:
+        raise UsageError(f"--ranks {ranks}: at most {GPUS[-1]}", hint="larger jobs were not tried")
+    part.title = f"Control plane of {ranks:,} ranks, {job.args.latency_ms:g} ms to the store"
+    part.metrics = dict(METRICS)
+    part.settings = {"ranks": ranks, "latency_ms": job.args.latency_ms}
+    found = figures(ranks, latency, job.progress)
+    part.settings |= {"extrapolated": bool(found.laws), "laws": found.laws}
+    part.candidates["headrace"] = Samples({name: [value] for name, value in found.values.items()})
+    part.notes = [
+        f"{name} is extrapolated: {law['law']}, from {law['sizes']} ranks" for name, law in found.laws.items()
+    ]
 
 
 def quantities(cluster: Cluster, work: Job, features: Features, seeds: range) -> dict[str, list[float]]:

@@ -259,7 +259,7 @@ def _all_tensors(step: Step, rank: int) -> dict[str, Saved]:
     for manifest in step.manifests:
         for tensor in manifest.tensors:
             if not tensor.replicated:
-                found.setdefault(tensor.name, Saved(tensor.dtype, tensor.shape, ((manifest, tensor),)))
+                found.setdefault(tensor.name, Saved(tensor.name, tensor.dtype, tensor.shape, ((manifest, tensor),)))
     return found | chunk_reader.tensors_of(step, rank)
 
 

@@ -66,6 +66,11 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         edges = zip(self.offset, self.local, other.offset, other.local, strict=True)
         return all(max(a, b) < min(a + n, b + m) for a, n, b, m in edges)
 
+    def common(self, other: Box) -> int:
+        """The number of elements that both shards have."""
+        edges = zip(self.offset, self.local, other.offset, other.local, strict=True)
+        return math.prod(max(min(a + n, b + m) - max(a, b), 0) for a, n, b, m in edges)
+
 
 def whole(shape: Sequence[int]) -> Box:
     """The box of a tensor that is not sharded."""

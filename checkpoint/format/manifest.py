@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
 import zstandard
@@ -225,19 +226,44 @@ def _require(condition: bool, what: str) -> None:
         raise _Unsound(what)
 
 
+class Rows(Protocol):
+    """Tensors, with the chunks and the packs that they name by number."""
+
+    @property
+    def packs(self) -> tuple[PackName, ...]: ...
+    @property
+    def chunks(self) -> tuple[Chunk, ...]: ...
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+
+def check_rows(rows: Rows, what: str) -> None:
+    """Raise `CorruptionError` if these rows are inconsistent. `what` names them in the message."""
+    try:
+        _check_packs(rows.packs)
+        _check_chunks(rows)
+        _check_tensors(rows)
+    except _Unsound as error:
+        raise CorruptionError(f"{what}: {error}") from None
+
+
 def _check_identity(manifest: Manifest, key: str) -> None:
     m = manifest
     _require(names.is_id(m.attempt), "its attempt is not an id")
     _require(0 <= m.rank < m.world_size, f"rank {m.rank} is not below world size {m.world_size}")
     _require(names.manifest(m.run, m.timeline, m.step, m.attempt, m.rank) == key, "it belongs to another place")
-    for pack in m.packs:
+    _check_packs(m.packs)
+
+
+def _check_packs(packs: Iterable[PackName]) -> None:
+    for pack in packs:
         _require(names.is_id(pack.attempt) and names.is_pack_name(pack.name), f"bad pack name {pack.name!r:.60}")
 
 
-def _check_chunks(manifest: Manifest) -> None:
+def _check_chunks(rows: Rows) -> None:
     seen: set[bytes] = set()
-    packs = len(manifest.packs)
-    for i, c in enumerate(manifest.chunks):
+    packs = len(rows.packs)
+    for i, c in enumerate(rows.chunks):
         what = ""
         if len(c.digest) != DIGEST_BYTES or c.digest in seen:
             what = "has a bad or repeated digest"
@@ -254,7 +280,7 @@ def _check_chunks(manifest: Manifest) -> None:
         if what:
             raise _Unsound(f"chunk {i} {what}")
         seen.add(c.digest)
-    check_disjoint((c.pack, c.offset, c.stored) for c in manifest.chunks)
+    check_disjoint((c.pack, c.offset, c.stored) for c in rows.chunks)
 
 
 def _check_links(manifest: Manifest) -> None:
@@ -278,12 +304,12 @@ def check_disjoint(ranges: Iterable[tuple[int, int, int]]) -> None:
         last_pack, end = pack, offset + length
 
 
-def _check_tensors(manifest: Manifest) -> None:
+def _check_tensors(rows: Rows) -> None:
     held: dict[str, list[Tensor]] = {}
-    for t in manifest.tensors:
+    for t in rows.tensors:
         held.setdefault(t.name, []).append(t)
         try:
-            _check_tensor(t, manifest.chunks)
+            _check_tensor(t, rows.chunks)
         except (_Unsound, CorruptionError) as error:
             raise _Unsound(f"tensor {t.name!r:.200}: {error}") from None
     for name, same in held.items():

@@ -411,7 +411,7 @@ def _tensor(data: io.BytesIO) -> torch.Tensor:
 
 def _files(opened: Step) -> dict[str, Saved]:
     """The files of every rank, by their names in the checkpoint."""
-    return {t.name: Saved(t.dtype, t.shape, ((m, t),)) for m in opened.manifests for t in m.tensors}
+    return {t.name: Saved(t.name, t.dtype, t.shape, ((m, t),)) for m in opened.manifests for t in m.tensors}
 
 
 def _is_file(path: Path) -> bool:

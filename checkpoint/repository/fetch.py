@@ -16,7 +16,7 @@ in every copy is passed on as None; the caller reports which tensors need it. Tr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import local
@@ -27,6 +27,7 @@ from headrace.checkpoint.format import group as groups
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format.chunking import CHUNK_BYTES, digest
 from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.group import Group
 from headrace.checkpoint.format.manifest import DELTAS, RAW, Manifest
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.commit import Attempt
@@ -258,7 +259,11 @@ class Sealed:
 
 def open_step(store: Store, run: str, base: Base) -> Step:
     """Read the step's manifests. Each is compared with its digest, and all with each other."""
-    found = sealed(store, run, base)
+    return open_sealed(store, sealed(store, run, base))
+
+
+def open_sealed(store: Store, found: Sealed) -> Step:
+    """Read the manifests of a step whose decision is known."""
     return together(found, _read(store, found, range(found.attempt.world_size)))
 
 
@@ -275,7 +280,7 @@ def manifests_like(
         own = _read(store, found, [rank])[0]
         if own.replicas == replicas:
             return (own,)
-    return together(found, _read(store, found, range(found.attempt.world_size))).manifests
+    return open_sealed(store, found).manifests
 
 
 def sealed(store: Store, run: str, base: Base) -> Sealed:
@@ -303,47 +308,65 @@ def sealed(store: Store, run: str, base: Base) -> Sealed:
 def _read(store: Store, found: Sealed, ranks: Sequence[int]) -> list[Manifest]:
     """Read and check the manifests of these ranks, several at once. They are decoded one after another."""
     digests = _digests_of(store, found, ranks)
-    objects = [(found.attempt.manifest_key(rank), digests[rank]) for rank in ranks]
-    return [
-        manifests.decode(data, key, expected)
-        for (key, expected), data in zip(objects, _encoded(store, objects), strict=True)
-    ]
+    return list(read_manifests(store, found, {rank: digests[rank] for rank in ranks}))
+
+
+def read_manifests(store: Store, found: Sealed, digests: Mapping[int, bytes]) -> Iterator[Manifest]:
+    """Read and check manifests, given as digests by rank, in this order. Few of them are in memory undecoded."""
+    objects = [(found.attempt.manifest_key(rank), expected) for rank, expected in digests.items()]
+    for (key, expected), data in zip(objects, _encoded(store, objects), strict=True):
+        yield manifests.decode(data, key, expected)
+
+
+def read_groups(store: Store, found: Sealed, indexes: Sequence[int]) -> Iterator[Group]:
+    """Read and check these groups, in this order."""
+    objects = [(found.attempt.group_key(index), found.groups[index]) for index in indexes]
+    for (key, expected), data in zip(objects, _encoded(store, objects), strict=True):
+        yield groups.decode(data, key, expected)
 
 
 def _digests_of(store: Store, found: Sealed, ranks: Sequence[int]) -> dict[int, bytes]:
     """The digests of these ranks' manifests. They may be named by groups, which are then read."""
     if not found.groups:
         return {rank: found.digests[rank] for rank in ranks}
-    needed = sorted({rank // found.group_ranks for rank in ranks})
-    objects = [(found.attempt.group_key(index), found.groups[index]) for index in needed]
     digests: dict[int, bytes] = {}
-    for (key, expected), data in zip(objects, _encoded(store, objects), strict=True):
-        group = groups.decode(data, key, expected)
+    for group in read_groups(store, found, sorted({rank // found.group_ranks for rank in ranks})):
         digests |= {rank: member.manifest for rank, member in zip(group.ranks, group.members, strict=True)}
-    if missing := [rank for rank in ranks if rank not in digests]:
-        raise CorruptionError(f"{found.attempt.decision_key}: no group names the manifest of rank {missing[0]}")
+    for rank in ranks:
+        if rank not in digests:
+            raise missing_digest(found, rank)
     return digests
 
 
-def _encoded(store: Store, objects: Sequence[tuple[str, bytes]]) -> list[bytes]:
+def missing_digest(found: Sealed, rank: int) -> CorruptionError:
+    """The error of a step whose groups leave a rank out."""
+    return CorruptionError(f"{found.attempt.decision_key}: no group names the manifest of rank {rank}")
+
+
+def _encoded(store: Store, objects: Sequence[tuple[str, bytes]]) -> Iterator[bytes]:
     """The bytes of these objects, given as (key, digest), in their order."""
     if len(objects) == 1:
-        return [_of_digest(store, *objects[0])]
+        yield _of_digest(store, *objects[0])
+        return
     with ThreadPoolExecutor(_AT_ONCE, "headrace-manifests") as pool:
-        return list(in_order(pool, lambda each: _of_digest(store, *each), objects, _AT_ONCE))
+        yield from in_order(pool, lambda each: _of_digest(store, *each), objects, _AT_ONCE)
 
 
 def together(found: Sealed, given: Sequence[Manifest]) -> Step:
     """Check that the manifests, given by rank, belong together, and return them as a step."""
     for each in given:
         if each.world_size != len(given):
-            raise CorruptionError(
-                f"{found.attempt.decision_key} names {len(given)} manifests of a world of {each.world_size}"
-            )
+            raise other_world(found, each)
     what = manifests.check_shards(given)
     if what is not None:
         raise CorruptionError(f"{found.attempt.decision_key}: {what}", hint="run `headrace ckpt check`")
     return Step(found.run, found.base, tuple(given))
+
+
+def other_world(found: Sealed, manifest: Manifest) -> CorruptionError:
+    """The error of a manifest that another number of ranks wrote."""
+    count = found.attempt.world_size
+    return CorruptionError(f"{found.attempt.decision_key} names {count} manifests of a world of {manifest.world_size}")
 
 
 def _of_digest(store: Store, key: str, expected: bytes) -> bytes:

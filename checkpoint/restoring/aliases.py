@@ -53,7 +53,7 @@ def require_one_content(store: Store, step: Step, targets: Sequence[Target]) -> 
         if len(sharing) == 1:  # nearly always, so the byte ranges are computed for the others only
             continue
         for group in tensors.overlapping((target, tensors.byte_range(target.tensor)) for target in sharing):
-            of_several = len({each.saved.shards[0][1].name for each in group}) > 1
+            of_several = len({each.saved.name for each in group}) > 1
             if of_several and not _same_chunks(group):
                 _compare(store, step, group)
 

@@ -1,8 +1,9 @@
 """Read the tensor bytes of a committed step into the caller's memory.
 
-Invariant: `read` returns after every byte was checked against its chunk's digest. A raw chunk whose bytes go to one
-contiguous range of memory is read directly into it. A lease protects the step while it is read. After the lease is
-written, the step is looked up again. Garbage collection therefore cannot remove it during the read.
+Invariant: the shards of every request hold all of it, or an error is raised before the first read. `read` returns after
+every byte was checked against its chunk's digest. A raw chunk whose bytes go to one contiguous range of memory is read
+directly into it. A lease protects the step while it is read. After the lease is written, the step is looked up again.
+Garbage collection therefore cannot remove it during the read.
 
 Failure behaviour: `CorruptionError` names step, tensor, pack and offset. Tensors that were complete before the error
 have changed. The damaged tensor holds a mixture of old and new bytes, with zeros in place of the damage. The caller
@@ -12,6 +13,7 @@ must restore another step or stop.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +27,7 @@ from headrace.checkpoint import sharding
 from headrace.checkpoint.format import chunking, names
 from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.format.manifest import Chunk, Manifest, Tensor
+from headrace.checkpoint.format.manifest import Chunk, Manifest, Rows, Tensor
 from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step, open_step
@@ -67,11 +69,17 @@ class ReadsDirectly(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A global tensor of a step as one rank sees it. `shards`: its shards, each with the manifest that lists it."""
+    """A global tensor of a step as one rank sees it.
 
+    `shards`: its shards, each with the tables of the manifest that lists it. Shards that the rank does not need may be
+    left out. `alone`: no other rank needs any of these shards.
+    """
+
+    name: str
     dtype: str
     shape: tuple[int, ...]
-    shards: tuple[tuple[Manifest, Tensor], ...]
+    shards: tuple[tuple[Rows, Tensor], ...]
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ class Want:
 
     @property
     def name(self) -> str:
-        return self.saved.shards[0][1].name
+        return self.saved.name
 
 
 class ChunkUse(msgspec.Struct, gc=False):
@@ -137,31 +145,38 @@ def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
     If the step was saved by fewer ranks, a rank beyond them sees the rank-local tensors of rank 0.
     """
     own = step.manifests[rank if rank < len(step.manifests) else 0]
-    shared: dict[str, list[tuple[Manifest, Tensor]]] = defaultdict(list)
+    shared: dict[str, list[tuple[Rows, Tensor]]] = defaultdict(list)
     for manifest in step.manifests:
         for tensor in manifest.tensors:
             if tensor.replicated:
                 shared[tensor.name].append((manifest, tensor))
-    found = {name: Saved(shards[0][1].dtype, shards[0][1].shape, tuple(shards)) for name, shards in shared.items()}
-    return found | {t.name: Saved(t.dtype, t.shape, ((own, t),)) for t in own.tensors if not t.replicated}
+    found = {name: Saved(name, ts[0][1].dtype, ts[0][1].shape, tuple(ts)) for name, ts in shared.items()}
+    return found | own_tensors(own)
 
 
-class LeasedStep(contextlib.AbstractContextManager[Step]):
-    """A context manager that opens a step and holds a lease on it.
+def own_tensors(own: Manifest, alone: bool = False) -> dict[str, Saved]:
+    """The rank-local tensors of a manifest, by name. `alone`: no other rank reads them."""
+    return {t.name: Saved(t.name, t.dtype, t.shape, ((own, t),), alone) for t in own.tensors if not t.replicated}
 
-    If the object is garbage-collected, the lease is released too.
+
+class StepLease(contextlib.AbstractContextManager[None]):
+    """A context manager that holds a lease on a step, and looks the step up after the lease is written.
+
+    If the object is garbage-collected, the lease is released too. `writes`: False if another rank of the job holds the
+    lease. An error of the block is replaced if its reason is that retention has removed the step.
     """
 
-    def __init__(self, store: Store, run: str, base: Base, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._store, self._run, self._base, self._clock = store, run, base, clock
+    def __init__(self, store: Store, run: str, base: Base, clock: Clock = SYSTEM_CLOCK, *, writes: bool = True) -> None:
+        self._store, self._run, self._base, self._clock, self._writes = store, run, base, clock, writes
         self._stack = contextlib.ExitStack()
         self._close = Finalizer(self, self._stack.close)
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> None:
+        if not self._writes:
+            return
         try:
             self._lease()
             repository.require_exists(self._store, self._run, self._base)
-            return open_step(self._store, self._run, self._base)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -193,6 +208,25 @@ class LeasedStep(contextlib.AbstractContextManager[Step]):
             warn_once(_log, f"{self._store.location.url} may not be written to: reading without a lease", "job")
 
 
+class LeasedStep(contextlib.AbstractContextManager[Step]):
+    """A context manager that opens a step, with all its manifests, and holds a lease on it."""
+
+    def __init__(self, store: Store, run: str, base: Base, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._store, self._run, self._base = store, run, base
+        self._stack = contextlib.ExitStack()
+        self._lease = StepLease(store, run, base, clock)
+
+    def __enter__(self) -> Step:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._lease)
+            opened = open_step(self._store, self._run, self._base)
+            self._stack = stack.pop_all()
+        return opened
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, tb)
+
+
 def read(store: Store, step: Step, wants: Sequence[Want]) -> None:
     """Fill the sinks of all `wants`."""
     reading = ChunkReader(step, wants)
@@ -201,17 +235,20 @@ def read(store: Store, step: Step, wants: Sequence[Want]) -> None:
 
 def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, ChunkUse]]:
     """Every chunk that holds requested bytes, with the key of its pack."""
-    item = chunking.ITEM_BYTES[want.saved.dtype]
+    item, held = chunking.ITEM_BYTES[want.saved.dtype], 0
     for manifest, tensor in want.saved.shards:
         box = tensor.box
-        if not box.overlaps(want.box):
+        if not (common := box.common(want.box)):
             continue
+        held += common
         at = 0
         for span in tensor.spans:
             if box == want.box or sharding.overlaps(box, want.box, item, at, span.length):
                 chunk = manifest.chunks[span.chunk]
                 yield manifest.packs[chunk.pack].key, chunk, ChunkUse(number, box, at, span.start, span.length)
             at += span.length
+    if held != (wanted := math.prod(want.box.local)):
+        raise CorruptionError(f"tensor {want.name!r:.200}: its shards hold {held} of the {wanted} elements to read")
 
 
 class ChunkReader:

@@ -1,12 +1,13 @@
 """One restore by the ranks of a job. The ranks find the step, compare it with the state, and then read it.
 
 Invariant: all ranks restore the same step, or all raise. Every rank takes part in every exchange, even a rank that has
-failed. If tensors are only filled in place, there are five exchanges:
+failed. If tensors are only filled in place, the exchanges are these:
 
 1. All ranks are ready to begin.
-2. Rank 0 sends the step that it found.
-3. The step is open and fits on every rank.
-4. The ranks exchange which chunks each of them needs.
+2. Rank 0 sends the step that it found, with its decision. It holds a lease on the step.
+3. The step is open and fits on every rank. If the step or the job has more than `WHOLE_RANKS` ranks, the ranks divide
+   the manifests for this (`headrace.checkpoint.restoring.divided_step`). Otherwise every rank reads all manifests.
+4. The ranks exchange which chunks several of them need.
 5. All ranks are done.
 
 The state is unchanged until the step is known to fit on all ranks. The restorer then reads new values and passes them
@@ -19,30 +20,35 @@ state is then partly restored. An error of the store on any rank is raised on al
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 
 from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.restoring import GdsStore
 from headrace.checkpoint.lineage import Lineage
 from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.fetch import Step
+from headrace.checkpoint.repository.fetch import Sealed, Step
 from headrace.checkpoint.restoring import aliases, chunk_reader, shared_reads
 from headrace.checkpoint.restoring.aliases import Target
-from headrace.checkpoint.restoring.chunk_reader import ChunkReader, Saved, Want
+from headrace.checkpoint.restoring.chunk_reader import ChunkReader, Saved, StepLease, Want
+from headrace.checkpoint.restoring.divided_step import DividedStep, is_divided, open_divided
+from headrace.checkpoint.restoring.opening import Exchange, open_found, read_decision
 from headrace.checkpoint.state import fit, tensors, tree
 from headrace.checkpoint.state.build import Fit
 from headrace.checkpoint.state.fit import Selection
 from headrace.checkpoint.state.tensors import LocalTensor, TensorSink
-from headrace.checkpoint.tier.restoring import Found, NodeTier, log_sources, node_tier, open_offline
+from headrace.checkpoint.tier.restoring import Found, NodeTier, log_offline, log_sources, node_tier
 from headrace.dataio.core.errors import MismatchError, UsageError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar.connection import SidecarName
@@ -68,16 +74,45 @@ def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection)
     """Compare the selected part of `given` with the step as this rank sees it. The ranks do not communicate."""
     rank = rank if rank < len(opened.manifests) else 0
     saved = chunk_reader.tensors_of(opened, rank)
-    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()}
-    document = tree.decode(opened.manifests[rank].tree)
-    if isinstance(document, dict) and document.get("by") == DCP_MARK:
+    types = {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()}
+    todo = fit.fit(given, _document(opened.manifests[rank]), types, selection)
+    return _fitted(opened, todo, saved)
+
+
+def fitted_in_parts(
+    given: dict[str, Any], sealed: Sealed, opened: DividedStep, ranks: Exchange, selection: Selection
+) -> Callable[[], Fitted]:
+    """As `fitted`, for a step whose manifests the ranks divided. All ranks call it.
+
+    The function that is returned does the last part without communication.
+    """
+    with ranks.agreed():
+        document = _document(opened.own)
+        named = list(tree.tensor_names(document))
+    types = opened.types(named)
+    boxes: dict[str, dict[Box, None]] = defaultdict(dict)
+    with ranks.agreed():
+        todo = fit.fit(given, document, types, selection)
+        for name, _, seen in (*_described(todo.fresh), *todo.in_place):
+            boxes[name][seen.box] = None
+    saved = opened.tensors(types, {name: list(its) for name, its in boxes.items()})
+    return lambda: _fitted(Step(sealed.run, sealed.base, ()), todo, saved)
+
+
+def _document(own: Manifest) -> object:
+    """The document in the manifest of a rank."""
+    found = tree.decode(own.tree)
+    if isinstance(found, dict) and found.get("by") == DCP_MARK:
         raise MismatchError(
-            f"step {opened.base.step} was saved through torch.distributed.checkpoint",
+            f"step {own.step} was saved through torch.distributed.checkpoint",
             hint="load it with dcp.load(state, storage_reader=RepositoryReader(...))",
         )
-    todo = fit.fit(given, document, shapes, selection)
-    fresh = ChunkReader(opened, _wants(_described(todo.fresh), saved))
-    return Fitted(opened, todo, saved, fresh, ChunkReader(opened, _wants(todo.in_place, saved)))
+    return found
+
+
+def _fitted(step: Step, todo: Fit, saved: Mapping[str, Saved]) -> Fitted:
+    fresh = ChunkReader(step, _wants(_described(todo.fresh), saved))
+    return Fitted(step, todo, saved, fresh, ChunkReader(step, _wants(todo.in_place, saved)))
 
 
 def require_one_content(work: Fitted, store: Store) -> None:
@@ -90,10 +125,10 @@ def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
     """Read into the state. All ranks call it. If one rank fails, all raise."""
     todo, in_place = work.todo, work.in_place
     first = bool(todo.fresh or todo.early or todo.checks)
-    common = shared_reads.compare(store, work.step, (work.fresh, in_place), first, ranks)
+    common = shared_reads.compare(store, (work.fresh, in_place), first, ranks)
     with torch.no_grad():
         if common.marked:
-            pending = shared_reads.read(store, work.fresh, common.shared[0], common, ranks)
+            pending = shared_reads.read(store, work.fresh, 0, common, ranks)
             with ranks.agreed():
                 pending.raise_kept()
                 for action in (*todo.checks, *todo.early):
@@ -102,7 +137,7 @@ def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
                     again = _described((name, tensor) for name, tensor, _ in todo.in_place)
                     in_place = ChunkReader(work.step, _wants(again, work.saved))
         tensors.settle(tensor.device for _, tensor, _ in todo.in_place)
-        pending = shared_reads.read(store, in_place, common.shared[1], common, ranks)
+        pending = shared_reads.read(store, in_place, 1, common, ranks)
         with ranks.agreed():
             pending.raise_kept()
             for action in todo.late:
@@ -153,34 +188,48 @@ class Restorer:
                 selection = prepare()
                 tier = stack.enter_context(node_tier(self._sidecar))
                 tier.send(self._store, names.check_run(run))
-            # from here on, steps that were only in the local tiers of nodes are also in the store
-            found = self._find(run, step, number, tier, required)
-            if found is None:
-                return None
-            with self._ranks.agreed(), gc_paused():
                 reader = self._reader(tier)
-                work = self._open(stack, state, run, found, reader, selection)
-                self._require_matches(selection)
-                require_one_content(work, reader)
+            # from here on, steps that were only in the local tiers of nodes are also in the store
+            found_here = self._finder(stack, run, step, tier, reader, required)
+            opened = open_found(run, number, found_here, self._ranks)
+            if opened is None:
+                return None
+            found, sealed = opened
+            if self._ranks.rank and not found.offline:
+                stack.enter_context(StepLease(reader, run, found.base, writes=False))
+            with gc_paused():
+                work = self._fit(state, sealed, reader, selection)
             apply(work, self._ranks, reader)
             log_sources(reader, found.base.step)
         if work.todo.skipped:
             _log.warning("step %d: left as they are: %s", found.base.step, ", ".join(work.todo.skipped[:8]))
         return found
 
-    def _find(self, run: str, step: int | str | Base, number: int, tier: NodeTier, required: bool) -> Found | None:
-        found, error = None, None
-        try:
-            if self._ranks.rank == 0:
-                found = self._lineage.find(run, step, tier)
-                if found is None and required:
+    def _finder(
+        self,
+        stack: contextlib.ExitStack,
+        run: str,
+        step: int | str | Base,
+        tier: NodeTier,
+        reader: Store,
+        required: bool,
+    ) -> Callable[[], tuple[Found, Sealed] | None]:
+        """The work of rank 0: find the step, lease it, and read its decision."""
+
+        def find() -> tuple[Found, Sealed] | None:
+            found = self._lineage.find(run, step, tier)
+            if found is None:
+                if required:
                     raise repository.missing(self._store, run)
-                if found is None:
-                    repository.warn_of_mistakes(self._store, run)
-        except Exception as caught:  # of any type: the other ranks must receive it
-            error = caught
-        message = self._ranks.agree(number, msgspec.msgpack.encode(found), error)
-        return msgspec.msgpack.decode(message, type=Found | None)
+                repository.warn_of_mistakes(self._store, run)
+                return None
+            if found.offline:
+                log_offline(run, found.base)
+            else:
+                stack.enter_context(StepLease(reader, run, found.base))
+            return found, read_decision(reader, run, found.base)
+
+        return find
 
     def _reader(self, tier: NodeTier) -> Store:
         reader = tier.reader(self._store)
@@ -200,17 +249,19 @@ class Restorer:
             )
         _log.warning("%s on this rank", message)
 
-    def _open(
-        self,
-        stack: contextlib.ExitStack,
-        state: dict[str, Any],
-        run: str,
-        found: Found,
-        reader: Store,
-        selection: Selection,
-    ) -> Fitted:
-        """Open the step and compare it with the state."""
-        opening = (
-            open_offline(reader, run, found.base) if found.offline else chunk_reader.LeasedStep(reader, run, found.base)
-        )
-        return fitted(state, stack.enter_context(opening), self._ranks.rank, selection)
+    def _fit(self, state: dict[str, Any], sealed: Sealed, reader: Store, selection: Selection) -> Fitted:
+        """Read the manifests and compare the step with the state. All ranks call it."""
+        ranks = self._ranks
+
+        def whole() -> Fitted:
+            return fitted(state, fetch.open_sealed(reader, sealed), ranks.rank, selection)
+
+        finish = whole
+        if is_divided(sealed, ranks):
+            opened = open_divided(reader, sealed, ranks)
+            finish = fitted_in_parts(state, sealed, opened, ranks, selection)
+        with ranks.agreed():
+            work = finish()
+            self._require_matches(selection)
+            require_one_content(work, reader)
+        return work

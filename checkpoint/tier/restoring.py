@@ -31,7 +31,6 @@ from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository import commit, group_commit
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
-from headrace.checkpoint.repository.fetch import Step, open_step
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.tier.saving import mark_committed, may_hold, open_local_tier
 from headrace.dataio.core.errors import (
@@ -149,11 +148,9 @@ def latest(local_tier: LocalTier | None, url: str, run: str, step: int | str | B
     return None
 
 
-@contextlib.contextmanager
-def open_offline(reader: Store, run: str, base: Base) -> Iterator[Step]:
-    """Open a step from the tier while the store is unreachable. No lease and no COMMIT are written."""
+def log_offline(run: str, base: Base) -> None:
+    """Log that a step is restored from the tier while the store is unreachable. No lease is written for it."""
     _log.warning("the store cannot be reached: restoring step %d of run %s from the node's tier", base.step, run)
-    yield open_step(reader, run, base)
 
 
 def outdated(run: str, restored: Base, newer: Base | None) -> ConflictError:

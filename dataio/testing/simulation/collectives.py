@@ -10,15 +10,16 @@ Failure behaviour: if a rank does not arrive within `timeout` seconds, the other
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace.dataio.core.errors import TransientError
+from headrace.dataio.core.errors import HeadraceError, TransientError, UsageError
 from headrace.dataio.testing.simulation.scheduler import Signal, Simulation
 
 T = TypeVar("T")
@@ -94,6 +95,34 @@ class SimulatedRanks:
     def broadcast(self, sent: bytes) -> bytes:
         """Return rank 0's bytes."""
         return self._group.exchange(self.rank, sent, lambda given: given[0], len)
+
+    def agree(
+        self, number: int, message: bytes, error: Exception | None, alike: tuple[type[HeadraceError], ...] = ()
+    ) -> bytes:
+        """Return rank 0's message, or raise the error of this rank; if another rank failed, raise its reason."""
+        reason = f"{type(error).__name__}: {error}" if error is not None else ""
+        given = self._group.exchange(
+            self.rank, (number, message, reason), list, lambda all_: len(all_) + len(all_[0][1])
+        )
+        if error is not None:
+            raise error
+        for rank, (_, _, text) in enumerate(given):
+            if text:
+                kind = next((each for each in alike if text.startswith(f"{each.__name__}: ")), TransientError)
+                raise kind(f"rank {rank} could not take part: {text}")
+        if len({each[0] for each in given}) > 1:
+            raise UsageError("the ranks ask for different steps")
+        return given[0][1]
+
+    @contextlib.contextmanager
+    def agreed(self, number: int = 0, alike: tuple[type[HeadraceError], ...] = ()) -> Iterator[None]:
+        """Raise on all ranks if the block fails on one."""
+        error = None
+        try:
+            yield
+        except Exception as caught:  # as `Ranks.agreed`
+            error = caught
+        self.agree(number, b"", error, alike)
 
     def all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
         """Send `sent[r]` to rank r, and return the bytes that were sent to this one, by sender."""

@@ -284,7 +284,7 @@ def test_a_view_that_reaches_out_of_its_bytes_is_damage(tmp_path: Path, monkeypa
 
     def shorter(step: Step, rank: int) -> Any:
         found = real(step, rank)
-        return {name: chunk_reader.Saved(s.dtype, (s.shape[0] - 1,), s.shards) for name, s in found.items()}
+        return {name: chunk_reader.Saved(name, s.dtype, (s.shape[0] - 1,), s.shards) for name, s in found.items()}
 
     with open_at(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": [base, base[5:]]}).result(60)

@@ -6,7 +6,6 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,7 @@ import pytest
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, Commit, StepName, encode
 from headrace.checkpoint.repository import commit, timeline
-from headrace.checkpoint.repository.fetch import Step
+from headrace.checkpoint.repository.fetch import open_step
 from headrace.checkpoint.repository.retention import ORPHAN_SECONDS
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.saving.commit_worker import commit_staged
@@ -62,12 +61,6 @@ def saved(remote: Store, tier: LocalTier, step: int = 1, seed: int = 1, base: Ba
     number = max(timeline.numbers(remote, RUN), default=0) or begin(remote)
     bases = (base,) if base else ()
     return keep(remote, tier, make(remote, tiny_state(seed), step=step, number=number, bases=bases))
-
-
-@contextmanager
-def open_offline(reader: Store, base: Base) -> Iterator[Step]:
-    with restoring.open_offline(reader, RUN, base) as step:
-        yield step
 
 
 def packs(tier: LocalTier, source: str) -> list[str]:
@@ -452,10 +445,10 @@ def test_restoring_while_the_store_is_unreachable_takes_what_was_committed(tmp_p
         reader = node.reader(store)
     calls = len(store.calls)
     shutil.rmtree(tmp_path / "store")
-    with open_offline(reader, first) as step:
-        assert step.base == first
-        held = chunk_reader.tensors_of(step, 0)
-        assert set(held) == set(tiny_state(1))
+    step = open_step(reader, RUN, first)
+    assert step.base == first
+    held = chunk_reader.tensors_of(step, 0)
+    assert set(held) == set(tiny_state(1))
     assert len(store.calls) == calls
 
 

@@ -1,0 +1,166 @@
+"""The state whose saves and restores are measured: a model of 405 billion parameters with AdamW.
+
+It has 1,137 parameters in bfloat16, two moments in float32, and a step count for each, spread by FSDP over all ranks.
+Only names, shapes and manifests are made. No tensor is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from headrace.checkpoint.format import chunking, group, manifest, names
+from headrace.checkpoint.format.chunking import Box, digest, whole
+from headrace.checkpoint.format.documents import Commit, Decision, encode
+from headrace.checkpoint.format.manifest import Chunk, Manifest, PackName, Span, Tensor
+from headrace.checkpoint.state import tree
+from headrace.dataio.core.limits import KIB, MIB
+from headrace.dataio.testing.simulation.store import Bucket
+
+RUN, ATTEMPT = "exp", names.new_id()
+LAYERS, DIM, HIDDEN, WORDS, KEYS = 126, 16_384, 53_248, 128_256, 1_024
+SMALL_BELOW = 64 * KIB
+SLOTS = (("weight", "bfloat16"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
+
+
+def parameters() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of the parameters."""
+    yield "embed.weight", (WORDS, DIM)
+    for layer in range(LAYERS):
+        for name, shape in (
+            ("wq", (DIM, DIM)),
+            ("wk", (KEYS, DIM)),
+            ("wv", (KEYS, DIM)),
+            ("wo", (DIM, DIM)),
+            ("w1", (HIDDEN, DIM)),
+            ("w2", (DIM, HIDDEN)),
+            ("w3", (HIDDEN, DIM)),
+            ("attention_norm", (DIM,)),
+            ("ffn_norm", (DIM,)),
+        ):
+            yield f"layers.{layer}.{name}.weight", shape
+    yield "norm.weight", (DIM,)
+    yield "output.weight", (WORDS, DIM)
+
+
+PARAMETERS = list(parameters())
+
+
+def box_of(shape: tuple[int, ...], rank: int, ranks: int) -> Box | None:
+    """The part of a rank, as FSDP cuts the first dimension; None for a rank without a part."""
+    step = -(-shape[0] // ranks)
+    start = min(rank * step, shape[0])
+    size = min(step, shape[0] - start)
+    return Box(shape, (start, *(0 for _ in shape[1:])), (size, *shape[1:])) if size else None
+
+
+class Tables:
+    """The tables of one rank's manifest: small tensors share chunks of a mebibyte, large ones have their own chunks."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._small, self._used, self._at = rank, -1, MIB, 0
+        self.chunks: list[Chunk] = []
+
+    def spans(self, size: int) -> tuple[Span, ...]:
+        if size >= SMALL_BELOW:
+            return tuple(Span(self._new(length), 0, length) for _, length in chunking.cut(size, 4 * MIB))
+        if self._used + size > MIB:
+            self._small, self._used = self._new(MIB), 0
+        self._used += size
+        return (Span(self._small, self._used - size, size),)
+
+    def _new(self, length: int) -> int:
+        """The number of a new chunk, in the next pack if this one is full."""
+        left = manifest.PACK_BYTES - self._at % manifest.PACK_BYTES
+        self._at += left if left < length else 0
+        pack, offset = divmod(self._at, manifest.PACK_BYTES)
+        number, self._at = len(self.chunks), self._at + length
+        self.chunks.append(Chunk(digest(b"%d %d" % (self._rank, number)), pack, offset, length, length))
+        return number
+
+    def packs(self) -> tuple[PackName, ...]:
+        count = self._at // manifest.PACK_BYTES + 1
+        return tuple(PackName(ATTEMPT, f"{self._rank}-00000000-{number}") for number in range(count))
+
+
+def manifest_of(rank: int, ranks: int, plan: bytes) -> Manifest:
+    """The manifest of a rank. The step counts are divided among the ranks."""
+    tables, tensors = Tables(rank), []
+    for name, shape in PARAMETERS:
+        if (box := box_of(shape, rank, ranks)) is None:
+            continue
+        for slot, dtype in SLOTS:
+            spans = tables.spans(chunking.nbytes(dtype, box.local))
+            tensors.append(Tensor(f"{slot}/{name}", dtype, shape, box.offset, box.local, True, spans))
+    for number, (name, _) in enumerate(PARAMETERS):
+        if number % ranks == rank:
+            tensors.append(Tensor(f"step/{name}", "float32", (), (), (), True, tables.spans(4)))
+    return Manifest(
+        run=RUN,
+        timeline=1,
+        step=1,
+        attempt=ATTEMPT,
+        rank=rank,
+        world_size=ranks,
+        created=0.0,
+        bases=(),
+        packs=tables.packs(),
+        chunks=tuple(tables.chunks),
+        tensors=tuple(tensors),
+        tree=DOCUMENT,
+        replicas=plan,
+        bytes_state=0,
+        bytes_written=0,
+        bytes_deduplicated=0,
+    )
+
+
+NAMES = [f"{slot}/{name}" for slot in ("weight", "exp_avg", "exp_avg_sq", "step") for name, _ in PARAMETERS]
+
+
+def document(names: Iterable[str]) -> bytes:
+    """The document of a state with these tensors."""
+    return tree.encode({"state": {name: tree.TensorRef(name) for name in names}})
+
+
+DOCUMENT = document(NAMES)
+
+
+def share_of(rank: int, ranks: int) -> bytes:
+    found = manifest_of(rank, ranks, b"")
+    return group.share_digest(chunking.TensorSpec(t.name, t.dtype, t.box, True) for t in found.tensors)
+
+
+def save(bucket: Bucket, ranks: int) -> None:
+    """Put the committed step into the bucket."""
+    plan = group.plan_digest([share_of(rank, ranks) for rank in range(ranks)])
+    summaries = []
+    for rank in range(ranks):
+        found = manifest_of(rank, ranks, plan)
+        data = manifest.encode(found)
+        bucket.objects[names.manifest(RUN, 1, 1, ATTEMPT, rank)] = data, 0.0
+        summaries.append(group.summarize(found, data))
+    document = Decision(attempt=ATTEMPT, outcome="commit", manifests=tuple(s.member.manifest.hex() for s in summaries))
+    if names.is_grouped(ranks):
+        digests = []
+        for index in range(names.group_count(ranks)):
+            members = [summaries[rank] for rank in names.ranks_of_group(index, ranks)]
+            data = group.encode(group.join(ATTEMPT, index, ranks, members))
+            bucket.objects[names.group(RUN, 1, 1, ATTEMPT, index)] = data, 0.0
+            digests.append(digest(data).hex())
+        document = Decision(
+            version=2,
+            attempt=ATTEMPT,
+            outcome="commit",
+            groups=tuple(digests),
+            world_size=ranks,
+            group_ranks=names.GROUP_RANKS,
+        )
+    bucket.apply_put(names.decision(RUN, 1, 1, ATTEMPT), encode(document))
+    bucket.apply_put(names.commit(RUN, 1, 1), encode(Commit(step=1, attempt=ATTEMPT)))
+
+
+def boxes_of(rank: int, ranks: int) -> Iterator[tuple[str, Box]]:
+    for name, shape in PARAMETERS:
+        if (box := box_of(shape, rank, ranks)) is not None:
+            yield from ((f"{slot}/{name}", box) for slot, _ in SLOTS)
+        yield f"step/{name}", whole(())

@@ -1,0 +1,108 @@
+"""`headrace bench simulate --control-plane`: figures of the code that plans, commits and restores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.bench.control_plane import commit, figures, plan, restore, state
+from headrace.bench.control_plane.figures import METRICS, Figures
+from headrace.bench.workloads import simulate as cluster_model
+from headrace.dataio.core.errors import UsageError
+from tests.support.benchmarks import run_part
+
+MEASURED = {
+    "plan": {"most_cpu_seconds": 0.5, "mib": 4.0},
+    "commit": {"commit_seconds": 0.5, "requests": 0.0, "later_requests": 0.0},
+    "restore": {"requests": 0.0},
+    "one_rank": {"cpu_seconds": 0.3, "mib": 30.0},
+}
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[Figures, list[tuple[Any, ...]]]:
+    """The figures of a job in which every rank sends five requests, and what was run for them."""
+    ran: list[tuple[Any, ...]] = []
+
+    def run(module: str, *arguments: float) -> dict[str, float]:
+        ran.append((module, *arguments))
+        requests = 7 + 5 * arguments[0]
+        return MEASURED[module] | {"requests": requests, "later_requests": requests}
+
+    monkeypatch.setattr(figures, "_run", run)
+    return figures.figures(ranks, 0.01, lambda text, share: None), ran
+
+
+def test_a_small_job_is_measured_and_not_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, ran = measured(monkeypatch, 64)
+    assert found.laws == {}
+    assert found.values.keys() == METRICS.keys()
+    assert found.values["save_requests"] == 7 + 5 * 64
+    assert ran == [
+        *(("plan", 64), ("commit", 64, 0.01)),
+        *(("restore", 64, 64, 0.01), ("restore", 64, 48, 0.01), ("one_rank", 64)),
+    ]
+
+
+def test_a_large_job_is_extrapolated_by_a_line_that_the_results_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, ran = measured(monkeypatch, 16_384)
+    assert found.values.keys() == METRICS.keys()
+    assert found.laws.keys() == METRICS.keys() - {"restore_cpu_s", "restore_peak_mib"}
+    assert found.values["save_requests"] == pytest.approx(7 + 5 * 16_384, rel=1e-6)
+    law = found.laws["save_requests"]
+    assert law == {
+        "extrapolated": True,
+        "law": "7 + 5 * ranks",
+        "sizes": [256, 512, 1024],
+        "measured": [7 + 5 * size for size in (256, 512, 1024)],
+    }
+    assert ("one_rank", 16_384) in ran
+    assert max(arguments[1] for arguments in ran if arguments[0] != "one_rank") == 1024
+
+
+def test_the_state_has_the_size_of_the_model() -> None:
+    sizes = [(4 if slot != "weight" else 2) for slot, _ in state.SLOTS]
+    elements = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for _, shape in state.PARAMETERS)
+    assert sizes == [2, 4, 4]
+    assert len(state.PARAMETERS) == 1137
+    assert elements == pytest.approx(405e9, rel=0.01)
+
+
+def test_all_ranks_plan_commit_and_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = state.PARAMETERS[:3]
+    names = [f"{slot}/{name}" for slot in ("weight", "exp_avg", "exp_avg_sq", "step") for name, _ in few]
+    monkeypatch.setattr(plan, "PARAMETERS", few)
+    monkeypatch.setattr(state, "PARAMETERS", few)
+    monkeypatch.setattr(commit, "NAMES", names)
+    monkeypatch.setattr(state, "DOCUMENT", state.document(names))
+    assert plan.measure(5)["cpu_seconds"] > 0
+    saved = commit.measure(5, 0.02)
+    assert saved["requests"] >= 3 * 5
+    assert 0.02 < saved["commit_seconds"] <= saved["seen_seconds"] < 10
+    same, fewer = restore.measure(5, 5), restore.measure(5, 3)
+    assert 5 < same["requests"] <= 5 * 5
+    assert 5 < fewer["requests"] <= 20 * 5
+    assert restore.measure(5, 5, latency=1.0)["virtual_seconds"] > same["virtual_seconds"] + 1
+
+
+@pytest.mark.process
+def test_the_command_prints_the_figures_with_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    part = run_part(capsys, "simulate", "--control-plane", "--ranks", "8", "--latency-ms", "5")
+    assert part.settings == {"ranks": 8, "latency_ms": 5.0, "extrapolated": False, "laws": {}}
+    found = part.candidates["headrace"].metrics
+    assert found.keys() == METRICS.keys()
+    assert all(value >= 0 for (value,) in found.values())
+    assert found["restore_cpu_s"][0] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        (["--latency-ms", "-1"], r"--latency-ms -1\.0: not between 0 and 10000"),
+        (["--ranks", "7"], r"--ranks 7: the model needs at least 8"),
+        (["--ranks", "20000"], r"--ranks 20000: at most 16384"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments: list[str], refused: str) -> None:
+    with pytest.raises(UsageError, match=refused):
+        cluster_model.simulate(["--control-plane", *arguments])
