@@ -180,7 +180,7 @@ def encode(manifest: Manifest) -> bytes:
         raise CapacityError(
             f"the manifest of rank {manifest.rank} would have {format_bytes(len(raw))}, {format_bytes(len(data))} compressed; "
             f"at most {format_bytes(MAX_RAW_BYTES)}, {format_bytes(MAX_BYTES)} compressed",
-            hint="spread the state over more ranks, or join tiny tensors",
+            hint="spread the state over more ranks, or combine small tensors",
         )
     return data
 
@@ -206,7 +206,7 @@ def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manif
         _check_links(manifest)
         _check_tensors(manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, zstandard.ZstdError, _Unsound) as error:
-        raise CorruptionError(f"{key} is not a sound manifest: {error}", hint="run `headrace ckpt check`") from None
+        raise CorruptionError(f"{key} is not a valid manifest: {error}", hint="run `headrace ckpt check`") from None
     return manifest
 
 
@@ -229,7 +229,7 @@ def _check_identity(manifest: Manifest, key: str) -> None:
     m = manifest
     _require(names.is_id(m.attempt), "its attempt is not an id")
     _require(0 <= m.rank < m.world_size, f"rank {m.rank} is not below world size {m.world_size}")
-    _require(names.manifest(m.run, m.timeline, m.step, m.attempt, m.rank) == key, "it belongs to another place")
+    _require(names.manifest(m.run, m.timeline, m.step, m.attempt, m.rank) == key, "it belongs to another key")
     for pack in m.packs:
         _require(names.is_id(pack.attempt) and names.is_pack_name(pack.name), f"bad pack name {pack.name!r:.60}")
 

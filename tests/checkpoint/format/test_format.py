@@ -280,7 +280,7 @@ def test_a_large_manifest_is_compressed_and_bounded_when_it_is_read(monkeypatch:
     with pytest.raises(CorruptionError, match=r"it would have 9\d\d\d bytes"):
         manifest.decode(data, KEY)
     frame = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
-    with pytest.raises(CorruptionError, match="not a sound manifest"):
+    with pytest.raises(CorruptionError, match="not a valid manifest"):
         manifest.decode(msgspec.msgpack.encode({"version": 4, "zstd": frame}), KEY)
 
 
@@ -384,7 +384,7 @@ def with_chunk(**fields: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (changed(step=3), "another place"),
+        (changed(step=3), "another key"),
         (changed(rank=5), "rank 5"),
         (changed(attempt="x"), "not an id"),
         (changed(packs=(PackName(ATTEMPT, "../../x"), PackName(ATTEMPT, "0-0badcafe-1"))), "bad pack name"),
