@@ -410,11 +410,11 @@ def with_chunk(**fields: object) -> bytes:
         (with_tensor(spans=(Span(0, 1, 100),)), "outside of chunk"),
         (with_tensor(spans=(Span(0, 0, 0),)), "outside of chunk"),
         (with_tensor(spans=(Span(-1, 0, 100),)), "chunk -1"),
-        (b"", "sound manifest"),
-        (b"\x93\x01\x02\x03", "sound manifest"),
+        (b"", "valid manifest"),
+        (b"\x93\x01\x02\x03", "valid manifest"),
     ],
 )
-def test_an_unsound_manifest_is_refused_by_name(data: bytes, why: str | None) -> None:
+def test_an_invalid_manifest_is_refused_by_name(data: bytes, why: str | None) -> None:
     if why is None:  # a smaller shard of a larger tensor is fine
         assert manifest.decode(data, KEY).tensors[0].shape == (5, 6)
         return
