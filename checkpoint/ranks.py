@@ -4,9 +4,9 @@ Invariant: every rank takes part in every exchange, also after it has failed, so
 Then all ranks continue with the same message, or all raise. An agreement is one all-reduce of 530 bytes plus one byte
 per rank, without pickle. The reduction is the maximum, byte by byte; ranks other than 0 send zeros as the message.
 Tables are gathered only when one has changed, and reasons only when a rank has failed.
-Failure behaviour: a failed rank raises its own error; the others raise `TransientError` with that rank and its
-reason. Ranks that ask for different steps raise `UsageError`. If torch.distributed fails, for example because only some
-ranks called, `TransientError` says so. A rank that waits for `_WARN_SECONDS` logs what it waits for.
+Failure behaviour: a failed rank raises its own error; the others raise `TransientError` with that rank and its reason.
+Ranks that request different steps raise `UsageError`. If torch.distributed fails, for example because only some ranks
+called, `TransientError` says so. A rank that waits for `_WARN_SECONDS` logs what it waits for.
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ class Ranks:
             reason = self._reasons(error)[failed[0]]
             if error is None:
                 raise TransientError(
-                    f"rank {failed[0]} could not take part: {reason}", hint="see the whole error of that rank"
+                    f"rank {failed[0]} could not take part: {reason}", hint="see that rank's log for the complete error"
                 )
         if error is None and got[self.world_size :][: len(numbers)] != numbers:
             raise UsageError(
-                "the ranks ask for different steps", hint="call save and restore with the same step everywhere"
+                "the ranks request different steps", hint="call save and restore with the same step everywhere"
             )
         tail = got[self.world_size + len(numbers) :]
         return tail[2 : 2 + struct.unpack(">H", tail[:2])[0]]
@@ -181,7 +181,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Turn an error of torch.distributed into one that says what the user may have done."""
+    """Turn an error of torch.distributed into one that names the likely mistake."""
     try:
         yield
     except RuntimeError as error:

@@ -334,7 +334,7 @@ def _encoded(store: Store, objects: Sequence[tuple[str, bytes]]) -> list[bytes]:
 
 
 def together(found: Sealed, given: Sequence[Manifest]) -> Step:
-    """Check that the manifests, given by rank, belong together, and return them as a step."""
+    """Check that the manifests, given by rank, agree with each other, and return them as a step."""
     for each in given:
         if each.world_size != len(given):
             raise CorruptionError(
