@@ -17,7 +17,7 @@ where it stopped, and a drill that gets its wheels piece by piece runs more part
 
 Invariants:
 
-- Every part that ever began is in the results with its measurements, also if it failed or was interrupted.
+- Every part that was started is in the results with its measurements, even if it failed or was interrupted.
 - A part that had no time, or lacks a package, is in the results with the reason.
 - The drill never changes the settings of the card.
 - No process outlives its part.
@@ -57,7 +57,7 @@ SECONDS = {
     "checks": 240,
     "tests": 540,
 }
-"""The most seconds that a part may take, so that a part that hangs does not use the time of the others."""
+"""The maximum number of seconds for each part, so that a part that hangs does not use the time of the others."""
 _STATE = ("torch", "numpy", "msgspec", "blake3", "zstandard", "xxhash", "prometheus_client", "fsspec")
 _CLIPS = (*_STATE, "av", "simplejpeg", "pyarrow", "duckdb", "rich")
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -73,7 +73,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 """The packages that a part needs."""
 USES: dict[str, tuple[str, ...]] = {"feed": ("nvidia.dali",), "checks": ("av", "nvidia.dali"), "probe": NEEDS["tests"]}
-"""The packages with which a part measures more."""
+"""Optional packages with which a part measures more."""
 LEAST_SECONDS = 5
 """A part does not begin if fewer seconds are left."""
 SHOWS: dict[str, tuple[str, str]] = {
@@ -104,7 +104,7 @@ SHOWS: dict[str, tuple[str, str]] = {
     ),
     "checks": (
         "checks:run",
-        "order of streams, pinned arenas, hand-over of batches, memory of decoders: right or wrong",
+        "order of streams, pinned arenas, reuse of batches, memory of decoders: passed or failed",
     ),
     "tests": ("checks:suite", "pytest -m gpu (collected only, without a GPU)"),
 }
@@ -176,7 +176,7 @@ def _drill(args: argparse.Namespace) -> int:
     (args.out / "parts").mkdir(parents=True, exist_ok=True)
     environ = _environ(args)
     absent = _absent(environ)
-    print(f"not here: {', '.join(absent) or 'nothing'}", flush=True)
+    print(f"missing packages: {', '.join(absent) or 'nothing'}", flush=True)
     began, found = time.monotonic(), dict[str, dict[str, Any]]()
     for name in names:
         left = args.budget - (time.monotonic() - began)
@@ -214,13 +214,13 @@ def _lacking(name: str, args: argparse.Namespace, lacking: Sequence[str]) -> dic
     known = _read(args.out / "parts" / f"{name}.json")
     if known and known.get("status") == "done":
         return known
-    why = f"not here: {', '.join(lacking)}; `fetch` brings it, on a machine with a network"
+    why = f"missing: {', '.join(lacking)}; `fetch` downloads it, on a machine with a network"
     print(f"{name}: skipped, {why}", flush=True)
     return {"name": name, "status": "skipped", "why": why, "lacking": list(lacking)}
 
 
 def _all(out: Path, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the parts of this start, and those of earlier starts."""
+    """Return the results of the parts of this run and of earlier runs."""
     before = {name: _read(out / "parts" / f"{name}.json") for name in PARTS}
     return [part for name in PARTS if (part := found.get(name) or before[name]) is not None]
 

@@ -1,4 +1,4 @@
-"""Which timeline a trainer saves in, and which steps its saves reference.
+"""Chooses the timeline that a trainer saves in, and the steps that its saves reference.
 
 A trainer that starts has no timeline. Its first save opens a timeline, or joins that of another writer in the process.
 So does the first save after a restore that begins a branch. `headrace.checkpoint.repository.writers` has the rules. A
@@ -38,7 +38,7 @@ Origin = str | tuple[str, int] | None
 _ERROR_BYTES = 400
 """The maximum length of the error text in rank 0's message, in bytes."""
 _LOOKS = 5
-"""How many times the latest step is searched for while retention removes the step that was found."""
+"""The maximum number of searches for the latest step while retention removes each step that is found."""
 
 
 class Ticket(msgspec.Struct, array_like=True, frozen=True):
@@ -142,7 +142,7 @@ class Lineage:
     def restored(self, run: str, found: Found, latest: bool) -> None:
         """Record a restore.
 
-        The next save may continue from this step, or references it if it belongs to another run.
+        The next save may continue from this step. If the step belongs to another run, the next save references it.
         """
         base = found.base
         if run == self._run:

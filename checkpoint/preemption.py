@@ -7,7 +7,7 @@ the same step. A call waits for other ranks only until they have made the call b
 flight already, the ranks wait for it. If no rank saw its commit, all ranks save the step again.
 Invariant: `outcome` is "committed" only after the step's COMMIT was seen. A failed save raises no error, because the
 loop ends in any case. The exit code, the log and the report file contain the outcome. A save that is late is reported
-as pending. When it ends, the outcome, the log and the report are brought up to date.
+as pending. When it ends, the outcome, the log and the report are updated.
 Failure behaviour: `UsageError` outside the main thread, where Python accepts no signal handlers. A training step that
 takes longer than the deadline is reported as not saved while it still runs. If it ends later, its save is still
 started, but `reached` does not wait for the commit.
@@ -264,7 +264,7 @@ class Preemption:
         self.outcome = outcome
         described = outcome.signal, outcome.step, outcome.why
         if outcome.committed:
-            _log.log(  # all ranks know the same, so one warns
+            _log.log(  # all ranks have the same outcome, so one warns
                 logging.INFO if self._rank else logging.WARNING,
                 "%s: step %d is committed after %.1f s; stopping",
                 outcome.signal,

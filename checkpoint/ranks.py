@@ -5,7 +5,7 @@ Then all ranks continue with the same message, or all raise. An agreement is one
 per rank, without pickle. The reduction is the maximum, byte by byte; ranks other than 0 send zeros as the message.
 Tables are gathered only when one has changed, and reasons only when a rank has failed.
 Failure behaviour: a failed rank raises its own error; the others raise `TransientError` with that rank and its
-reason, or an error of the same type where the caller says that it concerns all ranks. Ranks that ask for different
+reason, or an error of the same type where the caller says that it concerns all ranks. Ranks that request different
 steps raise `UsageError`. If torch.distributed fails, for example because only some ranks called, `TransientError` says
 so. A rank that waits for `_WARN_SECONDS` logs what it waits for.
 """
@@ -177,7 +177,7 @@ class Ranks:
                 raise _error_on(failed[0], reason, alike)
         if error is None and got[self.world_size :][: len(numbers)] != numbers:
             raise UsageError(
-                "the ranks ask for different steps", hint="call save and restore with the same step everywhere"
+                "the ranks request different steps", hint="call save and restore with the same step everywhere"
             )
         tail = got[self.world_size + len(numbers) :]
         return tail[2 : 2 + struct.unpack(">H", tail[:2])[0]]
@@ -228,12 +228,14 @@ def _error_on(rank: int, reason: str, alike: Alike) -> HeadraceError:
     for each in alike:
         if each.__name__ == kind:
             return each(f"rank {rank}: {text}")
-    return TransientError(f"rank {rank} could not take part: {reason}", hint="see the whole error of that rank")
+    return TransientError(
+        f"rank {rank} could not take part: {reason}", hint="see that rank's log for the complete error"
+    )
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Turn an error of torch.distributed into one that says what the user may have done."""
+    """Turn an error of torch.distributed into one that names the likely mistake."""
     try:
         yield
     except RuntimeError as error:

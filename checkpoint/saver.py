@@ -175,7 +175,7 @@ class Saver:
         try:
             self._lineage.prepare()
         except HeadraceError as error:  # the first save raises it
-            _log.warning("the store could not be looked at ahead of time: %s", error)
+            _log.warning("the store could not be checked in advance: %s", error)
 
     # with the other ranks
 
@@ -210,10 +210,10 @@ class Saver:
             metrics.checkpoint_replicas_diverged.inc(len(found))
         if found and self._options.check_replicas == "error":
             raise MismatchError(
-                f"step {step} is not saved: tensors of one name, which would be written once, differ between ranks: "
+                f"step {step} is not saved: tensors with the same name, which are written once, differ between ranks: "
                 f"{', '.join(map(str, found[:8]))}",
-                hint="give what is a rank's own (a pipeline stage, experts) a name of its own, as in "
-                '{f"stage{stage}": model}; if they should be equal, look at those ranks; check_replicas="warn" saves one of them',
+                hint="give values of one rank (a pipeline stage, experts) a separate name, as in "
+                '{f"stage{stage}": model}; if they should be equal, check those ranks; check_replicas="warn" saves one of them',
             )
         if concerned:
             _log.warning(

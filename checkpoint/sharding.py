@@ -1,4 +1,4 @@
-"""Arithmetic on the shards of a tensor: which rank writes what, and which bytes go where.
+"""Arithmetic on the shards of a tensor: the ranks that write each part, and the bytes that shards share.
 
 - `coverage_error`: whether shards make up their global tensor.
 - `assign_writers`: which of the ranks that hold a tensor writes it.

@@ -28,22 +28,22 @@ from headrace.bench.drill.result import PartResult
 
 _MIB = 1 << 20
 _MANY = 128
-"""The number of 1080p clips to decode. DALI's cache of decoders holds fewer, if DALI never reuses a decoder."""
+"""The number of 1080p clips to decode. It is more than DALI's cache of decoders holds."""
 _MOST_GROWN = 4096
-"""The most MiB that decoders may allocate for these clips."""
+"""The maximum memory in MiB that decoders may allocate for these clips."""
 
 
 def run(gpu: bool) -> PartResult:
     """Run all checks. Without a GPU, only list them."""
-    part = PartResult("checks", "What only a card can show")
+    part = PartResult("checks", "Checks that need a GPU")
     part.metric("right", "right", "1", "higher")
-    part.metric("grown", "device memory that decoders took", "MiB", limit=_MOST_GROWN)
-    part.metric("wrong", "frames that DALI decodes wrongly past the rule", "%")
+    part.metric("grown", "device memory allocated by decoders", "MiB", limit=_MOST_GROWN)
+    part.metric("wrong", "wrong frames of streams that the loader does not give to DALI", "%")
     for check, packages in CHECKS.items():
         name = check.__name__.replace("_", " ")
         lacking = [package for package in packages if not _here(package)]
         if not gpu or lacking:
-            part.notes.append(f"{name}: not checked, {'no GPU' if not gpu else 'not here: ' + ', '.join(lacking)}")
+            part.notes.append(f"{name}: not checked, {'no GPU' if not gpu else 'missing: ' + ', '.join(lacking)}")
             continue
         try:
             check(part, name)
@@ -66,22 +66,22 @@ def _expect(right: bool, wrong: str) -> None:
         raise AssertionError(wrong)
 
 
-def the_arena_is_pinned(part: PartResult, name: str) -> None:
+def arena_is_pinned(part: PartResult, name: str) -> None:
     """`cudaHostRegister` accepts a sealed memfd with huge pages."""
     from headrace.checkpoint.saving.arena import Arena
 
     arena = Arena(64 * _MIB)
     try:
-        _expect(arena._pinned, "the sealed memfd was not taken: see the log")
-        _expect(arena.tensor.is_pinned(), "torch takes the arena for pageable memory")
+        _expect(arena._pinned, "CUDA did not register the sealed memfd: see the log")
+        _expect(arena.tensor.is_pinned(), "torch does not recognise the arena as pinned memory")
     finally:
         arena.close()
 
 
-def a_save_holds_what_was_there_when_it_was_called(part: PartResult, name: str) -> None:
-    """A save has the state of the moment of the call.
+def save_has_state_of_the_call(part: PartResult, name: str) -> None:
+    """A save has the values that the state had when `save` was called.
 
-    The device still writes the state when `save` is called, and writes it again as soon as the save allows it.
+    The device is still writing the state when `save` is called, and writes it again as soon as the save allows it.
     """
     import torch
 
@@ -131,7 +131,7 @@ def _slow(device: str, times: int = 1) -> None:
         torch.cuda._sleep(50_000_000 * times)  # type: ignore[no-untyped-call]
 
 
-def a_batch_stays_what_it_is_while_another_stream_reads_it(part: PartResult, name: str) -> None:
+def batch_is_unchanged_while_another_stream_reads_it(part: PartResult, name: str) -> None:
     """A batch does not change while another stream reads it.
 
     The trainer drops batches that its stream still reads, while the loader's stream writes the next ones.
@@ -185,7 +185,7 @@ def _sample(number: int) -> Any:
     return Sample(number, f"key{number}", "shards/0.tar", (), 1.0)
 
 
-def dali_sees_the_cards_that_torch_sees(part: PartResult, name: str) -> None:
+def dali_and_torch_see_the_same_gpus(part: PartResult, name: str) -> None:
     """DALI and torch see the same number of GPUs, and the driver's video library is installed."""
     import torch
 
@@ -196,8 +196,8 @@ def dali_sees_the_cards_that_torch_sees(part: PartResult, name: str) -> None:
     _expect(dali.nvdec_missing() is None, str(dali.nvdec_missing()))
 
 
-def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
-    """DALI keeps up to a hundred decoders for reuse. It must also reuse those of 1080p, with another coded height."""
+def decoders_do_not_accumulate(part: PartResult, name: str) -> None:
+    """DALI keeps up to a hundred decoders for reuse. It must also reuse those of 1080p, whose coded height is 1088."""
     import torch
 
     from headrace.bench.drill.loading import make, request_for
@@ -206,11 +206,11 @@ def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
     with tempfile.TemporaryDirectory(prefix="mrb-") as folder:
         path = Path(folder) / "clip.mp4"
         make(path, "libx264", 1920, 1080)
-        decoder, asked = DaliDecoder(0), request_for(path)
-        decoder.decode([asked] * 16)
+        decoder, request = DaliDecoder(0), request_for(path)
+        decoder.decode([request] * 16)
         before = torch.cuda.mem_get_info()[0]
         for _ in range(_MANY // 16):
-            decoder.decode([asked] * 16)
+            decoder.decode([request] * 16)
             torch.cuda.empty_cache()
         grown = (before - torch.cuda.mem_get_info()[0]) / _MIB
         decoder.close()
@@ -218,8 +218,8 @@ def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
     _expect(grown <= _MOST_GROWN, f"{grown:.0f} MiB for {_MANY} clips")
 
 
-def what_dali_makes_of_what_it_is_not_given(part: PartResult, name: str) -> None:
-    """Decode AV1 that shows frames again, and interlaced H.264, with DALI.
+def decode_streams_not_given_to_dali(part: PartResult, name: str) -> None:
+    """Decode AV1 that repeats frames, and interlaced H.264, with DALI.
 
     If DALI decodes the frames correctly, the rule is too strict.
     """
@@ -232,10 +232,10 @@ def what_dali_makes_of_what_it_is_not_given(part: PartResult, name: str) -> None
         for kind, (encoder, suffix, options) in kinds.items():
             path = Path(folder) / f"{kind}.{suffix}"
             make(path, encoder, 640, 368, options)
-            asked: Any = request_for(path)
-            cpu: Any = PyAVDecoder().decode([asked])[0]
+            request: Any = request_for(path)
+            cpu: Any = PyAVDecoder().decode([request])[0]
             with _unguarded():
-                gpu: Any = DaliDecoder(0).decode([asked])[0]
+                gpu: Any = DaliDecoder(0).decode([request])[0]
             if isinstance(gpu, Exception):
                 part.notes.append(f"{kind}: DALI refuses it by itself: {gpu}")
                 continue
@@ -257,12 +257,12 @@ def _unguarded() -> Iterator[None]:
 
 _DECODING = ("av", "simplejpeg", "nvidia.dali")
 CHECKS: dict[Callable[[PartResult, str], None], tuple[str, ...]] = {
-    the_arena_is_pinned: (),
-    a_save_holds_what_was_there_when_it_was_called: (),
-    a_batch_stays_what_it_is_while_another_stream_reads_it: ("av", "simplejpeg"),
-    dali_sees_the_cards_that_torch_sees: _DECODING,
-    decoders_are_not_heaped_up: _DECODING,
-    what_dali_makes_of_what_it_is_not_given: _DECODING,
+    arena_is_pinned: (),
+    save_has_state_of_the_call: (),
+    batch_is_unchanged_while_another_stream_reads_it: ("av", "simplejpeg"),
+    dali_and_torch_see_the_same_gpus: _DECODING,
+    decoders_do_not_accumulate: _DECODING,
+    decode_streams_not_given_to_dali: _DECODING,
 }
 """Each check, and the packages that it needs."""
 

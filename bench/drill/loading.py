@@ -6,10 +6,10 @@ them from the same bytes. The difference is over all frames of a clip. Rates are
 in the loader. Their frames are compared with those of one thread alone. For a stream that
 `headrace.loaders.decode.dali` does not give to the GPU, the part has a note.
 
-`feed` measures batches per second, and how long the device waits for data. The step alone, on a batch that stays on the
-device, gives the time that the device needs. The idle share is the part of the loop's time with the loader that exceeds
-it. On a GPU the step is repeated until it takes `_STEP_SECONDS`, like a step of a real video model on eight clips. The
-loader then decodes and copies during the step, on another stream.
+`feed` measures batches per second, and how long the device waits for data. A step without the loader, on a
+batch that stays on the device, gives the time that the device needs. The idle share is the share of the loop's time
+that exceeds it. On a GPU the step is repeated until it takes `_STEP_SECONDS`, like a step of a real video model on
+eight clips. The loader then decodes and copies during the step, on another stream.
 
 `UtilizationSampler` samples the utilisation of one card. It only reads.
 
@@ -47,7 +47,7 @@ _CLIPS = {"DALI, GPU": 12, "DALI, CPU": 4, "PyAV": 8}
 _THREADS = (1, 2, 8)
 """Threads of a pipeline, in addition to those that the loader uses. Only H.264 is measured with them."""
 _MOST_OFF, _OFTEN = 2, 0.05
-"""The largest allowed difference of a value, and the share of values that may differ by more than one.
+"""The maximum difference of a value, and the maximum share of values that differ by more than one.
 
 DALI converts colours on the card with other rounding than libswscale: on an H200, 2.5 % of the values differ by two.
 """

@@ -51,7 +51,7 @@ class PartResult:
         self._write()
 
     def finish(self) -> None:
-        """Mark the part as done: every figure was measured, or an error explains its absence."""
+        """Mark the part as done: each figure was measured, or there is an error that explains why it is absent."""
         self.status = "done"
         self._write()
 

@@ -179,7 +179,7 @@ def _one(source: _Stream, entry: dict[str, Any], folder: Path) -> Path:
             left -= len(block)
     if digest.hexdigest() != entry["sha256"]:
         path.unlink()
-        raise DrillError(f"{entry['name']} was not put together as it was cut: fetch and split again")
+        raise DrillError(f"{entry['name']} does not have the digest in the manifest: fetch and split again")
     return path
 
 

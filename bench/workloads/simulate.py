@@ -411,7 +411,7 @@ def simulate(job: command.Job, part: Part) -> None:
     sizes = [int(text) for text in job.args.gpus.split(",")]
     if min(sizes) < 1:
         raise UsageError("a cluster has at least one GPU")
-    part.title, part.against = "Scale on paper: a model, not a measurement", VARIANTS[-1].name
+    part.title, part.against = "Large clusters: a model, not a measurement", VARIANTS[-1].name
     part.settings = {**asdict(cluster), **asdict(work)}
     part.metrics = {
         f"{name}_{gpus}": Metric(f"{gpus:,} GPUs: {title}", unit, better, quantity=title, axes={"gpus": gpus})

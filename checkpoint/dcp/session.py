@@ -180,7 +180,7 @@ def abort(store: Store, share: RankSave, error: BaseException) -> None:
     """Abort the attempt, so that other ranks stop waiting for this rank's manifest."""
     attempt = Attempt(share.run, share.ticket.timeline, share.step, share.ticket.attempt, share.world_size)
     reason = f"rank {share.rank} failed: {error}"
-    with contextlib.suppress(Exception):  # the first error is the one to raise
+    with contextlib.suppress(Exception):  # only the first error is raised
         commit.abort(store, attempt, reason)
 
 

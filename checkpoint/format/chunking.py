@@ -126,7 +126,7 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Bytes of a dense tensor of this type and shape."""
     total = math.prod(shape) * ITEM_BYTES[dtype]
     if len(shape) > MAX_DIMENSIONS or total > MAX_TENSOR_BYTES:
-        raise CorruptionError(f"a tensor of shape {list(shape)[:8]} and type {dtype} is too large to be true")
+        raise CorruptionError(f"a tensor of shape {list(shape)[:8]} and type {dtype} is too large to be valid")
     return total
 
 

@@ -1,7 +1,7 @@
 """The repository's small JSON documents.
 
 They are: repo, timeline, lease, decision (the object `fate`), COMMIT, and the records in `gc/`.
-Invariant: every document carries a version, a nonce and, as its last entry, its own digest
+Invariant: every document contains a version, a nonce and, as its last entry, its own digest
 (`headrace.dataio.core.json`; documents of older versions have none). No document holds a secret. A reader checks the
 version first. It ignores unknown fields, so documents with additional fields stay readable.
 Failure behaviour: `UnsupportedError` for a newer version; `CorruptionError` naming the object for an unreadable
@@ -24,7 +24,7 @@ from headrace.dataio.store.base import Store
 
 VERSION = 1
 _READS = 3
-"""How often a document is fetched until it counts as damaged."""
+"""The number of times that a document is fetched before it counts as damaged."""
 FORMAT_SUFFIX = "-checkpoint"
 """The end of a repository's format name.
 

@@ -1,4 +1,4 @@
-"""A group: what the manifests of up to `names.GROUP_RANKS` ranks of one attempt have in common, in one object.
+"""A group: an object that summarises the manifests of up to `names.GROUP_RANKS` ranks of one attempt.
 
 A job with more ranks has too many manifests for one process to read. So the head of each group reads the manifests of
 its ranks, and writes a group. The decision names the digests of the groups, and each group names the digests of its
@@ -6,8 +6,8 @@ manifests.
 
 The *share digest* of a rank covers the names, types and boxes of the shards that the rank writes, and nothing else. The
 *plan digest* covers the share digests of all ranks, in their order. Every manifest carries it (`Manifest.replicas`). So
-the plan, which was found to cover the whole state, can be compared with what the manifests hold, without reading all of
-them in one place.
+a process can compare the plan, which covers the whole state, with the contents of all manifests, without reading all of
+them.
 
 Invariant: the content of a group depends only on the manifests. Two processes that write it write the same bytes.
 Failure behaviour: `UnsupportedError` for a newer version; `CorruptionError` for everything else.
@@ -38,10 +38,10 @@ class Member(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of one group, in their order, from rank `first` on.
+    """The ranks of one group, in ascending order, from rank `first` on.
 
-    `plan`: the plan digest. `packs`: every pack that a manifest names. `bases`: every base that one names. Sizes are
-    the sums over the ranks, in bytes.
+    `plan`: the plan digest. `packs`, `bases`: all packs and bases that the manifests name. Sizes are the sums over the
+    ranks, in bytes.
     """
 
     version: int = VERSION
@@ -145,7 +145,7 @@ def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Group
 def _flaw(found: Group, key: str) -> str:
     at = names.parse_step_key(key)
     if at is None or (at.attempt, at.rank) != (found.attempt, found.index) or at.kind != "group":
-        return "it belongs to another place"
+        return "it belongs to another key"
     if not found.members or not 0 <= found.first <= found.world_size - len(found.members):
         return f"{len(found.members)} ranks from rank {found.first} on, of a world of {found.world_size}"
     digests = [found.plan, *(value for member in found.members for value in (member.manifest, member.share))]
@@ -157,4 +157,4 @@ def _flaw(found: Group, key: str) -> str:
 
 
 def _damaged(key: str, what: str) -> CorruptionError:
-    return CorruptionError(f"{key} is not a sound group: {what}", hint="run `headrace ckpt check`")
+    return CorruptionError(f"{key} is not a valid group: {what}", hint="run `headrace ckpt check`")

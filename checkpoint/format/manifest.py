@@ -181,7 +181,7 @@ def encode(manifest: Manifest) -> bytes:
         raise CapacityError(
             f"the manifest of rank {manifest.rank} would have {format_bytes(len(raw))}, {format_bytes(len(data))} compressed; "
             f"at most {format_bytes(MAX_RAW_BYTES)}, {format_bytes(MAX_BYTES)} compressed",
-            hint="spread the state over more ranks, or join tiny tensors",
+            hint="spread the state over more ranks, or combine small tensors",
         )
     return data
 
@@ -206,8 +206,8 @@ def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manif
         _check_chunks(manifest)
         _check_links(manifest)
         _check_tensors(manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, zstandard.ZstdError, _Unsound) as error:
-        raise CorruptionError(f"{key} is not a sound manifest: {error}", hint="run `headrace ckpt check`") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, zstandard.ZstdError, _Invalid) as error:
+        raise CorruptionError(f"{key} is not a valid manifest: {error}", hint="run `headrace ckpt check`") from None
     return manifest
 
 
@@ -217,13 +217,13 @@ def _decompressed(frame: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
 
 
-class _Unsound(Exception):
+class _Invalid(Exception):
     """An error inside a manifest. `decode` raises it as `CorruptionError`."""
 
 
 def _require(condition: bool, what: str) -> None:
     if not condition:
-        raise _Unsound(what)
+        raise _Invalid(what)
 
 
 class Rows(Protocol):
@@ -243,7 +243,7 @@ def check_rows(rows: Rows, what: str) -> None:
         _check_packs(rows.packs)
         _check_chunks(rows)
         _check_tensors(rows)
-    except _Unsound as error:
+    except _Invalid as error:
         raise CorruptionError(f"{what}: {error}") from None
 
 
@@ -251,7 +251,7 @@ def _check_identity(manifest: Manifest, key: str) -> None:
     m = manifest
     _require(names.is_id(m.attempt), "its attempt is not an id")
     _require(0 <= m.rank < m.world_size, f"rank {m.rank} is not below world size {m.world_size}")
-    _require(names.manifest(m.run, m.timeline, m.step, m.attempt, m.rank) == key, "it belongs to another place")
+    _require(names.manifest(m.run, m.timeline, m.step, m.attempt, m.rank) == key, "it belongs to another key")
     _check_packs(m.packs)
 
 
@@ -278,7 +278,7 @@ def _check_chunks(rows: Rows) -> None:
         elif not 0 <= c.offset <= PACK_BYTES - c.stored:
             what = "lies outside of a pack"
         if what:
-            raise _Unsound(f"chunk {i} {what}")
+            raise _Invalid(f"chunk {i} {what}")
         seen.add(c.digest)
     check_disjoint((c.pack, c.offset, c.stored) for c in rows.chunks)
 
@@ -297,7 +297,7 @@ def _check_links(manifest: Manifest) -> None:
 
 
 def check_disjoint(ranges: Iterable[tuple[int, int, int]]) -> None:
-    """Raise `_Unsound` if (pack, offset, length) ranges overlap."""
+    """Raise `_Invalid` if (pack, offset, length) ranges overlap."""
     last_pack, end = -1, 0
     for pack, offset, length in sorted(ranges):
         _require(pack != last_pack or offset >= end, f"chunks overlap at byte {offset} of pack {pack}")
@@ -310,8 +310,8 @@ def _check_tensors(rows: Rows) -> None:
         held.setdefault(t.name, []).append(t)
         try:
             _check_tensor(t, rows.chunks)
-        except (_Unsound, CorruptionError) as error:
-            raise _Unsound(f"tensor {t.name!r:.200}: {error}") from None
+        except (_Invalid, CorruptionError) as error:
+            raise _Invalid(f"tensor {t.name!r:.200}: {error}") from None
     for name, same in held.items():
         places = {(t.offset, t.local) for t in same if t.replicated}
         _require(len(same) == 1 or len(places) == len(same), f"tensor {name!r:.200} is listed twice")
@@ -323,18 +323,18 @@ def _check_tensor(t: Tensor, chunks: tuple[Chunk, ...]) -> None:
     This runs for every tensor at every restore, so messages are formatted only if there is an error.
     """
     if (what := _flaw(t)) is not None:
-        raise _Unsound(what)
+        raise _Invalid(what)
     held = 0
     for span in t.spans:
         if not 0 <= span.chunk < len(chunks):
-            raise _Unsound(f"chunk {span.chunk} of {len(chunks)}")
+            raise _Invalid(f"chunk {span.chunk} of {len(chunks)}")
         if span.start < 0 or span.length <= 0 or span.start + span.length > chunks[span.chunk].raw:
-            raise _Unsound(f"a span outside of chunk {span.chunk}")
+            raise _Invalid(f"a span outside of chunk {span.chunk}")
         held += span.length
     whole = chunking.nbytes(t.dtype, t.shape)
     wanted = whole if t.local == t.shape else t.nbytes
     if held != wanted:
-        raise _Unsound(f"{wanted} bytes, but spans of {held}")
+        raise _Invalid(f"{wanted} bytes, but spans of {held}")
 
 
 def _flaw(t: Tensor) -> str | None:

@@ -100,12 +100,12 @@ def group(run: str, number: int, at: int, attempt_id: str, index: int) -> str:
 
 
 def is_grouped(world_size: int) -> bool:
-    """Whether a job of so many ranks commits in groups."""
+    """Whether a job of this many ranks commits in groups."""
     return world_size > GROUP_RANKS
 
 
 def group_count(world_size: int) -> int:
-    """The number of groups of a job with so many ranks. The last group may be smaller."""
+    """The number of groups in a job of this many ranks. The last group may be smaller."""
     return -(-world_size // GROUP_RANKS)
 
 
@@ -153,8 +153,8 @@ def parse_pack_key(key: str) -> tuple[str, str] | None:
 class StepKey:
     """The parts of a key below a step.
 
-    `kind` is commit, fate (a decision), manifest or group. `attempt` is empty for COMMIT. `rank` is the number of a
-    group, too.
+    `kind` is commit, fate (a decision), manifest or group. `attempt` is empty for COMMIT. `rank` is the rank of a
+    manifest, or the number of a group.
     """
 
     run: str

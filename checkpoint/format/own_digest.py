@@ -1,11 +1,11 @@
-"""The digest inside a manifest or a group: its object names all other bytes of itself.
+"""The digest that a manifest or a group contains of its own bytes.
 
-Purpose: the decision names the digests of manifests and groups. The process that writes the decision takes the digests
-from the bytes that it fetched. If one bit of them changed on the way, the decision would name a digest that no object
-has, and the committed step could never be restored. So each of these objects carries its own BLAKE3 digest, as the last
-entry of its MessagePack map, and every process that fetches it without knowing its digest compares that one.
+Purpose: the decision names the digests of manifests and groups. The process that writes the decision computes them from
+the bytes that it fetched. If one bit changed in transit, the decision would name a digest that no object has, and the
+committed step could never be restored. So each of these objects contains the BLAKE3 digest of its other bytes, as the
+last entry of its MessagePack map. A process that fetches the object without knowing its digest checks this entry.
 
-Invariant: a change of any single bit of an object is found by `check`, or it changes nothing that a reader decodes.
+Invariant: if any single bit of an object changes, `check` raises an error, or a reader decodes the same values.
 Objects of older versions have no such entry. `fetch` reads those until two copies are equal.
 Failure behaviour: `CorruptionError` names the object.
 """
@@ -17,7 +17,7 @@ from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.store.base import Store
 
 _READS = 3
-"""How often an object is fetched until it counts as damaged."""
+"""The number of times that an object is fetched before it counts as damaged."""
 _KEY = b"\xa6digest\xc4" + bytes([DIGEST_BYTES])
 _ENTRY_BYTES = len(_KEY) + DIGEST_BYTES
 _FIXED_MAP, _MAP_16 = 0x80, b"\xde"
@@ -38,28 +38,29 @@ def append(data: bytes) -> bytes:
 
 
 def has_digest(data: bytes) -> bool:
+    """Whether the object's last entry is its own digest."""
     return data[-_ENTRY_BYTES:-DIGEST_BYTES] == _KEY
 
 
 def check(data: bytes, key: str) -> None:
-    """Raise `CorruptionError` if the object `key` has a digest of its own that is not the digest of its bytes."""
+    """Raise `CorruptionError` if the object `key` contains a digest that does not match its bytes."""
     if has_digest(data) and digest(data[:-_ENTRY_BYTES]) != data[-DIGEST_BYTES:]:
         raise CorruptionError(
-            f"{key} is damaged: its own digest is not that of its bytes", hint="run `headrace ckpt check`"
+            f"{key} is damaged: its own digest does not match its bytes", hint="run `headrace ckpt check`"
         )
 
 
 def fetch(store: Store, key: str, *, max_bytes: int) -> bytes:
-    """Fetch the object `key`, again if it is damaged, because the damage may have happened in transit.
+    """Fetch the object `key`. Fetch it again if it is damaged, because the damage may have happened in transit.
 
     Args:
         store: The repository's store.
         key: The key of a manifest or a group.
-        max_bytes: A larger object is refused.
+        max_bytes: The maximum size of the object, in bytes.
 
     Raises:
         NotFoundError: The object is absent.
-        CorruptionError: It was damaged each time; or it has no digest, and no two copies in a row were equal.
+        CorruptionError: Every copy was damaged. Or the object has no digest, and no two copies in a row were equal.
     """
     before, error = None, CorruptionError(f"{key} differs each time it is read", hint="run `headrace ckpt check`")
     for _ in range(_READS):

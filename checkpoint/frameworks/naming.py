@@ -56,12 +56,12 @@ _KEPT_UNPUBLISHED = 2
 """The number of names of failed saves that are kept, because a sidecar may still commit them."""
 _log = get_logger(__name__)
 
-_hidden = declare("name.hidden", "the attempt is drawn and its name written, hidden; nothing of it is stored")
+_hidden = declare("name.hidden", "the attempt has an id and a hidden name; no object of it is stored")
 _committed = declare("name.committed", "the step is committed; its name is hidden")
 _replaced = declare(
     "name.replaced", "the step is committed; the name's earlier folder is moved away, the new one hidden"
 )
-_named = declare("name.named", "the step has its name; older names are still there")
+_named = declare("name.named", "the step has its name; older names still exist")
 _removed = declare("name.removed", "an older name is hidden from the framework and about to be deleted")
 
 

@@ -1,6 +1,6 @@
 """Files whose ranges are read into and written from GPU memory by cuFile, and a probe that tests whether cuFile works.
 
-`Direct` tells which tensors cuFile can reach, and opens files for them. `CUFILE` uses cuFile; tests replace it with
+`Direct` reports which tensors cuFile can reach, and opens files for them. `CUFILE` uses cuFile; tests replace it with
 host memory and an ordinary file. `probe` writes and reads back a small file and compares every byte. So "available"
 means that cuFile worked on this machine and file system at that time. Its compatibility mode, which copies through host
 memory, counts as available and is reported.
@@ -205,7 +205,7 @@ _DRIVER = Path("/proc/driver/nvidia-fs/version")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether cuFile works, and one line that tells how, or why not."""
+    """Whether cuFile works, and one line with its mode or the reason."""
 
     available: bool
     reason: str

@@ -42,13 +42,13 @@ from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
 _recorded = declare("gc.recorded", "the record of the steps to delete is written; nothing is removed")
-_fenced = declare("gc.fenced", "dead attempts are fenced; nothing is removed")
+_fenced = declare("gc.fenced", "dead attempts are aborted; nothing is removed")
 _one_tombstone = declare("gc.one-tombstone", "one step is a tombstone, its objects are still stored")
 _tombstones = declare("gc.tombstones", "the steps to delete are tombstones, their objects are still stored")
 _deleting = declare("gc.deleting", "some objects of removed steps are deleted")
 _deleted = declare("gc.deleted", "only the record is left")
 _TRIES = 10
-"""How many times a record is written if other collections keep deleting it."""
+"""The maximum number of times that a record is written while other collections delete it."""
 _BATCH = 256
 _BURIAL_SECONDS = plans.RECORD_SECONDS / 24
 """The maximum time in seconds from a collector's record to its last tombstone."""

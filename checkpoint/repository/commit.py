@@ -45,7 +45,7 @@ _before_decision = declare("ckpt.before-decision", "all manifests are checked; n
 _decision_written = declare(
     "ckpt.decision-written", "the decision is commit, COMMIT is absent: complete, any process finishes it"
 )
-_commit_written = declare("ckpt.commit-written", "COMMIT is there, the lease too: committed")
+_commit_written = declare("ckpt.commit-written", "COMMIT is written and the lease still exists: committed")
 
 
 class FinalError(TransientError):
@@ -88,7 +88,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the store holds of an attempt and its step, as a saver read it.
+    """The objects of an attempt and its step that a saver found in the store.
 
     `manifests`: ranks whose manifest is stored. `newer`: a newer timeline that took over the run. `same_process`: the
     process that opened the attempt's timeline opened the newer one, too.
@@ -150,7 +150,7 @@ def decide(attempt: Attempt, view: View) -> Action:
 
 
 def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
-    """Read what the store holds of this attempt and its step."""
+    """Read the objects of this attempt and its step from the store."""
     commit = find_commit(store, attempt.commit_key)
     if commit is not None:
         return View(commit=commit)
@@ -166,7 +166,7 @@ def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
 
 
 def newer_timeline(store: Store, attempt: Attempt) -> View:
-    """A view that holds only the newer timeline that took over the run, if there is one."""
+    """Return a view with only the newer timeline that took over the run, if there is one."""
     newer = timeline.newest_after(store, attempt.run, attempt.timeline)
     same = newer is not None and timeline.is_of_same_process(store, attempt.run, attempt.timeline, newer)
     return View(newer=newer, same_process=same)
@@ -236,7 +236,7 @@ def _sleep(clock: Clock, pause: float, until: float) -> float:
 
 def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
     """Check every rank's manifest and write the decision. If another rank wrote it first, that decision counts."""
-    digests = _sound_manifests(store, attempt)
+    digests = _checked_manifests(store, attempt)
     manifests_named = tuple(each.hex() for each in digests)
     put_decision(store, attempt, lease, Decision(attempt=attempt.id, outcome="commit", manifests=manifests_named))
 
@@ -292,7 +292,7 @@ def find_decision(store: Store, key: str) -> Decision | None:
 def recognise(store: Store, attempt: Attempt) -> Commit | None:
     """The COMMIT of a step whose saver may have died; None if the step is not complete.
 
-    If the decision is "commit" and COMMIT is missing, this function writes it.
+    If the decision is "commit" and COMMIT is missing, this function writes COMMIT.
     """
     commit = find_commit(store, attempt.commit_key)
     if commit is None:
@@ -304,7 +304,7 @@ def recognise(store: Store, attempt: Attempt) -> Commit | None:
     return commit
 
 
-def _sound_manifests(store: Store, attempt: Attempt) -> list[bytes]:
+def _checked_manifests(store: Store, attempt: Attempt) -> list[bytes]:
     digests: list[bytes] = []
 
     def checked() -> Iterator[Manifest]:

@@ -353,7 +353,7 @@ def _encoded(store: Store, objects: Sequence[tuple[str, bytes]]) -> Iterator[byt
 
 
 def together(found: Sealed, given: Sequence[Manifest]) -> Step:
-    """Check that the manifests, given by rank, belong together, and return them as a step."""
+    """Check that the manifests, given by rank, agree with each other, and return them as a step."""
     for each in given:
         if each.world_size != len(given):
             raise other_world(found, each)

@@ -2,14 +2,14 @@
 
 The first rank of each group is its *head*. Only heads hold the attempt's lease.
 
-1. A head lists the manifests of its group and reads them as they appear. With all of them it writes the group.
-2. The head that then finds all groups compares them with the plan and writes the decision, then COMMIT.
-3. All other ranks read COMMIT, after pauses that grow.
+1. A head lists the manifests of its group repeatedly and reads the new ones. When it has read all, it writes the group.
+2. A head that then finds all groups compares them with the plan. It writes the decision, and then COMMIT.
+3. All other ranks read COMMIT repeatedly, at growing intervals.
 
-So a rank makes a few requests, and a head about one for each rank of its group. A head may die. A rank that has waited
-for some time therefore looks what is missing. If it finds at two looks that all manifests of its group are stored and
-the group is not, it writes the group. If it finds all groups and no decision, it writes the decision. The ranks look at
-different times, so few of them do this work.
+So a rank makes a few requests, and a head makes about one for each rank of its group. A head may die. A rank that has
+waited for some time therefore checks which objects are missing. If all manifests of its group are stored at two checks
+and the group is not, it writes the group. If all groups are stored and the decision is not, it writes the decision. The
+ranks check at different times, so few of them do this work.
 
 A rank without a lease may reference a base that a collection removes at the same time. So the process that writes the
 decision first checks, after it has written its own lease, that all referenced bases exist.
@@ -60,13 +60,19 @@ _POLL, _HEAD_POLL_MAX = 0.02, 0.5
 _WAIT, _WAIT_MAX = 1.0, 5.0
 """Seconds between two reads of COMMIT: the first pause and the longest."""
 _TURN_SECONDS = 10.0
-"""A rank looks what is missing after so many seconds, times its place in its group; a head, times its group's number."""
-_LOOK_SECONDS, _SECOND_LOOK_SECONDS = 60.0, 5.0
-"""Seconds until the rank looks again: if nothing was left undone, and if something was."""
+"""Seconds until a rank first checks for missing objects, times one plus its position in its group.
+
+A head uses the number of its group instead of its position.
+"""
+_CHECK_SECONDS, _SECOND_CHECK_SECONDS = 60.0, 5.0
+"""Seconds until the rank checks again: if no object was overdue, and if one was."""
 _LOST_SECONDS = 2.0
-"""Seconds between two searches for the manifests of ranks that have ended."""
-_DECISION_EVERY, _HEAD_LOOKS_EVERY = 3, 8
-"""One of so many polls reads the decision, too, because the attempt may be aborted. A head reads COMMIT only then."""
+"""Seconds between two checks for ranks that ended without a manifest."""
+_DECISION_EVERY, _HEAD_READS_EVERY = 3, 8
+"""A rank reads the decision, too, at every third poll, because the attempt may be aborted.
+
+A head whose group is not complete reads COMMIT and the decision only at every eighth poll.
+"""
 
 _group_written = declare("ckpt.group-written", "a group is written; the decision is not: invisible")
 
@@ -93,14 +99,14 @@ class LateLease(contextlib.AbstractContextManager["LateLease"]):
         self._stack.close()
 
     def require(self) -> LeaseKeeper:
-        """The lease, which is written now if it was not before."""
+        """Write the lease if it is not written yet, and return it."""
         if not self.written:
             self._stack.enter_context(self._keeper)
             self.written = True
         return self._keeper
 
     def alive(self) -> bool:
-        """Whether the lease may be trusted. A rank that has not written it does not depend on it."""
+        """Whether the lease is valid. Also True before it is written: the rank does not depend on it then."""
         return not self.written or self._keeper.alive()
 
     def release(self) -> None:
@@ -110,7 +116,7 @@ class LateLease(contextlib.AbstractContextManager["LateLease"]):
 
 
 def existing(store: Store, attempt: Attempt) -> View:
-    """The attempt's COMMIT and decision, by two requests."""
+    """Read the attempt's COMMIT and, if there is none, its decision."""
     found = commit.find_commit(store, attempt.commit_key)
     return View(commit=found, decision=None if found else commit.find_decision(store, attempt.decision_key))
 
@@ -125,7 +131,7 @@ def finish(
     failed_ranks: FailedRanks = commit.no_failed_ranks,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Commit:
-    """Commit the attempt once this rank's manifest is written, as `commit.finish` does. For jobs of any size."""
+    """Commit the attempt once this rank's manifest is written, as `commit.finish` does, in a job of any size."""
     if names.is_grouped(attempt.world_size):
         return _Finishing(store, attempt, lease, timeout, rank, failed_ranks, clock).run()
     return commit.finish(
@@ -160,12 +166,12 @@ class GroupReader:
         return self._attempt.group_key(self.index)
 
     def missing(self) -> tuple[int, ...]:
-        """List the group's manifests; the ranks whose manifest is not stored."""
+        """List the group's manifests, and return the ranks whose manifest is not stored."""
         listed = self._listed()
         return tuple(rank for rank in self.ranks if rank not in listed)
 
     def read(self) -> tuple[int, ...]:
-        """Read the manifests that are stored and were not read before; the ranks whose manifest is not stored."""
+        """Read the stored manifests that were not read before, and return the ranks whose manifest is not stored."""
         listed = self._listed()
         new = sorted(listed - self._summaries.keys())
         if new:
@@ -200,7 +206,7 @@ class GroupReader:
 
 
 def missing_groups(store: Store, attempt: Attempt) -> list[int]:
-    """List the attempt's groups; the numbers of those that are not stored."""
+    """List the attempt's groups, and return the numbers of those that are not stored."""
     keys = store.list(names.groups(attempt.run, attempt.timeline, attempt.step, attempt.id))
     listed = {at.rank for info in keys if (at := names.parse_step_key(info.key)) is not None and at.kind == "group"}
     return [index for index in range(names.group_count(attempt.world_size)) if index not in listed]
@@ -274,7 +280,7 @@ def _aborted(store: Store, attempt: Attempt, error: HeadraceError) -> HeadraceEr
 
 @dataclass(slots=True)
 class _Finishing:
-    """One rank's wait for COMMIT, and its work for it."""
+    """One rank's part in the commit: it waits for COMMIT, and writes overdue objects of ranks that may have died."""
 
     store: Store
     attempt: Attempt
@@ -290,7 +296,7 @@ class _Finishing:
     _pause: float = field(init=False)
     _missing: tuple[int, ...] = ()
     _polls: int = 0
-    _undone: str = ""
+    _overdue: str = ""
     _lost: str = ""
     _lost_checked: float = 0.0
 
@@ -318,7 +324,10 @@ class _Finishing:
         self._pause = min(self._pause * 1.5, longest)
 
     def _lead(self) -> bool:
-        """Read the manifests of the group. With all of them, write the group; with all groups, the decision."""
+        """Read the manifests of the group. If all are stored, write the group. If all groups are, write the decision.
+
+        Return whether the group was written.
+        """
         self._missing = self._reader.read()
         if self._missing:
             return False
@@ -336,9 +345,9 @@ class _Finishing:
         self._polls = -1  # the next poll reads the decision, too
 
     def _look(self) -> Commit | None:
-        """The COMMIT, if it is there. Raises if the attempt can no longer become the step."""
+        """Return COMMIT, or None if there is none. Raise an error if the attempt can no longer become the step."""
         self._polls += 1
-        if self._leading and self._polls % _HEAD_LOOKS_EVERY:
+        if self._leading and self._polls % _HEAD_READS_EVERY:
             return None
         whole = self._leading or self._polls % _DECISION_EVERY == 0
         view = existing(self.store, self.attempt) if whole else self._commit_only()
@@ -360,30 +369,30 @@ class _Finishing:
         return View(commit=commit.find_commit(self.store, self.attempt.commit_key))
 
     def _take_turn(self) -> bool:
-        """When it is this rank's turn, look for work that another rank should have done. At the second sight, do it."""
+        """When it is this rank's turn, check for an overdue object. Write it if two checks in a row find it."""
         if self._leading or self.clock.monotonic() < self._turn:
             return False
-        before, self._undone = self._undone, self._find_undone()
-        if self._undone and self._undone == before:
+        before, self._overdue = self._overdue, self._find_overdue()
+        if self._overdue and self._overdue == before:
             self.lease.require()
-            if self._undone == _GROUP:
+            if self._overdue == _GROUP:
                 self._reader.read()
                 self._write_group()
             else:
                 self._decide()
             return True
-        self._turn = self.clock.monotonic() + (_SECOND_LOOK_SECONDS if self._undone else _LOOK_SECONDS)
+        self._turn = self.clock.monotonic() + (_SECOND_CHECK_SECONDS if self._overdue else _CHECK_SECONDS)
         return False
 
-    def _find_undone(self) -> str:
-        """What could be written now and is not; "" for nothing."""
+    def _find_overdue(self) -> str:
+        """Return the kind of object that is missing although it can be written now; "" for none."""
         if self.store.exists(self._reader.key):
             return "" if missing_groups(self.store, self.attempt) else _DECISION
         self._missing = self._reader.missing()
         return "" if self._missing else _GROUP
 
     def _abort_without_failed(self) -> bool:
-        """Abort the attempt if a rank without a manifest has ended, as two checks in a row report."""
+        """Abort the attempt if two checks in a row report that a rank without a manifest has ended."""
         now = self.clock.monotonic()
         if now - self._lost_checked < _LOST_SECONDS or not self.failed_ranks(range(self.attempt.world_size)):
             return False

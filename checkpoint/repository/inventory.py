@@ -126,7 +126,7 @@ class Reader:
         self._leases: set[str] = set()
 
     def look(self) -> Inventory:
-        """Read everything, in the order that the module's docstring gives."""
+        """Read the whole repository, in the order that the module's docstring gives."""
         seen = Inventory()
         self._read_commits(seen)
         decided = self._list_attempts(seen)

@@ -226,7 +226,7 @@ def _leases(seen: Inventory, now: float) -> list[str]:
 def _decisions(seen: Inventory, deleted_keys: set[str]) -> list[str]:
     """Decisions of removed steps.
 
-    A decision stays while other steps need a pack of its attempt. It tells later collections that the attempt has
+    A decision stays while other steps need a pack of its attempt. Later collections then know that the attempt has
     ended.
     """
     return [

@@ -3,8 +3,8 @@
 Invariant: a step exists if its COMMIT names an attempt and is not a tombstone. A reader that finds an attempt whose
 decision is "commit" writes its COMMIT before it answers.
 Failure behaviour: `UnsupportedError` for a newer format and for a checkpoint in DCP's own files. `CorruptionError` for
-unreadable documents. The text of `MissingStepError` lists what exists instead. If a reader has no write access, this is
-logged once, and the reader finds only steps that have a COMMIT.
+unreadable documents. The text of `MissingStepError` lists the runs, steps or files that exist. If a reader has no write
+access, it logs this once, and finds only steps that have a COMMIT.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHOWN = 8
 _OF_DCP = ".metadata"
 _OF_DATASET = "dataset.json"
 _LOOKS = 20
-"""How many times the latest step is searched for while new steps keep being committed."""
+"""The maximum number of searches for the latest step while new steps are committed."""
 
 _repo_created = declare("ckpt.repo-created", "an empty repository")
 
@@ -62,9 +62,9 @@ class ListedStep:
 
 
 class MissingStepError(NotFoundError, FileNotFoundError):
-    """A run or a step does not exist; the message lists what does.
+    """A run or a step does not exist. The message lists those that do.
 
-    It is also a `FileNotFoundError`, for other software.
+    It is also a `FileNotFoundError`, because frameworks catch that error.
     """
 
 
@@ -80,9 +80,9 @@ def read_repo(store: Store) -> Repo | None:
 
 
 def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
-    """The repository's document.
+    """Return the repository's document.
 
-    If it is missing, it is created after a check that the store supports conditional writes.
+    If it is missing, create it, after a check that the store supports conditional writes.
     """
     repo = read_repo(store)
     if repo is not None:
@@ -231,7 +231,7 @@ def step_or_tag(step: int | str, tag: str | None) -> int | str:
 
 
 def _refuse_dataset(store: Store) -> None:
-    """Raise `UsageError` if a dataset is stored here and no repository. They would be mixed otherwise."""
+    """Raise `UsageError` if a dataset is stored here, because its objects and the repository's would be mixed."""
     if store.exists(_OF_DATASET):
         raise UsageError(
             f"{store.location.url} holds a dataset, not checkpoints",
@@ -255,7 +255,8 @@ def _require_nothing(store: Store) -> None:
 
 
 def missing(store: Store, run: str, step: int | None = None) -> MissingStepError:
-    """The error for a missing step (None: the run has no step at all). Its message lists what exists instead."""
+    """The error for a missing step (None: the run has no step at all). Its message lists the steps or runs that
+    exist."""
     what = f"run {run} has no step" if step is None else f"run {run} has no step {step}"
     if read_repo(store) is None:
         where = f"there is no checkpoint repository at {store.location.url}{_other_files(store)}"
@@ -329,7 +330,7 @@ def _newest_listed(store: Store, run: str) -> tuple[int, int]:
 
 
 def _warn_of_hidden_steps(store: Store, run: str) -> None:
-    """Warn if the run has no latest step but has steps in older timelines, which the caller may not expect to lose."""
+    """Warn if the run has no latest step although older timelines have steps, which the caller may want."""
     numbers = timeline.numbers(store, run)
     with_steps = [n for n in numbers[:-1] if any(seen.committed for seen in scan(store, run, n).values())]
     if with_steps:

@@ -33,7 +33,7 @@ MAX_NUMBER = 10**9
 """Numbers of records are smaller than this."""
 _KEY = re.compile(r"tags/(?:_([^/]+)\.(\d{9})|([^_/][^/]*))\.json")
 _LOOKS = 10
-"""How many times the records are read while other processes replace them."""
+"""The maximum number of times that the records are read while other processes replace them."""
 
 
 class Tag(Document, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ from headrace.dataio.store.base import Store
 _log = get_logger(__name__)
 
 _TRIES = 20
-"""How many times a save is placed while other writers open timelines, or retention removes the step to begin at."""
+"""The maximum number of tries to place a save while other writers open timelines or retention removes its parent."""
 _of_this_job: set[str] = set()
 _process, _numbers = names.new_id(), itertools.count(1)
 
@@ -68,7 +68,7 @@ class WriterState:
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """Where a save goes.
+    """The place of a save.
 
     `base`: the step to deduplicate against; None for the first save. `newer`: a step of the same timeline that stays
     the latest.
@@ -125,7 +125,7 @@ os.register_at_fork(after_in_child=is_new_process)
 def place(
     store: Store, run: str, step: int, state: WriterState, lease_parent: Callable[[Base], object] = lambda _: None
 ) -> SaveTarget:
-    """The timeline to save `step` in. The function opens it if needed.
+    """Return the timeline to save `step` in, and open it if needed.
 
     Before a timeline is opened, `lease_parent` is called with its parent step. It raises `NotFoundError` if that step
     is being removed.

@@ -191,7 +191,7 @@ class Staging:
             with device:
                 self._fitting(layout)
         except HeadraceError as error:  # the next save tries again, and raises the error
-            _log.warning("the staging arena could not be made ahead of time: %s", error)
+            _log.warning("the staging arena could not be allocated in advance: %s", error)
         finally:
             self.give_back()
 

@@ -47,14 +47,14 @@ from headrace.dataio.store.wrappers import PausableUploads
 
 _ANY_BYTES = 1 << 62
 
-_started = declare("ckpt.commit-started", "nothing of the attempt is stored")
-_leased = declare("ckpt.lease-written", "only the lease is there: invisible")
-_packs_written = declare("ckpt.packs-written", "all packs are there, no manifest: invisible")
+_started = declare("ckpt.commit-started", "no object of the attempt is stored")
+_leased = declare("ckpt.lease-written", "only the lease is stored: invisible")
+_packs_written = declare("ckpt.packs-written", "all packs are stored, but no manifest: invisible")
 _arena_released = declare(
-    "ckpt.arena-released", "all packs are there, the manifest is known, the arena is the trainer's"
+    "ckpt.arena-released", "all packs are stored, the manifest is recorded, and the trainer owns the arena"
 )
-_manifest_written = declare("ckpt.manifest-written", "packs and this rank's manifest are there: invisible")
-_lease_deleted = declare("ckpt.lease-deleted", "committed, nothing left to do")
+_manifest_written = declare("ckpt.manifest-written", "packs and this rank's manifest are stored: invisible")
+_lease_deleted = declare("ckpt.lease-deleted", "committed, and the lease is deleted")
 
 
 def commit_staged(
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arena-fd", type=int, required=True, help="descriptor of the staging arena")
     parser.add_argument("--plan-fd", type=int, required=True, help="descriptor that the put plan is read from")
     saving.add_flags(parser)
-    parser.add_argument("--progress-fd", type=int, default=-1, help="file of what was done already, by an earlier try")
+    parser.add_argument("--progress-fd", type=int, default=-1, help="file that records the progress of earlier workers")
     parser.add_argument("--gate-fd", type=int, default=-1, help="lock that is passed before each piece that is sent")
     options = parser.parse_args(argv)
     progress = ProgressFile(options.progress_fd if options.progress_fd >= 0 else None)

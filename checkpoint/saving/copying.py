@@ -37,7 +37,7 @@ from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import DeadlineError, UsageError
 from headrace.dataio.core.limits import MIB
 
-_mid_stage = declare("ckpt.mid-stage", "the state is half copied, nothing of the attempt is stored")
+_mid_stage = declare("ckpt.mid-stage", "the state is partly copied; no object of the attempt is stored")
 
 _Copy = tuple[torch.Tensor, int | None, int, int]
 """(tensor, start, length, at): bytes of a tensor and their offset in the arena.

@@ -322,7 +322,8 @@ def _stage(sidecar: Sidecar, save: StagedSave) -> StagedJob:
 
 def _without_daemon(plan: PutPlan) -> TransientError:
     return TransientError(
-        f"step {plan.step}: the sidecar went away {ROUNDS} times", hint="see the sidecar's log; save again"
+        f"step {plan.step}: the connection to the sidecar was lost {ROUNDS} times",
+        hint="see the sidecar's log; save again",
     )
 
 

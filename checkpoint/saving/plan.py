@@ -1,4 +1,4 @@
-"""What the saver and the commit worker exchange: the put plan, and the worker's events.
+"""The data that the saver and the commit worker exchange: the put plan, and the worker's events.
 
 Invariant: a plan holds no secret and no tensor bytes. Plan and arena together are sufficient to commit the step. The
 tensors of a plan lie inside the arena and do not overlap. After `Released` the worker never touches the arena again. At

@@ -51,7 +51,7 @@ def check_limit(limit: int | None) -> int | None:
     """Return `limit`; `UsageError` if a ring of that size is too small."""
     if limit is not None and limit < LEAST_BYTES:
         raise UsageError(
-            f"a staging memory of {format_bytes(limit)} is too little", hint=f"give {format_bytes(LEAST_BYTES)} or more"
+            f"a staging memory of {format_bytes(limit)} is too small", hint=f"give {format_bytes(LEAST_BYTES)} or more"
         )
     return limit
 
@@ -87,7 +87,7 @@ class SlicedState:
         with self._changed:
             if at.start in self._taken:
                 raise TransientError(
-                    "a slice of the state was asked for twice; it is there only once", hint="save again"
+                    "a slice of the state was requested twice, but it is available only once", hint="save again"
                 )
             self._changed.wait_for(lambda: at.start in self._ready or self._error is not None)
             if self._error is not None:
@@ -149,7 +149,7 @@ class SlicedState:
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._given_up)
             if self._given_up:
-                raise TransientError("the save was given up", hint="save again")
+                raise TransientError("the save was cancelled", hint="save again")
             return self._free.pop()
 
     def _publish(self, piece: Piece, target: npt.NDArray[np.uint8], slot: int) -> None:

@@ -41,8 +41,8 @@ _IN_FLIGHT_BYTES = 32 * MIB
 They are compared later, or when the pack is stored.
 """
 
-_in_pack = declare("ckpt.in-pack", "a pack is half sent: invisible, and no such object")
-_first_pack = declare("ckpt.first-pack", "one pack is there: invisible, garbage once the lease is over")
+_in_pack = declare("ckpt.in-pack", "a pack is partly sent: there is no such object yet")
+_first_pack = declare("ckpt.first-pack", "one pack is stored: invisible, and garbage once the lease has expired")
 
 
 class ArenaBytes(Protocol):
@@ -230,7 +230,7 @@ class _ArenaCheck:
             raise CorruptionError(
                 f"step {self._step} is not saved: its staged copy was changed while it was stored, within {piece.length} bytes "
                 f"from {piece.at} on",
-                hint="see what in the trainer writes to the memory file headrace-arena; earlier steps are untouched",
+                hint="find the code in the trainer that writes to the memory file headrace-arena; earlier steps are unchanged",
             )
 
 

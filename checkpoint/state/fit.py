@@ -351,7 +351,7 @@ class Selection:
 
 
 def matching(given: str | Iterable[str]) -> Callable[[str], bool]:
-    """A function that tells whether a path, or a container of it, matches one of these patterns."""
+    """Return a function that checks whether a path, or a container of it, matches one of these patterns."""
     patterns = _patterns(given)
     return lambda path: any(_matches(path, pattern) for pattern in patterns)
 

@@ -78,7 +78,7 @@ def never(path: str) -> bool:
 def flatten(state: object, replicated_path: Callable[[str], bool] = never) -> Flat:
     """Flatten `state`, a dict. Tensors are referenced, not copied.
 
-    `replicated_path` tells whether the entry at a path is the same on all ranks. Modules, optimizers, schedulers and
+    `replicated_path` returns whether the entry at a path is the same on all ranks. Modules, optimizers, schedulers and
     DTensors are replicated in any case.
     """
     if not isinstance(state, dict):

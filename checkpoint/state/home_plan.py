@@ -1,13 +1,13 @@
-"""Divide the writes of a large job, so that each rank handles only a few times as many rows as it has.
+"""Divide the writes of a large job among its ranks. A rank handles only a few times as many rows as it holds.
 
 In a small job every rank reads the tables of all ranks (`headrace.checkpoint.state.save_plan`). With thousands of ranks
 these tables are too large. Here, each tensor has a *home*: the rank that a hash of its name selects. The ranks exchange
-messages three times, each with the ranks that it concerns only:
+messages three times. Each message goes only to the ranks that need it:
 
 1. Every rank sends the rows of its shards to their homes. A home checks that the shards of its tensors agree and cover
    them. It finds which ranks hold the same shard.
-2. A home tells each rank which of its shards no other rank holds. Shards that several ranks hold go to one of these
-   ranks, their *divider*. All shards that the same ranks hold have the same divider.
+2. A home tells each rank which of its shards no other rank holds. It sends the rows of shards that several ranks hold to
+   one of these ranks, their *divider*. All shards that the same ranks hold have the same divider.
 3. The divider divides these shards among the ranks by size, and tells each rank which ones it writes.
 
 Invariant: exactly one of the ranks that hold a shard writes it. The result is that of `save_plan.assign_writes`.
@@ -52,7 +52,7 @@ class Exchange(Protocol):
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
-    """A replicated tensor, or a shard. `first`: the lowest rank that holds it writes it."""
+    """A replicated tensor, or a shard. `first`: whether the lowest rank that holds it must write it."""
 
     name: str
     dtype: str
@@ -67,7 +67,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def key(self) -> str:
-        """The row's name in an assignment: rows of equal name and box have the same."""
+        """The row's name in an assignment. Rows with equal names and boxes have equal keys."""
         return f"{self.name}\0{self.offset}{self.local}"
 
     @property
@@ -76,12 +76,12 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
 
 
 Holders = tuple[tuple[int, int, int], ...]
-"""Ranks, as runs: (first rank, number of ranks, distance between two of them)."""
+"""Ascending ranks, as runs of equal distance: (first rank, number of ranks, distance)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """The rows of this rank that the ranks `holders` hold too, by their numbers, in the order of their keys."""
+    """Rows that this rank and all other ranks in `holders` hold. `rows`: their numbers on this rank, sorted by key."""
 
     holders: tuple[int, ...]
     rows: tuple[int, ...]
@@ -93,9 +93,10 @@ class SharedRows:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The numbers of the rows that this rank writes, and what it shares with other ranks.
+    """This rank's share of the writes.
 
-    `shared` leaves out rows that the first rank writes, because their bytes may differ.
+    `written` holds the numbers of the rows that this rank writes. `shared` holds the rows that other ranks hold too. It
+    leaves out rows that the first rank writes, because their bytes may differ.
     """
 
     written: frozenset[int]
@@ -103,9 +104,11 @@ class Share:
 
 
 class _Reply(msgspec.Struct, array_like=True, frozen=True):
-    """A home's message to a rank: for each row that the rank sent, 1 if the rank writes it, 0 if not, or a set's number.
+    """A home's message to a rank.
 
-    Sets are numbered from 2 on. `rows` are for the rank as a divider: each with the number of its set.
+    `states` has one number for each row that the rank sent: 0 if another rank writes the row, 1 if this rank does, or 2
+    plus the position in `sets` of the ranks that hold it. `rows` are the rows that this rank divides: the position in
+    `sets`, the key and the size in bytes.
     """
 
     states: tuple[int, ...] = ()
@@ -120,22 +123,22 @@ _keys_decoder = msgspec.msgpack.Decoder(list[str])
 
 
 def divide(rows: Sequence[Row], ranks: Exchange) -> Share:
-    """The share of this rank in writing these rows. All ranks call it, each with its own rows."""
+    """Return this rank's share of the writes. All ranks must call it, each with its own rows."""
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, row in enumerate(rows):
         numbers[_home(row.name, ranks.world_size)].append(number)
-    sent = {home: msgspec.msgpack.encode([rows[number] for number in its]) for home, its in numbers.items()}
+    sent = {home: msgspec.msgpack.encode([rows[number] for number in indices]) for home, indices in numbers.items()}
     received = {sender: _rows_decoder.decode(data) for sender, data in ranks.all_to_all(sent).items()}
     home = _Home(received)
     _raise_together(ranks, home.error)
     replies = {sender: _reply_decoder.decode(data) for sender, data in ranks.all_to_all(home.replies()).items()}
-    keys = {rows[number].key: number for its in numbers.values() for number in its}
+    keys = {rows[number].key: number for indices in numbers.values() for number in indices}
     given = ranks.all_to_all(_divided(replies.values()))
     written = {keys[key] for data in given.values() for key in _keys_decoder.decode(data)}
     shared: dict[Holders, list[int]] = defaultdict(list)
-    for sender, its in numbers.items():
+    for sender, indices in numbers.items():
         reply = replies[sender]
-        for number, state in zip(its, reply.states, strict=True):
+        for number, state in zip(indices, reply.states, strict=True):
             if state == _OWN:
                 written.add(number)
             elif state >= _FIRST_SET:
@@ -144,12 +147,12 @@ def divide(rows: Sequence[Row], ranks: Exchange) -> Share:
 
 
 def divider_of(holders: Sequence[int]) -> int:
-    """The one of these ranks that divides what all of them hold."""
+    """Return the rank that divides the rows that all ranks in `holders` hold."""
     return holders[xxhash.xxh3_64_intdigest(repr(runs(holders)).encode()) % len(holders)]
 
 
 def runs(ranks: Sequence[int]) -> Holders:
-    """Ascending ranks as runs. All ranks of a job, and a line of a mesh, are one run."""
+    """Express ascending ranks as runs. All ranks of a job are one run, and so are those along a mesh dimension."""
     found: list[tuple[int, int, int]] = []
     for rank in ranks:
         if found:
@@ -167,7 +170,7 @@ def ranks_in(holders: Holders) -> tuple[int, ...]:
 
 
 class HeldRows:
-    """Rows of several ranks: each once, by key, and the ranks that hold it. `error`: the first mismatch, if any."""
+    """The distinct rows of several ranks, by key, and the ranks that hold each. `error`: the first mismatch, if any."""
 
     def __init__(self, tables: Iterable[tuple[int, Iterable[Row]]]) -> None:
         self.rows: dict[str, Row] = {}
@@ -205,7 +208,7 @@ def mismatch(text: str) -> MismatchError:
 
 
 class _Home:
-    """One rank's work for the tensors of which it is the home. `received`: rows, by the rank that holds them."""
+    """One rank's work as the home of tensors. `received`: the rows of these tensors, by the rank that holds them."""
 
     def __init__(self, received: Mapping[int, Sequence[Row]]) -> None:
         self._received = received
@@ -216,24 +219,24 @@ class _Home:
         """The messages to the ranks that sent rows, and to dividers."""
         sets = {key: runs(ranks) for key, ranks in self._holders.items() if len(ranks) > 1}
         to_divide: dict[int, list[tuple[Holders, Row]]] = defaultdict(list)
-        for key, its in sets.items():
+        for key, holders in sets.items():
             if not self._rows[key].first:
-                to_divide[divider_of(self._holders[key])].append((its, self._rows[key]))
+                to_divide[divider_of(self._holders[key])].append((holders, self._rows[key]))
         found = {}
         for rank in {*self._received, *to_divide}:
             table: dict[Holders, int] = {}
             states = tuple(self._state(rank, row, sets, table) for row in self._received.get(rank, ()))
             rows = tuple(
-                (table.setdefault(its, len(table)), row.key, row.nbytes) for its, row in to_divide.get(rank, ())
+                (table.setdefault(holders, len(table)), row.key, row.nbytes) for holders, row in to_divide.get(rank, ())
             )
             found[rank] = msgspec.msgpack.encode(_Reply(states, tuple(table), rows))
         return found
 
     def _state(self, rank: int, row: Row, sets: Mapping[str, Holders], table: dict[Holders, int]) -> int:
-        its = sets.get(row.key)
-        if its is None or self._rows[row.key].first:
+        holders = sets.get(row.key)
+        if holders is None or self._rows[row.key].first:
             return _OWN if self._holders[row.key][0] == rank else _ANOTHER
-        return _FIRST_SET + table.setdefault(its, len(table))
+        return _FIRST_SET + table.setdefault(holders, len(table))
 
 
 def _divided(replies: Iterable[_Reply]) -> dict[int, bytes]:

@@ -80,7 +80,7 @@ class Divergence:
 
 
 def diverged(prepared: PreparedSave, ranks: Exchange, step: int) -> tuple[Divergence, ...]:
-    """The replicas that differ, at most `_NAMED` of them. All ranks of a job with several ranks call it."""
+    """Return the replicas that differ, at most `_NAMED` of them. All ranks must call it."""
     if prepared.sets is not None:
         return _diverged_in_sets(prepared, prepared.sets, ranks, step)
     sets = list(_sets(prepared.replicated))
@@ -112,13 +112,15 @@ def _diverged_in_sets(
     except Exception as caught:  # the other ranks wait for this one
         error = caught
     own = {runs(each.holders): each for each in sets}
-    whole = {its: b"".join(hashes[key] for key in each.keys) for its, each in own.items() if each.keys[0] in hashes}
-    combined = {its: xxhash.xxh3_64_digest(joined) for its, joined in whole.items()}
+    whole = {
+        holders: b"".join(hashes[key] for key in each.keys) for holders, each in own.items() if each.keys[0] in hashes
+    }
+    combined = {holders: xxhash.xxh3_64_digest(joined) for holders, joined in whole.items()}
     compared = _by_set(_to_dividers(own, combined, ranks))
-    unequal = {its for its, given in compared.items() if len(set(given.values())) > 1}
+    unequal = {holders for holders, given in compared.items() if len(set(given.values())) > 1}
     found: tuple[Divergence, ...] = ()
     if ranks.maximum(bytes([bool(unequal)]))[0]:
-        found = _details(own, whole, {its: compared[its] for its in unequal}, ranks)
+        found = _details(own, whole, {holders: compared[holders] for holders in unequal}, ranks)
     if error is not None:
         raise error
     return found
@@ -130,8 +132,8 @@ _Hashes = dict[Holders, bytes]
 def _to_dividers(own: Mapping[Holders, ReplicaSet], hashes: _Hashes, ranks: Exchange) -> dict[int, _Hashes]:
     """Send the hashes of each set to its divider; return those that this rank got as a divider, by sender."""
     sent: dict[int, _Hashes] = defaultdict(dict)
-    for its, value in hashes.items():
-        sent[divider_of(own[its].holders)][its] = value
+    for holders, value in hashes.items():
+        sent[divider_of(own[holders].holders)][holders] = value
     messages = {rank: msgspec.msgpack.encode(list(values.items())) for rank, values in sent.items()}
     received = ranks.all_to_all(messages)
     return {rank: dict(_decoder.decode(data)) for rank, data in received.items()}
@@ -140,8 +142,8 @@ def _to_dividers(own: Mapping[Holders, ReplicaSet], hashes: _Hashes, ranks: Exch
 def _by_set(received: Mapping[int, _Hashes]) -> dict[Holders, dict[int, bytes]]:
     found: dict[Holders, dict[int, bytes]] = defaultdict(dict)
     for rank, values in received.items():
-        for its, value in values.items():
-            found[its][rank] = value
+        for holders, value in values.items():
+            found[holders][rank] = value
     return found
 
 
@@ -151,23 +153,23 @@ def _details(
     unequal: Mapping[Holders, Mapping[int, bytes]],
     ranks: Exchange,
 ) -> tuple[Divergence, ...]:
-    """The divergences of all sets that their dividers found unequal, the same on all ranks."""
-    asked: dict[int, list[tuple[Holders, bytes]]] = defaultdict(list)
-    for its, given in unequal.items():
+    """Return the divergences of all sets whose hashes their dividers found unequal. All ranks get the same result."""
+    requested: dict[int, list[tuple[Holders, bytes]]] = defaultdict(list)
+    for holders, given in unequal.items():
         for rank in given:
-            asked[rank].append((its, b""))
-    messages = {rank: msgspec.msgpack.encode(wanted) for rank, wanted in asked.items()}
-    wanted = {its for data in ranks.all_to_all(messages).values() for its, _ in _decoder.decode(data)}
-    received = _by_set(_to_dividers(own, {its: whole[its] for its in wanted}, ranks))
+            requested[rank].append((holders, b""))
+    messages = {rank: msgspec.msgpack.encode(wanted) for rank, wanted in requested.items()}
+    wanted = {holders for data in ranks.all_to_all(messages).values() for holders, _ in _decoder.decode(data)}
+    received = _by_set(_to_dividers(own, {holders: whole[holders] for holders in wanted}, ranks))
     found: list[tuple[str, tuple[int, ...]]] = []
-    for its in sorted(received):
+    for holders in sorted(received):
         if len(found) < _NAMED:
-            found += [(each.name, each.ranks) for each in _unequal(own[its].names, received[its])]
+            found += [(each.name, each.ranks) for each in _unequal(own[holders].names, received[holders])]
     encoded = msgspec.msgpack.encode(found[:_NAMED])
     longest = int.from_bytes(ranks.maximum(len(encoded).to_bytes(4, "big")), "big")
     lists = ranks.all(len(encoded).to_bytes(4, "big") + encoded.ljust(longest, b"\0"))
-    every = [row for data in lists for row in _rows_decoder.decode(data[4 : 4 + int.from_bytes(data[:4], "big")])]
-    return tuple(Divergence(name, differing) for name, differing in every[:_NAMED])
+    rows = [row for data in lists for row in _rows_decoder.decode(data[4 : 4 + int.from_bytes(data[:4], "big")])]
+    return tuple(Divergence(name, differing) for name, differing in rows[:_NAMED])
 
 
 _decoder = msgspec.msgpack.Decoder(list[tuple[Holders, bytes]])
@@ -233,7 +235,7 @@ def _named(members: Sequence[Replica], hashes: Sequence[bytes]) -> Iterator[Dive
 
 
 def _unequal(names: Sequence[str], hashes: Mapping[int, bytes]) -> Iterator[Divergence]:
-    """The tensors of which these ranks' hashes differ. The hashes of a rank are joined, in the order of `names`."""
+    """Yield the tensors whose hashes differ. `hashes` has each rank's joined hashes, in the order of `names`."""
     for i, name in enumerate(names):
         held = {rank: joined[8 * i : 8 * i + 8] for rank, joined in sorted(hashes.items())}
         if len(set(held.values())) > 1:

@@ -9,8 +9,8 @@ Invariant: exactly one of the ranks that hold a tensor, or a shard of one, write
 Empty shards are not written, except for tensors without elements.
 
 Failure behaviour: `UsageError` names the path of a value that cannot be saved. All ranks raise the same
-`MismatchError`, which names the tensor, in two cases. Ranks hold it with different types or shapes, or its shards do
-not cover it exactly.
+`MismatchError`, which names the tensor, if ranks hold it with different types or shapes, or if its shards do not cover
+it exactly.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class ReplicaSet:
 
 @dataclass(frozen=True, slots=True)
 class WriteAssignment:
-    """Which rank writes what. `replicas`: the same list on all ranks. `digest`: the digest of all tables."""
+    """The rank that writes each tensor or shard, by key. `replicas` is equal on all ranks. `digest` covers all
+    tables."""
 
     owners: dict[str, int]
     replicas: tuple[Replica, ...]
@@ -123,8 +124,8 @@ class PreparedSave:
     """The tensors that this rank writes, in the order of `specs`, at the offsets of `layout`.
 
     A shard that is cut in an inner dimension is stored as several bands. `replicas` is the digest that all ranks must
-    share. `replicated` lists the tensors that several ranks hold, on any ranks. `shared` holds those of them that this
-    rank holds, by key. In a large job, `replicated` is empty, and `sets` lists only what this rank holds.
+    share. `replicated` lists all tensors of the job that several ranks hold. `shared` has those that this rank holds, by
+    key. In a large job, `replicated` is empty, and `sets` lists only the tensors that this rank holds.
     """
 
     tree: bytes
@@ -188,7 +189,7 @@ class SavePlanner:
         return replace(flat, structure=self._structure)
 
     def prepare(self, flat: FlatState, ranks: Exchange) -> PreparedSave:
-        """Select the tensors that this rank writes, of a state that `known` returned. All ranks call it."""
+        """Select the tensors that this rank writes from a state that `known` returned. All ranks must call it."""
         structure = flat.structure or Structure.of(flat.rows)
         share = self._share = self._plan(structure, ranks)
         tensors: list[Any] = []
@@ -200,7 +201,7 @@ class SavePlanner:
         return PreparedSave(flat.tree, share.specs, tensors, share.layout, agreed, replicated, shared, share.sets)
 
     def _plan(self, structure: Structure, ranks: Exchange) -> RankPlan:
-        """The plan of the last save, unless the structure changed on any rank."""
+        """Return the plan of the last save, or make a new one if the structure changed on any rank."""
         share = self._share
         if names.is_grouped(ranks.world_size):
             changed = share is None or share.structure is not structure
@@ -213,7 +214,7 @@ class SavePlanner:
 
 
 def _plan_by_homes(structure: Structure, ranks: Exchange) -> RankPlan:
-    """The plan of a large job. Its digest is the plan digest, which covers what every rank writes."""
+    """Make the plan of a large job. Its digest is the plan digest, which covers the writes of all ranks."""
     rows = structure.rows
     sent = [number for number, row in enumerate(rows) if row[3] and not _empty(row)]
     table = [_as_row(rows[number]) for number in sent]
@@ -313,7 +314,7 @@ def _table(rows: Sequence[_Row]) -> bytes:
         raise CapacityError(
             f"the names and shapes of {len(rows_to_send)} tensors take {format_bytes(len(data))}, "
             f"more than {format_bytes(TABLE_BYTES)}",
-            hint="join tiny tensors",
+            hint="combine small tensors",
         )
     return zstandard.ZstdCompressor(level=1).compress(data)
 

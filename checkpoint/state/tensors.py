@@ -370,7 +370,7 @@ def _assembled(given: Parts, check_invariants: bool) -> torch.Tensor | None:
             layout = _COMPRESSED[given.kind][0]
             return torch.sparse_compressed_tensor(*parts, shape, layout=layout, check_invariants=check_invariants)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CorruptionError(f"the checkpoint's {given.kind} tensor is not sound: {str(error)[:300]}") from None
+        raise CorruptionError(f"the checkpoint's {given.kind} tensor is not valid: {str(error)[:300]}") from None
     return None
 
 

@@ -97,7 +97,7 @@ class ValueNode:
 
 @dataclass(frozen=True, slots=True)
 class StatefulNode:
-    """What an object's `state_dict()` returned. `kind` is module, optimizer, scheduler or other."""
+    """The result of an object's `state_dict()`. `kind` is module, optimizer, scheduler or other."""
 
     kind: str
     state: object
@@ -242,7 +242,7 @@ def _refused(value: object, path: str) -> UsageError:
     if isinstance(value, Enum):
         hint = "define its class at module level, so that it is found by name, or save its value"
     elif like is not None:
-        hint = f"it would come back as a plain {like}: save {like}(...) of it"
+        hint = f"it would be restored as a plain {like}: save {like}(...) of it"
     return UsageError(f"{path or 'the state'}: a value of type {kind} cannot be saved", hint=hint)
 
 

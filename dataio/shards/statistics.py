@@ -1,13 +1,13 @@
-"""Counts what a dataset version or a view holds: samples, hours, codecs, sizes and more, for `headrace info`.
+"""Counts the samples, hours, codecs, sizes and more of a dataset version or a view, for `headrace info`.
 
 Purpose: all figures are sums or counts over columns of the index, so each index part is counted by itself, as a unit of
 an engine (`headrace.dataio.shards.units.engine`), and the counts are added.
 
 Invariants:
 
-* Only the needed columns of a part are read. Memory is that of these columns, for each part that is read at once.
+* Only the needed columns of a part are read. Memory is that of these columns, for all parts that are read concurrently.
 * The result does not depend on the engine or the number of workers. Sums of durations are rounded once, at the end of
-  each part and of the whole.
+  each part and at the end of the sum.
 * With a journal, a run that was interrupted continues after its last finished unit.
 
 Failure behaviour: a damaged part raises `CorruptionError`.
@@ -57,7 +57,7 @@ _COUNTED: dict[str, tuple[tuple[str, ...], str]] = {
     "sample_rates": (("sample_rate",), ""),
     "colors": (_COLOR, "/"),
 }
-"""The columns whose values are counted, and what is put between them."""
+"""The columns whose values are counted, and the text that separates the values."""
 
 
 class _Rows(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ def summary(
     journal: str | os.PathLike[str] | Store | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Return what `headrace info` prints, with the most frequent values first.
+    """Return the figures that `headrace info` prints, with the most frequent values first.
 
     Args:
         dataset (Dataset): The version or view.

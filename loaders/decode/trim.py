@@ -77,7 +77,9 @@ Packets: TypeAlias = "Iterator[Packet[VideoStream]]"
 
 
 class Window(msgspec.Struct, frozen=True):
-    """The value of `open_window`. It is valid only inside the `with` block. Its packets can be decoded or muxed once.
+    """The packets and frames of one clip, from `open_window`.
+
+    A window is valid only inside the `with` block. Its packets can be decoded or muxed once.
 
     `stamped` is False if frames are identified by counting. `bare` means decoding without supplemental messages.
     """
@@ -349,7 +351,7 @@ def _decoded_times(request: Request) -> list[int]:
 
 
 def _from_key(container: av.container.InputContainer, stream: VideoStream, wanted: Wanted) -> Packets:
-    """Packets in decode order from the requested key frame on, even if the container's own index points elsewhere."""
+    """Packets in decode order from the requested key frame on, even if the container's own index is wrong."""
     if wanted.key.index:
         _seek(container, wanted.key.pts, stream)
     packets = _skip_to(container, stream, wanted.key.pts)

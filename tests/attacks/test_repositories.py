@@ -63,7 +63,7 @@ def sparse(kind: str, index: int) -> torch.Tensor:
 def test_indices_of_a_sparse_tensor_that_point_outside_are_refused(tmp_path: Path, kind: str, index: int) -> None:
     saved(tmp_path, {"s": sparse(kind, index), "w": torch.ones(3)})
     state = {"s": sparse(kind, 2), "w": torch.zeros(3)}
-    with pytest.raises(CorruptionError, match=f"s: the checkpoint's {kind} tensor is not sound"):
+    with pytest.raises(CorruptionError, match=f"s: the checkpoint's {kind} tensor is not valid"):
         restored(tmp_path, state)
     assert torch.equal(state["s"].to_dense(), sparse(kind, 2).to_dense())
     assert state["w"].sum() == 0  # nothing was changed

@@ -172,7 +172,7 @@ def test_a_manifest_that_lies_about_digests_gives_no_wheel(tmp_path: Path) -> No
     manifest = json.loads(path.read_text())
     manifest["wheels"][0]["sha256"] = "0" * 64
     path.write_text(json.dumps(manifest))
-    with pytest.raises(DrillError, match="was not put together as it was cut"):
+    with pytest.raises(DrillError, match="does not have the digest in the manifest"):
         wheels.join(tmp_path / "pieces", tmp_path / "joined")
     assert not list((tmp_path / "joined").iterdir())
     path.write_text("{")
@@ -354,7 +354,7 @@ def test_a_part_that_lacks_a_package_says_which_fails_nothing_and_is_run_once_it
     monkeypatch.setattr(gpu_drill, "_environ", lambda args: {**os.environ, "PYTHONPATH": str(gpu_drill.ROOT)})
     command = ["--dry-run", "--out", str(tmp_path), "--parts", "nvdec,checks"]
     assert gpu_drill.main(command) == 0
-    assert "nvdec: skipped, not here: av, nvidia.dali; `fetch` brings it" in capsys.readouterr().out
+    assert "nvdec: skipped, missing: av, nvidia.dali; `fetch` downloads it" in capsys.readouterr().out
     first, second = results.read(tmp_path / "drill.json").parts
     assert (first.status, second.status) == ("skipped", "done")
     assert gpu_drill.main(command) == 0
@@ -450,7 +450,7 @@ def test_a_check_that_fails_is_an_error_of_the_part_and_the_others_go_on(monkeyp
         "errors": ["AssertionError: it is not as it should be"],
     }
     assert part.candidates["this is right"] == {"metrics": {"right": [1]}, "errors": []}
-    assert part.notes == ["needs an absent package: not checked, not here: nothing_of_this_name"]
+    assert part.notes == ["needs an absent package: not checked, missing: nothing_of_this_name"]
 
 
 def test_what_dali_is_not_given_is_told_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,6 +458,6 @@ def test_what_dali_is_not_given_is_told_and_fails_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(loading, "_FRAMES", 6)
     check, part = decode_nvdec.check_nvdec, PartResult("checks", "Checks")
     part.metric("wrong", "wrong", "%")
-    checks.what_dali_makes_of_what_it_is_not_given(part, "")
+    checks.decode_streams_not_given_to_dali(part, "")
     assert [part.candidates[kind]["metrics"]["wrong"] for kind in ("AV1", "interlaced")] == [[0.0], [0.0]]
     assert decode_nvdec.check_nvdec is check

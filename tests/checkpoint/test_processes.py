@@ -65,7 +65,7 @@ def test_two_ranks_save_one_step_and_one_or_two_restore_it(tmp_path: Path) -> No
     assert [e["code"] for e in errors[1]] == ["usage", "usage"]
     assert "rank 1 could not take part" in errors[0][0]["message"]
     assert "tag: a value of type builtins.object cannot be saved" in errors[1][0]["message"]
-    assert all("the ranks ask for different steps" in e[1]["message"] for e in errors)
+    assert all("the ranks request different steps" in e[1]["message"] for e in errors)
 
 
 def test_a_trainer_killed_while_staging_leaves_nothing_behind(tmp_path: Path) -> None:

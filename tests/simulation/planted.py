@@ -106,7 +106,7 @@ def some_manifests() -> Iterator[None]:
         found = real(attempt, view)
         return commit.WriteDecision() if isinstance(found, commit.Wait) and view.manifests else found
 
-    with mock.patch.object(commit, "_sound_manifests", sound), mock.patch.object(commit, "decide", decide):
+    with mock.patch.object(commit, "_checked_manifests", sound), mock.patch.object(commit, "decide", decide):
         yield
 
 

@@ -1,7 +1,7 @@
 """The units in which `verify` checks the index: each checks the digest, the rows and the pages of index parts.
 
-Purpose: `part_task` describes the work for an engine. `combine_parts` compares what the units found with each other:
-the order of the parts, and the uniqueness of keys.
+Purpose: `part_task` describes the work for an engine. `combine_parts` compares the results of the units with each
+other: the order of the parts, and the uniqueness of keys.
 
 Invariants:
 

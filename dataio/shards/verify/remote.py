@@ -1,4 +1,4 @@
-"""What the units of `verify` need on any machine: the stores of a dataset and its copy, and the version document.
+"""Opens the stores of a dataset and its copy, and reads the version document, on any machine that runs `verify` units.
 
 Invariant: locations hold no secrets. Each machine opens the stores with its own credentials.
 Failure behaviour: a store that other machines cannot open raises `UnsupportedError`.

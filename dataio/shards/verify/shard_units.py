@@ -211,7 +211,7 @@ class _ShardRunner(UnitRunner[ShardUnit, CheckedShards]):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """An amount of samples: a number, or the largest hash of a share of all keys (-1: none)."""
+    """The samples to decode: a number of samples, or a share of them as the largest hash of a chosen key (-1: none)."""
 
     number: int
     largest_hash: int

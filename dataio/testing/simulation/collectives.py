@@ -36,7 +36,7 @@ class _Round:
 
 
 class Group:
-    """A process group of `world_size` ranks. `bytes` is the most that one rank has received in one exchange so far."""
+    """A process group of `world_size` ranks. `bytes` is the maximum that a rank has received in one exchange so far."""
 
     def __init__(
         self,

@@ -1,20 +1,20 @@
 """The scheduler of the simulation: virtual time, and tasks that run one at a time in one thread.
 
 Purpose: code that sleeps, or waits for a store or other processes, runs unchanged, and takes no more real time than its
-own CPU time. The order of events at the same virtual time is drawn from a seed, so one seed repeats one history.
+own CPU time. The order of events at the same virtual time depends only on a seed, so a seed repeats its history.
 
 Tasks are greenlets: a switch between them costs about a microsecond, and one process can have sixteen thousand of them.
 
 Invariants:
 
 * A task runs until it sleeps or waits, so code between two requests is never interrupted.
-* `now` never goes back. With `charge_cpu`, the CPU time of a task counts as virtual time. A seed then does not repeat
+* `now` never decreases. With `charge_cpu`, the CPU time of a task counts as virtual time. A seed then does not repeat
   its history.
 * A killed process has no further effect: each of its tasks gets `Killed` where it waits, and again at every later wait.
   So its clean-up code cannot write.
 
-Failure behaviour: `run` raises `StuckError` if tasks are left that nothing can wake, or if virtual time exceeds `limit`
-seconds. So an endless wait is reported and does not hang the test. An exception of a task is kept in `Task.error`. If a
+Failure behaviour: `run` raises `StuckError` if tasks wait that can never be woken, or if virtual time exceeds `limit`
+seconds. So an endless wait raises an error and does not hang the test. `Task.error` holds the exception of a task. If a
 task waits for a real lock that another waiting task holds, the whole program hangs.
 """
 
@@ -39,7 +39,7 @@ class Killed(BaseException):
 
 
 class StuckError(AssertionError):
-    """Tasks are left that nothing can wake, or virtual time has reached its limit."""
+    """Some tasks wait and can never be woken, or virtual time has reached its limit."""
 
 
 @dataclass(eq=False)
@@ -86,10 +86,10 @@ class Simulation:
     """Runs tasks in virtual time.
 
     Args:
-        seed (int): Draws the order of simultaneous events and everything else that is random. Default: 0.
-        measure_cpu (bool): Whether `Process.cpu` is kept, which costs a system call for each wait. Default: False.
+        seed (int): The seed for the order of simultaneous events and for all other random choices. Default: 0.
+        measure_cpu (bool): Whether to measure `Process.cpu`, which costs a system call for each wait. Default: False.
         charge_cpu (bool): Whether CPU time passes as virtual time; implies `measure_cpu`. Default: False.
-        limit (float): The most virtual seconds. Default: one week.
+        limit (float): The maximum virtual time, in seconds. Default: one week.
 
     Example:
         >>> simulation = Simulation(seed=1)
@@ -121,7 +121,7 @@ class Simulation:
         self._hub: greenlet.greenlet | None = None
         self._outside = Process("outside of the simulation")
 
-    # from anywhere
+    # callable inside and outside of tasks
 
     @property
     def process(self) -> Process:
@@ -144,7 +144,7 @@ class Simulation:
         return task
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
-        """Call `act` after `seconds`. It must not wait."""
+        """Call `act` after `seconds`. `act` must not wait."""
         self._push(self.now + seconds, act)
 
     def kill(self, process: Process) -> None:
@@ -164,7 +164,7 @@ class Simulation:
             task.woken = True
             self._push(self.now, task)
 
-    # in a task
+    # callable inside tasks
 
     def sleep(self, seconds: float) -> None:
         """Let `seconds` pass for the current task. Outside of all tasks, time does not pass."""
@@ -184,7 +184,7 @@ class Simulation:
         self._switch(task)
         return task.woken
 
-    # from outside
+    # callable outside of tasks
 
     def run(self) -> None:
         """Run until all tasks have ended. Tasks may be started before and during the run."""
@@ -197,7 +197,7 @@ class Simulation:
         finally:
             self._abandon()
 
-    # inside
+    # the event loop
 
     def _loop(self) -> None:
         while self._heap:

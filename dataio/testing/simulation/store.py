@@ -9,7 +9,7 @@ Invariants:
   everything that was applied before.
 * If a conditional write fails, the client reads the object back, as real back ends do. So `put_if_absent` has one
   winner.
-* Every fault is drawn from the seed of the simulation. `fired` counts them.
+* The faults depend only on the seed of the simulation. `fired` counts them.
 
 Failure behaviour: a refused request raises `TransientError` when it reaches the store. A lost or late one raises it
 after `Faults.patience` more seconds. A killed process gets no response, but requests that it has sent may still be
@@ -42,10 +42,10 @@ from headrace.dataio.store.base import (
 from headrace.dataio.testing.simulation.scheduler import Simulation
 
 PAGE = 1000
-"""The most keys in one response to a listing."""
+"""The maximum number of keys in one response to a listing."""
 _TRIES = 3
 _DIGEST_BYTES = 90
-"""At least as many as the own digest at the end of a document has."""
+"""An upper limit on the bytes of the digest at the end of a document."""
 T = TypeVar("T")
 
 
@@ -76,9 +76,9 @@ class Bucket:
     """The server side of the store: its objects, its latency and its faults.
 
     Args:
-        simulation: Gives the time and the random numbers.
+        simulation: The simulation that provides the time and the random numbers.
         latency: Seconds from a request to its response.
-        rate: The most requests per second; 0 for no limit.
+        rate: The maximum number of requests per second; 0 for no limit.
         faults: The probabilities of faults. The attribute may be replaced at any time.
     """
 
@@ -153,10 +153,10 @@ class Bucket:
         return ""
 
     def flip(self, data: bytes) -> bytes:
-        """Return the bytes of a response, maybe with one wrong bit.
+        """Return the bytes of a response. With the probability of `Faults.flipped`, one bit is wrong.
 
-        The last bytes stay right, because a document's own digest is there. It depends on the document's text, and which
-        flips a history meets must not.
+        The last bytes are never changed, because they hold the digest of a document. The digest depends on the
+        document's text, and the effects of flips must not depend on it.
         """
         if not data or not self.faults.flipped or self._flips.random() >= self.faults.flipped:
             return data

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def patched(simulation: Simulation, *modules: ModuleType) -> Iterator[None]:
-    """Replace the names that the docstring of this file lists, in each of `modules`, for the block."""
+    """Replace the names that the docstring of this file lists, in each of `modules`, until the `with` block ends."""
     stand_ins: dict[str, object] = {
         "threading": _Threading(simulation),
         "time": _Time(simulation),

@@ -280,7 +280,7 @@ def test_a_large_manifest_is_compressed_and_bounded_when_it_is_read(monkeypatch:
     with pytest.raises(CorruptionError, match=r"it would have 9\d\d\d bytes"):
         manifest.decode(data, KEY)
     frame = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
-    with pytest.raises(CorruptionError, match="not a sound manifest"):
+    with pytest.raises(CorruptionError, match="not a valid manifest"):
         manifest.decode(msgspec.msgpack.encode({"version": 4, "zstd": frame}), KEY)
 
 
@@ -384,7 +384,7 @@ def with_chunk(**fields: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (changed(step=3), "another place"),
+        (changed(step=3), "another key"),
         (changed(rank=5), "rank 5"),
         (changed(attempt="x"), "not an id"),
         (changed(packs=(PackName(ATTEMPT, "../../x"), PackName(ATTEMPT, "0-0badcafe-1"))), "bad pack name"),
@@ -410,11 +410,11 @@ def with_chunk(**fields: object) -> bytes:
         (with_tensor(spans=(Span(0, 1, 100),)), "outside of chunk"),
         (with_tensor(spans=(Span(0, 0, 0),)), "outside of chunk"),
         (with_tensor(spans=(Span(-1, 0, 100),)), "chunk -1"),
-        (b"", "sound manifest"),
-        (b"\x93\x01\x02\x03", "sound manifest"),
+        (b"", "valid manifest"),
+        (b"\x93\x01\x02\x03", "valid manifest"),
     ],
 )
-def test_an_unsound_manifest_is_refused_by_name(data: bytes, why: str | None) -> None:
+def test_an_invalid_manifest_is_refused_by_name(data: bytes, why: str | None) -> None:
     if why is None:  # a smaller shard of a larger tensor is fine
         assert manifest.decode(data, KEY).tensors[0].shape == (5, 6)
         return

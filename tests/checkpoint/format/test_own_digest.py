@@ -74,7 +74,7 @@ def test_a_damaged_object_is_fetched_again() -> None:
 
 
 def test_an_object_that_is_damaged_three_times_is_an_error() -> None:
-    with pytest.raises(CorruptionError, match="own digest is not that of its bytes"):
+    with pytest.raises(CorruptionError, match="own digest does not match its bytes"):
         own_digest.fetch(answers(*[flipped(WITH)] * 3), KEY, max_bytes=MOST)
 
 

@@ -114,9 +114,9 @@ def test_slices_that_are_never_taken_away_are_given_up_and_say_so(arena: Arena) 
     sliced = SlicedState(arena, [tensor], **laid_out(tensor))
     sliced.cancel()
     assert not sliced._feeder.is_alive()
-    with pytest.raises(TransientError, match="given up"):
+    with pytest.raises(TransientError, match="cancelled"):
         sliced.wait(150)
-    with pytest.raises(TransientError, match="given up"):
+    with pytest.raises(TransientError, match="cancelled"):
         sliced[arena.size : arena.size + 1]
 
 

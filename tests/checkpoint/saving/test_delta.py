@@ -223,7 +223,7 @@ def test_a_manifest_whose_links_are_wrong_is_refused(links: tuple[tuple[int, int
     good = manifests(run, 2)
     key = f"runs/exp/{good.timeline:06d}/{2:012d}/{good.attempt}/rank-00000.manifest"
     manifest.decode(manifest.encode(good), key)
-    with pytest.raises(CorruptionError, match="not a sound manifest"):
+    with pytest.raises(CorruptionError, match="not a valid manifest"):
         manifest.decode(manifest.encode(msgspec.structs.replace(good, links=links)), key)
 
 

@@ -157,6 +157,6 @@ def test_ranks_that_differ_are_refused_or_warned_of_by_name_and_stages_with_name
         assert line["steps"] == []
         assert bool(line["lines"]) == bool(line["counted"]) == (rank < 2)  # rank 0 and the one that drifted
         assert line["stages"]["error"] == "MismatchError"
-        assert "a name of its own" in line["stages"]["message"]
+        assert "a separate name" in line["stages"]["message"]
         assert line["stages"]["same"]
     assert sum(line["stages"]["bytes"] for line in lines) == 2 * (40 * 40 + 40) * 4  # both stages, once each
