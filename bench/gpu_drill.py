@@ -298,7 +298,7 @@ def _run(command: Sequence[str], environ: dict[str, str], seconds: float, log: P
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            cut = f"cut off after {seconds:.0f} s: "
+            cut = f"stopped after {seconds:.0f} s: "
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

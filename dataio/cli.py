@@ -30,7 +30,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "index": ("headrace.dataio.shards.cli_pack:index", "make a dataset over existing WebDataset tars"),
     },
     "read a dataset": {
-        "info": ("headrace.dataio.shards.cli:info", "show what a dataset holds"),
+        "info": ("headrace.dataio.shards.cli:info", "show samples, hours, bytes, codecs and sizes of a dataset"),
         "ls": ("headrace.dataio.shards.cli:ls", "list the samples of a dataset"),
         "cat": ("headrace.dataio.shards.cli:cat", "write one member of one sample to standard output"),
         "export": ("headrace.dataio.shards.cli:export", "write the members of samples as files"),

@@ -43,7 +43,7 @@ exit codes: 0 none listed, or records deleted · 1 some are listed · 2 wrong us
 def quarantine(args: argparse.Namespace) -> int:
     """Run `headrace quarantine [DATASET]`. Returns 1 if samples are listed, else 0."""
     if args.apply and not args.clear:
-        raise UsageError("--apply goes with --clear", hint="`headrace quarantine --clear --apply` deletes the records")
+        raise UsageError("--apply needs --clear", hint="`headrace quarantine --clear --apply` deletes the records")
     if args.shared is not None:
         if args.clear or args.dataset is not None:
             raise UsageError(

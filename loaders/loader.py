@@ -339,7 +339,7 @@ class Loader(IterableDataset[dict[str, Any]]):
 
     def _check_open(self, cause: Exception | None = None) -> None:
         if self._closed:
-            hint = "make another loader; load this one's state_dict() to go on"
+            hint = "make another loader; load this one's state_dict() to continue"
             raise UsageError("the loader is closed", hint=hint) from cause
 
     def _wait(self) -> Batch:

@@ -65,13 +65,15 @@ class Comparison(msgspec.Struct, frozen=True):
 
 @command(
     "bench compare",
-    "Say what changed from A to B beyond noise: exact Mann–Whitney test with a false discovery rate of 5 %,\n"
+    "List the significant changes from A to B: exact Mann–Whitney test with a false discovery rate of 5 %,\n"
     "changes of medians from 2 % on.",
     argument("a", type=Path, help="results before"),
     argument("b", type=Path, help="results after"),
-    argument("--different-machines", action="store_true", help="compare although the machines differ, and say so"),
+    argument(
+        "--different-machines", action="store_true", help="compare even if the machines differ, and print a warning"
+    ),
     argument("--json", action="store_true", help="print everything as JSON"),
-    epilog="exit codes: 0 nothing got worse; 1 something did; 2 not comparable; others as in headrace --help",
+    epilog="exit codes: 0 no metric is worse; 1 a metric is worse; 2 not comparable; others as in headrace --help",
 )
 def compare_files(args: argparse.Namespace) -> int:
     """Print the changes between two results files; `headrace bench compare`."""

@@ -39,7 +39,7 @@ def find_clips(given: Path | None, scratch: Path) -> tuple[list[Path], str]:
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(12):
         make_clip(folder, number)
-    return [folder], "12 made clips (no folder of real ones here)"
+    return [folder], "12 generated clips (no folder of real ones found)"
 
 
 def make_clip(folder: Path, number: int, *, seconds: int = 4, width: int = 192, height: int = 128) -> Path:

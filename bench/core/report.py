@@ -94,7 +94,7 @@ def ratio(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> str:
 
 @command(
     "bench report",
-    "Print Markdown tables of what `headrace bench … -o FILE` wrote.",
+    "Print Markdown tables of files that `headrace bench … -o FILE` wrote.",
     argument("results", nargs="+", type=Path, help="results files"),
     argument("--part", action="append", default=[], help="only this part; may be repeated"),
     epilog="exit codes: 0 printed; 2 a file holds no results; others as in headrace --help",

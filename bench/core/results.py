@@ -153,7 +153,7 @@ def read(path: Path) -> Run:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) and not path.is_dir():  # reading it might never end
-            raise UsageError(f"{path} is no regular file", hint="give what `headrace bench … -o FILE` wrote")
+            raise UsageError(f"{path} is not a regular file", hint="give a file that `headrace bench … -o FILE` wrote")
         if found.st_size > MAX_BYTES:
             raise UsageError(
                 f"{path} has {format_bytes(found.st_size)}, results have at most {format_bytes(MAX_BYTES)}"
@@ -168,7 +168,7 @@ def decode(data: bytes, name: str) -> Run:
     try:
         head = msgspec.json.decode(data, type=_Head)
         if head.format != FORMAT:
-            raise UsageError(f"{name} holds no results of `headrace bench`", hint="give what its -o wrote")
+            raise UsageError(f"{name} holds no results of `headrace bench`", hint="give a file that its -o wrote")
         if head.version > VERSION:
             raise UsageError(
                 f"{name} has format {head.version}, this program knows up to {VERSION}", hint="update Headrace"
@@ -176,7 +176,7 @@ def decode(data: bytes, name: str) -> Run:
         return msgspec.json.decode(data, type=Run)
     except msgspec.DecodeError as error:
         raise UsageError(
-            f"{name} holds no results of `headrace bench`: {error}", hint="give what its -o wrote"
+            f"{name} holds no results of `headrace bench`: {error}", hint="give a file that its -o wrote"
         ) from None
 
 

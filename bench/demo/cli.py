@@ -33,10 +33,10 @@ _PROOF_FAILED = 1
 
 @command(
     "demo",
-    "Pack clips into a local S3 server, train a small video model, kill the trainer with SIGKILL in mid-run, restart it,\n"
+    "Pack clips into a local S3 server, train a small video model, kill the trainer with SIGKILL during the run, restart it,\n"
     "and prove that the run equals an uninterrupted one bit for bit.",
     argument("--out", type=Path, default=Path("demo-out"), help="folder for the page (default: %(default)s)"),
-    argument("--media", type=Path, help="folder of clips to train on (default: real ones if found, else made)"),
+    argument("--media", type=Path, help="folder of clips to train on (default: real ones if found, else generated)"),
     argument("--steps", type=positive_int, default=Settings.steps, help="steps of a run (default: %(default)s)"),
     argument("--save-every", type=positive_int, default=Settings.save_every, help="steps between saves"),
     json_option("one JSON object"),
@@ -68,7 +68,7 @@ def demo(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> Settings:
     if args.save_every < 1 or args.steps < 2 * args.save_every + 2:
         raise UsageError(
-            f"{args.steps} steps with a save every {args.save_every} leave no room for a kill in mid-run",
+            f"{args.steps} steps with a save every {args.save_every} leave no step for a kill during the run",
             hint="give --steps at least twice --save-every plus 2",
         )
     kill_at = args.steps // 2 // args.save_every * args.save_every

@@ -153,7 +153,7 @@ class _Run:
                     break
             events += list(stream)  # events that the trainer wrote before it died
             if process.wait() != -signal.SIGKILL:
-                raise DemoError(f"the {part} was not killed in mid-run: {log_end(self._log(part))}")
+                raise DemoError(f"the {part} was not killed during the run: {log_end(self._log(part))}")
         self.progress(part, 1.0)
         return events
 
@@ -230,7 +230,7 @@ def compare(reference: Iterable[Event], killed: Iterable[Event], resumed: Iterab
     for name, part in (("killed trainer", before), ("restarted trainer", after)):
         differences += [line for step in sorted(part) for line in _difference(name, step, whole.get(step), part[step])]
     if not before or not after:
-        differences.append("the trainer was not interrupted in mid-run")
+        differences.append("the trainer was not interrupted during the run")
     if _weights(reference) is None or _weights(reference) != _weights(resumed):
         differences.append("the final weights differ")
     samples = sum(len(event["ids"]) for event in whole.values())

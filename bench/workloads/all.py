@@ -96,12 +96,12 @@ def _chosen(only: str | None) -> list[PlannedRun]:
 def run(plan: Sequence[PlannedRun], folder: Path, seconds: float, document: Run) -> list[Part]:
     """Run the benchmarks one after the other, and write the document after each."""
     until, interrupted = time.monotonic() + seconds, False
-    parts = [Part(short.name, status="skipped", why="not begun") for short in plan]
+    parts = [Part(short.name, status="skipped", why="not started") for short in plan]
     for place, short in enumerate(plan):
         left = until - time.monotonic()
         share = time_limit(short.need, left, sum(later.need for later in plan[place + 1 :]))
         if interrupted:
-            parts[place].why = "interrupted before it began"
+            parts[place].why = "interrupted before it was started"
         elif share < 1:
             parts[place].why = "no time was left; --minutes gives more"
         else:
@@ -143,7 +143,7 @@ def _one(short: PlannedRun, folder: Path, seconds: float) -> tuple[Part, bool]:
     part = _result(short, path, log, process.returncode)
     part.name, part.seconds = short.name, round(time.monotonic() - began, 1)
     if cut and part.status != "done":
-        part.status, part.why = "interrupted", f"cut off after its {seconds:.0f} s; --minutes gives more"
+        part.status, part.why = "interrupted", f"stopped after its time limit of {seconds:.0f} s; --minutes gives more"
     elif interrupted:
         part.status, part.why = "interrupted", BY_USER
     return part, interrupted

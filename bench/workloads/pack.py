@@ -133,7 +133,7 @@ def check_members(files: list[Path], packed: Path) -> None:
         with tarfile.open(shard, "r:") as tar:
             for member in tar:
                 content = tar.extractfile(member)
-                assert content is not None, f"{member.name} of {shard} is no file"
+                assert content is not None, f"{member.name} of {shard} is not a file"
                 found[_digest(content.read())] += 1
     if found != wanted:
         raise AssertionError(

@@ -17,7 +17,7 @@ unofficial use). The rate of interruptions is from "The Llama 3 Herd of Models" 
 419 unexpected interruptions in 54 days on 16,384 GPUs, of which 78 % were caused by hardware. Everything else is a
 setting.
 
-Goodput is the share of wall time that was spent on work which is in the model at the end. An interruption loses all
+Goodput is the share of wall time that was spent on work that the final model contains. An interruption loses all
 work since the last durable checkpoint. Stalls and restarts are time without work. A save first stalls the steps, then
 runs during them. The next save begins when the last one is in the store. With the sidecar, a software failure does not
 lose a staged save.
@@ -478,7 +478,7 @@ def _settings(given: Sequence[str]) -> tuple[Cluster, Job]:
         try:
             values[name] = float(value)
         except ValueError:
-            raise UsageError(f"{text!r}: {value!r} is no number") from None
+            raise UsageError(f"{text!r}: {value!r} is not a number") from None
     return _built(Cluster(8), values), _built(Job(), values)
 
 

@@ -256,7 +256,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted(int(part) for part in text.split(",")))
     except ValueError:
-        raise UsageError(f"{text!r} is no list of numbers", hint="write for example 1,4,16") from None
+        raise UsageError(f"{text!r} is not a list of numbers", hint="write for example 1,4,16") from None
 
 
 def _clients(wanted: str | None, url: str) -> tuple[str, ...]:

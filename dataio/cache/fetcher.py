@@ -111,7 +111,7 @@ class Fetcher:
             return self._queue.report()
 
     def prefetch_limits(self) -> tuple[int, int, int]:
-        """Maximum number of prefetches in flight, their maximum bytes, and the batch size in which to start them."""
+        """The maximum number and bytes of prefetches in flight, and the number of prefetches to start together."""
         parts, block_bytes = self._prefetch
         if self._batched.recently_used and not self._running:
             return 2 * BATCH_BLOCKS, 2 * BATCH_BLOCKS * block_bytes, BATCH_BLOCKS

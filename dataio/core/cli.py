@@ -171,7 +171,7 @@ def json_option(what: str = "one JSON object") -> Argument:
 
 def apply_option(what: str) -> Argument:
     """--apply: make the changes. Without it, a command that deletes or replaces something only prints its plan."""
-    return argument("--apply", action="store_true", help=f"{what}; without this flag, only print what would be done")
+    return argument("--apply", action="store_true", help=f"{what}; without this flag, only print a plan")
 
 
 # --- types of arguments

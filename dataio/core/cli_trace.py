@@ -59,7 +59,7 @@ def trace(options: argparse.Namespace) -> int:
         print(f"{where}{events} events of {len(processes)} processes")
         print("\n".join(_lines(processes)))
     if reader.skipped:
-        print(f"skipped {reader.skipped} lines that are no events", file=sys.stderr)
+        print(f"skipped {reader.skipped} lines that are not events", file=sys.stderr)
     return 1 if reader.skipped else 0
 
 
@@ -142,7 +142,7 @@ class _Reader:
                     track, names = self._track(value)
                     yield from names
                 elif track is None:
-                    raise UsageError(f"{path} is no event log: it has no header")
+                    raise UsageError(f"{path} is not an event log: it has no header")
                 elif _is_event(value):
                     track[1].add(value["name"], value["ts"], value["dur"])
                     yield _complete(value, track[0])

@@ -1,4 +1,4 @@
-"""Named points where a test kills the process, to check what a crash there leaves behind.
+"""Named points where a test kills the process, to check the state after a crash there.
 
 Invariants:
 

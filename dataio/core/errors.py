@@ -1,4 +1,4 @@
-"""Errors, grouped by what the caller should do about them.
+"""Errors, grouped by the caller's next step.
 
 Invariants: every error that Headrace raises on purpose derives from `HeadraceError`. It has a stable `code`, names
 the thing that failed, and has the next step in `hint`. Secrets are removed from its text. `translate_os_errors` turns
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from headrace.dataio.core.redact import redact
 
-MORE_MEMORY = "raise the limit (ulimit -v, the job's or the container's), or give less to do at once"
+MORE_MEMORY = "raise the limit (ulimit -v, the job's or the container's), or process less data at a time"
 """The hint of an error about memory."""
 
 
@@ -79,7 +79,7 @@ class TransientError(HeadraceError):
 
 
 class AmbiguousWriteError(TransientError):
-    """A write may or may not have happened, and reading back did not tell. It is never reported as success."""
+    """It is unknown whether a write happened, even after reading the object back. It is never reported as success."""
 
     code = "ambiguous_write"
 
@@ -91,7 +91,7 @@ class DeadlineError(TransientError):
 
 
 class SlowDownError(TransientError):
-    """The store answered that it is overloaded. `seconds` is the pause that it asked for, or None."""
+    """The store answered that it is overloaded. `seconds` is the pause that it requested, or None."""
 
     code = "slow_down"
 
@@ -122,13 +122,13 @@ class CapacityError(HeadraceError):
 
 
 class UnsupportedError(UsageError):
-    """This store, file, codec or machine cannot do what was asked."""
+    """This store, file, codec or machine does not support the request."""
 
     code = "unsupported"
 
 
 AMBIGUOUS = {errno.EEXIST, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
-"""Errors of `link` after which it is unknown whether this link or another writer's exists. Reading the file tells."""
+"""Errors of `link` after which the caller must read the file, because the link may be another writer's."""
 
 LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """Errors that mean that a limit of the process is reached, independent of the operation."""

@@ -19,7 +19,7 @@ store_requests = Counter(
 )
 store_seconds = Histogram(
     "headrace_store_seconds",
-    "Time that an operation of a store took, each try by itself; a listing's with that of its reader",
+    "Duration of each attempt of a store operation; for listings, including the time of the caller",
     ["backend", "operation"],
     buckets=_SECONDS,
     registry=REGISTRY,
@@ -28,22 +28,20 @@ store_bytes = Counter(
     "headrace_store_bytes", "Payload bytes to and from a store", ["backend", "direction"], registry=REGISTRY
 )
 cache_bytes = Counter(
-    "headrace_cache_bytes", "Bytes asked of the node cache, by where they came from", ["source"], registry=REGISTRY
+    "headrace_cache_bytes", "Bytes requested from the node cache, by source", ["source"], registry=REGISTRY
 )
 cache_resident_bytes = Gauge("headrace_cache_resident_bytes", "Bytes that the node cache holds", registry=REGISTRY)
 tier_read_bytes = Counter(
-    "headrace_tier_read_bytes", "Bytes of checkpoints read, by where they were", ["source"], registry=REGISTRY
+    "headrace_tier_read_bytes", "Bytes of checkpoints read, by source", ["source"], registry=REGISTRY
 )
 loader_samples = Counter("headrace_loader_samples", "Samples delivered", ["outcome"], registry=REGISTRY)
 loader_wait_seconds = Histogram(
-    "headrace_loader_wait_seconds", "Time a trainer waited for a batch", buckets=_SECONDS, registry=REGISTRY
+    "headrace_loader_wait_seconds", "Time for which a trainer waited for a batch", buckets=_SECONDS, registry=REGISTRY
 )
 quarantined_samples = Counter(
-    "headrace_quarantined_samples", "Samples refused, by reason code", ["reason"], registry=REGISTRY
+    "headrace_quarantined_samples", "Samples skipped, by reason code", ["reason"], registry=REGISTRY
 )
-checkpoint_bytes = Counter(
-    "headrace_checkpoint_bytes", "Bytes of state saved, by what became of them", ["kind"], registry=REGISTRY
-)
+checkpoint_bytes = Counter("headrace_checkpoint_bytes", "Bytes of saved state, by outcome", ["kind"], registry=REGISTRY)
 checkpoint_saves = Counter("headrace_checkpoint_saves", "Saves by outcome", ["outcome"], registry=REGISTRY)
 checkpoint_replicas_diverged = Counter(
     "headrace_checkpoint_replicas_diverged",
@@ -51,11 +49,14 @@ checkpoint_replicas_diverged = Counter(
     registry=REGISTRY,
 )
 checkpoint_stall_seconds = Histogram(
-    "headrace_checkpoint_stall_seconds", "Time save() held the trainer", buckets=_SECONDS, registry=REGISTRY
+    "headrace_checkpoint_stall_seconds",
+    "Time for which save() blocked the trainer",
+    buckets=_SECONDS,
+    registry=REGISTRY,
 )
 checkpoint_waited_seconds = Histogram(
     "headrace_checkpoint_waited_seconds",
-    "Time the trainer was held after save() by what was still being copied",
+    "Time for which the trainer waited after save() for the copy of its state",
     buckets=_SECONDS,
     registry=REGISTRY,
 )

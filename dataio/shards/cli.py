@@ -47,13 +47,13 @@ _TEXT = {"txt", "json", "vtt", "srt", "csv", "tsv", "xml", "cls"}
 _SPOOL_BYTES = 64 * limits.MIB
 _CODECS_SHOWN = 12
 _PREVIEW = """\
-Make one HTML page that shows what a dataset holds: pictures of samples spread evenly over it, durations, sizes, codecs and
+Make one HTML page about a dataset: pictures of samples spread evenly over it, durations, sizes, codecs and
 captions. The page is one file, needs no network, and opens in any browser."""
 
 
 @command(
     "info",
-    "Show what a dataset holds: samples, hours, bytes, codecs and sizes.",
+    "Show the samples, hours, bytes, codecs and sizes of a dataset.",
     dataset(),
     version(),
     trust_mounts(),

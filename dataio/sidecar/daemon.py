@@ -180,7 +180,7 @@ class Daemon:
         try:
             config = self._reload_config() if self._reload_config is not None else self._config
         except HeadraceError as error:
-            _log.error("the configuration stays as it was: %s", error)
+            _log.error("the configuration is unchanged: %s", error)
             return
         if self._inherited is not None:
             config = replace(config, socket=self._config.socket)

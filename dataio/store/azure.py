@@ -142,7 +142,7 @@ class AzureClient(ObstoreRequests):
 
 
 _AZURE_HINTS: dict[type[HeadraceError], str] = {
-    AccessDeniedError: "check AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, and what they may do",
+    AccessDeniedError: "check AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, and their permissions",
     UnreachableError: "check the account's name, AZURE_STORAGE_ENDPOINT, and the network",
     TransientError: "check the network",
 }

@@ -61,7 +61,7 @@ class NoSuchUploadError(NotFoundError):
     """The multipart upload is over: completed, aborted, or expired."""
 
 
-CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the profile, and what they may do with this bucket"
+CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the profile, and their permissions for this bucket"
 _SLOW_DOWN_HINT = "send less, or ask the operator of the store for more"
 CERTIFICATE_HINT = "check the endpoint's certificate, or set AWS_CA_BUNDLE"
 REACH_HINT = "check that the server runs, AWS_ENDPOINT_URL, and the network"
@@ -91,7 +91,10 @@ _BY_CODE: dict[str, tuple[type[HeadraceError], str]] = {
     "AuthorizationHeaderMalformed": (UsageError, "set AWS_REGION to the bucket's region"),
     "PermanentRedirect": (UsageError, "set AWS_REGION or the endpoint to the bucket's own"),
     "InvalidBucketName": (UsageError, "check the URL"),
-    "NotImplemented": (UnsupportedError, "this server lacks the operation; `headrace doctor URL` says what it can do"),
+    "NotImplemented": (
+        UnsupportedError,
+        "this server lacks the operation; `headrace doctor URL` lists the supported operations",
+    ),
 }
 _BY_STATUS: dict[int, tuple[type[HeadraceError], str]] = {
     401: (AccessDeniedError, CHECK_KEYS),
@@ -100,7 +103,7 @@ _BY_STATUS: dict[int, tuple[type[HeadraceError], str]] = {
     409: (PreconditionError, ""),
     412: (PreconditionError, ""),
     416: (RangeError, "ask for a range inside the object"),
-    501: (UnsupportedError, "this server lacks the operation; `headrace doctor URL` says what it can do"),
+    501: (UnsupportedError, "this server lacks the operation; `headrace doctor URL` lists the supported operations"),
     507: (CapacityError, "free space on the server"),
 }
 

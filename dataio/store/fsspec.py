@@ -356,7 +356,7 @@ def _from(error: BaseException, doing: str) -> HeadraceError:
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return NotFoundError(f"{doing}: it does not exist", hint="check the URL and the key")
     if isinstance(error, PermissionError) or status in (401, 403):
-        return AccessDeniedError(f"{doing}: access is denied", hint="check the storage options and what they may do")
+        return AccessDeniedError(f"{doing}: access is denied", hint="check the storage options and their permissions")
     if isinstance(error, NotImplementedError):
         return UnsupportedError(f"{doing}: the file system cannot do this")
     if isinstance(error, socket.gaierror):

@@ -432,7 +432,7 @@ def _sync(fd: int, path: str) -> None:
         if not isinstance(found, TransientError):
             raise
         raise HeadraceError(
-            f"{found.message}: what was just written may be lost",
+            f"{found.message}: the last writes may be lost",
             hint="check the disk or mount, then write it again; older objects are unchanged",
         ) from error
 

@@ -132,7 +132,7 @@ class AudioSpec:
             raise UsageError(f"{self} is not possible", hint="1000 to 384000 Hz, 1 or 2 channels")
         if self.seconds is not None and not 0 < self.seconds * self.sample_rate <= MAX_SAMPLES:
             raise UsageError(
-                f"{self.seconds} seconds of sound cannot be asked for",
+                f"{self.seconds} is not a valid length of audio in seconds",
                 hint=f"more than 0, and at most {MAX_SAMPLES} samples",
             )
         if self.downmix not in ("mix", "first") or not (

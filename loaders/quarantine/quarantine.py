@@ -1,6 +1,6 @@
 """The quarantine of one loader: the samples that it skipped, and why.
 
-Purpose: a damaged sample affects nothing but itself, and the log names it.
+Purpose: a damaged sample does not affect other samples, and the log names it.
 
 Invariants:
 - Which samples are skipped depends only on the stored bytes, the order and the version of a shared list, never on
@@ -31,7 +31,7 @@ _log = get_logger(__name__)
 
 
 def skips_allowed(limit: float, samples: int) -> int:
-    """How many samples may be skipped.
+    """Return the number of samples that may be skipped.
 
     This is `limit` itself or, if `limit` is below 1, that fraction of the epoch's `samples`, at least one.
     """
@@ -65,7 +65,7 @@ class Quarantine:
         self._remembered = set[tuple[int, int]]()
 
     def mark_bad(self, ref: SampleRef, error: HeadraceError) -> None:
-        """Never read this sample again. It is skipped at once, and listed when its batch is delivered.
+        """Mark the sample as known bad. It is not read again, and is listed when its batch is delivered.
 
         The error is stored without its traceback, which would keep the bytes that were read in memory.
         """

@@ -296,7 +296,7 @@ class QuarantineList:
         try:
             found = msgspec.json.decode(data, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise CorruptionError(f"{self.url}: {key} is no part of a list of bad samples: {error}") from error
+            raise CorruptionError(f"{self.url}: {key} is not a valid part of a list of bad samples: {error}") from error
         if found.format != FORMAT:
             raise CorruptionError(f"{self.url}: {key} is of format {found.format}, not {FORMAT}")
         return found

@@ -43,7 +43,7 @@ def samples_with(dataset: Dataset, column: str, what: str, *, without: Collectio
         builder.add(chosen.to_numpy())
     ids = builder.ids()
     if not len(ids):
-        hint = "`headrace info` shows what it has" + (
+        hint = "`headrace info` lists its contents" + (
             "; pictures are clips of one frame: Clip(frames=1)" if without else ""
         )
         raise UsageError(f"{dataset.url} has no {what}", hint=hint)

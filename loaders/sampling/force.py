@@ -1,4 +1,4 @@
-"""What is lost when a loader loads a state that does not match it.
+"""Reports the samples that are repeated or lost when a loader loads a state that does not match it.
 
 Purpose: report the cost of changing the batch size, or of adding samples to the dataset, during a run.
 Invariants: the loader continues at the batch before which the same number of the epoch's samples were delivered,
@@ -8,7 +8,7 @@ rounded down to whole batches. `again` and `missed` are exact in two cases; othe
   order, which is a pure function of the state.
 - The state is that of a mixture. Then they are counted from its counters.
 
-Failure behaviour: none of its own.
+Failure behaviour: it raises no errors of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WORDS = {"drop_last", "evaluation"}
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """What is lost. It is true if any field differs.
+    """The result of loading a state that does not match. It is true if any field differs.
 
     Args:
         fields: the fields that differ.
@@ -65,7 +65,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
         missed = "an unknown number" if self.missed is None else str(self.missed)
         dropped = "; the quarantine is dropped" if self.quarantine_dropped else ""
         what = "; ".join(map(str, self.fields))
-        going = f"Going on at batch {self.batch} of epoch {self.epoch}"
+        going = f"Continuing at batch {self.batch} of epoch {self.epoch}"
         return f"{what}. {going}: {known} clips are delivered again, {missed} are not delivered{dropped}"
 
 

@@ -1,8 +1,8 @@
 """The ids of a stream's samples, in little memory, and compact arrays of small numbers for each sample.
 
-Purpose: a loader delivers all samples of a dataset, or those that meet its needs. An array of ids takes 8 bytes for each
-sample in every rank: 8 GB at 10^9 samples. The classes here hold the same ids as a range, as runs, as a bitmap or as a
-bucket number for each sample.
+Purpose: a loader delivers all samples of a dataset, or only those that it can use. An array of ids takes 8 bytes for
+each sample in every rank: 8 GB at 10^9 samples. The classes here hold the same ids as a range, as runs, as a bitmap or
+as a bucket number for each sample.
 Invariants:
 
 * Ids are ascending. Row r of a stream is its r-th id, and `take` maps rows to ids.

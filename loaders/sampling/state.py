@@ -36,13 +36,13 @@ MAX_COUNT = 1 << 32
 """Maximum number of epochs, and of batches in an epoch. Above it, positions would not fit 64 bits."""
 _HINTS = {
     "quarantine_list": "give the loader the list that the interrupted run had",
-    "global_batch": "keep batch_size times world size as it was",
+    "global_batch": "do not change batch_size times world size",
     "digest": "this is another dataset, or it was packed again",
     "order": "use the saved sampling options (shuffle, drop_last, evaluate) and release of Headrace",
     "weights": "weights may change from the step of the state on, not before it",
-    "buckets": "keep shapes, budget, patch and multiple as they were",
+    "buckets": "do not change shapes, budget, patch and multiple",
 }
-_FORCE = "load_state_dict(state, force=True) loads it anyway and reports what is lost"
+_FORCE = "load_state_dict(state, force=True) loads it anyway and reports the differences"
 _LISTED = re.compile(r"([0-9]{1,9}):([0-9a-f]{0,16})")
 _POSITION = ("epoch", "batch", "quarantine")
 _FIRST = ("global_batch", "buckets")

@@ -49,7 +49,7 @@ def test_done_failed_cut_off_and_skipped_parts_are_all_in_the_report(
     assert parts["simulate"].status == "done"
     assert (parts["broken"].status, "neither a bucket nor a directory" in parts["broken"].why) == ("failed", True)
     assert parts["endless"].status == "interrupted"
-    assert "cut off after its" in parts["endless"].why
+    assert "stopped after its time limit" in parts["endless"].why
     assert parts["endless"].candidates["headrace"].metrics, "its measurements were lost"
     assert (parts["late"].status, parts["late"].why) == ("skipped", "no time was left; --minutes gives more")
     assert [part.name for part in read(tmp_path / "bench.json").parts] == ["simulate", "broken", "endless", "late"]

@@ -245,7 +245,7 @@ def test_a_part_that_hangs_is_cut_off_with_all_that_it_started(tmp_path: Path, m
     hangs = f"{child}; time.sleep(600)"
     monkeypatch.setattr(gpu_drill, "LEAST_SECONDS", 0)
     found = part_of(tmp_path, monkeypatch, hangs, seconds=2)
-    assert (found["status"], found["why"]) == ("failed", "cut off after 2 s: exit status -9")
+    assert (found["status"], found["why"]) == ("failed", "stopped after 2 s: exit status -9")
     if (tmp_path / "child").exists():  # else the machine was so busy that the part had not come so far
         until = time.monotonic() + 60
         while running(int((tmp_path / "child").read_text())) and time.monotonic() < until:

@@ -82,9 +82,9 @@ def test_a_file_too_large_is_not_even_read(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match=r"pipe is no regular file"):
+    with pytest.raises(UsageError, match=r"pipe is not a regular file"):
         results.read(tmp_path / "pipe")
-    with pytest.raises(UsageError, match=r"null is no regular file"):
+    with pytest.raises(UsageError, match=r"null is not a regular file"):
         results.read(Path("/dev/null"))
 
 

@@ -282,7 +282,9 @@ class Directory:
     def __init__(self, section: Section, data: bytes | memoryview, rows: int, name: str) -> None:
         self._name = name
         if digest(data) != section.digest:
-            raise CorruptionError(f"{name}: BLAKE3 of the directory of its pages is not what the dataset version says")
+            raise CorruptionError(
+                f"{name}: the BLAKE3 digest of the directory of its pages does not match the dataset version"
+            )
         self._entries = np.frombuffer(data, _DIRECTORY_ENTRY)
         self._ends: I64 = np.cumsum(self._entries["rows"], dtype=np.int64)
         at = np.cumsum(self._entries["stored"], dtype=np.int64)
@@ -308,7 +310,7 @@ class Directory:
         """Unpack the rows of a page from its stored bytes. The page is checked; its rows are not."""
         entry = self._entries[page]
         if short_digest(stored) != entry["digest"].tobytes():
-            raise self._bad(page, "its BLAKE3 is not what the directory says")
+            raise self._bad(page, "its BLAKE3 digest does not match the directory")
         size = int(entry["unpacked"])
         try:
             if size > MAX_UNPACKED_BYTES or zstandard.frame_content_size(stored) != size:

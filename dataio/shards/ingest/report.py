@@ -1,7 +1,7 @@
 """The results of packing, for programs, for the summary on the terminal and for the exit code.
 
 Invariant: each input file is either packed (and counted in `files`), part of a sample in `skipped`, or `ignored`.
-Failure behaviour: none. These classes only hold data. `skip_error` makes the error that `strict` raises.
+Failure behaviour: none. These classes only hold data. `skip_error` returns the error that `strict` raises.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ SAMPLE_EXTENSIONS = MEDIA_EXTENSIONS | IMAGE_EXTENSIONS
 CONVERTED_EXTENSIONS = frozenset(["ts", "m2t", "mts", "m2ts", "mpg", "mpeg", "vob", "flv", "mxf", "wmv", "asf", "gif"])
 """Video files that `pack` copies into another container, or re-encodes, on request.
 
-Loaders do not read them directly, because these containers do not give what loaders need: the position of key frames,
+Loaders do not read them directly, because these containers do not provide the data that loaders need: the position of key frames,
 timestamps that never wrap or restart, and whether the file is complete.
 """
 DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"

@@ -1,6 +1,6 @@
 """The text members of a sample: its WebVTT subtitles, and the fields that are added to its JSON.
 
-Purpose: `read` and `words` give the text of a subtitle file. `cut` gives the part of it that belongs to a clip.
+Purpose: `read` and `words` return the text of a subtitle file. `cut` returns the part of it that belongs to a clip.
 `with_fields` adds fields to the JSON member of a new sample.
 
 Invariants:

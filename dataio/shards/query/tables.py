@@ -361,7 +361,7 @@ class PartReader:
         read_ranges(self._store, self._part, [(self._part.size - wanted, memoryview(data))])
         footer = bytes(data[wanted - self._part.footer :])
         if digest(footer) != self._part.footer_digest:
-            raise self._bad("BLAKE3 of its footer is not what the dataset version says")
+            raise self._bad("the BLAKE3 digest of its footer does not match the dataset version")
         self._block = memoryview(data)[: wanted - self._part.footer] if one_block else None
         return footer
 

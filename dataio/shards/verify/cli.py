@@ -74,7 +74,7 @@ there is nothing to check against: give another --version, or --repair"""
 def verify(args: Namespace) -> int:
     """`headrace verify DATASET`"""
     if args.apply and args.repair is None:
-        raise UsageError("--apply goes with --repair", hint="name a second copy of the dataset: --repair FROM-URL")
+        raise UsageError("--apply needs --repair", hint="name a second copy of the dataset: --repair FROM-URL")
     from headrace.dataio.shards.verify.dataset_check import verify as verify_dataset
 
     with byte_progress("verifying", _progress_text, quiet=args.json) as progress:

@@ -146,7 +146,7 @@ def _read_part(store: Store, part: IndexPart) -> tuple[int, list[Finding]]:
         for piece in ahead.parts(0, size):
             hasher.update(piece)
     if hasher.hexdigest() != part.digest:
-        return size, [Finding(code="digest", message="its BLAKE3 digest is not what the version says")]
+        return size, [Finding(code="digest", message="its BLAKE3 digest does not match the version")]
     return size, []
 
 

@@ -88,7 +88,7 @@ def repair_part(store: Store, copy: Store, wanted: IndexPart) -> None:
     _check_not_mounted(wanted.key)
     data = _get(copy, wanted.key, versions.PART_BYTES)
     if len(data) != wanted.size or digest(data) != wanted.digest:
-        raise NotRepairable("the object in the copy is damaged, too: its BLAKE3 is not what the version says")
+        raise NotRepairable("the object in the copy is damaged, too: its BLAKE3 digest does not match the version")
     store.put(wanted.key, data)
 
 
@@ -98,7 +98,7 @@ def repair_bitmaps(store: Store, copy: Store, key: str, ranges: Sequence[RowBitm
     data = _get(copy, key, versions.PART_BYTES)
     if any(digest(data[k.offset : k.offset + k.size]) != k.digest for k in ranges):
         raise NotRepairable(
-            "the object in the copy is damaged, too: the BLAKE3 of a range is not what the version says"
+            "the object in the copy is damaged, too: the BLAKE3 digest of a range does not match the version"
         )
     store.put(key, data)
 

@@ -228,7 +228,7 @@ def check_page(store: Store, page: Page) -> bytes:
     except CapacityError as error:
         raise CorruptionError(f"{name} is larger than the dataset version says") from error
     if len(data) != page.size or digest(data) != page.digest:
-        raise CorruptionError(f"{name}: BLAKE3 is not what the dataset version says")
+        raise CorruptionError(f"{name}: the BLAKE3 digest does not match the dataset version")
     return data
 
 

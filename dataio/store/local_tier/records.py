@@ -10,7 +10,7 @@ Invariants:
   applies the same rule to each record, for the record's own rank.
 * The functions do no I/O.
 
-Failure behaviour: `CorruptionError` for bytes that are no record, `UnsupportedError` for those of another version.
+Failure behaviour: `CorruptionError` for bytes that are not a record, `UnsupportedError` for those of another version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all excerpt modules share: the `Excerpt`, a search for the byte at which to begin, and in-memory files.
+"""The code that all excerpt modules share: the `Excerpt`, a search for the byte at which to begin, and in-memory files.
 
 Purpose: each container format has its own way to find a time. Each module writes a small file, which FFmpeg decodes.
 
@@ -82,7 +82,7 @@ def memfd(parts: Sequence[Bytes]) -> Iterator[int]:
             some = parts[first : first + _AT_ONCE]
             end = at + sum(map(len, some))
             if os.pwritev(descriptor, some, at) != end - at:
-                raise OSError(errno.ENOSPC, f"no room in memory for {end} bytes")
+                raise OSError(errno.ENOSPC, f"not enough memory for {end} bytes")
             at = end
         yield descriptor
     finally:

@@ -89,7 +89,7 @@ def test_sighup_reads_limits_again_and_keeps_them_when_the_file_is_wrong(daemon:
     assert "http_port can only be changed by a restart" in daemon.log.read_text()
     daemon.configuration.write_text('{"cache_bytes": "x"')
     daemon.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: "the configuration stays as it was" in daemon.log.read_text())
+    wait_for(lambda: "the configuration is unchanged" in daemon.log.read_text())
     assert daemon.status()["cache"]["budget_bytes"] == 32 * MIB
 
 

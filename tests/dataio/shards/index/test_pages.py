@@ -303,7 +303,7 @@ def test_a_page_that_says_to_hold_more_than_any_is_refused(monkeypatch: pytest.M
 def test_a_directory_that_is_not_the_versions_is_refused() -> None:
     stored, directory = pages.write([GOOD])
     section = pages.section_at(OFFSET, stored, directory)
-    with pytest.raises(CorruptionError, match="BLAKE3 of the directory"):
+    with pytest.raises(CorruptionError, match="BLAKE3 digest of the directory"):
         pages.Directory(section, bytes(len(directory)), 1, NAME)
     with pytest.raises(CorruptionError, match="does not match the rows and bytes"):
         pages.Directory(section, directory, 2, NAME)
