@@ -35,7 +35,7 @@ _HEAD = re.compile(rf"(?:^|[\s(,]){_UNITS}(?:$|[\s),])|(?:^|[\s,])s$|÷|\bsecond
 _NUMBER = re.compile(r"\W*\d[\d.,]*")
 _SOURCE = re.compile(
     r"\bheadrace (?P<bench>bench [a-z-]+|order\b)"
-    r"|\bpython -m (?P<module>bench(?:\.\w+)+)"
+    r"|\bpython -m (?:headrace\.)?(?P<module>bench(?:\.\w+)+)"
     r"|(?<![\w/])(?P<path>bench/\w+\.py|tests/[\w/]+(?:\.py)?)"
     r"|\bmake (?P<target>bench|demo|soak)\b"
     r"|(?P<results>bench/results/[\w./*-]*\w)"
