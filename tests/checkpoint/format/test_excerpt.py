@@ -65,6 +65,7 @@ def test_an_excerpt_keeps_the_chunks_of_its_tensors_and_nothing_else() -> None:
         excerpt.encode([structs.replace(excerpt.excerpt(manifest(), [0]), packs=(PackName("../x", "0-00000000-0"),))]),
         excerpt.encode([structs.replace(excerpt.excerpt(manifest(), [0, 1]), packs=PACKS[:1])]),
     ],
+    ids=["empty", "no msgpack", "another type", "no chunks", "another folder", "a pack is missing"],
 )
 def test_a_damaged_excerpt_is_refused_with_its_sender(data: bytes) -> None:
     with pytest.raises(CorruptionError, match="rank 7 sent a damaged excerpt"):
