@@ -89,7 +89,7 @@ def test_ctrl_c_ends_it_and_says_what_was_not_begun(tmp_path: Path) -> None:
     assert process.returncode == 130, out + err
     first, second = read(tmp_path / "bench.json").parts
     assert (first.name, first.status) == ("directory", "interrupted")
-    assert (second.status, second.why) == ("skipped", "interrupted before it began")
+    assert (second.status, second.why) == ("skipped", "interrupted before it was started")
 
 
 def test_the_plan_names_every_benchmark_that_measures() -> None:
