@@ -209,7 +209,7 @@ class VideoLoader(Loader):
         if one.video is None:
             return lines
         inside = self._spec.audio is not None and one.audio is not None and one.audio.ext == one.video.ext
-        return f"{lines}\n{byte_ranges.explain(one, self._spec.clip, sound=inside)}"
+        return f"{lines}\n{byte_ranges.explain(one, self._spec.clip, with_audio=inside)}"
 
 
 def _audio_spec(audio: bool | AudioSpec) -> AudioSpec | None:

@@ -96,7 +96,7 @@ class _Failures:
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """By all tests of this process together: with HEADRACE_TESTS_LEFT=error the last one fails, and says what is there."""
+    """Check the leftovers of all tests of this process. With HEADRACE_TESTS_LEFT=error the last test fails, and lists them."""
     yield
     if (place := request.config.stash.get(_PLACE, None)) is not None:
         left = place.left()
@@ -115,7 +115,7 @@ def _log_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def media() -> Path:
-    """The folder of real clips beside a development checkout."""
+    """The folder of real clips next to a development checkout."""
     if not _MEDIA.is_dir():
         pytest.skip("no folder of real clips beside this checkout (../shared/media)")
     return _MEDIA
@@ -139,7 +139,7 @@ def rclone_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of an empty place of its own on the S3 server, with the AWS variables set for it, also for child processes."""
+    """The URL of a new, empty prefix on the S3 server. The AWS variables are set for it, also for child processes."""
     use_s3_server(s3_server, monkeypatch)
     yield f"s3://headrace/{uuid.uuid4().hex}"
     forget_s3fs_instances()

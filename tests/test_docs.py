@@ -1,4 +1,4 @@
-"""What the documentation names is there: what its Python imports, the commands it shows and their options, its links."""
+"""The names in the documentation exist: imports of its Python code, commands and their options, and links."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ sys.stdin.read()
 
 
 def main(pid: str) -> None:
-    """Says who it is, and goes on."""
+    """Report this rank, and continue."""
     Path(pid).write_text(f"{os.getpid()}\n")
     time.sleep(600)
 
@@ -63,7 +63,7 @@ def test_ranks_end_with_the_tests_that_are_killed(tmp_path: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether it is there, and not merely a process that was never waited for."""
+    """Whether the process exists and is not a zombie."""
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -147,7 +147,7 @@ def link_of(stored: memoryview) -> Link | None:
         link = _decoder.decode(stored[_LENGTH.size : _LENGTH.size + length])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return link if _is_sound(link) else None
+    return link if _is_valid(link) else None
 
 
 def decode_difference(stored: memoryview, base: memoryview, raw: int, kind: int) -> memoryview | None:
@@ -159,7 +159,7 @@ def decode_difference(stored: memoryview, base: memoryview, raw: int, kind: int)
     return _xor(difference, base).data
 
 
-def _is_sound(link: Link) -> bool:
+def _is_valid(link: Link) -> bool:
     place = 0 < link.stored <= link.raw <= CHUNK_BYTES and 0 <= link.offset <= PACK_BYTES - link.stored
     named = names.is_id(link.attempt) and names.is_pack_name(link.name) and len(link.digest) == DIGEST_BYTES
     return place and named and link.codec in CODECS and link.codec not in DELTAS

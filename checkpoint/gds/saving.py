@@ -31,7 +31,7 @@ from headrace.dataio.store.wrappers import Wrapper
 
 RING_BYTES = 128 * MIB
 """Default size of the ring of slices, in host memory and again in device memory."""
-Twin = Callable[[Buffer], torch.Tensor | None]
+DeviceCopy = Callable[[Buffer], torch.Tensor | None]
 """Returns the device memory that holds the same bytes as the given host bytes, or None."""
 
 
@@ -61,15 +61,15 @@ class DeviceSlices(SlicedState):
         self._ready_to_read = _event(self._device)
         super().__init__(arena, tensors, specs=specs, layout=layout)
 
-    def twin(self, data: Buffer) -> torch.Tensor | None:
-        """The device slot that belongs to a host slot, if both hold the same bytes. It is a `Twin`."""
+    def device_copy(self, data: Buffer) -> torch.Tensor | None:
+        """The device slot that belongs to a host slot, if both hold the same bytes. It is a `DeviceCopy`."""
         view = np.frombuffer(data, np.uint8)
         slot = view.ctypes.data - self._start
         return self._ring[slot // CHUNK_BYTES][: len(view)] if slot in self._twins else None
 
     def store(self, inner: Store) -> SavingStore:
         """The store that the worker of these slices writes to."""
-        self.saving_store = SavingStore(inner, self._direct, self.twin)
+        self.saving_store = SavingStore(inner, self._direct, self.device_copy)
         return self.saving_store
 
     def cancel(self) -> None:
@@ -116,24 +116,24 @@ class DeviceSlices(SlicedState):
 class SavingStore(Wrapper):
     """Wraps the directory store `inner` for one save. It writes packs by cuFile where that is possible."""
 
-    def __init__(self, inner: Store, direct: Direct, twin: Twin) -> None:
+    def __init__(self, inner: Store, direct: Direct, device_copy: DeviceCopy) -> None:
         super().__init__(inner)
-        self._direct, self._twin = direct, twin
+        self._direct, self._device_copy = direct, device_copy
         self.direct_bytes = 0
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
-        writer = PackWriter(directory_of(self.inner), self._direct, self._twin)
+        writer = PackWriter(directory_of(self.inner), self._direct, self._device_copy)
         size = writer.put_multipart(key, parts)
         self.direct_bytes += writer.direct_bytes
         return size
 
 
 class PackWriter(PosixStore):
-    """Writes objects into the directory `root`. Parts with a twin in device memory are written by cuFile."""
+    """Writes objects into the directory `root`. Parts that are in device memory, too, are written by cuFile."""
 
-    def __init__(self, root: str, direct: Direct, twin: Twin) -> None:
+    def __init__(self, root: str, direct: Direct, device_copy: DeviceCopy) -> None:
         super().__init__(root)
-        self._gds, self._twin = direct, twin
+        self._gds, self._device_copy = direct, device_copy
         self._open: tuple[str, GpuFile | None] = "", None
         self.direct_bytes = 0
 
@@ -147,12 +147,12 @@ class PackWriter(PosixStore):
         return sum(self._part(path, fd, part) for part in parts)
 
     def _part(self, path: str, fd: int, data: Buffer) -> int:
-        twin, at = self._twin(data), os.lseek(fd, 0, os.SEEK_CUR)
-        whole = 0 if twin is None or at % ALIGNMENT else len(data) - len(data) % ALIGNMENT
-        if twin is not None and whole:
+        device_copy, at = self._device_copy(data), os.lseek(fd, 0, os.SEEK_CUR)
+        whole = 0 if device_copy is None or at % ALIGNMENT else len(data) - len(data) % ALIGNMENT
+        if device_copy is not None and whole:
             file = self._file(path)
             assert file is not None
-            file.write(twin[:whole], at)
+            file.write(device_copy[:whole], at)
             os.lseek(fd, at + whole, os.SEEK_SET)
             self.direct_bytes += whole
         write_all(fd, memoryview(data)[whole:])

@@ -203,11 +203,11 @@ def _groups(leaves: list[Leaf]) -> Iterator[list[_Reach]]:
             found = ((leaf, tensors.byte_range(leaf.local.tensor)) for leaf in sharing)
             members = [_Reach(leaf, *reach) for leaf, reach in found if reach is not None]
             for group in tensors.overlapping((member, (member.start, member.stop)) for member in members):
-                if len(group) > 1 and _worth_it(group):
+                if len(group) > 1 and _is_worth_joining(group):
                     yield sorted(group, key=lambda m: m.leaf.name)
 
 
-def _worth_it(group: list[_Reach]) -> bool:
+def _is_worth_joining(group: list[_Reach]) -> bool:
     own: int = sum(member.leaf.local.tensor.nbytes for member in group)
     return max(m.stop for m in group) - min(m.start for m in group) <= 2 * own
 

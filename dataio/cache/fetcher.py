@@ -243,7 +243,7 @@ class Fetcher:
         try:
             with self._buffers.borrow() as buffer:
                 view = buffer[: task.fetch.length]
-                if not self._is_right(task, view):
+                if not self._matches_digest(task, view):
                     fetched = self._fetch(task, view)
                     self._stored(fetched, began)
                     self._batched.recently_used = False
@@ -253,7 +253,7 @@ class Fetcher:
             self._record(task, began, fetched, failed)
         self._end(task, failed, fetched)
 
-    def _is_right(self, task: FetchTask, view: memoryview) -> bool:
+    def _matches_digest(self, task: FetchTask, view: memoryview) -> bool:
         """Whether an earlier daemon left this block, and its bytes match its digest."""
         if not task.fetch.adopted or not isinstance(task.file, disks.PersistentFile):
             return False

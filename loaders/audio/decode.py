@@ -153,7 +153,7 @@ def _check_silence(container: InputContainer, info: AudioInfo, start: Fraction, 
     """
     whole = Fraction(info.samples, info.sample_rate)
     if container.format.name in _WITHOUT_GAPS and start + seconds > _EDGE and start < whole - _EDGE:
-        raise CorruptionError(f"no sound can be decoded {float(start):.2f} s after it begins, and the index lists some")
+        raise CorruptionError(f"no audio can be decoded at {float(start):.2f} s, although the index lists some")
 
 
 def _is_coarse(stream: AudioStream) -> bool:

@@ -86,15 +86,15 @@ def ranges(member: Member, some: Runs) -> list[tuple[int, int]]:
 # --- clips
 
 
-def reads_part_of_video(member: Member, video: VideoInfo, clip: Clip, *, sound: bool) -> bool:
-    """Whether clips, with their audio if `sound`, are read without the rest of their file."""
+def reads_part_of_video(member: Member, video: VideoInfo, clip: Clip, *, with_audio: bool) -> bool:
+    """Whether clips, with their audio if `with_audio`, are read without the rest of their file."""
     known = video.codec in _FROM_KEY_FRAMES and video.ext not in _WITHOUT_STAMPS and video.key_frames[-1].at >= 0
     if not known or member.length <= 0:
         return False
     frames = clip.frames * clip.stride
     if clip.rate is not None:
         frames = int(clip.frames / clip.rate * video.fps)
-    if sound:
+    if with_audio:
         frames += int(2 * _AROUND * video.fps)
     group = video.frames // len(video.key_frames)
     return (frames + 2 * group) / video.frames + size(
@@ -124,11 +124,11 @@ def of_time(video: VideoInfo, start: Fraction, end: Fraction, length: int) -> Sp
 _pts, _index = attrgetter("pts"), attrgetter("index")
 
 
-def explain(sample: Sample, clip: Clip, *, sound: bool) -> str:
+def explain(sample: Sample, clip: Clip, *, with_audio: bool) -> str:
     """Text that says how much of its file a clip of this sample reads."""
     video = sample.video
     member = None if video is None else member_of(sample, video.ext)
-    if video is None or member is None or not reads_part_of_video(member, video, clip, sound=sound):
+    if video is None or member is None or not reads_part_of_video(member, video, clip, with_audio=with_audio):
         return "reading: its whole file"
     span = of_clip(video, choose(video, clip, 0, 0, sample.id, 0), member.length)
     part, whole = (limits.format_bytes(count) for count in (size(member, runs(member, [span])), member.length))
@@ -145,7 +145,7 @@ def _between(video: VideoInfo, first: int, after: int, length: int) -> Span:
 # --- audio
 
 
-def reads_part_of_sound(sample: Sample, member: Member, audio: AudioInfo, seconds: float) -> bool:
+def reads_part_of_audio(sample: Sample, member: Member, audio: AudioInfo, seconds: float) -> bool:
     """Whether windows of this many seconds are read without the rest of their file."""
     whole, among = audio.samples / audio.sample_rate, _pictures_of(sample, audio)
     if audio.ext in _WITHOUT_STAMPS or whole <= 0 or (among is not None and among.key_frames[-1].at < 0):

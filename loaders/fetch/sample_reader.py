@@ -126,7 +126,7 @@ class SampleReader:
         try:
             views = self._reader.read(sample.shard, [(m.offset, m.length) for m in whole]) if whole else []
             for member, view in zip(whole, views, strict=True):
-                right = len(view) == member.length and _is_right(view, member.xxh3)
+                right = len(view) == member.length and _matches_checksum(view, member.xxh3)
                 found[member.ext] = view if right else self._read_again(sample.shard, member)
         except (NotFoundError, RangeError) as error:
             raise _missing_bytes(sample.shard, error) from error
@@ -157,7 +157,7 @@ class SampleReader:
         try:
             self._reader.read_into(files.shard, pieces)
             for (_, view), member in zip(pieces, files.members, strict=True):
-                if not _is_right(view, member.xxh3):
+                if not _matches_checksum(view, member.xxh3):
                     view[:] = self._read_again(files.shard, member)
         except (NotFoundError, RangeError) as error:
             raise _missing_bytes(files.shard, error) from error
@@ -176,7 +176,7 @@ class SampleReader:
                 reads = [(files.shard, _pieces(files, memory)) for files, memory in some]
                 for (_, pieces), (files, _), _ in zip(reads, some, self._reader.read_each(reads), strict=True):
                     for (_, view), member in zip(pieces, files.members, strict=True):
-                        if not _is_right(view, member.xxh3):
+                        if not _matches_checksum(view, member.xxh3):
                             return done
                     done += 1
                     check_cancelled()
@@ -212,11 +212,11 @@ class SampleReader:
         """Read a file again whose bytes were wrong: from the store at once, then later through another connection."""
         offset, length, xxh3 = member.offset, member.length, member.xxh3
         again = self._direct.read(shard, [(offset, length)])[0]
-        if _is_right(again, xxh3):
+        if _matches_checksum(again, xxh3):
             warn_once(_log, f"the cache returned wrong bytes of {shard}; the store's bytes are right and were used")
             return again
         again = self._direct.read_later(shard, [(offset, length)])[0]
-        if _is_right(again, xxh3):
+        if _matches_checksum(again, xxh3):
             warn_once(
                 _log, f"bytes of {shard} were wrong twice, then right through another connection: check the network"
             )
@@ -243,7 +243,7 @@ def _missing_bytes(shard: str, error: HeadraceError) -> CorruptionError:
     return CorruptionError(f"{shard}: {error.message}", hint=error.hint)
 
 
-def _is_right(view: memoryview, xxh3: int) -> bool:
+def _matches_checksum(view: memoryview, xxh3: int) -> bool:
     return xxhash.xxh3_64_intdigest(view) == xxh3
 
 

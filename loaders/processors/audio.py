@@ -1,6 +1,6 @@
 """Audio without video: choose a window, or take the piece that packing assigned, then decode and resample it.
 
-Purpose: the processors of `AudioLoader`, and `finished_sound`, which `ClipProcessor` uses for the audio of clips.
+Purpose: the processors of `AudioLoader`, and `finish_audio`, which `ClipProcessor` uses for the audio of clips.
 Invariants: those of `headrace.loaders.interfaces`. A window starts at the sample that
 `headrace.loaders.audio.spec.begin` returns. A piece of samples has exactly the length that its `SampleRef` gives, at
 the target rate. Zeros follow where the recording is shorter than the index says. With spectrograms, rows and pieces are
@@ -62,7 +62,7 @@ class WindowProcessor:
         if member is None:  # the file is read whole; most files are short
             return {audio.ext: None}
         stretch = self._stretch(ref, audio)
-        if stretch is None or not byte_ranges.reads_part_of_sound(ref.sample, member, audio, self._window.seconds):
+        if stretch is None or not byte_ranges.reads_part_of_audio(ref.sample, member, audio, self._window.seconds):
             return {audio.ext: None}
         span = byte_ranges.of_window(ref.sample, audio, *stretch, member.length)
         return {audio.ext: byte_ranges.runs(member, [span])}
@@ -85,18 +85,18 @@ class WindowProcessor:
     def _one(self, fetched: FetchedSample) -> ProcessedSample | HeadraceError:
         info = fetched.ref.sample.audio
         if info is None:
-            return UnsupportedError("the sample holds no sound")
+            return UnsupportedError("the sample has no audio")
         start = begin(info, self._window, fetched.ref)
         try:
-            sound, real = finished_sound(
+            audio, real = finish_audio(
                 self._decode_audio, fetched, info, start, self._spec, self._spec.samples(), from_first=True
             )
         except DAMAGE as error:
             return error
-        return ProcessedSample(fetched.ref.sample, {"audio": sound}, {"start": float(start), "audio_samples": real})
+        return ProcessedSample(fetched.ref.sample, {"audio": audio}, {"start": float(start), "audio_samples": real})
 
 
-def finished_sound(
+def finish_audio(
     decode: AudioDecoder,
     fetched: FetchedSample,
     info: AudioInfo,
@@ -107,8 +107,8 @@ def finished_sound(
     from_first: bool = False,
 ) -> tuple[torch.Tensor, int]:
     """The tensor of `samples` samples from `start`, in the format of `spec`, and how many of them are real audio."""
-    sound, real = decode(fetched.media[info.ext], info, start, spec, samples, from_first)
-    return torch.from_numpy(sound), real
+    audio, real = decode(fetched.media[info.ext], info, start, spec, samples, from_first)
+    return torch.from_numpy(audio), real
 
 
 class PieceProcessor(WindowProcessor):
@@ -145,18 +145,18 @@ class PieceProcessor(WindowProcessor):
     def _one(self, fetched: FetchedSample) -> ProcessedSample | HeadraceError:
         info, fit = fetched.ref.sample.audio, fetched.ref.span
         if info is None or fit is None:
-            return UnsupportedError("the sample holds no sound")
+            return UnsupportedError("the sample has no audio")
         rate, first = self._spec.sample_rate, fit.start * self._hop
         start, count = Fraction(first, rate), fit.length * self._hop
         if isinstance(self._spec.features, LogMel):
             there = int(_samples(np.float64(info.samples), np.float64(info.sample_rate), rate))
             count = max(self._least, min(count, there - first))
         try:
-            sound, real = finished_sound(self._decode_audio, fetched, info, start, self._spec, count, from_first=True)
+            audio, real = finish_audio(self._decode_audio, fetched, info, start, self._spec, count, from_first=True)
         except DAMAGE as error:
             return error
         values = {"start": float(start), "audio_samples": real, "fit": fit}
-        return ProcessedSample(fetched.ref.sample, {"audio": sound}, values)
+        return ProcessedSample(fetched.ref.sample, {"audio": audio}, values)
 
 
 def lengths(stream: Stream, spec: AudioSpec) -> I64:

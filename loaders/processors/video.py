@@ -192,12 +192,14 @@ class ClipProcessor:
         start = wanted.values[0] * video.time_base if wanted.by == "pts" else _instant(video, wanted.values[0])
         seconds = Fraction(spec.audio.samples(spec.clip), spec.audio.sample_rate) if spec.audio else Fraction(0)
         inside = audio is not None and not separate
-        if video_member is not None and byte_ranges.reads_part_of_video(video_member, video, spec.clip, sound=inside):
+        if video_member is not None and byte_ranges.reads_part_of_video(
+            video_member, video, spec.clip, with_audio=inside
+        ):
             spans = [byte_ranges.of_clip(video, wanted, video_member.length)]
             if inside:
                 spans.append(byte_ranges.of_time(video, start, start + seconds, video_member.length))
             found[video.ext] = byte_ranges.runs(video_member, spans)
-        if audio_member and audio and byte_ranges.reads_part_of_sound(sample, audio_member, audio, float(seconds)):
+        if audio_member and audio and byte_ranges.reads_part_of_audio(sample, audio_member, audio, float(seconds)):
             start -= video.start_pts * video.time_base
             found[audio.ext] = byte_ranges.runs(
                 audio_member, [byte_ranges.of_window(sample, audio, start, seconds, audio_member.length)]
@@ -272,16 +274,19 @@ class ClipProcessor:
         if isinstance(decoded, HeadraceError):
             return decoded
         if len(decoded.pts) != len(request.wanted.values) or len(decoded.frames) != len(decoded.pts):
-            return CorruptionError(f"{len(decoded.frames)} frames came out for the {len(request.wanted.values)} wanted")
+            return CorruptionError(
+                f"{len(decoded.frames)} frames were decoded, {len(request.wanted.values)} were requested"
+            )
         start = decoded.pts[0] * request.info.time_base
         values: dict[str, float] = {"clip": float(start)}
         tensors = {"video": decoded.frames if request.fit else self._fit(fetched, request, decoded.frames)}
         if self._spec.audio is not None:
             try:
-                sound, values["audio_samples"] = self._sound(fetched, request, start, self._spec.audio)
+                tensors["audio"], values["audio_samples"] = self._finish_audio(
+                    fetched, request, start, self._spec.audio
+                )
             except DAMAGE as error:
                 return error
-            tensors["audio"] = sound
         return ProcessedSample(fetched.ref.sample, tensors, values)
 
     def _fit(self, fetched: FetchedSample, request: Request, frames: torch.Tensor) -> torch.Tensor:
@@ -291,7 +296,7 @@ class ClipProcessor:
         at, mirror = spec.cut.at(fetched.ref), spec.cut.mirrored(fetched.ref)
         return resize.fit(frames, spec.size, antialias=spec.antialias, at=at, mirror=mirror)
 
-    def _sound(
+    def _finish_audio(
         self, fetched: FetchedSample, request: Request, start: Fraction, audio_spec: AudioSpec
     ) -> tuple[torch.Tensor, int]:
         info, video = fetched.ref.sample.audio, request.info
@@ -300,6 +305,6 @@ class ClipProcessor:
             return torch.zeros(audio_spec.channels, samples), 0
         if info.ext != video.ext:  # a separate audio file begins when the video does
             start -= video.start_pts * video.time_base
-        from headrace.loaders.processors.audio import finished_sound
+        from headrace.loaders.processors.audio import finish_audio
 
-        return finished_sound(self._audio_decoder, fetched, info, start, audio_spec, samples)
+        return finish_audio(self._audio_decoder, fetched, info, start, audio_spec, samples)

@@ -67,7 +67,7 @@ def test_a_benchmark_may_take_what_the_later_ones_do_not_need_and_else_its_share
     assert sum(short.need for short in PLAN) <= 280, "no room is left in the five minutes"
 
 
-def test_ctrl_c_ends_it_and_says_what_was_not_begun(tmp_path: Path) -> None:
+def test_ctrl_c_ends_it_and_lists_the_benchmarks_that_were_not_started(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",

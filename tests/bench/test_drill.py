@@ -254,7 +254,7 @@ def test_a_part_that_hangs_is_cut_off_with_all_that_it_started(tmp_path: Path, m
 
 
 def running(pid: int) -> bool:
-    """Whether a process is there and not only waiting to be counted."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

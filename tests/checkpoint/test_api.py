@@ -466,7 +466,7 @@ def test_a_store_that_is_not_there_when_it_is_warmed_up_is_the_first_saves_error
         checkpointer.warm_up(Trainer().state())
         with pytest.raises(HeadraceError, match="away"):
             checkpointer.save(1, Trainer().state())
-    assert "ahead of time" in caplog.text
+    assert "in advance" in caplog.text
 
 
 def test_a_step_that_is_not_there_and_a_bad_step_are_refused(tmp_path: Path) -> None:

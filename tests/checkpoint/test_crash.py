@@ -58,7 +58,7 @@ def dedup(store: Store) -> Before:
 
 
 def again(store: Store) -> Before:
-    """Step 2 was saved; then the trainer went back to step 1 and saves step 2 anew."""
+    """Step 2 was saved. Then the trainer restored step 1 and saves step 2 again."""
     before = dedup(store)
     assert before.parent is not None
     second = save(store, make(store, tiny_state(2), step=2, number=1, bases=(before.parent,)))
@@ -132,7 +132,7 @@ def assert_clean(store: Store, before: Before, point: str) -> None:
 
 
 def follow(store: Store, before: Before, found: Base | None) -> None:
-    """The next trainer restores what is latest, saves, and is not disturbed by what the killed one left."""
+    """The next trainer restores the latest step and saves, and objects of the killed trainer do not affect it."""
     made = make(store, tiny_state(8), step=before.step + 1, number=begin(store, found), bases=(found,) if found else ())
     after = save(store, made)
     assert latest(store) == after

@@ -1,7 +1,7 @@
 """Processes of one run killed at random moments and at random named points, with deduplication, retention, tags and readers.
 
-After each kill: every step that was reported as committed and that the policy keeps is there, bit for bit; a step that was not
-reported is whole or absent; `check` is clean; the next save works.
+After each kill, every step that was reported as committed and that the policy keeps can be restored bit for bit. A step that was
+not reported is complete or absent. `check` reports no problem, and the next save works.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ echo "evil::0:0::/root:/bin/bash"
 
 @dataclass
 class Attacked:
-    """A node on which the user `nobody` starts jobs, and what belongs to root on it."""
+    """A node on which the user `nobody` starts jobs, with files that belong to root."""
 
     folder: Path
     user = pwd.getpwnam("nobody")

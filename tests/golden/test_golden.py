@@ -40,7 +40,7 @@ def expected(golden: Path, what: str) -> Any:
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Whether two states agree, one of them computed anew: other processors round floating-point numbers differently."""
+    """Whether two states agree if one was computed again: other processors round floating-point numbers differently."""
     if isinstance(ours, torch.Tensor):
         if ours.dtype == theirs.dtype and ours.is_floating_point() and ours.layout == torch.strided:
             return ours.shape == theirs.shape and torch.allclose(ours.float(), theirs.float(), rtol=0.02, atol=0.02)

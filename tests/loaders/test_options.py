@@ -26,7 +26,7 @@ NAMES = ("h264.mp4", "h264-late.mkv", "h264-vfr.mkv", "vp8.webm", "mpeg4.mp4", "
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
-    """Six made clips, half of them with JSON of their own."""
+    """Six generated clips, half of them with a JSON file."""
     folder = tmp_path_factory.mktemp("options")
     for number, one in enumerate(one for one in video_corpus.ALL if one.name in NAMES):
         (folder / one.name).write_bytes(video_corpus.make(one))

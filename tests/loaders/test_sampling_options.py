@@ -40,7 +40,7 @@ def _reads_go_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dataset(made_dataset: Dataset) -> Dataset:
-    """Eight made clips."""
+    """Eight generated clips."""
     return made_dataset
 
 

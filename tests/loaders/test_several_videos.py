@@ -18,7 +18,7 @@ from tests.support import video_corpus
 
 @pytest.fixture
 def tar(tmp_path: Path) -> Path:
-    """Samples of two videos: a second one with a name of its own, or in another container, and two with names of their own."""
+    """Samples of two videos: the second has another name or another container, or both have other names than the sample."""
     small = tmp_path / "small.mp4"
     small.write_bytes(video_corpus.make(video_corpus.Made("", "libx264", "mp4", frames=8)))
     large = tmp_path / "large.mkv"

@@ -74,7 +74,7 @@ def left() -> dict[str, list[str]]:
 
 
 def more(after: dict[str, list[str]], before: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What is there now and was not: what earlier tests left may end meanwhile."""
+    """The threads and processes that exist now and did not before. Those of earlier tests may end in between."""
     new = {kind: list((Counter(after[kind]) - Counter(before[kind])).elements()) for kind in after}
     return {kind: names for kind, names in new.items() if names}
 

@@ -97,7 +97,7 @@ class Net(torch.nn.Module):
 
 
 class Run:
-    """Trainings of transformers in one folder, each in a Trainer of its own."""
+    """Trainings of transformers in one folder, each with a separate Trainer."""
 
     def __init__(self, make: Make, folder: Path) -> None:
         self.make, self.folder = make, folder

@@ -100,7 +100,7 @@ class History:
         self.bucket.watch = self._strike
 
     def run(self) -> Journal:
-        """Let everything happen, then judge what is left."""
+        """Run the history to its end, then check the final state."""
         self.bucket.apply_put(names.REPO, encode(Repo(id=names.new_id(self.clock), created=0.0)))
         with (
             patched(self.simulation, lease, fetch, inventory, group_commit),

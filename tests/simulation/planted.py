@@ -1,6 +1,6 @@
 """Faults that are planted in the real protocol, one at a time: random histories must find each of them.
 
-Each entry of `PLANTED` says in words what is wrong and is a context manager that makes it so.
+Each entry of `PLANTED` has a description of the fault, and a context manager that plants it.
 """
 
 from __future__ import annotations

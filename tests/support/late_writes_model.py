@@ -143,11 +143,14 @@ class World(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What is tried. `own_packs`: a replacement has pack names of its own. `own_lease`: a process that sends another rank's part
-    from a tier has a lease of its own. `together`: while one lease of an attempt lives, what any of them names is spared.
-    `conditional`: what is written if absent. `follower`: a second rank takes no lease. `checks_base`: a worker decides only if it
-    protects what the manifests need. `waits`: a group names all its manifests. `late`: how many requests may stay on their way.
-    `removes_new`: collectors remove the new step too, not only its base."""
+    """The rules of the protocol in one search.
+
+    `own_packs`: a replacement worker uses separate pack names. `own_lease`: a process that sends another rank's part from a
+    tier has a separate lease. `together`: while one lease of an attempt is alive, the steps that any of them names are spared.
+    `conditional`: the objects that are written if absent. `follower`: a second rank takes no lease. `checks_base`: a worker
+    decides only if its lease protects the bases of all manifests. `waits`: a group names all its manifests. `late`: the maximum
+    number of requests that are applied late. `removes_new`: collectors remove the new step too, not only its base.
+    """
 
     own_packs: bool = True
     own_lease: bool = True

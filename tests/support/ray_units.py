@@ -1,6 +1,6 @@
 """Runs commands on units with one Ray cluster, and kills one actor of each run in the middle.
 
-It is a process of its own, because Ray leaves threads and sockets behind. The arguments are a folder of media, a folder
+It runs in a separate process, because Ray leaves threads and sockets behind. The arguments are a folder of media, a folder
 of tars, a dataset with an index of many parts, and a folder to write to. It prints one JSON object with the number of
 killed actors and the results.
 """

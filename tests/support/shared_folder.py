@@ -1,7 +1,8 @@
 """Folders that one worker of a run makes and that all workers read: packed datasets, an installed wheel.
 
-Invariants: a folder is made once in a run, at its final path. Tests change nothing in it. A worker that needs it meanwhile waits.
-Failure behaviour: a folder that could not be made is removed and made anew by the next worker that needs it.
+Invariants: a folder is made once in a run, at its final path. Tests change nothing in it.
+A worker that needs the folder during this time waits.
+Failure behaviour: a folder that could not be made is removed, and made again by the next worker that needs it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A trainer for the tests of the status page, a program of the nursery: `main(DATASET, REPOSITORY, SOCKET, STOP)` reads,
-computes and saves until the file STOP is there."""
+computes and saves until the file STOP exists."""
 
 from __future__ import annotations
 

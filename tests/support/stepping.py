@@ -1,7 +1,7 @@
-"""Real savers and collectors taken apart at every operation on the store, so that a test decides who moves next.
+"""Runs real savers and collectors step by step: a test decides which of them performs its next operation on the store.
 
-Each actor runs in a thread of its own and stops before every operation until it is told to go on; only one moves at a time, so
-a schedule is repeatable. The store is memory, whose objects are dated by a clock that the test owns.
+Each actor runs in a separate thread, and stops before every operation until the test resumes it. Only one actor runs at a
+time, so a schedule is repeatable. The store is in memory, and a clock of the test dates its objects.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store, chec
 
 
 class MemoryStore(Store):
-    """The contract, in a dict. `now` dates what is written. With `page` lists come in pages of so many, each an operation of its
-    own, as those of S3."""
+    """A store in a dict. `now` is the time of each write. With `page`, a listing has pages of this many objects, and each page is
+    one operation, as on S3."""
 
     def __init__(self, page: int = 0) -> None:
         self.page = page
@@ -203,7 +203,7 @@ def stepping(store: MemoryStore) -> None:
 
 
 def drive_to_end(actors: Sequence[Actor], check: Callable[[], None]) -> None:
-    """All of them, one after the other, with `check` after every operation; whoever failed failed as the library does."""
+    """Run all actors to their end, one after the other, with `check` after every operation. Errors must be the library's own."""
     for actor in actors:
         while not actor.done:
             actor.step()

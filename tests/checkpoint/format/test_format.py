@@ -96,7 +96,7 @@ def test_pieces_cover_a_shard_once_and_lie_on_the_global_grid(rows: int, width: 
 
 
 def chunks_of(shard: Box, item: int) -> Iterator[tuple[Box, int, int]]:
-    """What every chunk of a shard is, whoever holds it: the band, and the bytes of it in a copy of all of its rows."""
+    """The content of each chunk of a shard, on any rank: the band, and its bytes in a copy of all rows of the band."""
     for band in bands(shard, item):
         row = math.prod(band.local[1:]) * item
         every = Box(band.shape, (0, *band.offset[1:]), (band.shape[0], *band.local[1:]))

@@ -135,7 +135,7 @@ def test_a_great_many_bursts_lose_nothing() -> None:
 
 
 def by_commit(seen: Inventory, attempt: SeenAttempt) -> bool:
-    """The rule that is wrong: an attempt counts only once its COMMIT is there."""
+    """A wrong rule: an attempt counts only after its COMMIT is written."""
     found = seen.commits.get(attempt.step)
     return attempt.decision is not None and (found is None or found.tombstone or found.attempt != attempt.attempt)
 

@@ -287,7 +287,7 @@ def test_a_save_that_was_committed_says_so_though_the_store_went_away_just_then(
 
 
 def test_a_manifest_that_stands_is_not_read_again_for_what_it_says(store: Store) -> None:
-    """It may have millions of chunks; the seal of the fate has read it once already."""
+    """It may have millions of chunks, and the writer of the decision has already read it once."""
     away = GoneOnceCommitted(store)
     made = make(store, tiny_state(1), step=1, number=begin(store))
     result = commit_staged(made.arena, made.plan, lambda _: None, store=away)
@@ -356,7 +356,7 @@ class Meanwhile(ManualClock):
 
 
 class Fateless(Wrapped):
-    """A store whose users die before they seal a fate."""
+    """A store whose clients die before they write a decision."""
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         if key.endswith("/fate"):

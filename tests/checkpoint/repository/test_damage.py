@@ -1,5 +1,8 @@
-"""Damage in every kind of object of a repository: a flipped bit, a cut, an extension, an exchange. All of it is found or does
-no harm; none of it is ever returned as somebody's state, and no collection deletes what a sound repository would keep."""
+"""Damage in every kind of object of a repository: a flipped bit, a truncation, an extension, an exchange.
+
+Each damage is found, or has no effect. Damaged bytes are never returned as a state. A collection deletes nothing that it
+would keep in an intact repository.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ STATES = {step: {"frozen": bytes(70_000), "weights": random.Random(step).randbyt
 
 
 def repository_with_everything() -> tuple[MemoryStore, list[Base]]:
-    """Three steps that lean on each other, a tag, a reader's lease, a collector's record, a tombstone."""
+    """Three steps that reference each other, a tag, a reader's lease, a collector's record, a tombstone."""
     store = MemoryStore()
     number, found = begin(store), list[Base]()
     for step in (1, 2, 3):
@@ -101,7 +104,7 @@ def test_a_document_that_is_damaged_three_times_on_the_way_is_an_error_and_twice
 
 
 def restores(store: MemoryStore, bases: list[Base], what: str) -> bool:
-    """Whether everything was found and restored; what is restored is right."""
+    """Whether all steps were found and restored. The restored values must be correct."""
     whole = True
     for ask in ("latest", 2, "tag:best"):
         try:

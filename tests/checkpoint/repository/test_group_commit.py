@@ -53,7 +53,7 @@ PLAN = groups.plan_digest(
 
 @dataclass
 class Job:
-    """Many ranks that save, each as a process of its own. `outcomes`: by rank, the report or the error of each save."""
+    """Many ranks that save, each in a separate process. `outcomes`: the report or the error of each save, by rank."""
 
     latency: float = LATENCY
     outcomes: dict[int, object] = field(default_factory=dict)

@@ -90,7 +90,7 @@ def takeover(store: Store) -> Iterator[str]:
 
 
 def collector(store: Store, attempts: Sequence[Attempt]) -> Iterator[str]:
-    """Fences what has no fate (as if every lease were over)."""
+    """Abort all attempts without a decision, as if every lease had expired."""
     for attempt in attempts:
         yield "fencing"
         store.put_if_absent(attempt.decision_key, encode(Decision(attempt=attempt.id, outcome="abort")))

@@ -1,4 +1,4 @@
-"""Timelines and what is visible; deduplication in numbers; restoring with damage; `check` and the command line."""
+"""Timelines and visible steps; figures of deduplication; restoring with damage; `check` and the command line."""
 
 from __future__ import annotations
 

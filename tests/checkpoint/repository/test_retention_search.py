@@ -1,11 +1,16 @@
-"""Retention as trainers apply it, beside what else a run sees, interleaved at every operation on a store that lists in pages.
+"""Retention in a run with other actors, interleaved at every operation on a store that lists in pages.
 
-One run with three steps. A zombie trainer saves its fourth and applies its policy; another restores the second, opens a new
-timeline, saves and applies its own; a third process applies a policy from the command line; a person tags the second step;
-somebody reads whatever is the latest. Time may pass so that every lease is over, and anybody may be killed anywhere.
+A run has three steps, and these actors:
 
-At every moment every step that exists has all its packs; a tag that was given names a step; and a start that restores the
-latest step finds one, at least as far as the step that the trainer before it went on from.
+- A replaced trainer saves a fourth step and applies its policy.
+- A second trainer restores the second step, opens a new timeline, saves, and applies its policy.
+- A third process applies a policy from the command line.
+- A user tags the second step.
+- A reader reads the latest step.
+
+Leases may expire, and each actor may be killed at any operation. At any time, every step that exists has all its packs, and
+every tag names a step. A trainer that restores the latest step finds one that is not older than the step that the previous
+trainer continued from.
 """
 
 from __future__ import annotations
@@ -152,7 +157,7 @@ class World:
         return self._packs[key]
 
     def end(self) -> None:
-        """Everybody comes to an end; then the policy is applied in peace, and what is left is what readers get."""
+        """All actors end. Then the policy is applied once more, and readers must find exactly the remaining steps."""
         drive_to_end(self.actors, self.check)
         for actor in self.actors:
             assert not isinstance(actor.error, CorruptionError), repr(actor.error)  # removed is not damaged
@@ -209,7 +214,7 @@ def test_a_great_many_bursts_lose_nothing(seed: int) -> None:
 
 
 def judged_once(store: object, records: object, removed: object) -> set[object]:
-    """The rule that is wrong: what was condemned first stays condemned."""
+    """A wrong rule: a step that was once selected for removal stays selected."""
     return {step for record in records for step in record.steps}  # type: ignore[attr-defined]
 
 

@@ -131,7 +131,7 @@ def test_slices_of_device_memory_end_as_often_as_one_likes(arena: Arena, monkeyp
 
 
 class FakeEvent:
-    """Of a device whose copies are over once somebody has waited for them."""
+    """An event of a device whose copies are complete after the first wait."""
 
     def __init__(self) -> None:
         self.recorded = self.over = False

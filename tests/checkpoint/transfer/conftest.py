@@ -65,7 +65,7 @@ class Node:
         return int(text.split()[1])
 
     def go(self) -> None:
-        """Let whoever is held and alive go on."""
+        """Release the processes that are alive and held at a crash point."""
         Path(f"{self.mark}.go").touch()
 
     def kill_daemon(self) -> None:
@@ -94,7 +94,7 @@ class Node:
 
 
 class Trainer:
-    """A process, and what it has said so far."""
+    """A process, and its output so far."""
 
     def __init__(self, process: nursery.Child) -> None:
         self.process, self.said, self.errors = process, list[str](), list[str]()

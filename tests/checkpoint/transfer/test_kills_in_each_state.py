@@ -61,7 +61,7 @@ def cases() -> Iterator[object]:
 
 
 def promised(name: str, dead: tuple[str, ...]) -> bool:
-    """Whether the step must commit: somebody who lives has it whole, or the journal and the keeper do."""
+    """Whether the step must be committed: a living process has all of it, or the journal and the keeper have."""
     if "trainer" not in dead:
         return True
     return name != "connecting" and (name != "received" or "daemon" not in dead)

@@ -1,4 +1,4 @@
-"""Announcements that go on where the last one was leave what announcing all of it anew would leave."""
+"""An announcement that continues the last one has the same result as one with the complete list."""
 
 from __future__ import annotations
 

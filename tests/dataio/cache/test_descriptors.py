@@ -43,7 +43,7 @@ def running(directory: Path, keep: bool = True) -> Iterator[Engine]:
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """No file can be opened meanwhile; what is open stays open."""
+    """No file can be opened in the block. Open files stay open."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
     try:

@@ -41,7 +41,7 @@ class Meeting(MemoryStore):
 
 
 class Short(MemoryStore):
-    """It refuses what it has not, as stores do."""
+    """It raises an error for a missing object, as stores do."""
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
         if key not in self.objects:

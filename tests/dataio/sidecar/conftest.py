@@ -1,4 +1,4 @@
-"""A real daemon in a process of its own, and stores to read from."""
+"""A real daemon in a separate process, and stores to read from."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunningDaemon:
 
     @property
     def configuration(self) -> Path:
-        """JSON that SIGHUP reads: what is to change."""
+        """JSON with the changed settings, which SIGHUP reads."""
         return self.folder / "changes.json"
 
     @property
@@ -119,7 +119,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 
 @pytest.fixture
 def fresh_daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
-    """As `daemon`, in an interpreter of its own."""
+    """As `daemon`, in a separate interpreter."""
     with tempfile.TemporaryDirectory(prefix="mr-") as folder:
         running = RunningDaemon(Path(folder), tmp_path / "daemon.log", fresh=True)
         running.start()

@@ -187,7 +187,7 @@ def test_looking_ends_with_the_connection(impostor: socket.socket, daemon: Runni
 
 @pytest.fixture
 def impostor(daemon: RunningDaemon) -> Iterator[socket.socket]:
-    """A socket where somebody listens who is no daemon."""
+    """A socket on which a process listens that is not a daemon."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(os.fspath(daemon.folder / "odd.sock"))
     listening.listen(5)

@@ -1,4 +1,4 @@
-"""Reads past the page cache, and what is on the disk when a write has returned."""
+"""Reads with O_DIRECT, and the state of the disk after a write has returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a URL and options to a store: what is understood, what is refused, and where secrets stay."""
+"""Opening a store from a URL and options: accepted and refused values, and the handling of secrets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What DALI is given for a GPU is what it makes the right frames of; everything else PyAV decodes, and the log says so.
+"""DALI gets only streams that it decodes correctly on a GPU. PyAV decodes all others, and the log reports this.
 
-No GPU is needed: what is refused is refused before DALI sees it.
+The tests need no GPU, because the streams are rejected before DALI receives them.
 """
 
 from __future__ import annotations

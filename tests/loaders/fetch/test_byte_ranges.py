@@ -95,22 +95,22 @@ def test_ranges_lie_in_the_shard_and_end_with_the_file() -> None:
 )
 def test_files_in_which_a_clip_cannot_be_found_are_read_whole(changes: dict[str, Any], why: str) -> None:
     info = film(100)
-    assert byte_ranges.reads_part_of_video(member(info), info, Clip(16), sound=False)
-    assert not byte_ranges.reads_part_of_video(member(info), replace(info, **changes), Clip(16), sound=False), why
+    assert byte_ranges.reads_part_of_video(member(info), info, Clip(16), with_audio=False)
+    assert not byte_ranges.reads_part_of_video(member(info), replace(info, **changes), Clip(16), with_audio=False), why
 
 
 def test_files_of_which_most_is_needed_are_read_whole() -> None:
     info = film(20)  # 40 s
     for clip, partial in ((Clip(16), True), (Clip(16, 12), True), (Clip(16, 50), False), (Clip(8, fps=0.2), False)):
-        assert byte_ranges.reads_part_of_video(member(info), info, clip, sound=False) is partial
-    assert not byte_ranges.reads_part_of_video(member(film(4)), film(4), Clip(16), sound=False)
+        assert byte_ranges.reads_part_of_video(member(info), info, clip, with_audio=False) is partial
+    assert not byte_ranges.reads_part_of_video(member(film(4)), film(4), Clip(16), with_audio=False)
 
 
 def test_sound_among_pictures_lies_where_theirs_does() -> None:
     info = film(100)
     sample = Sample(0, "a", "s.tar", (member(info),), 200.0, info, sound(200))
-    assert byte_ranges.reads_part_of_sound(sample, member(info), sound(200), 5)
-    assert not byte_ranges.reads_part_of_sound(sample, member(info), sound(200), 120)
+    assert byte_ranges.reads_part_of_audio(sample, member(info), sound(200), 5)
+    assert not byte_ranges.reads_part_of_audio(sample, member(info), sound(200), 120)
     first, end = byte_ranges.of_window(sample, sound(200), Fraction(101), Fraction(2), member(info).length)
     assert (first, end) == (info.key_frames[50].at, info.key_frames[52].at + (64 << 10))
 
@@ -120,7 +120,7 @@ def test_sound_alone_is_looked_for_by_its_share_of_the_file(start: Fraction) -> 
     audio, length = sound(200, "mp3"), 8_000_000
     file = Member("mp3", 0, length, 0, Pieces(SIZE, b"\0" * 8 * 31))
     sample = Sample(0, "a", "s.tar", (file,), 200.0, None, audio)
-    assert byte_ranges.reads_part_of_sound(sample, file, audio, 10)
+    assert byte_ranges.reads_part_of_audio(sample, file, audio, 10)
     first, end = byte_ranges.of_window(sample, audio, start, Fraction(10), length)
     assert 0 <= first <= start / 200 * length < (start + 10) / 200 * length <= end <= length
     assert end - first < length / 10

@@ -36,7 +36,7 @@ def refusal(number: int = 1, dataset: str = "s3://bucket/clips", *, permanent: b
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> Path:
-    """A dataset of six made clips, one of them damaged after it was packed."""
+    """A dataset of six generated clips. One of them was damaged after it was packed."""
     folder = tmp_path / "in"
     folder.mkdir()
     for one in video_corpus.ALL[:6]:

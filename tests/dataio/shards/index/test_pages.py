@@ -258,7 +258,7 @@ def test_bytes_that_are_not_a_row_are_refused(data: bytes) -> None:
 
 
 def one_page(stored: bytes, declared_rows: int, declared_size: int) -> Callable[[], list[msgspec.Raw]]:
-    """A page of these bytes whose directory is sealed, and says so."""
+    """A page with these bytes, and a directory with the matching digests."""
     entry = np.array(
         [(declared_rows, len(stored), declared_size, short_digest(stored))], pages._DIRECTORY_ENTRY
     ).tobytes()

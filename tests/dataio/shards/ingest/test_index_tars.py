@@ -1,4 +1,4 @@
-"""Indexing tars where they are: what becomes a sample, what is skipped and why, and where the shards may lie."""
+"""Indexing tars in place: the samples, the skipped samples with their reasons, and the locations of shards."""
 
 from __future__ import annotations
 

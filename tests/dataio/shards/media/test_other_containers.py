@@ -1,4 +1,4 @@
-"""Media in files that are not read: nothing is passed over in silence, and what is converted shows the same or is refused."""
+"""Media in unsupported containers: each file is reported, and a converted file shows the same pictures or is refused."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_one_of_many_films_costs_a_page_and_not_the_part(tmp_path: Path) -> None
 
 
 def test_films_make_smaller_parts_than_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no part is larger than what is read, nor takes more memory to write."""
+    """A part must not be larger than readers accept, nor need more memory to write."""
     monkeypatch.setattr(part_writer, "PART_WEIGHT", 1 << 20)
     store = open_store(tmp_path)
     film = tuple(KeyFrame(1000 * n, 24 * n) for n in range(3000))

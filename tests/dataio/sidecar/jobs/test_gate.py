@@ -25,7 +25,7 @@ time.sleep(60)
 
 
 def passes(fd: int, seconds: float) -> bool:
-    """Whether the gate let somebody pass before `seconds` had gone."""
+    """Whether the gate let a job pass within `seconds`."""
     began = time.monotonic()
     pass_by(fd, seconds)
     return time.monotonic() - began < seconds

@@ -23,7 +23,7 @@ def fd() -> Iterator[int]:
 
 
 def left_alone(daemon: RunningDaemon, fd: int, folder: Path, **more: object) -> str:
-    """The token of a job whose trainer is gone, and which fails until the file `store` is there."""
+    """The token of a job whose trainer has ended. The job fails until the file `store` exists."""
     token = begun(daemon, fd, folder / "gate", store=str(folder / "store"), **more)
     wait_for(lambda: daemon.status()["clients"] == 1)  # whoever asks
     (folder / "gate").touch()

@@ -1,4 +1,4 @@
-"""Who is taken, who runs, who is held back: decided without a daemon, against a model that only counts."""
+"""The jobs that are accepted, run and held back, without a daemon, compared with a model that only counts."""
 
 from __future__ import annotations
 

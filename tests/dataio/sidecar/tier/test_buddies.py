@@ -1,4 +1,4 @@
-"""Buddies: who is let in, what they take and give, and what a broken one can do to others: nothing."""
+"""Buddies: accepted connections, exchanged objects, and faulty buddies, which must not affect others."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_what_is_offered_lies_on_the_buddy_and_is_fetched_back(
 def test_an_earlier_record_and_manifest_that_come_last_leave_the_committed_step(
     guest: TierConfig, mine: LocalTier, listening: Listening
 ) -> None:
-    """An older connection is served after a newer one. The manifest of another worker lies there then, under the same key: its
-    digest is not the fate's, so a reader takes the next copy. The next offer brings the right one back."""
+    """An older connection is served after a newer one. The tier then has another worker's manifest under the same key. Its
+    digest is not the one in the decision, so a reader uses the next copy. The next offer restores the right manifest."""
     earlier, peer = mine.records()[0], listening[0].local_tier
     committed = replace_record(earlier, own=("packs/2", "manifest"), committed=5.0)
     mine.keep("s", "manifest", b"of the first worker")

@@ -210,6 +210,6 @@ def test_a_file_full_of_what_looks_like_frames_is_a_bad_sample_before_long(
     forged = AudioInfo("flac", 0, "flac", 48_000, 1, (1 << 36) - 1)
     if marked:
         forged = replace(forged, time_base=Fraction(1, 48_000), marks=(AudioMark(42, 0),))
-    with pytest.raises(CorruptionError, match="look like a frame" if marked else "no sound can be decoded"):
+    with pytest.raises(CorruptionError, match="look like a frame" if marked else "no audio can be decoded"):
         decode.decode_audio(memoryview(data), forged, Fraction(10**6), AudioSpec(seconds=1.0), 16_000, True)
     assert looked == (flac.MAX_CANDIDATES + 1 if marked else 0)
