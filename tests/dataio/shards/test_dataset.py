@@ -157,7 +157,7 @@ def test_a_damaged_index_part_is_named(posix: Store) -> None:
 def test_a_part_of_another_digest_is_damage(posix: Store) -> None:
     part = write(posix).index[1]
     posix.put(part.key, bytes(part.size))
-    with pytest.raises(CorruptionError, match=rf"{part.key}: BLAKE3"):
+    with pytest.raises(CorruptionError, match=rf"{part.key}: .*BLAKE3"):
         Dataset(posix)
 
 

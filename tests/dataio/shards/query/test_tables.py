@@ -255,8 +255,8 @@ def test_every_damaged_byte_is_found_by_the_reader(made: Made, whole: Made, data
     ("change", "words"),
     [
         ({"rows": ROWS + 1}, "holds 5000 rows, the dataset version says 5001"),
-        ({"footer_digest": "0" * 64}, "BLAKE3 of its footer"),
-        ({"footer": 7}, "BLAKE3 of its footer"),
+        ({"footer_digest": "0" * 64}, "BLAKE3 digest of its footer"),
+        ({"footer": 7}, "BLAKE3 digest of its footer"),
         ({"size": 1 << 27}, "shorter than the dataset version says"),
         ({"key": "index/none.parquet"}, "is missing, though"),
         ({"prefix": "mounts/m1/"}, "shard is not a shard of this dataset version"),
