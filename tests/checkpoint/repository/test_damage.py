@@ -28,8 +28,10 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
+from headrace.dataio.store.base import Store
 from headrace.dataio.testing.faulty_stores import Fault, Faulty, Rule
-from tests.support.checkpoint_states import RUN, begin, load, make, save
+from tests.support.checkpoint_states import RUN, Wrapped, begin, load, make, save
 from tests.support.stepping import MemoryStore
 
 STATES = {step: {"frozen": bytes(70_000), "weights": random.Random(step).randbytes(70_001)} for step in (1, 2, 3)}
@@ -91,16 +93,30 @@ def test_what_one_flipped_bit_on_the_way_damaged_is_read_again(kind: str) -> Non
         assert store.fired == {Fault.FLIP_BIT: 1}
 
 
+class DamagedAtFirst(Wrapped):
+    """One bit of `repo.json` is wrong in the first `times` reads. It is not in the digest at the end."""
+
+    def __init__(self, inner: Store, times: int) -> None:
+        super().__init__(inner)
+        self.times, self.fired = times, 0
+
+    def get(self, key: str, *, max_bytes: int = JSON_DOCUMENT_BYTES) -> bytes:
+        data = bytearray(super().get(key, max_bytes=max_bytes))
+        if key == names.REPO and self.fired < self.times:
+            self.fired += 1
+            data[data.index(b'"created": ') + 11] ^= 1
+        return bytes(data)
+
+
 def test_a_document_that_is_damaged_three_times_on_the_way_is_an_error_and_twice_is_not() -> None:
     sound, _ = repository_with_everything()
-    for seed in range(8):
-        store = Faulty(sound, [Rule(Fault.FLIP_BIT, key="repo.json", times=2)], seed=seed)
-        assert repository.read_repo(store) == repository.read_repo(sound)
-        assert store.fired == {Fault.FLIP_BIT: 2}
-        store = Faulty(sound, [Rule(Fault.FLIP_BIT, key="repo.json", times=3)], seed=seed)
-        with pytest.raises((CorruptionError, UnsupportedError)):
-            repository.read_repo(store)
-        assert store.fired == {Fault.FLIP_BIT: 3}
+    store = DamagedAtFirst(sound, 2)
+    assert repository.read_repo(store) == repository.read_repo(sound)
+    assert store.fired == 2
+    store = DamagedAtFirst(sound, 3)
+    with pytest.raises(CorruptionError):
+        repository.read_repo(store)
+    assert store.fired == 3
 
 
 def restores(store: MemoryStore, bases: list[Base], what: str) -> bool:
