@@ -8,7 +8,6 @@ search for the step, the comparison with tensors in memory, and the reading of p
 
 from __future__ import annotations
 
-import gc
 import json
 import resource
 import sys
@@ -17,6 +16,7 @@ from unittest import mock
 
 from headrace.bench.control_plane.state import ATTEMPT, RUN, boxes_of, save
 from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.repository import fetch, lease
 from headrace.checkpoint.restoring import chunk_homes, divided_step
 from headrace.checkpoint.restoring.chunk_reader import ChunkReader, StepLease, Want
@@ -67,8 +67,7 @@ def measure(saved: int, restoring: int, latency: float = 0.02) -> dict[str, floa
     store, ranks_of = SimulatedStore(bucket), Group(simulation, restoring)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     processes = [Process(str(rank)) for rank in range(restoring)]
-    gc.disable()  # as the restorer does
-    with patched(simulation, lease, fetch), mock.patch.object(divided_step, "WHOLE_RANKS", 0):
+    with gc_paused(), patched(simulation, lease, fetch), mock.patch.object(divided_step, "WHOLE_RANKS", 0):
         tasks = [
             simulation.start(
                 partial(restore, store, SimulatedRanks(ranks_of, rank), simulation.clock), process=processes[rank]

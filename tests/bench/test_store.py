@@ -111,7 +111,7 @@ def test_requests_that_fail_are_counted_and_named(tmp_path: Path) -> None:
         (["gs://bucket"], "neither a bucket nor a directory"),
         (["--operations", "get,guess", "/tmp"], "no operation 'guess'"),
         (["--clients", "guess", "/tmp"], "no client 'guess'"),
-        (["--threads", "many", "/tmp"], "no list of numbers"),
+        (["--threads", "many", "/tmp"], "not a list of numbers"),
         (["--threads", "0", "/tmp"], "positive"),
     ],
 )
