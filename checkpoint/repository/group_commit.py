@@ -375,12 +375,16 @@ class _Finishing:
         before, self._overdue = self._overdue, self._find_overdue()
         if self._overdue and self._overdue == before:
             self.lease.require()
-            if self._overdue == _GROUP:
-                self._reader.read()
-                self._write_group()
-            else:
+            if self._overdue == _DECISION:
                 self._decide()
-            return True
+                return True
+            self._missing = self._reader.read()
+            if not self._missing:
+                self._write_group()
+                return True
+            self._overdue = (
+                ""  # a collection removes the manifests of an aborted attempt; the next poll finds the abort
+            )
         self._turn = self.clock.monotonic() + (_SECOND_CHECK_SECONDS if self._overdue else _CHECK_SECONDS)
         return False
 

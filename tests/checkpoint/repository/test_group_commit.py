@@ -224,6 +224,32 @@ def test_the_death_of_all_heads_before_their_groups_delays_the_step_only() -> No
     assert max(job.ended.values()) < 90
 
 
+def test_a_rank_does_not_write_the_group_of_an_attempt_that_is_aborted_and_removed_meanwhile() -> None:
+    job, listings, removed = Job(), Counter[int](), list[str]()
+
+    def strike(who: int, what: str, key: str) -> None:
+        if who == 10 and what == "PUT" and "/group-001" in key:  # another rank of the group has to write it
+            job.simulation.kill(job.simulation.process)
+        if who // GROUP == 1 and what == "LIST" and "/rank-" in key:
+            listings[who] += 1
+            if who != 10 and listings[who] == 3:  # it has seen twice that the group is overdue, and now reads
+                removed.extend(each for each in job.bucket.objects if each.endswith(".manifest"))
+                for each in removed:
+                    job.bucket.apply_delete(each)
+                at = names.parse_step_key(removed[0])
+                assert at is not None
+                decision = Decision(attempt=at.attempt, outcome="abort")
+                job.bucket.apply_put(removed[0].rpartition("/")[0] + "/fate", encode(decision))
+                job.at_request = lambda who, what, key: None
+
+    job.at_request = strike
+    base = job.save()
+    assert len(removed) == WORLD
+    assert not committed(job, base)
+    assert not [key for key in job.bucket.objects if "/group-001" in key]
+    assert {type(outcome) for outcome in job.outcomes.values()} == {FinalError}
+
+
 def test_a_rank_that_never_ends_its_part_makes_all_ranks_late_without_a_rush() -> None:
     job = Job()
     base = job.save(ranks=[rank for rank in range(WORLD) if rank != 13])
