@@ -247,6 +247,7 @@ def test_a_rank_does_not_write_the_group_of_an_attempt_that_is_aborted_and_remov
     assert len(removed) == WORLD
     assert not committed(job, base)
     assert not [key for key in job.bucket.objects if "/group-001" in key]
+    assert job.outcomes.keys() == set(range(WORLD)) - {10}
     assert {type(outcome) for outcome in job.outcomes.values()} == {FinalError}
 
 
