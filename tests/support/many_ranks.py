@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -31,7 +32,7 @@ from headrace.dataio.store.posix import PosixStore
 from tests.support.checkpoint_states import Wrapped
 
 LATENCY = 0.02
-SECONDS = 280.0
+SECONDS = 100.0
 NAMES = [f"layers.{number}.weight" for number in range(20)]
 REQUESTS = itertools.count()
 
@@ -99,7 +100,13 @@ def restore(folder: str, world_size: int, step: int) -> None:
 
 def run(work: Callable[[str, int, int], None], folder: str, world_size: int, step: int) -> dict[str, float]:
     """Fork the ranks, and wait for them. Raises if one of them fails."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        return _run(work, folder, world_size, step, f"{scratch}/ranks")
+
+
+def _run(
+    work: Callable[[str, int, int], None], folder: str, world_size: int, step: int, meeting: str
+) -> dict[str, float]:
     pids, readers = [], []
     for rank in range(world_size):
         reader, writer = os.pipe()
@@ -108,7 +115,7 @@ def run(work: Callable[[str, int, int], None], folder: str, world_size: int, ste
             pids.append(pid)
             readers.append(reader)
         else:
-            _rank(work, folder, world_size, step, rank, store.port, writer)
+            _rank(work, folder, world_size, step, rank, meeting, writer)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     assert not any(codes), codes
     lines = []
@@ -123,15 +130,14 @@ def run(work: Callable[[str, int, int], None], folder: str, world_size: int, ste
 
 
 def _rank(
-    work: Callable[[str, int, int], None], folder: str, world_size: int, step: int, rank: int, port: int, writer: int
+    work: Callable[[str, int, int], None], folder: str, world_size: int, step: int, rank: int, meeting: str, writer: int
 ) -> None:
     """One rank, which ends its process."""
     with _ended():
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        meeting = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
         dist.barrier()
         began = time.monotonic()
         work(folder, world_size, step)
