@@ -32,8 +32,9 @@ from headrace.checkpoint.restoring import chunk_homes, divided_step, tensor_home
 from headrace.checkpoint.restoring.chunk_reader import ChunkReader, Want
 from headrace.checkpoint.restoring.divided_step import _FromGroups, _Member, _rows_decoder
 from headrace.checkpoint.restoring.shared_reads import _needed_by_several
-from headrace.checkpoint.restoring.tensor_homes import Answer, HeldTensor, Request, ShardPlace, home_of
+from headrace.checkpoint.restoring.tensor_homes import Answer, HeldTensor, Request, ShardPlace
 from headrace.checkpoint.state import tree
+from headrace.checkpoint.state.home_plan import home_of
 from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.testing.simulation.scheduler import Simulation
 from headrace.dataio.testing.simulation.store import Bucket, SimulatedStore

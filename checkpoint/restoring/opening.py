@@ -11,7 +11,7 @@ Failure behaviour: if the step is damaged or does not exist, all ranks raise the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from headrace.checkpoint.ranks import Alike
 from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.fetch import Sealed
+from headrace.checkpoint.state import home_plan
 from headrace.checkpoint.tier.restoring import Found
 from headrace.dataio.core.errors import CorruptionError, NotFoundError
 from headrace.dataio.store.base import Store
@@ -32,27 +33,15 @@ _IN_FIRST_MESSAGE = 256
 """Bytes of digests that the first message may hold."""
 
 
-class Exchange(Protocol):
+class Exchange(home_plan.Exchange, Protocol):
     """The collective operations of a restore, up to the reading of chunks."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
     def agree(self, number: int, message: bytes, error: Exception | None, alike: Alike = ()) -> bytes:
         """Return rank 0's message, or raise on all ranks."""
         ...
 
     def agreed(self, number: int = 0, alike: Alike = ()) -> contextlib.AbstractContextManager[None]:
         """Raise on all ranks if the block fails on one."""
-        ...
-
-    def maximum(self, sent: bytes) -> bytes:
-        """All-reduce: the maximum over all ranks, byte by byte. All ranks send the same number of bytes."""
-        ...
-
-    def all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Send a message to each rank that `sent` names; return the messages to this rank, by sender."""
         ...
 
 

@@ -23,11 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
-import xxhash
 
 from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.sharding import coverage_error
+from headrace.checkpoint.state.home_plan import home_of
 from headrace.dataio.core.errors import CorruptionError
 
 TensorType = tuple[str, tuple[int, ...]]
@@ -71,11 +71,6 @@ _names_decoder = msgspec.msgpack.Decoder(list[str])
 _types_decoder = msgspec.msgpack.Decoder(list[TensorType | None])
 _requests_decoder = msgspec.msgpack.Decoder(list[Request])
 _answers_decoder = msgspec.msgpack.Decoder(list[Answer])
-
-
-def home_of(name: str, world_size: int) -> int:
-    """The rank that answers for the tensor."""
-    return xxhash.xxh3_64_intdigest(name.encode()) % world_size
 
 
 def places_by_home(manifests: Iterable[Manifest], world_size: int) -> dict[int, bytes]:

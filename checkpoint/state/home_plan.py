@@ -126,7 +126,7 @@ def divide(rows: Sequence[Row], ranks: Exchange) -> Share:
     """Return this rank's share of the writes. All ranks must call it, each with its own rows."""
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, row in enumerate(rows):
-        numbers[_home(row.name, ranks.world_size)].append(number)
+        numbers[home_of(row.name, ranks.world_size)].append(number)
     sent = {home: msgspec.msgpack.encode([rows[number] for number in indices]) for home, indices in numbers.items()}
     received = {sender: _rows_decoder.decode(data) for sender, data in ranks.all_to_all(sent).items()}
     home = _Home(received)
@@ -267,7 +267,8 @@ def _raise_together(ranks: Exchange, text: str | None) -> None:
     raise mismatch(ranks.maximum(own.ljust(_TEXT_BYTES, b"\0")).rstrip(b"\0").decode(errors="ignore"))
 
 
-def _home(name: str, world_size: int) -> int:
+def home_of(name: str, world_size: int) -> int:
+    """The rank that is the home of the tensor."""
     return xxhash.xxh3_64_intdigest(name.encode()) % world_size
 
 

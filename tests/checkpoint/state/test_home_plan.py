@@ -121,5 +121,5 @@ def test_no_rank_gets_more_than_its_part() -> None:
     simulation.run()
     assert all(task.result == Share(frozenset(range(count)), ()) for task in tasks)
     rows_of_one = len(msgspec.msgpack.encode(made[0]))
-    most_at_one_home = max(sum(home_plan._home(row.name, world) == home for row in made[0]) for home in range(world))
+    most_at_one_home = max(sum(home_plan.home_of(row.name, world) == home for row in made[0]) for home in range(world))
     assert group.bytes <= (most_at_one_home / count + 0.1) * world * rows_of_one  # a home has all rows of its tensors
