@@ -241,9 +241,10 @@ class _Home:
 
 def _divided(replies: Iterable[_Reply]) -> dict[int, bytes]:
     """A divider's messages: to each rank, the keys of the rows that it writes."""
+    expanded: dict[Holders, Sequence[int]] = {}
     held = []
     for reply in replies:
-        sets = [ranks_in(each) for each in reply.sets]
+        sets = [expanded.get(each) or expanded.setdefault(each, ranks_in(each)) for each in reply.sets]
         held += [(key, nbytes, sets[number]) for number, key, nbytes in reply.rows]
     given: dict[int, list[str]] = defaultdict(list)
     for key, rank in assign_writers(held).items():

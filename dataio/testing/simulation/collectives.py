@@ -64,8 +64,9 @@ class Group:
         if len(here.given) == self.world_size:
             del self._rounds[number]
             parts: Any = [here.given[each] for each in range(self.world_size)]
-            found = combine(parts)
-            here.results, size = found, received(found)
+            with self._simulation.uncounted():
+                found = combine(parts)
+                here.results, size = found, received(found)
             self.bytes = max(self.bytes, size)
             seconds = self._latency * math.ceil(math.log2(max(self.world_size, 2))) + size / self._bandwidth
             self._simulation.later(seconds, here.ready.set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
@@ -121,6 +122,33 @@ def test_a_stopped_process_goes_on_later() -> None:
     simulation.later(0.5, lambda: simulation.pause(process, 100.0))
     simulation.run()
     assert at == [100.5]
+
+
+def test_cpu_time_of_deliveries_and_of_the_collector_is_charged_to_no_process() -> None:
+    simulation, process = Simulation(measure_cpu=True), Process("receiver")
+    group, collects = Group(simulation, 1), list[bool]()
+
+    def deliver(given: object) -> object:
+        collects.append(gc.isenabled())
+        spend(0.2)
+        return given
+
+    def work() -> None:
+        group.exchange(0, b"", deliver, lambda _: 0)
+        spend(0.02)
+
+    simulation.start(work, process=process)
+    assert gc.isenabled()
+    simulation.run()
+    assert gc.isenabled()
+    assert collects == [False]
+    assert 0.02 <= process.cpu < 0.2
+
+
+def spend(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
 
 
 @pytest.mark.parametrize("charge", [False, True])
