@@ -272,6 +272,7 @@ class Saver:
             upload_hint=self.upload_hint,
             lease_seconds=DEFAULT_LIFE,
             commit_timeout=self.timeout,
+            own_manifest=self._executor.own_manifest,
         )
 
     def _copy(

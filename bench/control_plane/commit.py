@@ -21,6 +21,9 @@ from headrace.checkpoint.format.documents import Base, Repo, encode
 from headrace.checkpoint.repository import fetch, group_commit, inventory, lease, timeline
 from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.commit_worker import commit_staged
+from headrace.checkpoint.saving.executor import own_manifest_of
+from headrace.checkpoint.saving.plan import OwnManifest
+from headrace.checkpoint.saving.progress import ProgressFile
 from headrace.dataio.testing.simulation.scheduler import Process, Simulation
 from headrace.dataio.testing.simulation.store import Bucket, SimulatedStore
 from headrace.dataio.testing.simulation.threads import patched
@@ -57,6 +60,7 @@ class Job:
         self.bucket = Bucket(self.simulation, latency=latency)
         self.store, self.clock = SimulatedStore(self.bucket), self.simulation.clock
         self._puts: list[tuple[float, str]] = []
+        self._own: dict[int, OwnManifest | None] = {}
         self.bucket.watch = self._watch
         self.bucket.apply_put(names.REPO, encode(Repo(id=names.new_id(self.clock), created=0.0)))
         self.simulation.start(timeline.open_timeline, self.store, RUN, None, self.clock)
@@ -97,8 +101,11 @@ class Job:
             replicas=self._plan,
             commit_timeout=_TIMEOUT,
             lease_seconds=60.0,
+            own_manifest=self._own.get(rank),
         )
-        commit_staged(arena, planned, lambda _: None, store=self.store, clock=self.clock)
+        progress = ProgressFile(None)
+        result = commit_staged(arena, planned, lambda _: None, store=self.store, progress=progress, clock=self.clock)
+        self._own[rank] = own_manifest_of(result, progress.manifest)
 
     def _run(self) -> None:
         """Run the tasks that were started to their end, and raise the first error of one."""

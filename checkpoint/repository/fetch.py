@@ -283,6 +283,12 @@ def manifests_like(
     return open_sealed(store, found).manifests
 
 
+def manifest_of(store: Store, run: str, base: Base, rank: int, expected: bytes, data: bytes) -> Manifest:
+    """The manifest of one rank, whose digest is `expected`. It is read unless `data` holds its bytes."""
+    key = names.manifest(run, base.timeline, base.step, base.attempt, rank)
+    return manifests.decode(data or _of_digest(store, key, expected), key, expected)
+
+
 def sealed(store: Store, run: str, base: Base) -> Sealed:
     """Read the step's decision. Raises `CorruptionError` if it does not commit the attempt that COMMIT names."""
     key = names.decision(run, base.timeline, base.step, base.attempt)

@@ -57,8 +57,10 @@ _AT_ONCE = 16
 _GROUP, _DECISION = "group", "decision"
 _POLL, _HEAD_POLL_MAX = 0.02, 0.5
 """Seconds between two listings of a head whose group is not complete: the first pause and the longest."""
-_WAIT, _WAIT_MAX = 1.0, 5.0
+_WAIT, _WAIT_MAX = 1.5, 5.0
 """Seconds between two reads of COMMIT: the first pause and the longest."""
+_GROWTH = 2
+"""How much longer each pause is than the one before."""
 _TURN_SECONDS = 10.0
 """Seconds until a rank first checks for missing objects, times one plus its position in its group.
 
@@ -321,7 +323,7 @@ class _Finishing:
 
     def _sleep(self, longest: float) -> None:
         self.clock.sleep(min(self._pause, max(self._deadline - self.clock.monotonic(), 0)))
-        self._pause = min(self._pause * 1.5, longest)
+        self._pause = min(self._pause * _GROWTH, longest)
 
     def _lead(self) -> bool:
         """Read the manifests of the group. If all are stored, write the group. If all groups are, write the decision.

@@ -26,6 +26,7 @@ import msgspec
 
 from headrace.checkpoint.format import codec, names, own_digest
 from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Commit
 from headrace.checkpoint.repository import commit, group_commit
 from headrace.checkpoint.repository.commit import Attempt, FinalError
@@ -148,7 +149,8 @@ class _Commit:
                 tier_save.committed(found)
             lease.release()
             _lease_deleted()
-        result = _report(attempt, found, manifest) if won else result_of(store, attempt, plan.rank, found, manifest)
+        own = manifest, digest(encoded)
+        result = _report(attempt, found, *own) if won else result_of(store, attempt, plan.rank, found, own)
         return result | {"seconds": self.clock.monotonic() - began}
 
     def keep_locally(self, tier_save: saving.TierSave) -> None:
@@ -221,29 +223,31 @@ def _lost(plan: PutPlan) -> FinalError:
 
 
 def result_of(
-    store: Store, attempt: Attempt, rank: int, found: Commit, own: manifests.Manifest | None = None
+    store: Store, attempt: Attempt, rank: int, found: Commit, own: tuple[manifests.Manifest, bytes] | None = None
 ) -> dict[str, object]:
     """The report of a committed save, from the rank's manifest in the store.
 
-    If a policy has already removed the step, or the store is unreachable, the report is made from `own`.
+    If a policy has already removed the step, or the store is unreachable, the report is made from `own`, a manifest and
+    its digest.
     """
     key = attempt.manifest_key(rank)
     try:
-        manifest = manifests.decode(own_digest.fetch(store, key, max_bytes=manifests.MAX_BYTES), key)
+        data = own_digest.fetch(store, key, max_bytes=manifests.MAX_BYTES)
     except (NotFoundError, TransientError):
         if own is None:
             raise
-        manifest = own
-    return _report(attempt, found, manifest)
+        return _report(attempt, found, *own)
+    return _report(attempt, found, manifests.decode(data, key), digest(data))
 
 
-def _report(attempt: Attempt, found: Commit, manifest: manifests.Manifest) -> dict[str, object]:
+def _report(attempt: Attempt, found: Commit, manifest: manifests.Manifest, name: bytes) -> dict[str, object]:
     return {
         "run": attempt.run,
         "timeline": attempt.timeline,
         "step": attempt.step,
         "attempt": attempt.id,
         "rank": manifest.rank,
+        "manifest": name.hex(),
         "bytes_state": manifest.bytes_state,
         "bytes_written": manifest.bytes_written,
         "bytes_deduplicated": manifest.bytes_deduplicated,

@@ -1,11 +1,19 @@
 """Deduplication: which chunks are stored already, and which can be stored as differences from those of a base step.
 
 The saver reads only the manifests of the base steps. If the ranks divided the work in the same way for the base, a rank
-reads only its own manifest. Otherwise, it reads the manifests of all ranks.
-Invariant: a chunk is left out only if the base is committed and no collector is about to remove it. The lease must name
-the base *before* that check. A pack of a removed step is referenced only if at least a quarter of its bytes is needed.
-So a step keeps at most four times the bytes that it needs. The base of a difference is never a difference itself. The
-new manifest names the base's pack, which protects it.
+reads only its own manifest. Otherwise, it reads the manifests of all ranks. A rank that committed the base itself knows
+the digest of its manifest, or has its bytes, and needs neither the decision nor a group.
+Invariants:
+
+* A chunk is left out only if the base is committed and no collector is about to remove it. The lease must name the base
+  *before* that check.
+* In a job that commits in groups, the process that writes the decision makes this check for all ranks. So a rank that
+  committed the base itself does not repeat it. If the base is gone, that process aborts the attempt, and each rank makes
+  the check in its next save.
+* A pack of a removed step is referenced only if at least a quarter of its bytes is needed. So a step keeps at most four
+  times the bytes that it needs.
+* The base of a difference is never a difference itself. The new manifest names the base's pack, which protects it.
+
 Failure behaviour: a base that is missing, pending deletion or damaged is not used. This costs only space, and it is
 logged.
 """
@@ -22,6 +30,7 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import PACK_BYTES, Chunk, Manifest, PackName, Tensor
 from headrace.checkpoint.repository import commit, fetch
 from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.saving.plan import OwnManifest
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, UnsupportedError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.store.base import Store
@@ -67,29 +76,55 @@ def shard_of(rank: int, tensor: Tensor | TensorSpec) -> Shard:
 
 
 def load(
-    store: Store, run: str, bases: Sequence[Base], *, rank: int = 0, world_size: int = 1, replicas: bytes = b""
+    store: Store,
+    run: str,
+    bases: Sequence[Base],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    replicas: bytes = b"",
+    own: OwnManifest | None = None,
 ) -> KnownChunks:
     """Load the chunks that `rank` may leave out.
 
-    The caller's lease must already name `bases`. `replicas`: see `Manifest`.
+    The caller's lease must already name `bases`. `replicas`: see `Manifest`. `own`: see `PutPlan`.
     """
     known = KnownChunks()
-    if not bases:
-        return known
-    pending = repository.pending_deletes(store)
+    pending: set[tuple[str, int, int]] | None = None
     for base in bases:
-        at = base.of(run)
-        if (at.run, at.timeline, at.step) in pending:
-            _log.info("step %d of run %s is being collected and is not used as a base", at.step, at.run)
-            continue
         try:
-            if _is_committed(store, at.run, base):
-                _add(fetch.manifests_like(store, at.run, base, rank, world_size, replicas), known)
-                known.bases.append(base)
+            own_manifest = _own_manifest(store, base, run, rank, own, world_size, replicas)
+            if own_manifest is None or not names.is_grouped(world_size):
+                pending = repository.pending_deletes(store) if pending is None else pending
+                if not _may_reference(store, run, base, pending):
+                    continue
+            found = (own_manifest,) if own_manifest is not None else None
+            at = base.of(run)
+            _add(found or fetch.manifests_like(store, at.run, base, rank, world_size, replicas), known)
+            known.bases.append(base)
         except (NotFoundError, CorruptionError, UnsupportedError) as error:
             _log.warning("step %d cannot be used for deduplication; all chunks are written: %s", base.step, error)
     _drop_sparse_packs(store, run, known)
     return known
+
+
+def _own_manifest(
+    store: Store, base: Base, run: str, rank: int, own: OwnManifest | None, world_size: int, replicas: bytes
+) -> Manifest | None:
+    """The rank's manifest of the base, if this process committed it and the ranks divide the work as they did for it."""
+    if own is None or own.attempt != base.attempt:
+        return None
+    found = fetch.manifest_of(store, base.of(run).run, base, rank, own.digest, own.data)
+    alike = found.world_size == world_size and (world_size == 1 or (replicas and found.replicas == replicas))
+    return found if alike else None
+
+
+def _may_reference(store: Store, run: str, base: Base, pending: set[tuple[str, int, int]]) -> bool:
+    at = base.of(run)
+    if (at.run, at.timeline, at.step) in pending:
+        _log.info("step %d of run %s is being collected and is not used as a base", at.step, at.run)
+        return False
+    return _is_committed(store, at.run, base)
 
 
 def _drop_sparse_packs(store: Store, run: str, known: KnownChunks) -> None:

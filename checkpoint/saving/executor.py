@@ -12,19 +12,22 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.saving import plan as plans
 from headrace.checkpoint.saving.commit_worker import commit_staged, result_of
-from headrace.checkpoint.saving.plan import Event, PutPlan, Released
+from headrace.checkpoint.saving.plan import Event, OwnManifest, PutPlan, Released
+from headrace.checkpoint.saving.progress import ProgressFile
 from headrace.checkpoint.saving.upload import ArenaBytes
 from headrace.checkpoint.tier.restoring import node_tier
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import DeadlineError, HeadraceError, NotFoundError, TransientError
+from headrace.dataio.core.limits import MIB
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.sidecar.client import SaveMeter, Sidecar, StagedJob
 from headrace.dataio.store.base import Store
@@ -39,6 +42,8 @@ GRACE_SECONDS = 10.0
 """Seconds that the client waits for the commit of a save if the connection broke after the arena was released."""
 ROUNDS = 5
 """The maximum number of times that one save is followed at a daemon, restarts included."""
+_KEPT_MANIFEST_BYTES = 8 * MIB
+"""A manifest of up to this size is kept for the next save. A larger one is read again."""
 _POLL = 0.2
 _WATCH_SECONDS = 5.0
 _plan_built = declare("trainer.plan-built", "the arena is full, the plan is built, the sidecar has neither")
@@ -78,10 +83,21 @@ class SaveExecutor:
     ) -> None:
         self._store, self._sidecar_name, self._meter, self._clock = store, sidecar, meter, clock
         self._sidecar: Sidecar | None = None
+        self.own_manifest: OwnManifest | None = None
+        """This rank's manifest of the last step that was committed; None if the last save failed."""
         self._lock = threading.Lock()
 
     def commit_staged(self, save: StagedSave) -> dict[str, object]:
         """Commit the save and return its report. The arena is released as soon as possible."""
+        try:
+            result = self._commit_anywhere(save)
+        except BaseException:
+            self.own_manifest = None
+            raise
+        self.own_manifest = own_manifest_of(result, result.pop("encoded", None))
+        return result
+
+    def _commit_anywhere(self, save: StagedSave) -> dict[str, object]:
         sidecar, staged = self._hand_over(save)
         save.handed_over("process" if staged is None else "sidecar")
         try:
@@ -139,6 +155,7 @@ class SaveExecutor:
         `shared`: a sidecar may also be reading the arena and may commit the same attempt.
         """
         release, done = (save.abandon if shared else save.give_back), False
+        progress = ProgressFile(None)
 
         def emit(event: Event) -> None:
             nonlocal done
@@ -153,15 +170,17 @@ class SaveExecutor:
                     local_tier = stack.enter_context(node_tier(self._sidecar_name)).local_tier
                 store = self._store if save.through is None else save.through(self._store)
                 failed_ranks = commit.no_failed_ranks if shared else save.failed_ranks
-                return commit_staged(
+                result = commit_staged(
                     save.view(),
                     save.plan,
                     emit,
                     store=store,
                     local_tier=local_tier,
+                    progress=progress,
                     failed_ranks=failed_ranks,
                     clock=self._clock,
                 )
+                return result | {"encoded": progress.manifest}
         finally:
             if not done:
                 release()
@@ -298,6 +317,21 @@ class _ArenaOwner:
 def attempt_of(plan: PutPlan) -> Attempt:
     """The attempt that the plan belongs to."""
     return Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
+
+
+def own_manifest_of(result: Mapping[str, object], encoded: object = None) -> OwnManifest | None:
+    """This rank's manifest of a committed step, from the save's report.
+
+    Args:
+        result: The report. An older daemon's report does not name the manifest.
+        encoded: The manifest that this process wrote, if it did. Default: None.
+    """
+    attempt, name = result.get("attempt"), result.get("manifest")
+    if not isinstance(attempt, str) or not isinstance(name, str):
+        return None
+    data = encoded if isinstance(encoded, bytes) and len(encoded) <= _KEPT_MANIFEST_BYTES else b""
+    expected = bytes.fromhex(name)
+    return OwnManifest(attempt, expected, data if digest(data) == expected else b"")
 
 
 def _watch(stopped: threading.Event, store: Store, attempt: Attempt, silent_ranks: commit.FailedRanks) -> None:

@@ -48,11 +48,23 @@ class PlanTensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return TensorSpec(self.name, self.dtype, Box(self.shape, self.offset, self.local), self.replicated)
 
 
+class OwnManifest(msgspec.Struct, frozen=True):
+    """This rank's manifest of the last step that it committed.
+
+    `digest` is the digest of the encoded manifest. `data` is the encoded manifest, or empty if it must be read.
+    """
+
+    attempt: str
+    digest: bytes
+    data: bytes = b""
+
+
 class PutPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a worker needs to commit one rank's part of a step, except the tensor bytes.
 
     `upload_hint`: bytes per second that an earlier save measured; 0 if unknown. `tree` and `replicas` are copied into
-    the manifest. Times are in seconds.
+    the manifest. `own_manifest`: None if this process has not committed a step, or if its last save failed. Times are
+    in seconds.
     """
 
     version: int = VERSION
@@ -72,6 +84,7 @@ class PutPlan(msgspec.Struct, frozen=True, kw_only=True):
     upload_hint: float = 0.0
     lease_seconds: float = 300.0
     commit_timeout: float = 600.0
+    own_manifest: OwnManifest | None = None
 
     @property
     def bytes_state(self) -> int:

@@ -99,7 +99,15 @@ def upload(
     specs = [tensor.spec() for tensor in plan.tensors]
     layout = chunking.lay_out(specs)
     pieces, spans = chunking.cut_all(specs, layout)
-    known = dedup.load(store, plan.run, plan.bases, rank=plan.rank, world_size=plan.world_size, replicas=plan.replicas)
+    known = dedup.load(
+        store,
+        plan.run,
+        plan.bases,
+        rank=plan.rank,
+        world_size=plan.world_size,
+        replicas=plan.replicas,
+        own=plan.own_manifest,
+    )
     codecs = _codecs(store, plan, known, specs, layout, spans)
     add_stored(known, progress.stored(store, plan))
     work = _Upload(plan, emit, progress, known, sum(piece.length for piece in pieces))

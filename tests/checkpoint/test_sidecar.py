@@ -123,6 +123,20 @@ def test_the_daemon_carries_save_after_save_through_one_arena(daemon: Daemon, tm
         assert check.check(store).clean
 
 
+def test_a_save_by_the_daemon_leaves_the_digest_of_the_manifest(daemon: Daemon, tmp_path: Path) -> None:
+    daemon.start()
+    weights = {"w": torch.randn(300_000)}
+    with open_store(tmp_path) as store, Checkpointer(store, run="exp", sidecar=daemon.socket) as checkpointer:
+        assert checkpointer.save(1, weights).result(60).committed_by == "sidecar"
+        own = checkpointer._executor.own_manifest
+        assert own is not None
+        assert not own.data
+        second = checkpointer.save(2, weights).result(60)
+        assert second.committed_by == "sidecar"
+        assert second.bytes_deduplicated == second.bytes_state
+        assert check.check(store).clean
+
+
 def test_a_step_committed_by_an_orphan_of_a_killed_daemon_is_reported_as_committed(
     daemon: Daemon, tmp_path: Path
 ) -> None:

@@ -26,7 +26,9 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.saving.commit_worker import commit_staged
-from headrace.checkpoint.saving.plan import PutPlan
+from headrace.checkpoint.saving.executor import own_manifest_of
+from headrace.checkpoint.saving.plan import OwnManifest, PutPlan
+from headrace.checkpoint.saving.progress import ProgressFile
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.testing.simulation.collectives import Group, SimulatedRanks
@@ -293,6 +295,7 @@ class Trainer:
         self.history, self.ranks, self.saves = history, ranks, saves
         self.store, self.clock, self.journal = history.store, history.clock, history.journal
         self.held = ParentLease(self.store, LEASE_SECONDS, self.clock)
+        self.own: OwnManifest | None = None
 
     def run(self) -> None:
         """Restore, then save; an error of a save is not the end of the trainer, a conflict is."""
@@ -358,25 +361,31 @@ class Trainer:
             run=RUN,
             lease_seconds=LEASE_SECONDS,
             commit_timeout=2 * LEASE_SECONDS,
+            own_manifest=self.own,
         )
         began, simulation = self.history.simulation.now, self.history.simulation
         newest = max(number for number, _ in self.journal.opened)
         if self.history.draw.random() < 0.2:  # the daemon's worker was replaced, and is only slow
             twin = structs.replace(made.plan, compression="zstd")
             simulation.start(self._commit, made.arena, twin, at=self.history.draw.uniform(0, 5))
-        if not self._commit(made.arena, made.plan):
+        self.own = None
+        progress = ProgressFile(None)
+        result = self._commit(made.arena, made.plan, progress)
+        if result is None:
             return False
+        self.own = own_manifest_of(result, progress.manifest if number % 2 else None)
         if newest > number:
             raise BrokenPromiseError(f"a save that began at {began} in timeline {number} replaced timeline {newest}")
         self.journal.acked.append(Acked(Base(number, step, attempt), simulation.now))
         return True
 
-    def _commit(self, arena: memoryview, put: PutPlan) -> bool:
+    def _commit(
+        self, arena: memoryview, put: PutPlan, progress: ProgressFile | None = None
+    ) -> dict[str, object] | None:
         try:
-            commit_staged(arena, put, lambda _: None, store=self.store, clock=self.clock)
+            return commit_staged(arena, put, lambda _: None, store=self.store, progress=progress, clock=self.clock)
         except HeadraceError:
-            return False
-        return True
+            return None
 
 
 def _boxes(rank: int, world: int) -> list[tuple[str, Box]]:

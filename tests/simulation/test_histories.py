@@ -22,7 +22,7 @@ FIRST = {
     "a replaced worker uses its predecessor's pack names": 115,
     "a decision is overwritten": 188,
     "a COMMIT is overwritten": 30,
-    "readers and savers ignore pending deletes": 655,
+    "readers and savers ignore pending deletes": 160,
     "collectors judge an attempt by COMMIT": 75,
     "COMMIT is written before the decision": 70,
 }

@@ -23,6 +23,9 @@ from headrace.checkpoint.repository.group_commit import finish_alone
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.saving.commit_worker import commit_staged
+from headrace.checkpoint.saving.executor import own_manifest_of
+from headrace.checkpoint.saving.plan import OwnManifest
+from headrace.checkpoint.saving.progress import ProgressFile
 from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, MismatchError, UnsupportedError
 from headrace.dataio.testing.simulation.scheduler import Process, Simulation
 from headrace.dataio.testing.simulation.store import Bucket, SimulatedStore
@@ -67,6 +70,7 @@ class Job:
         self.at_request: Fault = lambda rank, operation, key: None
         self.bucket.watch = self._watch
         self.bucket.apply_put(names.REPO, encode(Repo(id=names.new_id(self.clock), created=0.0)))
+        self.own: dict[int, OwnManifest | None] = {}
         self.failed_ranks: Callable[[Sequence[int]], str] = commit.no_failed_ranks
         self.killed = -1
 
@@ -97,6 +101,7 @@ class Job:
                 rank=rank,
                 world_size=WORLD,
                 replicas=(plans or {}).get(rank, PLAN),
+                own_manifest=self.own.get(rank),
                 commit_timeout=TIMEOUT,
                 lease_seconds=60.0,
             )
@@ -119,16 +124,19 @@ class Job:
         return sum(part in key and operation in what and at >= since for at, _, what, key in self.sent)
 
     def _one(self, rank: int, put: Callable[[], Any]) -> None:
-        made = put()
+        made, progress = put(), ProgressFile(None)
+        self.own.pop(rank, None)
         try:
-            self.outcomes[rank] = commit_staged(
+            self.outcomes[rank] = result = commit_staged(
                 made.arena,
                 made.plan,
                 lambda _: None,
                 store=self.store,
+                progress=progress,
                 clock=self.clock,
                 failed_ranks=self.failed_ranks,
             )
+            self.own[rank] = own_manifest_of(result, progress.manifest if rank % 2 else None)
         except HeadraceError as error:
             self.outcomes[rank] = error
         self.ended[rank] = self.simulation.now
@@ -303,6 +311,7 @@ def test_a_base_that_a_collection_removes_meanwhile_aborts_the_attempt() -> None
 
     job.simulation.start(removed, at=job.simulation.now + 3.0, process=Process("collector"))
     job.outcomes.clear()
+    job.own.clear()  # no rank knows its manifest of the base, so each looks whether the base exists
     third = job.save(3, bases=(first,), delay=lambda rank: 10.0 if rank == 24 else 0.0)
     assert committed(job, second)
     assert not committed(job, third)
@@ -332,6 +341,7 @@ def test_a_newer_timeline_ends_the_save_of_all_ranks_soon() -> None:
 def test_the_next_save_references_only_its_own_rank_of_the_base() -> None:
     job = Job()
     first = job.save(1)
+    job.own.clear()  # as in new processes
     before = len(job.sent)
     second = job.save(2, bases=(first,))
     read_manifests = [
@@ -340,6 +350,62 @@ def test_the_next_save_references_only_its_own_rank_of_the_base() -> None:
     assert len(read_manifests) == WORLD
     assert not job.count(f"packs/{second.attempt}")
     assert contents(job, second) == WHOLE
+
+
+def test_a_rank_that_committed_the_base_reads_at_most_its_manifest_of_it() -> None:
+    job = Job()
+    first = job.save(1)
+    began = job.simulation.now
+    second = job.save(2, bases=(first,))
+    assert contents(job, second) == WHOLE
+    asked = Counter((name, operation) for at, name, operation, key in job.sent if at > began and operation != "PUT")
+    followers = [rank for rank in range(WORLD) if rank % GROUP]
+    assert {asked[str(rank), "LIST"] for rank in followers} == {0}
+    assert {asked[str(rank), "GET"] for rank in followers if rank % 2} == {1}  # COMMIT of the new step
+    assert {asked[str(rank), "GET"] for rank in followers if not rank % 2} == {2}  # and the manifest of the base
+    assert job.count("packs/", "PUT", since=began) == 0
+
+
+def test_a_base_that_was_removed_aborts_the_next_save_only() -> None:
+    job = Job()
+    first = job.save(1)
+    job.run(
+        lambda: job.store.put(
+            names.commit(RUN, first.timeline, first.step),
+            encode(Commit(step=first.step, attempt=first.attempt, tombstone=True)),
+        )
+    )
+    job.outcomes.clear()
+    second = job.save(2, bases=(first,))
+    assert not committed(job, second)
+    assert {type(outcome) for outcome in job.outcomes.values()} == {FinalError}
+    assert all("removed by retention" in str(each) for each in job.outcomes.values())
+    assert not job.own
+    third = job.save(3, bases=(first,))
+    assert contents(job, third) == WHOLE
+    found = job.run(lambda: fetch.open_step(job.store, RUN, third))
+    assert {each.bases for each in found.manifests} == {()}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"digest": bytes(32), "data": b""},
+        {"data": b"another manifest"},
+        {"digest": bytes(32)},
+    ],
+    ids=["another digest", "other bytes", "another digest of the bytes"],
+)
+def test_a_manifest_that_is_not_the_one_of_its_digest_is_not_used(wrong: dict[str, bytes]) -> None:
+    job = Job()
+    first = job.save(1)
+    for rank, own in job.own.items():
+        assert own is not None
+        job.own[rank] = structs.replace(own, **wrong)
+    began = job.simulation.now
+    second = job.save(2, bases=(first,))
+    assert contents(job, second) == WHOLE
+    assert job.count("packs/", "PUT", since=began) == WORLD
 
 
 def test_one_process_can_commit_for_all_ranks() -> None:
