@@ -1,10 +1,11 @@
 """Measures the saves of a large job, from the staged state to COMMIT: real code of all ranks, in virtual time.
 
-Each rank has as many tensors as in the model of `headrace.bench.control_plane.state`, but of one byte each. So manifests
-are as large as in a real job, and uploads take no time. CPU time passes as virtual time, with one core for each rank.
+By default each rank has as many tensors as in the model of `headrace.bench.control_plane.state`, but of one byte each. So
+manifests are as large as in a real job, and uploads take no time. With one tensor, jobs of 16,384 ranks fit. CPU time
+passes as virtual time, with one core for each rank.
 All ranks end their uploads within two seconds.
 
-    python -m headrace.bench.control_plane.commit RANKS [LATENCY]
+    python -m headrace.bench.control_plane.commit RANKS [LATENCY [TENSORS]]
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.bench.control_plane.state import NAMES, RUN, document
@@ -33,9 +35,9 @@ UPLOADS_WITHIN = 2.0
 _TIMEOUT = 600.0
 
 
-def specs_of(rank: int, ranks: int) -> list[TensorSpec]:
+def specs_of(rank: int, ranks: int, tensors: Sequence[str]) -> list[TensorSpec]:
     """One byte of each tensor."""
-    return [TensorSpec(name, "uint8", Box((ranks,), (rank,), (1,)), True) for name in NAMES]
+    return [TensorSpec(name, "uint8", Box((ranks,), (rank,), (1,)), True) for name in tensors]
 
 
 @dataclass
@@ -52,10 +54,10 @@ class Save:
 
 
 class Job:
-    """A job of `ranks` ranks on a store that answers after `latency` seconds."""
+    """A job of `ranks` ranks on a store that answers after `latency` seconds. `tensors`: their names."""
 
-    def __init__(self, ranks: int, latency: float) -> None:
-        self.ranks, self._draw = ranks, random.Random(1)
+    def __init__(self, ranks: int, latency: float, tensors: Sequence[str]) -> None:
+        self.ranks, self._tensors, self._draw = ranks, tensors, random.Random(1)
         self.simulation = Simulation(1, charge_cpu=True)
         self.bucket = Bucket(self.simulation, latency=latency)
         self.store, self.clock = SimulatedStore(self.bucket), self.simulation.clock
@@ -65,9 +67,9 @@ class Job:
         self.bucket.apply_put(names.REPO, encode(Repo(id=names.new_id(self.clock), created=0.0)))
         self.simulation.start(timeline.open_timeline, self.store, RUN, None, self.clock)
         self._run()
-        shares = [group.share_digest(specs_of(rank, ranks)) for rank in range(ranks)]
+        shares = [group.share_digest(specs_of(rank, ranks, tensors)) for rank in range(ranks)]
         self._plan = group.plan_digest(shares) if names.is_grouped(ranks) else b""
-        self._tree = document(NAMES)
+        self._tree = document(tensors)
 
     def save(self, step: int, bases: tuple[Base, ...] = ()) -> Save:
         """Let all ranks save the step."""
@@ -83,7 +85,7 @@ class Job:
         return Save(Base(1, step, attempt), requests, committed - last, self.simulation.now - last)
 
     def _one(self, rank: int, step: int, attempt: str, bases: tuple[Base, ...]) -> None:
-        specs = specs_of(rank, self.ranks)
+        specs = specs_of(rank, self.ranks, self._tensors)
         place = chunking.lay_out(specs)
         arena = memoryview(bytearray(step.to_bytes(4, "big") * (place.total // 4 + 1)))[: place.total]
         planned = plan.PutPlan(
@@ -121,9 +123,9 @@ class Job:
             self._puts.append((now, key))
 
 
-def measure(ranks: int, latency: float = 0.02) -> dict[str, float]:
-    """A first save, and a second one that references it."""
-    job = Job(ranks, latency)
+def measure(ranks: int, latency: float = 0.02, tensors: int | None = None) -> dict[str, float]:
+    """A first save, and a second one that references it. `tensors`: how many each rank has; None for those of the model."""
+    job = Job(ranks, latency, NAMES[:tensors])
     first = job.save(1)
     later = job.save(2, (first.base,))
     return {
@@ -136,4 +138,5 @@ def measure(ranks: int, latency: float = 0.02) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]), *map(float, sys.argv[2:]))))
+    ranks, latency, tensors = (sys.argv[1:] + ["0.02", "0"][len(sys.argv) - 2 :])[:3]
+    print(json.dumps(measure(int(ranks), float(latency), int(tensors) or None)))

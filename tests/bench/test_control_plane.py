@@ -85,6 +85,14 @@ def test_all_ranks_plan_commit_and_restore(monkeypatch: pytest.MonkeyPatch) -> N
     assert restore.measure(5, 5, latency=1.0)["virtual_seconds"] > same["virtual_seconds"] + 1
 
 
+def test_two_saves_of_a_hundred_and_twenty_ranks_take_five_requests_a_rank_or_less() -> None:
+    found = commit.measure(120, 0.02, tensors=1)
+    assert found["ranks"] == 120
+    assert 3 * 120 < found["requests"] <= 5 * 120
+    assert 2 * 120 < found["later_requests"] <= 5 * 120
+    assert 0 < found["commit_seconds"] < 1.5
+
+
 @pytest.mark.process
 def test_the_command_prints_the_figures_with_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
     part = run_part(capsys, "simulate", "--control-plane", "--ranks", "8", "--latency-ms", "5")

@@ -513,12 +513,3 @@ def test_find_and_list_see_a_grouped_step_like_any_other() -> None:
     base = job.save()
     assert job.run(lambda: repository.find(job.store, RUN, "latest")) == base
     assert job.run(lambda: repository.find(job.store, RUN, 1)) == base
-
-
-def test_the_commit_of_a_hundred_and_twenty_ranks_is_measured() -> None:
-    from tests.support.group_commit_scale import measure
-
-    found = measure(120)
-    assert found["ranks"] == 120
-    assert 2 < found["requests_per_rank"] < 5
-    assert 0 < found["commit_seconds"] < 1.5
