@@ -209,6 +209,15 @@ def test_any_nested_state_comes_back(state: dict[str, Any], tmp_path_factory: py
     assert same(into, before)
 
 
+def test_two_tensors_of_one_name_are_refused_and_names_that_only_look_alike_are_kept_apart(tmp_path: Path) -> None:
+    with open_at(tmp_path) as checkpointer, pytest.raises(UsageError, match="two entries of the state are both called"):
+        checkpointer.save(1, {"d": {1: torch.ones(1), "1": torch.zeros(1)}})
+    state = {"a": {"b": torch.ones(1)}, "a/b": torch.zeros(1), "a.b": torch.full((1,), 2.0), "d": {1: "i", "1": "s"}}
+    into = blank(state)
+    there_and_back(tmp_path / "alike", state, into)
+    assert same(into, state)
+
+
 def model(seed: int) -> nn.ModuleDict:
     torch.manual_seed(seed)
     return nn.ModuleDict({"body": nn.Linear(5, 5), "head": nn.Linear(5, 2)})
