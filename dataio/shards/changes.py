@@ -15,7 +15,7 @@ Invariants:
 * While it compares, DuckDB holds each key that it reads and an 8-byte hash of the sample. Afterwards it holds only the
   keys that differ, and streams them. It uses at most `conditions.SPILL_MEMORY`, and a temporary folder beyond.
 
-Failure behaviour: a lost race raises `ConflictError` as `documents.commit` describes. So does a key that two merged
+Failure behaviour: a lost race raises `ConflictError` as `history.commit` describes. So does a key that two merged
 datasets hold. A key to remove that no sample has raises `NotFoundError`. A change that would remove all samples or none
 raises `UsageError`. Read errors are passed on. After an error, no version document names the objects that were stored
 before it.
@@ -40,6 +40,7 @@ from headrace.dataio.shards.query.conditions import connect_with_disk
 from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers, RowSelection, load_bitmap, store_bitmaps
 from headrace.dataio.shards.query.tables import repeated_keys
 from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import history
 from headrace.dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
 from headrace.dataio.shards.versions.mounting import mount_of, named_by, with_mounts
 from headrace.dataio.store.base import Location, Store
@@ -84,7 +85,7 @@ def save(dataset: Dataset, message: str) -> VersionDocument:
         mounts=document.mounts,
         lineage=view.lineage,
     )
-    return versions.commit(dataset.store, lambda _: made, trunk=False)
+    return history.commit(dataset.store, lambda _: made, trunk=False)
 
 
 def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, message: str) -> VersionDocument:
@@ -104,7 +105,7 @@ def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, mess
             base, base.shards, parts, message or f"removed {counted(count, 'sample')}", base.mounts, how
         )
 
-    return versions.commit(dataset.store, build)
+    return history.commit(dataset.store, build)
 
 
 def count_removed(dataset: Dataset, keys: Iterable[str] | None, where: str | None) -> int:
@@ -187,7 +188,7 @@ def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> tuple[Ve
             _check_unique_keys(store, made)
         return made
 
-    return versions.commit(dataset.store, build), named
+    return history.commit(dataset.store, build), named
 
 
 # --- index parts with fewer rows

@@ -55,12 +55,12 @@ _MESSAGE = argument(
 )
 def log(args: Namespace) -> int:
     """`headrace log DATASET`"""
-    from headrace.dataio.shards.versions.tags import history
+    from headrace.dataio.shards.versions.tags import list_described
     from headrace.dataio.store.open import open_store
 
     number = 0
     with open_store(args.dataset) as store:
-        for number, entry in enumerate(history(store), 1):
+        for number, entry in enumerate(list_described(store), 1):
             if args.json:
                 print_json_line(msgspec.to_builtins(entry))
             else:

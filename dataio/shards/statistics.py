@@ -39,7 +39,7 @@ from headrace.dataio.shards.units.engine import (
 )
 from headrace.dataio.shards.units.journal import Done, JournalFolder, Record, Unit, divide
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.shards.versions import tags
+from headrace.dataio.shards.versions import history, tags
 from headrace.dataio.shards.workers.worker_pool import worker_count
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.open import open_location
@@ -243,7 +243,7 @@ class _RemoteSettings(msgspec.Struct, frozen=True):
 def _open_remote(settings: bytes) -> Iterator[_PartCounter]:
     found = msgspec.msgpack.decode(settings, type=_RemoteSettings)
     with open_location(found.store) as store:
-        yield _PartCounter(store, versions.load(store, found.version)[0], 1)
+        yield _PartCounter(store, history.load(store, found.version)[0], 1)
 
 
 class _PartCounter(UnitRunner[_PartsToCount, PartCounts]):

@@ -28,7 +28,7 @@ from headrace.dataio.shards.index.pages import short_digest
 from headrace.dataio.shards.query import part_writer, tables
 from headrace.dataio.shards.query.open_index import RowSelection
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.shards.versions import paging
+from headrace.dataio.shards.versions import history, paging
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrappers import Wrapper
@@ -134,7 +134,7 @@ def make(folder: str, samples: int) -> None:
     document = versions.new_document("scale", (), index_of_all, version=1, parent=None, message="")
     kind = paging.PagedList[versions.Shard]
     listed = kind(store, pages, kind=versions.Shard, check=lambda *_: None, cached=1)
-    versions.publish(store, msgspec.structs.replace(document, shards=listed))
+    history.publish(store, msgspec.structs.replace(document, shards=listed))
 
 
 def measured(store: Counted, run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:

@@ -9,6 +9,7 @@ from typing import Any
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.sample import AudioInfo, KeyFrame, Member, Sample, VideoInfo
 from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import history
 from headrace.dataio.store.base import Store
 
 SHARD_BYTES = 1 << 30
@@ -61,7 +62,7 @@ def make(
     stored = list[versions.IndexPart]()
     for start in range(0, len(rows), per_part):
         stored += part_writer.store_parts(store, rows[start : start + per_part], len(stored))
-    versions.publish(
+    history.publish(
         store, versions.new_document(name, tuple(shards), tuple(stored), version=1, parent=None, message="made")
     )
     return rows

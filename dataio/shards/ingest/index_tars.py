@@ -47,6 +47,7 @@ from headrace.dataio.shards.query.part_writer import PartWriter
 from headrace.dataio.shards.units.engine import Engine, RunReport, find_engine, run_units
 from headrace.dataio.shards.units.journal import Done, Journal
 from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import history
 from headrace.dataio.shards.versions.mounting import mount_of
 from headrace.dataio.shards.workers.worker_pool import worker_count
 from headrace.dataio.store.base import Store
@@ -132,14 +133,14 @@ def index(
         store, owned = use_or_open(url, storage_options)
         if owned:
             undo.enter_context(store)
-        versions.refuse_checkpoints(store)
+        history.refuse_checkpoints(store)
         found = find(listed, lambda root: _open_source(root, source_options or {}))
         undo.callback(found.close)
         shards, mounted = _source_shards(found, store)
         indexer = _Indexer(store=store, found=found, shards=shards, settings=settings, progress=progress)
-        report = indexer.published() if versions.list_versions(store) else None
+        report = indexer.published() if history.list_versions(store) else None
         if report is None:
-            versions.refuse_existing(store, "give an empty folder or prefix, then `headrace merge` the two datasets")
+            history.refuse_existing(store, "give an empty folder or prefix, then `headrace merge` the two datasets")
             report = indexer.run(name, tuple(mount_of(s.location) for s in mounted.values()), chosen, workers)
         dataset_store = Mounts(store, mounted, owns_base=owned) if mounted else store
         dataset = Dataset(dataset_store, 1)
@@ -199,7 +200,7 @@ class _Indexer:
         """Return the report of the version that an earlier call made from the same plan, or None."""
         if not self._journal.done() >= set(range(len(self._plan.units))):
             return None
-        document, _ = versions.load(self._store, 1)
+        document, _ = history.load(self._store, 1)
         indexed = [shard for record in self._journal.records(len(self._plan.units)) for shard in record.shards]
         if not indexed or tuple(indexed) != tuple(document.shards):
             return None
@@ -211,8 +212,8 @@ class _Indexer:
         self, name: str | None, mounts: tuple[versions.Mount, ...], engine: Engine, workers: int | None
     ) -> PackReport:
         """Make the version and return the report."""
-        name = name or versions.name_of(self._store)
-        versions.claim(self._store, name)
+        name = name or history.name_of(self._store)
+        history.claim(self._store, name)
         try:
             task = index_task([source.store for source in self._found.sources], self._settings)
             run = run_units(
@@ -241,7 +242,7 @@ class _Indexer:
             message="indexed in place",
             mounts=tuple(sorted((m for m in mounts if m.name in used), key=lambda m: m.name)),
         )
-        versions.publish(self._store, document)
+        history.publish(self._store, document)
         _crash_after_version()
         return self._finish(run)
 

@@ -49,6 +49,7 @@ from headrace.dataio.shards.query.part_writer import PartWriter
 from headrace.dataio.shards.units.engine import Engine, RunReport, find_engine, run_units
 from headrace.dataio.shards.units.journal import Done, StoredJournal
 from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import history
 from headrace.dataio.shards.versions.mounting import with_mounts
 from headrace.dataio.shards.workers.worker_pool import worker_count
 from headrace.dataio.store.base import Store
@@ -235,33 +236,33 @@ class _PackJob:
 
     def pack(self, store: Store, sources: Sources, name: str | None) -> tuple[PackReport, int]:
         """Make version 1 of the dataset."""
-        versions.refuse_checkpoints(store)
+        history.refuse_checkpoints(store)
         gathered = self._gather(sources, store)
         reporter = _PackReporter(gathered, self._settings.strict, self._progress)
         runner = self._runner(store, gathered, append=False)
-        if versions.list_versions(store):
+        if history.list_versions(store):
             found = runner.published()
             if found is not None:
                 return self._finish(runner, reporter, RunReport(0, ()), found)
-            versions.refuse_existing(
+            history.refuse_existing(
                 store, "add to it with `headrace pack --append` (`append` in Python), or pack elsewhere"
             )
-        name = name or versions.name_of(store)
+        name = name or history.name_of(store)
         if not gathered.groups:
             raise reporter.nothing_to_pack()
-        versions.claim(store, name)
+        history.claim(store, name)
         runner.journal.begin(0)
         run = runner.run(self._engine, self._workers, reporter, self.stores)
         shards, parts = runner.index(0, reporter.nothing_to_pack)
         document = versions.new_document(name, shards, parts, version=1, parent=None, message="packed")
         _crash_after_index()
-        versions.publish(store, document)
+        history.publish(store, document)
         _crash_after_version()
         return self._finish(runner, reporter, run, document)
 
     def append(self, store: Store, sources: Sources, message: str, trust_mounts: bool) -> tuple[PackReport, int]:
         """Make the next version of the dataset."""
-        newest, _ = versions.load(store)
+        newest, _ = history.load(store)
         gathered = self._gather(sources, store)
         reporter = _PackReporter(gathered, self._settings.strict, self._progress)
         if not gathered.groups:
@@ -290,7 +291,7 @@ class _PackJob:
                 lineage=versions.Lineage(operation="append"),
             )
 
-        document = versions.commit(store, build)
+        document = history.commit(store, build)
         _crash_after_version()
         return self._finish(runner, reporter, run, document)
 
@@ -356,7 +357,7 @@ class _UnitRunner:
         """Return the document of the version that an earlier call made from the same plan, or None."""
         if not self.units or not self.journal.done() >= set(range(len(self.units))):
             return None
-        document, _ = versions.load(self.store)
+        document, _ = history.load(self.store)
         published_shards = {shard.key for shard in document.shards}
         shards = [shard.key for packed in self.journal.records(len(self.units)) for shard in packed.shards]
         return document if shards and published_shards.issuperset(shards) else None

@@ -28,7 +28,7 @@ from headrace.dataio.shards.verify.repair import (
 )
 from headrace.dataio.shards.verify.report import Finding, ObjectReport, report
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.shards.versions import tags
+from headrace.dataio.shards.versions import history, tags
 from headrace.dataio.shards.versions.documents import IndexPart, VersionDocument
 from headrace.dataio.shards.versions.paging import Page, PagedList, check_page
 from headrace.dataio.store.base import Store
@@ -182,10 +182,10 @@ def find_orphans(store: Store, document: VersionDocument) -> list[str]:
     If a version cannot be read, this returns an empty list, because that version may name some of them.
     """
     named = _named_objects(document)
-    for number in versions.list_versions(store):
+    for number in history.list_versions(store):
         if number != document.version:
             try:
-                named |= _named_objects(versions.load(store, number)[0])
+                named |= _named_objects(history.load(store, number)[0])
             except (CorruptionError, UnsupportedError):
                 return []
     return [info.key for prefix in _DATA_FOLDERS for info in store.list(prefix) if info.key not in named]

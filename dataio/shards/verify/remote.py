@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.dataio.shards.units.engine import check_shareable
 from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import history
 from headrace.dataio.shards.workers.worker_pool import worker_count
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.open import open_location
@@ -42,7 +43,7 @@ def open_stores(found: VersionStores) -> Iterator[tuple[Store, Store | None, ver
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(open_location(found.store))
         copy = None if found.copy is None else stack.enter_context(open_location(found.copy))
-        yield store, copy, versions.load(store, found.version)[0]
+        yield store, copy, history.load(store, found.version)[0]
 
 
 def local_threads(workers: int | None) -> int:

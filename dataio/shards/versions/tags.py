@@ -20,6 +20,7 @@ import msgspec
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
 from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import history
 from headrace.dataio.shards.versions.documents import VersionDocument
 from headrace.dataio.store.base import Store
 
@@ -101,13 +102,13 @@ def names(store: Store) -> list[str]:
 
 
 def load(store: Store, version: int | str | None = None) -> tuple[VersionDocument, str]:
-    """Like `versions.load`, but also accepts a tag. A string of digits is a version number."""
+    """Like `history.load`, but also accepts a tag. A string of digits is a version number."""
     if not isinstance(version, str):
-        return versions.load(store, version)
+        return history.load(store, version)
     if version.isdecimal():
-        return versions.load(store, int(version))
+        return history.load(store, int(version))
     tag = read(store, version)
-    document, digest = versions.load(store, tag.version)
+    document, digest = history.load(store, tag.version)
     if digest != tag.document:
         raise CorruptionError(
             f"{store.location.url}: version {tag.version} is not the one that was tagged {version!r}",
@@ -118,7 +119,7 @@ def load(store: Store, version: int | str | None = None) -> tuple[VersionDocumen
 
 @dataclass(frozen=True)
 class VersionInfo:
-    """One version, as `history` lists it. `trunk` is False for a saved view, which readers never open by default."""
+    """One version, as `list_described` returns it. `trunk` is False for a saved view, which readers never open by default."""
 
     version: int
     parent: int | None
@@ -131,13 +132,13 @@ class VersionInfo:
     tags: tuple[str, ...]
 
 
-def history(store: Store) -> Iterator[VersionInfo]:
+def list_described(store: Store) -> Iterator[VersionInfo]:
     """Yield the existing versions from the newest to the oldest. Documents are read one at a time."""
     named = dict[int, list[str]]()
     for name in names(store):
         named.setdefault(read(store, name).version, []).append(name)
-    for number in reversed(versions.list_versions(store)):
-        document, digest = versions.load(store, number)
+    for number in reversed(history.list_versions(store)):
+        document, digest = history.load(store, number)
         yield VersionInfo(
             version=number,
             parent=document.parent,

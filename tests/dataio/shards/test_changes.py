@@ -18,8 +18,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.shards.versions import tags
-from headrace.dataio.shards.versions.tags import history
+from headrace.dataio.shards.versions import history, tags
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.support.indexed_datasets import SHARD_BYTES, make, sample
@@ -53,7 +52,7 @@ def append(store: Store, numbers: list[int], name: str) -> versions.VersionDocum
             mounts=base.mounts,
         )
 
-    return versions.commit(store, build)
+    return history.commit(store, build)
 
 
 # --- save
@@ -80,7 +79,7 @@ def test_only_views_with_samples_are_saved(tmp_path: Path) -> None:
         dataset.save()
     with pytest.raises(UsageError, match="no sample meets duration < 0"):
         dataset.where("duration < 0").save()
-    assert versions.list_versions(dataset.store) == [1]
+    assert history.list_versions(dataset.store) == [1]
 
 
 # --- remove
@@ -117,7 +116,7 @@ def test_keys_that_nothing_has_are_named_and_nothing_is_removed(tmp_path: Path) 
         dataset.remove("k00001")
     with pytest.raises(UsageError, match="a view cannot be changed"):
         dataset.where("duration > 3").remove(["k00004"])
-    assert versions.list_versions(dataset.store) == [1]
+    assert history.list_versions(dataset.store) == [1]
 
 
 def test_racing_removals_all_happen(tmp_path: Path) -> None:
@@ -292,7 +291,7 @@ def test_the_log_names_every_version_and_its_operation(tmp_path: Path) -> None:
     dataset = opened(tmp_path, range(30))
     dataset.where("duration > 3").save("view")
     dataset.remove(["k00003"], message="bad").tag("good")
-    entries = list(history(dataset.store))
+    entries = list(tags.list_described(dataset.store))
     assert [(e.version, e.parent, e.trunk, e.message, e.samples, e.tags) for e in entries] == [
         (3, 1, True, "bad", 29, ("good",)),
         (2, 1, False, "view", 26, ()),
@@ -321,7 +320,7 @@ def test_a_diff_names_added_removed_and_changed_samples(tmp_path: Path) -> None:
     ]
     shards = (versions.Shard(key="shards/x.tar", size=SHARD_BYTES, samples=5),)
     stored = tuple(part_writer.store_parts(store, changed, 0))
-    versions.commit(
+    history.commit(
         store, lambda b: versions.new_document("set", shards, stored, version=0, parent=b.version, message="")
     )
     with first.diff(Dataset(store)) as found:

@@ -28,6 +28,7 @@ from headrace.dataio.shards.query.tables import Tables
 from headrace.dataio.shards.sample import Files, Member, Sample
 from headrace.dataio.shards.verify.dataset_check import verify
 from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import history
 from headrace.dataio.store.base import Store
 
 SHARDS = {"shards/00000000-aa.tar": 10_000, "shards/00000001-bb.tar": 5_000}
@@ -51,7 +52,7 @@ def write(
     shards = [versions.Shard(key=key, size=size, samples=2) for key, size in SHARDS.items()]
     document = versions.new_document("set", tuple(shards), tuple(stored), version=version, parent=None, message="")
     document = msgspec.structs.replace(document, **changes)
-    versions.publish(store, document)
+    history.publish(store, document)
     return document
 
 
@@ -131,7 +132,7 @@ def test_the_newest_version_is_opened_unless_one_is_named(posix: Store) -> None:
 
 @pytest.mark.parametrize("version", [None, 1])
 def test_no_dataset_is_an_error_that_says_where(posix: Store, version: int | None) -> None:
-    versions.claim(posix, "set")  # a packer that died leaves this much
+    history.claim(posix, "set")  # a packer that died leaves this much
     with pytest.raises(NotFoundError, match="no dataset at file://"):
         Dataset(posix, version)
 

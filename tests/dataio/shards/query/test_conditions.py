@@ -184,6 +184,7 @@ def test_a_view_may_be_empty_and_keys_outside_it_are_not_found(opened: Dataset) 
 def test_fields_of_several_types_are_compared_as_text(tmp_path: Path) -> None:
     from headrace.dataio.shards.query import part_writer
     from headrace.dataio.shards.versions import documents as versions
+    from headrace.dataio.shards.versions import history
     from tests.support.indexed_datasets import SHARD_BYTES, sample
 
     store, shard = open_store(tmp_path), "shards/a.tar"
@@ -191,7 +192,7 @@ def test_fields_of_several_types_are_compared_as_text(tmp_path: Path) -> None:
     rows = [sample(n, shard, n, fields={"it": value, "a/b~'": n}) for n, value in enumerate(values)]
     stored = part_writer.store_parts(store, rows, 0)
     shards = (versions.Shard(key=shard, size=SHARD_BYTES, samples=len(rows)),)
-    versions.publish(store, versions.new_document("s", shards, tuple(stored), version=1, parent=None, message=""))
+    history.publish(store, versions.new_document("s", shards, tuple(stored), version=1, parent=None, message=""))
     dataset = Dataset(store)
     assert [s.id for s in dataset if s.fields["it"] == "x"] == [1]
     assert list(dataset.where("it = 'x'").keys) == ["k00001"]

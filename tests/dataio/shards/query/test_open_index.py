@@ -20,6 +20,7 @@ from headrace.dataio.shards.query.open_index import OpenIndex, RowSelection, dec
 from headrace.dataio.shards.query.page_reader import PageReader
 from headrace.dataio.shards.query.tables import PartReader
 from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import history
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrappers import Wrapper
@@ -107,7 +108,7 @@ def test_the_reader_that_was_used_last_stays_open(
 ) -> None:
     store = open_store(tmp_path)
     rows = make(store, range(60), per_part=20)
-    document, _ = versions.load(store)
+    document, _ = history.load(store)
     if not with_pages:
         document = replace(document, index=tuple(replace(part, pages=None) for part in document.index))
     opened = list[str]()
@@ -147,7 +148,7 @@ class _Remote(Wrapper):
 def test_parts_are_read_concurrently_if_any_of_them_is_remote(tmp_path: Path) -> None:
     inner = open_store(tmp_path)
     rows = make(inner, range(40), per_part=20)
-    document, _ = versions.load(inner)
+    document, _ = history.load(inner)
     first, second = document.index
     inner.put("mounts/far/index/second", inner.get(second.key))
     document = replace(document, index=(first, replace(second, key="mounts/far/index/second")))

@@ -24,6 +24,7 @@ from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.query.page_reader import PageCache, PageReader
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import history
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrappers import Wrapper
@@ -94,12 +95,12 @@ class Far(Wrapper):
 def test_parts_in_a_store_that_has_to_be_waited_for_are_asked_side_by_side(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     rows = make(store, range(60), per_part=30)
-    opened = OpenIndex(Far(store), versions.load(store)[0])
+    opened = OpenIndex(Far(store), history.load(store)[0])
     assert opened.samples([3, 40, 59]) == [rows[3], rows[40], rows[59]]
     assert [found.members for found in opened.files([41, 4])] == [list(rows[41].members), list(rows[4].members)]
-    store.delete_many([versions.load(store)[0].index[1].key])
+    store.delete_many([history.load(store)[0].index[1].key])
     with pytest.raises(CorruptionError, match="is missing"):
-        OpenIndex(Far(store), versions.load(store)[0]).samples([3, 40])
+        OpenIndex(Far(store), history.load(store)[0]).samples([3, 40])
 
 
 @settings(deadline=None)
@@ -144,7 +145,7 @@ def test_views_and_parts_without_pages_answer_alike(tmp_path: Path) -> None:
     """Parts of before there were pages are looked up as tables, also in one index with others."""
     store = open_store(tmp_path)
     rows = make(store, range(300), per_part=100)
-    document = versions.load(store)[0]
+    document = history.load(store)[0]
     mixed = tuple(replace(part, pages=None) if n == 1 else part for n, part in enumerate(document.index))
     wanted = [299, 0, 150, 101, 299, 42]
     for parts_of in (document.index, mixed):
@@ -172,7 +173,7 @@ def test_a_page_that_says_something_else_than_its_table_is_found_by_verify(tmp_p
     rows = make(store, range(30), per_part=30)
     other = [*rows[:20], replace(rows[20], text="another"), *rows[21:]]
     table = pa.Table.from_pylist([index.to_row(one) for one in rows], schema=index.SCHEMA)
-    document = versions.load(store)[0]
+    document = history.load(store)[0]
     part = part_writer.store_part(store, 0, part_writer.write_table(table, other), 30, document.index[0].bytes, {})
     store.put(versions.version_key(1), versions.encode(replace(document, index=(part,))))
     opened = Dataset(store)
@@ -196,7 +197,7 @@ def test_a_page_that_says_something_else_than_its_table_is_found_by_verify(tmp_p
 def test_a_document_whose_pages_cannot_be_is_refused(tmp_path: Path, changes: dict[str, int]) -> None:
     store = open_store(tmp_path)
     make(store, range(30), per_part=30)
-    document = versions.load(store)[0]
+    document = history.load(store)[0]
     (part,) = document.index
     assert part.pages is not None
     forged = replace(document, index=(replace(part, pages=replace(part.pages, **changes)),))

@@ -25,6 +25,7 @@ from headrace.dataio.shards.query.page_reader import PageCache, PageReader
 from headrace.dataio.shards.query.tables import PartReader, repeated_keys
 from headrace.dataio.shards.sample import KeyFrame, Pieces, Sample
 from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import history
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.support.indexed_datasets import make, sample, video
@@ -41,7 +42,7 @@ def make_set(folder: Path, group_rows: int) -> Made:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(part_writer, "GROUP_ROWS", group_rows)
         rows = make(store, range(ROWS), per_shard=500, per_part=ROWS)
-    return store, versions.load(store)[0], rows
+    return store, history.load(store)[0], rows
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +287,7 @@ def test_a_footer_without_digests_is_refused(made: Made) -> None:
 def test_a_large_index_is_checked_as_it_is_read(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     rows = make(store, range(ROWS), per_part=3000)
-    part = versions.load(store)[0].index[1]
+    part = history.load(store)[0].index[1]
     assert part.pages is not None
     data = bytearray(store.get(part.key))
     data[100] ^= 1  # in the column of keys

@@ -17,7 +17,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.verify.dataset_check import verify
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.shards.versions import paging
+from headrace.dataio.shards.versions import history, paging
 from headrace.dataio.shards.versions.documents import Shard, VersionDocument
 from headrace.dataio.shards.versions.paging import PagedList, ShardSizes
 from headrace.dataio.store.base import Store
@@ -92,7 +92,7 @@ def test_a_paged_document_says_what_a_whole_one_says(
 def test_opening_reads_no_page_and_a_look_up_reads_one_of_each_kind(tmp_path: Path, pages: object) -> None:
     store = Asked(open_store(tmp_path))
     rows = make(store, range(200), per_part=20)
-    shard_pages, part_pages = pages_of(versions.load(store)[0])
+    shard_pages, part_pages = pages_of(history.load(store)[0])
     assert (len(shard_pages), len(part_pages)) == (7, 5)
     store.read.clear()
     dataset = Dataset.__new__(Dataset)
@@ -110,7 +110,7 @@ def test_opening_reads_no_page_and_a_look_up_reads_one_of_each_kind(tmp_path: Pa
 def test_an_append_keeps_the_full_pages(tmp_path: Path, pages: object) -> None:
     store = Asked(open_store(tmp_path))
     rows = make(store, range(100), per_part=20)
-    before = pages_of(versions.load(store)[0])
+    before = pages_of(history.load(store)[0])
     store.written.clear()
     shard = Shard(key="shards/more.tar", size=SHARD_BYTES, samples=10)
     more = [sample(n, shard.key, n - 100) for n in range(100, 110)]
@@ -125,7 +125,7 @@ def test_an_append_keeps_the_full_pages(tmp_path: Path, pages: object) -> None:
             message="more",
         )
 
-    versions.commit(store, build)
+    history.commit(store, build)
     dataset = Dataset(store)
     assert list(dataset) == [*rows, *more]
     after = pages_of(dataset.document)
@@ -155,17 +155,17 @@ def test_versions_of_paged_documents_can_be_changed(tmp_path: Path, pages: pytes
 
 def versions_of(folder: Path) -> list[VersionDocument]:
     store = open_store(folder)
-    return [versions.load(store, number)[0] for number in reversed(versions.list_versions(store))]
+    return [history.load(store, number)[0] for number in reversed(history.list_versions(store))]
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["shards", "parts"])
 @pytest.mark.parametrize("damage", ["missing", "changed", "another"])
 def test_a_damaged_page_is_named_and_can_be_repaired(tmp_path: Path, pages: object, kind: int, damage: str) -> None:
     store = open_store(tmp_path / "set")
-    versions.claim(store, "set")
+    history.claim(store, "set")
     make(store, range(100), per_part=20)
     shutil.copytree(tmp_path / "set", tmp_path / "copy")
-    keys = pages_of(versions.load(store)[0])[kind]
+    keys = pages_of(history.load(store)[0])[kind]
     data = store.get(keys[0])
     if damage == "missing":
         (tmp_path / "set" / keys[0]).unlink()
@@ -184,7 +184,7 @@ def test_a_damaged_page_is_named_and_can_be_repaired(tmp_path: Path, pages: obje
 def test_a_document_that_contradicts_its_pages_is_refused(tmp_path: Path, pages: object) -> None:
     store = open_store(tmp_path)
     make(store, range(100), per_part=20)
-    document = versions.load(store)[0]
+    document = history.load(store)[0]
     assert isinstance(document.index, PagedList)
     first = document.index.pages[0]
     for change in ({"count": 1}, {"first": "a"}, {"last": "z"}):
@@ -202,15 +202,15 @@ def test_a_document_that_contradicts_its_pages_is_refused(tmp_path: Path, pages:
 def test_an_entry_of_a_page_that_contradicts_itself_is_refused(tmp_path: Path, pages: object) -> None:
     store = open_store(tmp_path)
     make(store, range(100), per_part=20)
-    shards = versions.load(store)[0].shards
+    shards = history.load(store)[0].shards
     for shard, words in (
         (Shard(key="shards/a.tar", size=-1, samples=1), "contradicts itself"),
         (Shard(key="mounts/unknown/a.tar", size=1, samples=1), "unknown mount"),
     ):
-        document = msgspec.structs.replace(versions.load(store)[0], version=2, trunk=2, shards=(*shards, shard))
+        document = msgspec.structs.replace(history.load(store)[0], version=2, trunk=2, shards=(*shards, shard))
         store.put(versions.version_key(2), versions.encode_version(store, document))
         with pytest.raises(CorruptionError, match=words):
-            list(versions.load(store, 2)[0].shards)
+            list(history.load(store, 2)[0].shards)
 
 
 def test_an_older_headrace_refuses_a_paged_document_by_name(tmp_path: Path, pages: object) -> None:

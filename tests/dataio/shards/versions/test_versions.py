@@ -9,6 +9,7 @@ import pytest
 
 from headrace.dataio.core.errors import ConflictError, NotFoundError, UsageError
 from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import history
 from headrace.dataio.shards.versions.documents import VersionDocument
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
@@ -17,7 +18,7 @@ from headrace.dataio.store.open import open_store
 @pytest.fixture
 def posix(tmp_path: Path) -> Store:
     store = open_store(tmp_path / "store")
-    versions.publish(store, versions.new_document("set", (), (), version=1, parent=None, message="first"))
+    history.publish(store, versions.new_document("set", (), (), version=1, parent=None, message="first"))
     return store
 
 
@@ -35,9 +36,9 @@ def adding(name: str):  # type: ignore[no-untyped-def]
 
 
 def test_commit_makes_the_next_version_from_the_newest(posix: Store) -> None:
-    made = versions.commit(posix, adding("a"))
+    made = history.commit(posix, adding("a"))
     assert (made.version, made.parent, made.trunk, made.message) == (2, 1, 2, "a")
-    assert versions.load(posix)[0] == made
+    assert history.load(posix)[0] == made
 
 
 def test_of_racing_writers_every_one_gets_a_version_with_all_before_it(posix: Store) -> None:
@@ -45,7 +46,7 @@ def test_of_racing_writers_every_one_gets_a_version_with_all_before_it(posix: St
 
     def write(name: str) -> None:
         barrier.wait()
-        made.append(versions.commit(posix, adding(name)))
+        made.append(history.commit(posix, adding(name)))
 
     threads = [threading.Thread(target=write, args=(f"w{i}",)) for i in range(8)]
     for thread in threads:
@@ -65,13 +66,13 @@ def test_a_writer_that_cannot_continue_after_a_lost_race_gets_the_winner_in_its_
         calls.append(base.version)
         if len(calls) == 2:
             raise UsageError("sample 'k' is gone", hint="look again")
-        versions.commit(posix, adding("rival"))
+        history.commit(posix, adding("rival"))
         return adding("mine")(base)
 
     with pytest.raises(ConflictError, match=r"another writer made version 2 \(rival\) at .*: sample 'k' is gone"):
-        versions.commit(posix, build)
+        history.commit(posix, build)
     assert calls == [1, 2]
-    assert versions.list_versions(posix) == [1, 2]
+    assert history.list_versions(posix) == [1, 2]
 
 
 def test_a_refusal_without_a_race_is_the_callers_own_error(posix: Store) -> None:
@@ -79,7 +80,7 @@ def test_a_refusal_without_a_race_is_the_callers_own_error(posix: Store) -> None
         raise UsageError("no")
 
     with pytest.raises(UsageError, match="no"):
-        versions.commit(posix, build)
+        history.commit(posix, build)
 
 
 def test_races_that_are_always_lost_come_to_an_end(posix: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,24 +89,24 @@ def test_races_that_are_always_lost_come_to_an_end(posix: Store, monkeypatch: py
 
     def build(base: VersionDocument) -> VersionDocument:
         calls.append(base.version)
-        versions.publish(posix, versions.new_document("set", (), (), version=base.version + 1, parent=1, message="r"))
+        history.publish(posix, versions.new_document("set", (), (), version=base.version + 1, parent=1, message="r"))
         return adding("mine")(base)
 
     with pytest.raises(ConflictError, match="3 attempts"):
-        versions.commit(posix, build)
+        history.commit(posix, build)
     assert len(calls) == 3
 
 
 def test_a_version_off_the_trunk_is_not_opened_by_default(posix: Store) -> None:
-    versions.commit(posix, adding("a"))
-    view = versions.commit(posix, adding("view"), trunk=False)
+    history.commit(posix, adding("a"))
+    view = history.commit(posix, adding("view"), trunk=False)
     assert (view.version, view.trunk) == (3, 2)
-    assert versions.load(posix)[0].version == 2
-    assert versions.load(posix, 3)[0] == view
-    assert (after := versions.commit(posix, adding("b"))).version == 4
+    assert history.load(posix)[0].version == 2
+    assert history.load(posix, 3)[0] == view
+    assert (after := history.commit(posix, adding("b"))).version == 4
     assert (after.parent, [s.key for s in after.shards]) == (2, ["shards/a.tar", "shards/b.tar"])
 
 
 def test_there_is_no_next_version_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no dataset"):
-        versions.commit(open_store(tmp_path), adding("a"))
+        history.commit(open_store(tmp_path), adding("a"))
