@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.checkpoint.repository import check, collect, tags
 from headrace.checkpoint.repository.retention import Keep, Plan
-from headrace.dataio.core.cli import apply_option, command, json_option
+from headrace.dataio.core.cli import apply_option, command, json_option, one_line
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.core.limits import format_bytes
 from headrace.dataio.store.base import Store
@@ -127,9 +127,9 @@ def _print_check(report: check.Report, *, quick: bool) -> None:
 
 def _print_problems(report: check.Report) -> None:
     for problem in report.problems:
-        print(f"damaged: {problem.object}: {problem.what}")
+        print(one_line(f"damaged: {problem.object}: {problem.what}"))
         for hit in problem.hits[:_MAX_HITS]:
-            print(f"  needed by {hit}")
+            print(one_line(f"  needed by {hit}"))
         if len(problem.hits) > _MAX_HITS:
             print(f"  and {len(problem.hits) - _MAX_HITS} more")
 
@@ -146,7 +146,11 @@ def _show(store: Store, options: argparse.Namespace) -> int:
     if not options.run:
         raise UsageError("show needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
     found = check.describe(store, options.run, options.step, tensors=options.tensors)
-    print(json.dumps(msgspec.to_builtins(found), indent=1) if options.json else check.text(found))
+    if options.json:
+        print(json.dumps(msgspec.to_builtins(found), indent=1))
+        return 0
+    for line in check.lines(found):
+        print(one_line(line))
     return 0
 
 

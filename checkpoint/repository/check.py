@@ -402,21 +402,21 @@ def _lines(manifest: Manifest) -> list[TensorLine]:
     return found
 
 
-def text(shown: Shown) -> str:
-    """Format the step as text for the command line."""
-    lines = [
+def lines(shown: Shown) -> list[str]:
+    """Describe the step in lines of text for the command line. Names of tensors may contain any character."""
+    text = [
         f"{shown.run}  timeline {shown.timeline}  step {shown.step}  attempt {shown.attempt}  ranks {shown.world_size}",
         f"{format_bytes(shown.bytes_state)} of state, {format_bytes(shown.bytes_written)} written, "
         f"{format_bytes(shown.bytes_deduplicated)} deduplicated; {counted(shown.packs, 'pack')}"
         + (f", {shown.earlier_packs} of them from earlier steps" if shown.earlier_packs else ""),
     ]
     if shown.bases:
-        lines.append("compared with step " + ", ".join(shown.bases))
+        text.append("compared with step " + ", ".join(shown.bases))
     for name, (raw, stored) in sorted(shown.encodings.items()):
-        lines.append(f"{name}: {format_bytes(raw)} as {format_bytes(stored)} ({stored / max(raw, 1):.2f})")
+        text.append(f"{name}: {format_bytes(raw)} as {format_bytes(stored)} ({stored / max(raw, 1):.2f})")
     for t in shown.tensors:
-        lines.append(
+        text.append(
             f"{t.name}  rank {t.rank}  {t.dtype}  {t.local} of {t.shape}  "
             f"{format_bytes(t.bytes)} as {format_bytes(t.stored)}  {', '.join(t.codecs)}"
         )
-    return "\n".join(lines)
+    return text

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from headrace.checkpoint import Checkpointer, read
+from headrace.checkpoint.cli import ckpt
 from headrace.checkpoint.format import chunking, documents
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.state import tree
@@ -141,3 +142,16 @@ def test_a_tensor_that_is_larger_than_the_memory_is_not_allocated(
 
 def test_how_much_memory_is_free_is_between_nothing_and_all_of_it() -> None:
     assert 0 < limits.free_memory() < 1 << 50
+
+
+def test_a_tensors_name_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path, {"w\x1b]0;title\x07\nclean": torch.ones(3)})
+    assert ckpt(["show", str(tmp_path), "--run", RUN, "--tensors"]) == 0
+    (pack,) = tmp_path.glob("packs/*/*.pack")
+    size = pack.stat().st_size
+    pack.unlink()
+    pack.write_bytes(bytes(size))
+    assert ckpt(["check", str(tmp_path)]) == 4
+    said = capsys.readouterr().out
+    assert said.count("w?]0;title??clean") == 3
+    assert "\x1b" not in said
