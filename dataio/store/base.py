@@ -212,11 +212,16 @@ class Store(abc.ABC):
 _NO_CHARACTER_OF_A_KEY = re.compile("[\x00-\x1f\x7f\\\\\ud800-\udfff]")
 
 
-def check_key(key: str) -> str:
-    """Return `key` if it is well formed: relative, valid UTF-8, no empty, `.` or `..` segment, no control character."""
+def is_key(key: str) -> bool:
+    """Whether `key` is well formed: relative, valid UTF-8, no empty, `.` or `..` segment, no control character."""
     segments = key.split("/")
     bad = "" in segments or "." in segments or ".." in segments or _NO_CHARACTER_OF_A_KEY.search(key) is not None
-    if bad or len(key.encode(errors="surrogatepass")) > limits.OBJECT_KEY_BYTES:
+    return not bad and len(key.encode(errors="surrogatepass")) <= limits.OBJECT_KEY_BYTES
+
+
+def check_key(key: str) -> str:
+    """Return `key` if it is well formed (`is_key`); else raise `UsageError`."""
+    if not is_key(key):
         raise UsageError(f"{key!r} is not a valid object key", hint="keys are relative paths without '..' or '//'")
     return key
 

@@ -15,7 +15,7 @@ newer format raises `UnsupportedError`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from headrace.dataio.core.json import is_sealed, parse_json, seal, unseal
 from headrace.dataio.shards.index.pages import Section
 from headrace.dataio.shards.versions import paging
 from headrace.dataio.shards.versions.paging import Entry, Page, PagedList, Summary
-from headrace.dataio.store.base import Store
+from headrace.dataio.store.base import Store, is_key
 from headrace.dataio.store.mounts import MAX_MOUNTS, PREFIX
 
 FORMAT = 1
@@ -357,7 +357,17 @@ def decode(data: bytes, version: int, name: str, store: Store) -> VersionDocumen
     return document
 
 
+def _require_keys(entries: Iterable[Shard | IndexPart | Page], name: str) -> None:
+    """Raise `CorruptionError` if an entry names an object by an impossible key."""
+    for entry in entries:
+        bitmap = entry.bitmap if isinstance(entry, IndexPart) else None
+        for key in (entry.key,) if bitmap is None else (entry.key, bitmap.key):
+            if not is_key(key):
+                raise CorruptionError(f"{name} names {key!r:.200}, which is not an object's key")
+
+
 def _open_pages(stored: _PagedDocument, version: int, name: str, store: Store) -> VersionDocument:
+    _require_keys((*stored.shard_pages, *stored.part_pages), name)
     samples, parts = stored.summary.part_samples, sum(page.count for page in stored.part_pages)
     consistent = (
         stored.version == version
@@ -371,6 +381,7 @@ def _open_pages(stored: _PagedDocument, version: int, name: str, store: Store) -
         raise CorruptionError(f"{name} contradicts itself: version, counts, pages or mounts do not agree")
 
     def check(entry: Shard | IndexPart, page: str) -> None:
+        _require_keys((entry,), page)
         fits = entry.size >= 0 and entry.samples >= 0 if isinstance(entry, Shard) else _part_agrees(entry)
         if not fits or not _mounts_agree(stored.mounts, [entry.key]):
             raise CorruptionError(f"{page}: the entry of {entry.key} contradicts itself, or names an unknown mount")
@@ -382,6 +393,7 @@ def _open_pages(stored: _PagedDocument, version: int, name: str, store: Store) -
 
 
 def _check(document: VersionDocument, version: int, name: str) -> None:
+    _require_keys((*document.shards, *document.index), name)
     keys = [s.key for s in document.shards]
     consistent = (
         document.version == version

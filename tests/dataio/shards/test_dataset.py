@@ -222,6 +222,16 @@ def test_a_document_that_contradicts_itself_is_refused(posix: Store, changes: di
         Dataset(posix)
 
 
+@pytest.mark.parametrize("key", ["../a.tar", "/etc/passwd", "shards/a\x1b[2J.tar", "", "a" * 5000])
+def test_a_document_with_an_impossible_key_is_refused_as_damaged(posix: Store, key: str) -> None:
+    document = write(posix)
+    shards = (msgspec.structs.replace(document.shards[0], key=key), *document.shards[1:])
+    posix.put("versions/00000001.json", versions.encode(msgspec.structs.replace(document, shards=shards)))
+    with pytest.raises(CorruptionError, match="is not an object's key") as refused:
+        Dataset(posix)
+    assert "\x1b" not in str(refused.value)
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"format": 1}', b"[" * 200_000])
 def test_a_document_that_is_none_is_refused(posix: Store, data: bytes) -> None:
     posix.put("versions/00000001.json", data)

@@ -206,6 +206,7 @@ def test_an_entry_of_a_page_that_contradicts_itself_is_refused(tmp_path: Path, p
     for shard, words in (
         (Shard(key="shards/a.tar", size=-1, samples=1), "contradicts itself"),
         (Shard(key="mounts/unknown/a.tar", size=1, samples=1), "unknown mount"),
+        (Shard(key="shards/../a.tar", size=1, samples=1), "is not an object's key"),
     ):
         document = msgspec.structs.replace(history.load(store)[0], version=2, trunk=2, shards=(*shards, shard))
         store.put(versions.version_key(2), versions.encode_version(store, document))

@@ -84,7 +84,7 @@ def test_a_refusal_without_a_race_is_the_callers_own_error(posix: Store) -> None
 
 
 def test_races_that_are_always_lost_come_to_an_end(posix: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "COMMIT_TRIES", 3)
+    monkeypatch.setattr(history, "COMMIT_TRIES", 3)
     calls = list[int]()
 
     def build(base: VersionDocument) -> VersionDocument:
