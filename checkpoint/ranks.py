@@ -23,7 +23,8 @@ from typing import Protocol, Self, cast
 import torch
 import torch.distributed as dist
 
-from headrace.dataio.core.errors import HeadraceError, TransientError, UsageError
+from headrace.dataio.core.errors import CapacityError, HeadraceError, TransientError, UsageError
+from headrace.dataio.core.limits import GIB
 from headrace.dataio.core.log import get_logger
 
 _log = get_logger(__name__)
@@ -31,6 +32,8 @@ _MESSAGE_BYTES = 512
 _REASON_BYTES = 512
 _NUMBER = struct.Struct(">Q")
 _WARN_SECONDS = 60.0
+EXCHANGE_BYTES = GIB
+"""The maximum number of bytes that one rank sends or receives in one `all_to_all`."""
 _CALL_EVERYWHERE = "call save and restore on every rank, not only on rank 0"
 Alike = tuple[type[HeadraceError], ...]
 """Types of errors that concern all ranks, such as damage in the store."""
@@ -121,7 +124,8 @@ class Ranks:
     def all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
         """Send a message to each rank that `sent` names; return the messages to this rank, by sender. Collective.
 
-        Empty messages are not delivered.
+        Empty messages are not delivered. All ranks raise `CapacityError` if one of them would send or receive more than
+        `EXCHANGE_BYTES`.
         """
         if self.world_size == 1:
             return {rank: data for rank, data in sent.items() if data}
@@ -142,6 +146,7 @@ class Ranks:
         incoming = torch.empty_like(sizes)
         dist.all_to_all_single(incoming, sizes)
         lengths = incoming.tolist()
+        self._require_room(max(sum(map(len, parts)), sum(lengths)))
         joined = torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)
         outgoing = joined[: sum(map(len, parts))].to(_device())
         got = torch.empty(sum(lengths), dtype=torch.uint8, device=outgoing.device)
@@ -152,6 +157,15 @@ class Ranks:
             for rank, (length, end) in enumerate(zip(lengths, ends, strict=True))
             if length
         }
+
+    def _require_room(self, size: int) -> None:
+        """Raise on all ranks if one of them has too many bytes to send or to receive."""
+        if _maximum(bytes([size > EXCHANGE_BYTES]))[0]:
+            own = f"rank {self.rank} has {size}" if size > EXCHANGE_BYTES else "another rank has more"
+            raise CapacityError(
+                f"the ranks cannot exchange what they hold of the state: {own} bytes; the limit is {EXCHANGE_BYTES}",
+                hint="save fewer and larger tensors, for example stack those of a list",
+            )
 
     def group(self) -> dist.ProcessGroup | None:
         """A process group that sends main memory; None for the default group.

@@ -33,3 +33,9 @@ def test_what_one_rank_alone_cannot_read_is_an_error_on_all_that_names_it(tmp_pa
         assert list(one["dcp, no store"]["failures"]) == ["1"]  # DCP itself tells the other ranks
         assert "gopher" in one["dcp, no store"]["failures"]["1"]
         assert one["whole"]["raised"] is one["dcp, whole"]["raised"] is None
+        assert one["exchange of too much"]["raised"] == "CapacityError"
+        assert one["exchange of as much as is allowed"]["raised"] is None
+    told = [one["exchange of too much"]["message"] for one in output]
+    assert "rank 0 has 1001 bytes; the limit is 1000" in told[0]
+    assert "rank 1 has 1001 bytes; the limit is 1000" in told[1]
+    assert "another rank has more bytes; the limit is 1000" in told[2]
