@@ -70,6 +70,8 @@ from headrace.dataio.shards.sample import AudioInfo, AudioMark, KeyFrame, VideoI
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _DECODE_OPTIONS = {"max_pixels": str(limits.FRAME_PIXELS)}
+_GOES_BACK = "the time stamps of its audio go back, because a part of it lies before time zero"
+_REMUX = "write the file again with all time stamps at zero or later"
 AUDIO_DECODE_OPTIONS = {"err_detect": "crccheck+explode"}
 """With these options, audio decoders raise an error for the damage that they detect.
 
@@ -177,7 +179,7 @@ def _probe_open(source: Any, ext: str) -> Probe:
             raise CorruptionError(f"cannot be demuxed to its end: {error.strerror}") from error
         video_info = None if video is None else _video_info(source, ext, container, video, packets, first)
         audio_info = None if audio is None else audio_counter.info(ext, audio)
-        return _result(container, video_info, audio_info, audio_counter.errors, sum(p.unclean for p in packets))
+        return _result(container, video_info, audio_info, audio_counter, sum(p.unclean for p in packets))
 
 
 def check_video(stream: Any) -> None:
@@ -196,19 +198,25 @@ def check_frame_count(count: int) -> None:
         raise UnsupportedError(f"it has more than {limits.VIDEO_FRAMES} frames; split it")
 
 
-def _result(container: Any, video: VideoInfo | None, audio: AudioInfo | None, audio_errors: int, unclean: int) -> Probe:
+def _result(
+    container: Any, video: VideoInfo | None, audio: AudioInfo | None, counter: _AudioCounter, unclean: int
+) -> Probe:
     notes = []
     if unclean:
         notes.append(
             f"decoding cannot begin at {unclean} of its key frames (for example with intra refresh), so it begins "
             "at earlier key frames, which is slower; --transcode h264 helps"
         )
-    if audio is None and audio_errors:
+    if counter.goes_back:
+        if video is None:
+            raise UnsupportedError(_GOES_BACK, hint=_REMUX)
+        notes.append(f"{_GOES_BACK}, so it is left out; {_REMUX}")
+    elif audio is None and counter.errors:
         if video is None:
             raise CorruptionError("no audio can be decoded")
         notes.append("the audio stream cannot be decoded and is left out")
-    elif audio_errors:
-        notes.append(f"{audio_errors} audio packets cannot be decoded")
+    elif counter.errors:
+        notes.append(f"{counter.errors} audio packets cannot be decoded")
     if video is not None:
         seconds = float(video.duration_pts * video.time_base)
     elif audio is not None:
@@ -245,11 +253,19 @@ class _AudioCounter:
     It also takes the sample rate and the channels from the output, because headers may give wrong values (HE-AAC). It
     marks some packets of a file of `size` bytes: the first, about one in each `MARK_BYTES` (in large files fewer), and
     the last.
+
+    Matroska has no time stamps before zero. libav gives such packets stamps from zero on, and then goes back
+    (`goes_back`). So their sound would be delivered at wrong times. In other containers, stamps may go back, for example
+    in chained Ogg.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, container: Any) -> None:
+        size = container.size
         self.samples = self.errors = self.rate = self.channels = 0
         self._start = 0
+        self._has_one_time_line = "matroska" in container.format.name
+        self._last_pts: int | None = None
+        self.goes_back = False
         self._marks, self._last = list[AudioMark](), AudioMark(-1, 0)
         self._mark_distance, self._size = max(MARK_BYTES, size // MAX_MARKS), size
 
@@ -264,6 +280,9 @@ class _AudioCounter:
     def _add(self, frame: AudioFrame) -> None:
         if not self.samples:
             self._start = frame.pts or 0  # some frames have no timestamps
+        if frame.pts is not None and self._has_one_time_line:
+            self.goes_back |= self._last_pts is not None and frame.pts < self._last_pts
+            self._last_pts = frame.pts
         self.samples += frame.samples
         self.rate, self.channels = self.rate or frame.sample_rate, self.channels or len(frame.layout.channels)
         if self.samples * self.channels > limits.AUDIO_VALUES:
@@ -281,7 +300,7 @@ class _AudioCounter:
             self._marks.append(self._last)
 
     def info(self, ext: str, stream: Any) -> AudioInfo | None:
-        if not self.samples:
+        if not self.samples or self.goes_back:
             return None
         codec = stream.codec_context.codec.canonical_name
         ends = (self._last,) if self._marks and self._marks[-1] != self._last else ()
@@ -297,7 +316,7 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
     """Read the file once: collect all video packets, decode the first frame, and decode and count all audio."""
     packets: list[_Packet] = []
     first: VideoFrame | None = None
-    audio_counter = _AudioCounter(container.size)
+    audio_counter = _AudioCounter(container)
     for stream in (video, audio):
         if stream is not None:
             configure_decoder(stream)
