@@ -17,7 +17,7 @@ from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Decision, Document, encode
-from headrace.checkpoint.repository import collect, commit, group_commit, inventory, retention, timeline
+from headrace.checkpoint.repository import collect, commit, inventory, retention, timeline
 from headrace.checkpoint.repository import lease as leases
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import LeaseKeeper
@@ -151,6 +151,5 @@ PLANTED: dict[str, Plant] = {
     "the decision does not wait for all manifests": some_manifests,
     "COMMIT is written before the decision": commit_first,
     "leases name no bases": lease_without_bases,
-    "a decision in groups ignores that a base is gone": replaced(group_commit, "_require_bases", lambda *_: None),
     "the own digest of a manifest is not compared": unchecked,
 }

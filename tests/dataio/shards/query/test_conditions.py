@@ -250,7 +250,7 @@ def test_row_groups_that_are_wanted_at_once_are_read_at_once(tmp_path: Path, mon
     assert asked[2:] == [(7, 14)]
     everything = [row for row in range(200) if row % 3]
     assert dataset.samples(everything) == [rows[n] for n in everything]
-    assert asked[3:] == [(2, 3, 5, 6, 8, 9, 10, 11), (12, 13), (0, 1, 2, 3)]
+    assert sorted(map(str, asked[3:])) == ["(0, 1, 2, 3)", "(12, 13)", "(2, 3, 5, 6, 8, 9, 10, 11)"]
     assert dataset._tables.group(0, 4)["key"].to_pylist() == [one.key for one in rows[40:50]]
     dataset.check()
 
