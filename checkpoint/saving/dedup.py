@@ -16,7 +16,7 @@ Invariants:
 * The base of a difference is never a difference itself. The new manifest names the base's pack, which protects it.
 
 Failure behaviour: a base that is missing, pending deletion or damaged is not used. This costs only space, and it is
-logged.
+logged. The exception is the base of a job that commits in groups, as the second invariant says.
 """
 
 from __future__ import annotations
