@@ -33,7 +33,7 @@ _REASON_BYTES = 512
 _NUMBER = struct.Struct(">Q")
 _WARN_SECONDS = 60.0
 EXCHANGE_BYTES = GIB
-"""The maximum number of bytes that one rank sends or receives in one `all_to_all`."""
+"""The maximum number of bytes that one rank may send, and that it may receive, in one `all_to_all`."""
 _CALL_EVERYWHERE = "call save and restore on every rank, not only on rank 0"
 Alike = tuple[type[HeadraceError], ...]
 """Types of errors that concern all ranks, such as damage in the store."""
@@ -159,7 +159,7 @@ class Ranks:
         }
 
     def _require_room(self, size: int) -> None:
-        """Raise on all ranks if one of them has too many bytes to send or to receive."""
+        """Raise `CapacityError` on all ranks if one of them would send or receive too many bytes. Collective."""
         if _maximum(bytes([size > EXCHANGE_BYTES]))[0]:
             own = f"rank {self.rank} has {size}" if size > EXCHANGE_BYTES else "another rank has more"
             raise CapacityError(

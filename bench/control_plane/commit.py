@@ -1,9 +1,9 @@
 """Measures the saves of a large job, from the staged state to COMMIT: real code of all ranks, in virtual time.
 
-By default each rank has as many tensors as in the model of `headrace.bench.control_plane.state`, but of one byte each. So
-manifests are as large as in a real job, and uploads take no time. With one tensor, jobs of 16,384 ranks fit. CPU time
-passes as virtual time, with one core for each rank.
-All ranks end their uploads within two seconds.
+By default, each rank has as many tensors as in the model of `headrace.bench.control_plane.state`, but each tensor has
+only one byte. So manifests are as large as in a real job, and uploads take no time. With one tensor a rank, a job of
+16,384 ranks fits into memory. CPU time passes as virtual time, with one core for each rank. All ranks end their uploads
+within two seconds.
 
     python -m headrace.bench.control_plane.commit RANKS [LATENCY [TENSORS]]
 """
@@ -54,7 +54,7 @@ class Save:
 
 
 class Job:
-    """A job of `ranks` ranks on a store that answers after `latency` seconds. `tensors`: their names."""
+    """A job of `ranks` ranks on a store that answers after `latency` seconds. `tensors`: the names of the tensors."""
 
     def __init__(self, ranks: int, latency: float, tensors: Sequence[str]) -> None:
         self.ranks, self._tensors, self._draw = ranks, tensors, random.Random(1)
@@ -124,7 +124,13 @@ class Job:
 
 
 def measure(ranks: int, latency: float = 0.02, tensors: int | None = None) -> dict[str, float]:
-    """A first save, and a second one that references it. `tensors`: how many each rank has; None for those of the model."""
+    """Measure a first save, and a second save that references it.
+
+    Args:
+        ranks: The number of ranks.
+        latency: Seconds until the store answers a request.
+        tensors: The number of tensors of each rank. None: all tensors of the model.
+    """
     job = Job(ranks, latency, NAMES[:tensors])
     first = job.save(1)
     later = job.save(2, (first.base,))

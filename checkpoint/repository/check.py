@@ -403,7 +403,7 @@ def _lines(manifest: Manifest) -> list[TensorLine]:
 
 
 def lines(shown: Shown) -> list[str]:
-    """Describe the step in lines of text for the command line. Names of tensors may contain any character."""
+    """Describe the step in lines of text for the command line. A line may contain any character of a tensor's name."""
     text = [
         f"{shown.run}  timeline {shown.timeline}  step {shown.step}  attempt {shown.attempt}  ranks {shown.world_size}",
         f"{format_bytes(shown.bytes_state)} of state, {format_bytes(shown.bytes_written)} written, "

@@ -284,7 +284,10 @@ def manifests_like(
 
 
 def manifest_of(store: Store, run: str, base: Base, rank: int, expected: bytes, data: bytes) -> Manifest:
-    """The manifest of one rank, whose digest is `expected`. It is read unless `data` holds its bytes."""
+    """Decode the manifest of one rank, and compare it with its digest `expected`.
+
+    `data`: the encoded manifest. If it is empty, the manifest is read from the store.
+    """
     key = names.manifest(run, base.timeline, base.step, base.attempt, rank)
     return manifests.decode(data or _of_digest(store, key, expected), key, expected)
 

@@ -60,7 +60,7 @@ _POLL, _HEAD_POLL_MAX = 0.02, 0.5
 _WAIT, _WAIT_MAX = 1.5, 5.0
 """Seconds between two reads of COMMIT: the first pause and the longest."""
 _GROWTH = 2
-"""How much longer each pause is than the one before."""
+"""The factor between one pause and the next."""
 _TURN_SECONDS = 10.0
 """Seconds until a rank first checks for missing objects, times one plus its position in its group.
 

@@ -227,8 +227,8 @@ def result_of(
 ) -> dict[str, object]:
     """The report of a committed save, from the rank's manifest in the store.
 
-    If a policy has already removed the step, or the store is unreachable, the report is made from `own`, a manifest and
-    its digest.
+    `own`: the manifest that this worker built, with its digest. The report is made from it if a policy has already
+    removed the step, or if the store is unreachable.
     """
     key = attempt.manifest_key(rank)
     try:

@@ -1,21 +1,22 @@
 """Deduplication: which chunks are stored already, and which can be stored as differences from those of a base step.
 
 The saver reads only the manifests of the base steps. If the ranks divided the work in the same way for the base, a rank
-reads only its own manifest. Otherwise, it reads the manifests of all ranks. A rank that committed the base itself knows
-the digest of its manifest, or has its bytes, and needs neither the decision nor a group.
+reads only its own manifest. Otherwise, it reads the manifests of all ranks. If the process committed the base itself, it
+knows the digest of its rank's manifest, and perhaps has the encoded manifest. So it reads neither the decision nor a
+group.
 Invariants:
 
 * A chunk is left out only if the base is committed and no collector is about to remove it. The lease must name the base
   *before* that check.
-* In a job that commits in groups, the process that writes the decision makes this check for all ranks. So a rank that
-  committed the base itself does not repeat it. If the base is gone, that process aborts the attempt, and each rank makes
-  the check in its next save.
+* In a job that commits in groups, the process that writes the decision makes this check for all ranks. So a process
+  that committed the base itself does not repeat the check. If the base was removed, the process that writes the decision
+  aborts the attempt. Each rank then makes the check in its next save.
 * A pack of a removed step is referenced only if at least a quarter of its bytes is needed. So a step keeps at most four
   times the bytes that it needs.
 * The base of a difference is never a difference itself. The new manifest names the base's pack, which protects it.
 
 Failure behaviour: a base that is missing, pending deletion or damaged is not used. This costs only space, and it is
-logged.
+logged. The exception is the base of a job that commits in groups, as the second invariant says.
 """
 
 from __future__ import annotations
@@ -111,7 +112,10 @@ def load(
 def _own_manifest(
     store: Store, base: Base, run: str, rank: int, own: OwnManifest | None, world_size: int, replicas: bytes
 ) -> Manifest | None:
-    """The rank's manifest of the base, if this process committed it and the ranks divide the work as they did for it."""
+    """The rank's manifest of the base.
+
+    None if this process did not commit the base last, or if the ranks now divide the work differently.
+    """
     if own is None or own.attempt != base.attempt:
         return None
     found = fetch.manifest_of(store, base.of(run).run, base, rank, own.digest, own.data)
@@ -120,6 +124,7 @@ def _own_manifest(
 
 
 def _may_reference(store: Store, run: str, base: Base, pending: set[tuple[str, int, int]]) -> bool:
+    """Whether the base is committed and no collector is about to remove it."""
     at = base.of(run)
     if (at.run, at.timeline, at.step) in pending:
         _log.info("step %d of run %s is being collected and is not used as a base", at.step, at.run)

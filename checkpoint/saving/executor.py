@@ -43,7 +43,7 @@ GRACE_SECONDS = 10.0
 ROUNDS = 5
 """The maximum number of times that one save is followed at a daemon, restarts included."""
 _KEPT_MANIFEST_BYTES = 8 * MIB
-"""A manifest of up to this size is kept for the next save. A larger one is read again."""
+"""The next save uses a manifest of up to this size from memory. It reads a larger manifest from the store."""
 _POLL = 0.2
 _WATCH_SECONDS = 5.0
 _plan_built = declare("trainer.plan-built", "the arena is full, the plan is built, the sidecar has neither")
@@ -84,7 +84,7 @@ class SaveExecutor:
         self._store, self._sidecar_name, self._meter, self._clock = store, sidecar, meter, clock
         self._sidecar: Sidecar | None = None
         self.own_manifest: OwnManifest | None = None
-        """This rank's manifest of the last step that was committed; None if the last save failed."""
+        """This rank's manifest of the step that the last save committed. None before the first save and after a failed one."""
         self._lock = threading.Lock()
 
     def commit_staged(self, save: StagedSave) -> dict[str, object]:
@@ -323,8 +323,12 @@ def own_manifest_of(result: Mapping[str, object], encoded: object = None) -> Own
     """This rank's manifest of a committed step, from the save's report.
 
     Args:
-        result: The report. An older daemon's report does not name the manifest.
-        encoded: The manifest that this process wrote, if it did. Default: None.
+        result: The report. If an older daemon made it, it lacks the manifest's digest.
+        encoded: The encoded manifest, if this process built it. Default: None.
+
+    Returns:
+        The manifest's digest, with the encoded manifest if it has this digest and is small enough. None if the report
+        has no digest.
     """
     attempt, name = result.get("attempt"), result.get("manifest")
     if not isinstance(attempt, str) or not isinstance(name, str):

@@ -49,9 +49,10 @@ class PlanTensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class OwnManifest(msgspec.Struct, frozen=True):
-    """This rank's manifest of the last step that it committed.
+    """A rank's manifest of the last step that its process committed.
 
-    `digest` is the digest of the encoded manifest. `data` is the encoded manifest, or empty if it must be read.
+    `attempt`: the attempt that became the step. `digest`: the digest of the encoded manifest. `data`: the encoded
+    manifest. If `data` is empty, the worker reads the manifest from the store.
     """
 
     attempt: str
@@ -63,8 +64,8 @@ class PutPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a worker needs to commit one rank's part of a step, except the tensor bytes.
 
     `upload_hint`: bytes per second that an earlier save measured; 0 if unknown. `tree` and `replicas` are copied into
-    the manifest. `own_manifest`: None if this process has not committed a step, or if its last save failed. Times are
-    in seconds.
+    the manifest. `own_manifest`: None if the trainer's process has not committed a step, or if its last save failed.
+    Times are in seconds.
     """
 
     version: int = VERSION

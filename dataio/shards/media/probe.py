@@ -254,9 +254,10 @@ class _AudioCounter:
     marks some packets of a file of `size` bytes: the first, about one in each `MARK_BYTES` (in large files fewer), and
     the last.
 
-    Matroska has no time stamps before zero. libav gives such packets stamps from zero on, and then goes back
-    (`goes_back`). So their sound would be delivered at wrong times. In other containers, stamps may go back, for example
-    in chained Ogg.
+    `goes_back`: whether time stamps in Matroska go back. Matroska stores no time stamps before zero. If many packets lie
+    before zero, libav counts their time stamps from zero, and the first packet with a stored time stamp goes back. Loaders
+    would deliver such audio at wrong times. In other containers, time stamps may go back: in chained Ogg, for example,
+    this is correct.
     """
 
     def __init__(self, container: Any) -> None:

@@ -358,7 +358,7 @@ def decode(data: bytes, version: int, name: str, store: Store) -> VersionDocumen
 
 
 def _require_keys(entries: Iterable[Shard | IndexPart | Page], name: str) -> None:
-    """Raise `CorruptionError` if an entry names an object by an impossible key."""
+    """Raise `CorruptionError` if an entry contains a key that no object can have."""
     for entry in entries:
         bitmap = entry.bitmap if isinstance(entry, IndexPart) else None
         for key in (entry.key,) if bitmap is None else (entry.key, bitmap.key):

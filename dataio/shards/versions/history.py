@@ -1,4 +1,4 @@
-"""The versions of a dataset in a store: list them, read one, and make the next one.
+"""Lists, reads and makes the versions of a dataset in a store.
 
 Invariants:
 
@@ -39,7 +39,7 @@ from headrace.dataio.shards.versions.documents import (
 from headrace.dataio.store.base import Store
 
 CHECKPOINTS_KEY = "repo.json"
-"""The object that marks a checkpoint repository. A dataset and a repository are never mixed in one place."""
+"""The object that marks a checkpoint repository. A store holds either a dataset or a checkpoint repository."""
 COMMIT_TRIES = 64
 """The number of lost races after which `commit` fails."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")

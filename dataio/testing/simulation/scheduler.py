@@ -191,8 +191,8 @@ class Simulation:
     def run(self) -> None:
         """Run until all tasks have ended. Tasks may be started before and during the run.
 
-        While CPU time is measured, the garbage collector is off: it would visit the objects of all processes, and
-        charge that to one of them.
+        While CPU time is measured, the garbage collector is off. A collection visits the objects of all processes, and
+        its CPU time would count for one of them.
         """
         self._hub = greenlet.getcurrent()
         collects = self._measure and gc.isenabled()
@@ -267,7 +267,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """CPU time of the block counts for no process. It is for work of the simulation, such as delivering messages."""
+        """Charge the CPU time of the block to no process. Use it for the simulation's own work, such as delivering messages."""
         before = time.thread_time() - self._since
         try:
             yield

@@ -311,7 +311,7 @@ def test_a_base_that_a_collection_removes_meanwhile_aborts_the_attempt() -> None
 
     job.simulation.start(removed, at=job.simulation.now + 3.0, process=Process("collector"))
     job.outcomes.clear()
-    job.own.clear()  # no rank knows its manifest of the base, so each looks whether the base exists
+    job.own.clear()  # no rank knows its manifest of the base, so each checks that the base exists
     third = job.save(3, bases=(first,), delay=lambda rank: 10.0 if rank == 24 else 0.0)
     assert committed(job, second)
     assert not committed(job, third)

@@ -132,7 +132,7 @@ def test_the_newest_version_is_opened_unless_one_is_named(posix: Store) -> None:
 
 @pytest.mark.parametrize("version", [None, 1])
 def test_no_dataset_is_an_error_that_says_where(posix: Store, version: int | None) -> None:
-    history.claim(posix, "set")  # a packer that died leaves this much
+    history.claim(posix, "set")  # a packer that was killed leaves only this
     with pytest.raises(NotFoundError, match="no dataset at file://"):
         Dataset(posix, version)
 

@@ -401,7 +401,7 @@ def test_a_title_that_is_not_utf8_is_no_reason_to_refuse_a_file(tmp_path: Path, 
 
 
 def sound_in_matroska(codec: str, first: float, *, with_video: bool = False) -> bytes:
-    """Three seconds of sound, whose time stamps begin at `first` seconds; perhaps beside a video that begins at 0."""
+    """Three seconds of sound, whose time stamps begin at `first` seconds. With `with_video`, also a video that begins at 0."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska", container_options={"avoid_negative_ts": "disabled"}) as output:
         video: Any = output.add_stream("mpeg4", rate=25) if with_video else None
@@ -436,7 +436,7 @@ def test_a_video_is_taken_without_sound_that_has_wrong_time_stamps() -> None:
 
 @pytest.mark.parametrize(("codec", "first"), [("pcm_s16le", 0.0), ("pcm_s16le", 0.7), ("flac", -1.5)])
 def test_sound_of_matroska_whose_time_stamps_are_right_is_taken(codec: str, first: float) -> None:
-    """FLAC has time stamps before zero, since its frames say where they belong."""
+    """FLAC has correct time stamps before zero, because each FLAC frame stores its position."""
     found = probe(sound_in_matroska(codec, first), ext="mkv")
     assert found.audio is not None
     assert (found.audio.samples, found.audio.start_pts) == (3 * RATE, round(1000 * first))

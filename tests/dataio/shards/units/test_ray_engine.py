@@ -91,9 +91,8 @@ def test_verifying_on_ray_gives_the_report_that_one_process_gives(folder: Path, 
         del report["seconds"]
     assert there == here
     assert 0 < sum(found["decoded"] for found in here["objects"]) < 12
-    with open_store(
-        folder / "ray" / "journal"
-    ) as journal:  # a killed actor may leave a hidden file, which is no object
+    # a killed actor may leave a hidden file, which the store does not list
+    with open_store(folder / "ray" / "journal") as journal:
         assert not list(journal.list(""))
 
 
