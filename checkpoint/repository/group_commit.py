@@ -71,7 +71,7 @@ _CHECK_SECONDS, _SECOND_CHECK_SECONDS = 60.0, 5.0
 _LOST_SECONDS = 2.0
 """Seconds between two checks for ranks that ended without a manifest."""
 _DECISION_EVERY, _HEAD_READS_EVERY = 3, 8
-"""A rank reads the decision, too, at every third poll, because the attempt may be aborted.
+"""A rank reads the decision, too, at every third poll and at the last one, because the attempt may be aborted.
 
 A head whose group is not complete reads COMMIT and the decision only at every eighth poll.
 """
@@ -351,7 +351,7 @@ class _Finishing:
         self._polls += 1
         if self._leading and self._polls % _HEAD_READS_EVERY:
             return None
-        whole = self._leading or self._polls % _DECISION_EVERY == 0
+        whole = self._leading or self._polls % _DECISION_EVERY == 0 or self.clock.monotonic() >= self._deadline
         view = existing(self.store, self.attempt) if whole else self._commit_only()
         if self._leading and view.commit is None and view.decision is None:
             view = commit.newer_timeline(self.store, self.attempt)

@@ -149,8 +149,10 @@ class _Commit:
                 tier_save.committed(found)
             lease.release()
             _lease_deleted()
-        own = manifest, digest(encoded)
-        result = _report(attempt, found, *own) if won else result_of(store, attempt, plan.rank, found, own)
+        if won:
+            result = _report(attempt, found, manifest, digest(encoded))
+        else:
+            result = result_of(store, attempt, plan.rank, found, manifest)
         return result | {"seconds": self.clock.monotonic() - began}
 
     def keep_locally(self, tier_save: saving.TierSave) -> None:
@@ -223,12 +225,12 @@ def _lost(plan: PutPlan) -> FinalError:
 
 
 def result_of(
-    store: Store, attempt: Attempt, rank: int, found: Commit, own: tuple[manifests.Manifest, bytes] | None = None
+    store: Store, attempt: Attempt, rank: int, found: Commit, own: manifests.Manifest | None = None
 ) -> dict[str, object]:
     """The report of a committed save, from the rank's manifest in the store.
 
-    `own`: the manifest that this worker built, with its digest. The report is made from it if a policy has already
-    removed the step, or if the store is unreachable.
+    `own`: the manifest that this worker built. If a policy has already removed the step, or if the store is unreachable,
+    the report is made from it, and does not name the manifest, because another worker's manifest may count.
     """
     key = attempt.manifest_key(rank)
     try:
@@ -236,18 +238,19 @@ def result_of(
     except (NotFoundError, TransientError):
         if own is None:
             raise
-        return _report(attempt, found, *own)
+        return _report(attempt, found, own, None)  # which may not be the manifest that counts
     return _report(attempt, found, manifests.decode(data, key), digest(data))
 
 
-def _report(attempt: Attempt, found: Commit, manifest: manifests.Manifest, name: bytes) -> dict[str, object]:
-    return {
+def _report(attempt: Attempt, found: Commit, manifest: manifests.Manifest, name: bytes | None) -> dict[str, object]:
+    """The report. `name`: the digest of the manifest that counts; None if it is not known."""
+    named = {} if name is None else {"manifest": name.hex()}
+    return named | {
         "run": attempt.run,
         "timeline": attempt.timeline,
         "step": attempt.step,
         "attempt": attempt.id,
         "rank": manifest.rank,
-        "manifest": name.hex(),
         "bytes_state": manifest.bytes_state,
         "bytes_written": manifest.bytes_written,
         "bytes_deduplicated": manifest.bytes_deduplicated,

@@ -334,7 +334,10 @@ def own_manifest_of(result: Mapping[str, object], encoded: object = None) -> Own
     if not isinstance(attempt, str) or not isinstance(name, str):
         return None
     data = encoded if isinstance(encoded, bytes) and len(encoded) <= _KEPT_MANIFEST_BYTES else b""
-    expected = bytes.fromhex(name)
+    try:
+        expected = bytes.fromhex(name)
+    except ValueError:
+        return None
     return OwnManifest(attempt, expected, data if digest(data) == expected else b"")
 
 

@@ -107,6 +107,9 @@ def plan_tensors(specs: Sequence[TensorSpec], layout: Layout) -> tuple[PlanTenso
 def encode(plan: PutPlan) -> bytes:
     """Encode the plan; `UsageError` if the state has too many tensors for one plan."""
     data = msgspec.msgpack.encode(plan)
+    if len(data) > MAX_BYTES and plan.own_manifest is not None:  # the worker can read it
+        own = msgspec.structs.replace(plan.own_manifest, data=b"")
+        data = msgspec.msgpack.encode(msgspec.structs.replace(plan, own_manifest=own))
     if len(data) > MAX_BYTES:
         raise UsageError(f"the plan of step {plan.step} has {len(data)} bytes, more than {MAX_BYTES}")
     return data

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Commit, encode
-from headrace.checkpoint.repository import check
+from headrace.checkpoint.format.manifest import PackName
+from headrace.checkpoint.repository import check, collect
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.saving import executor
 from headrace.checkpoint.saving.executor import own_manifest_of
 from headrace.dataio.core.errors import TransientError
+from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
+from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
+from headrace.dataio.store.wrappers import Wrapper
 from tests.support.local_tier import Counting
 
 
@@ -80,6 +87,48 @@ def test_a_base_that_was_removed_is_not_used(tmp_path: Path, weights: dict[str, 
         second = trainer.save(2, weights).result(60)
         assert second.bytes_written == second.bytes_state
         assert check.check(store).clean
+
+
+class LostRace(Wrapper):
+    """Another worker of the save stores its manifest first. The store fails when that manifest is read back."""
+
+    stored = ""
+    failed = 0
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        if key.endswith(".manifest") and not self.stored:
+            own = manifests.decode(bytes(data), key)
+            packs = tuple(PackName(pack.attempt, re.sub("[0-9a-f]{8}", "0" * 8, pack.name)) for pack in own.packs)
+            assert packs != own.packs
+            for pack, before in zip(packs, own.packs, strict=True):
+                self.inner.put(pack.key, self.inner.get(before.key))
+            assert self.inner.put_if_absent(key, manifests.encode(structs.replace(own, packs=packs)))
+            self.stored = key
+        return super().put_if_absent(key, data)
+
+    def get(self, key: str, *, max_bytes: int = SMALL_OBJECT_BYTES) -> bytes:
+        committed = any(info.key.endswith("COMMIT") for info in self.inner.list("runs/"))
+        if key == self.stored and committed and not self.failed:
+            self.failed += 1
+            raise TransientError("away")
+        return super().get(key, max_bytes=max_bytes)
+
+
+def test_a_manifest_that_does_not_count_is_not_remembered(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    with open_store(tmp_path) as inner, Checkpointer(store := LostRace(inner), run="exp", sidecar=None) as trainer:
+        trainer.save(1, weights).result(60)
+        assert store.failed == 1
+        assert trainer._executor.own_manifest is None
+        collect.collect(inner, [])  # the packs of the worker that lost
+        second = trainer.save(2, weights).result(60)
+        assert second.bytes_deduplicated == second.bytes_state
+        assert check.check(inner).clean
+
+
+@pytest.mark.parametrize("name", ["zz", "", 5])
+def test_a_report_with_an_impossible_digest_is_not_used(name: object) -> None:
+    own = own_manifest_of({"attempt": "A", "manifest": name}, b"")
+    assert own is None or not own.data
 
 
 def test_the_report_of_an_older_daemon_names_no_manifest() -> None:
