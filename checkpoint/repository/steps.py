@@ -373,9 +373,9 @@ def require_exists(store: Store, run: str, base: Base) -> None:
 
 
 def is_removed(store: Store, run: str, base: Base) -> bool:
-    """Whether the step has no COMMIT of this attempt, or its COMMIT is a tombstone."""
+    """Whether the step has no COMMIT, or its COMMIT is a tombstone."""
     found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
-    return found is None or found.tombstone or found.attempt != base.attempt
+    return found is None or found.tombstone
 
 
 def removed(run: str, step: int) -> NotFoundError:
