@@ -20,7 +20,8 @@ Invariants:
 * In files that may be read in part (`headrace.dataio.shards.pieces`), a key frame's offset is the offset of its packet
   as libav gives it.
 * The index has the time of the first audio sample and the offsets of some audio packets. Both are as libav gives them
-  when it reads the file from the beginning. If audio does not decode without an error, no packets are marked, and
+  when it reads the file from the beginning. Audio packets of Matroska that begin before time zero are left out, because
+  Matroska stores no usable time for them. If audio does not decode without an error, no packets are marked, and
   loaders let libav find the packets.
 * At least one frame was decoded. A file that cannot be decoded at all is rejected. `probe` does not look for damage
   further inside the video. Such a file passes, and the loader that finds the damage quarantines the sample.
@@ -59,8 +60,11 @@ from headrace.dataio.shards.media.bitstream import is_random_access, is_shown, l
 from headrace.dataio.shards.media.container import (
     CONVERTED_DEMUXERS,
     DEMUXERS,
+    STORED_STAMPS,
     check_complete,
     demuxed,
+    first_stamped,
+    lies_before,
     needs_conversion,
 )
 from headrace.dataio.shards.media.images import color_of
@@ -150,14 +154,15 @@ def check_file(file: Any, size: int) -> Any:
     return file
 
 
-def open_container(source: Any) -> Any:
+def open_container(source: Any, options: dict[str, str] | None = None) -> Any:
     """Open a PyAV container from a file URL (`file:/path`) or a file. It cannot open other files."""
     if hasattr(source, "seek"):
         source.seek(0)
     demuxers = CONVERTED_DEMUXERS if isinstance(source, str) and needs_conversion(source) else DEMUXERS
     try:
-        options = {"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODE_OPTIONS}
-        return av.open(source, metadata_errors="replace", options=options)  # titles are not always UTF-8
+        safe = {"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODE_OPTIONS}
+        # titles are not always UTF-8
+        return av.open(source, metadata_errors="replace", options=safe | (options or {}))
     except av.error.ArgumentError as error:
         raise UnsupportedError(f"not one of the containers {_CONTAINERS}") from error
     except av.error.FFmpegError as error:
@@ -172,12 +177,12 @@ def _probe_open(source: Any, ext: str) -> Probe:
         if video is not None:
             check_video(video)
         try:
-            packets, first, audio_counter = _demux(container, video, audio)
+            packets, first, audio_counter = _demux(container, video, audio, zero_offset(source, container, audio))
         except av.error.FFmpegError as error:
             raise CorruptionError(f"cannot be demuxed to its end: {error.strerror}") from error
         video_info = None if video is None else _video_info(source, ext, container, video, packets, first)
         audio_info = None if audio is None else audio_counter.info(ext, audio)
-        return _result(container, video_info, audio_info, audio_counter.errors, sum(p.unclean for p in packets))
+        return _result(container, video_info, audio_info, audio_counter, sum(p.unclean for p in packets))
 
 
 def check_video(stream: Any) -> None:
@@ -196,8 +201,12 @@ def check_frame_count(count: int) -> None:
         raise UnsupportedError(f"it has more than {limits.VIDEO_FRAMES} frames; split it")
 
 
-def _result(container: Any, video: VideoInfo | None, audio: AudioInfo | None, audio_errors: int, unclean: int) -> Probe:
-    notes = []
+def _result(
+    container: Any, video: VideoInfo | None, audio: AudioInfo | None, counter: _AudioCounter, unclean: int
+) -> Probe:
+    notes, audio_errors = [], counter.errors
+    if counter.early:
+        notes.append(f"{counter.early} audio packets begin before time zero and are left out")
     if unclean:
         notes.append(
             f"decoding cannot begin at {unclean} of its key frames (for example with intra refresh), so it begins "
@@ -213,6 +222,8 @@ def _result(container: Any, video: VideoInfo | None, audio: AudioInfo | None, au
         seconds = float(video.duration_pts * video.time_base)
     elif audio is not None:
         seconds = audio.samples / audio.sample_rate
+    elif counter.early:
+        raise UnsupportedError("all of its audio begins before time zero; shift it, for example with ffmpeg -c copy")
     else:
         raise CorruptionError("the file has no frames")
     return Probe(container.format.name, seconds, video, audio, tuple(notes))
@@ -239,27 +250,44 @@ def pick_audio(container: Any) -> Any:
     return max((s for s in container.streams.audio if s.codec_context), key=rank, default=None)
 
 
+def zero_offset(source: Any, container: Any, audio: Any) -> int:
+    """Return the offset of the first audio packet that does not begin before time zero.
+
+    `container` is the opened `source`. In containers other than Matroska, no packet is left out, and this is 0.
+    """
+    if audio is None or "matroska" not in container.format.name:
+        return 0
+    again = source if isinstance(source, str) else io.BytesIO(source.getvalue())
+    with open_container(again, STORED_STAMPS) as stored:
+        return first_stamped(stored, stored.streams[audio.index])
+
+
 class _AudioCounter:
     """Counts the samples that the audio decoder outputs.
 
     It also takes the sample rate and the channels from the output, because headers may give wrong values (HE-AAC). It
     marks some packets of a file of `size` bytes: the first, about one in each `MARK_BYTES` (in large files fewer), and
-    the last.
+    the last. Packets before the offset `zero` are decoded, since the decoder's state depends on them, but they do not
+    count.
     """
 
-    def __init__(self, size: int) -> None:
-        self.samples = self.errors = self.rate = self.channels = 0
-        self._start = 0
+    def __init__(self, size: int, zero: int) -> None:
+        self.samples = self.errors = self.early = self.rate = self.channels = 0
+        self._start, self._zero = 0, zero
         self._marks, self._last = list[AudioMark](), AudioMark(-1, 0)
         self._mark_distance, self._size = max(MARK_BYTES, size // MAX_MARKS), size
 
     def feed(self, packet: Any) -> None:
+        early = lies_before(packet, self._zero)
+        self.early += early
         try:
             for frame in packet.decode():
-                self._add(frame)
+                if not early:
+                    self._add(frame)
         except av.error.FFmpegError:
             self.errors += 1
-        self._mark(packet)
+        if not early:
+            self._mark(packet)
 
     def _add(self, frame: AudioFrame) -> None:
         if not self.samples:
@@ -293,11 +321,11 @@ class _AudioCounter:
         )
 
 
-def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], VideoFrame | None, _AudioCounter]:
+def _demux(container: Any, video: Any, audio: Any, zero: int) -> tuple[list[_Packet], VideoFrame | None, _AudioCounter]:
     """Read the file once: collect all video packets, decode the first frame, and decode and count all audio."""
     packets: list[_Packet] = []
     first: VideoFrame | None = None
-    audio_counter = _AudioCounter(container.size)
+    audio_counter = _AudioCounter(container.size, zero)
     for stream in (video, audio):
         if stream is not None:
             configure_decoder(stream)
