@@ -4,7 +4,9 @@ Purpose: turn compressed bytes, the index entry and a start time into float32 sa
 
 Invariants: the result has exactly the requested number of samples per channel. Its first sample is the one that plays
 at `start`, by time stamps (`headrace.loaders.audio.frames`), rounded to the nearest sample of the source. Samples that
-the file does not contain (before its first, after its last, or in a gap) are zero. Equal arguments give equal samples.
+the file does not contain (before its first, after its last, or in a gap) are zero. Packets of Matroska that begin before
+time zero are decoded, since later packets depend on them, but they are no part of the audio, whatever the index lists.
+Equal arguments give equal samples.
 Failure behaviour: `CorruptionError` for data inside the window that cannot be demuxed or decoded.
 """
 
@@ -14,7 +16,7 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from fractions import Fraction
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import av
 import numpy as np
@@ -25,7 +27,14 @@ from av.packet import Packet
 from av.video.stream import VideoStream
 
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.media.container import demuxed
+from headrace.dataio.shards.media.container import (
+    EBML,
+    STORED_STAMPS,
+    block_time,
+    demuxed,
+    first_stamped,
+    lies_before,
+)
 from headrace.dataio.shards.media.probe import AUDIO_DECODE_OPTIONS
 from headrace.dataio.shards.sample import AudioInfo, AudioMark
 from headrace.loaders.audio.excerpts import ogg
@@ -59,6 +68,14 @@ _STAMPED_BY_SEEKING = frozenset(["ogg", "mp3", "flac"])
 """
 
 
+class _File(NamedTuple):
+    """An open file. Audio packets before the offset `zero` begin before time zero."""
+
+    container: InputContainer
+    stream: AudioStream
+    zero: int
+
+
 def decode_audio(
     data: Media, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool = False
 ) -> tuple[F32, int]:
@@ -85,17 +102,37 @@ def _found(
     start += first if from_first else 0
     excerpt = excerpt_of(data, info, start - _EDGE, start + seconds + _EDGE)
     made = None if excerpt is None else _at_once(excerpt, info, start - _EDGE, seconds, spec)
-    return made or _read(data, info, lambda *file: _by_packets(data, file, info, first, start, seconds, spec))
+    return made or _read(data, info, lambda file: _by_packets(data, file, info, first, start, seconds, spec))
 
 
-def _read(data: Media, info: AudioInfo, read: Callable[[InputContainer, AudioStream], T]) -> T:
+def _read(data: Media, info: AudioInfo, read: Callable[[_File], T]) -> T:
     """Open the file and return what `read` returns for its audio stream."""
+    zero = _zero(data, info)
     with open_media(data) as container:
-        stream = container.streams[info.stream] if info.stream < len(container.streams) else None
-        if not isinstance(stream, AudioStream) or stream.codec_context is None:
-            raise CorruptionError(f"stream {info.stream} is not the audio stream that the index lists")
+        stream = _stream(container, info)
         stream.codec_context.options = AUDIO_DECODE_OPTIONS
-        return read(container, stream)
+        return read(_File(container, stream, zero))
+
+
+def _zero(data: Media, info: AudioInfo) -> int:
+    """The offset of the first audio packet that does not begin before time zero. 0 if this is not Matroska.
+
+    This is the first marked packet, unless the index is of an older version or its marks were left out.
+    """
+    if bytes(data[: len(EBML)]) != EBML:
+        return 0
+    at = info.marks[0].at if info.marks else len(data)
+    if at < len(data) and block_time(bytes(data[at : at + 12])) >= 0:  # it has a time, whatever that of its cluster
+        return at
+    with open_media(data, more=STORED_STAMPS) as container:
+        return first_stamped(container, _stream(container, info))
+
+
+def _stream(container: InputContainer, info: AudioInfo) -> AudioStream:
+    stream = container.streams[info.stream] if info.stream < len(container.streams) else None
+    if not isinstance(stream, AudioStream) or stream.codec_context is None:
+        raise CorruptionError(f"stream {info.stream} is not the audio stream that the index lists")
+    return stream
 
 
 def _at_once(
@@ -109,7 +146,7 @@ def _at_once(
 
 def _by_packets(
     data: Media,
-    file: tuple[InputContainer, AudioStream],
+    file: _File,
     info: AudioInfo,
     first: Fraction,
     start: Fraction,
@@ -117,14 +154,14 @@ def _by_packets(
     spec: AudioSpec,
 ) -> DecodedAudio | None:
     """Decode the packets that libav demuxes from the whole file. The audio begins at `first`."""
-    container, stream = file
+    container, stream, _ = file
     coarse, head = _is_coarse(stream), None
     before = _EDGE if _is_without_memory(info.codec) and not coarse else _EDGE + WARM_UP
     early, late = start - before, start + seconds + _EDGE
     if coarse and early > first:
         # a decoder whose state covers the whole stream must not get the first packet twice
-        head = _head(container, stream) if _settles(info.codec) else _read(data, info, _head)
-    sound = collect_frames(_frames(container, stream, info, first, early, late), seconds + before + _EDGE)
+        head = _head(file) if _settles(info.codec) else _read(data, info, _head)
+    sound = collect_frames(_frames(file, info, first, early, late), seconds + before + _EDGE)
     if sound is None:
         _check_silence(container, info, start - first, seconds)
         return None
@@ -171,34 +208,28 @@ def _settles(codec: str) -> bool:
     return codec in SETTLING or _is_without_memory(codec)
 
 
-def _head(container: InputContainer, stream: AudioStream) -> Head | None:
+def _head(file: _File) -> Head | None:
     """The first frame; None if the audio begins with damage."""
     try:
-        with closing(_decoded(container, stream, None, None)) as frames:
+        with closing(_decoded(file, None, None)) as frames:
             first = next(frames, None)
     except av.FFmpegError:
         return None
     return None if first is None else Head(pts(first), first.samples)
 
 
-def _first(container: InputContainer, stream: AudioStream) -> Fraction:
+def _first(file: _File) -> Fraction:
     """The time at which the audio begins.
 
     This is the time stamp of the first decoded frame, which may differ from that of the first packet.
     """
-    head, base = _head(container, stream), stream.time_base or Fraction(0)
-    return (head.pts if head is not None else stream.start_time or 0) * base
+    head, base = _head(file), file.stream.time_base or Fraction(0)
+    return (head.pts if head is not None else file.stream.start_time or 0) * base
 
 
-def _frames(
-    container: InputContainer,
-    stream: AudioStream,
-    info: AudioInfo,
-    first: Fraction,
-    start: Fraction,
-    end: Fraction,
-) -> Iterator[AudioFrame]:
+def _frames(file: _File, info: AudioInfo, first: Fraction, start: Fraction, end: Fraction) -> Iterator[AudioFrame]:
     """Decoded frames that end after `start` and begin before `end`. The audio begins at `first`."""
+    container, stream, _ = file
     base = stream.time_base
     assert base is not None
     mark, seeks = None, start > first and _settles(info.codec)
@@ -210,7 +241,7 @@ def _frames(
     for guide in _guides(container, stream) if seeks else ():
         assert guide.time_base is not None
         _seek(container, guide, start if mark is None else mark.pts * base)
-        frames = _decoded(container, stream, start, end, mark)
+        frames = _decoded(file, start, end, mark)
         frame = next(frames, None)
         if frame is not None and (guide is stream or pts(frame) * base <= start):
             yield frame
@@ -221,9 +252,7 @@ def _frames(
             return
     if seeks:  # no seek led to the requested packet
         _seek(container, stream, min(Fraction(0), first))
-    yield from _decoded(
-        container, stream, start, end, all_packets=not _settles(info.codec), counted=container.format.name == "wav"
-    )
+    yield from _decoded(file, start, end, all_packets=not _settles(info.codec), counted=container.format.name == "wav")
 
 
 def _seek(container: InputContainer, guide: AudioStream | VideoStream, start: Fraction) -> None:
@@ -254,8 +283,7 @@ def _guides(container: InputContainer, stream: AudioStream) -> Iterator[AudioStr
 
 
 def _decoded(
-    container: InputContainer,
-    stream: AudioStream,
+    file: _File,
     start: Fraction | None,
     end: Fraction | None,
     mark: AudioMark | None = None,
@@ -270,6 +298,7 @@ def _decoded(
     frames, only the first has a time stamp. If no frame has one, `counted` computes time stamps by counting from the
     first frame.
     """
+    container, stream, zero = file
     base = stream.time_base
     assert base is not None
     early = None if start is None else math.floor(start / base)  # integers are faster than fractions
@@ -278,13 +307,17 @@ def _decoded(
     left = None if start is None or end is None else 2 * int((end - start) * stream.sample_rate) + _MORE_PACKETS
     with demuxed(container, stream) as packets:
         for packet in packets if mark is None else _from_mark(packets, mark):
-            over = early is not None and packet.pts is not None and packet.pts + (packet.duration or 0) <= early
+            stamp = None if lies_before(packet, zero) else packet.pts  # libav counts the times of those from zero
+            over = early is not None and stamp is not None and stamp + (packet.duration or 0) <= early
             if over and packet.duration and not all_packets:
                 continue
             if left is not None and not over:
                 left -= 1
                 if left < 0:
                     raise CorruptionError("it has far more packets of sound than its time stamps have room for")
+            if lies_before(packet, zero):
+                packet.decode()
+                continue
             next_pts = next_pts if counted else None
             for frame in packet.decode():
                 if frame.pts is None:

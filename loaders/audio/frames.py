@@ -179,7 +179,7 @@ def _places(sound: FrameCollector, start: Fraction, head: Head | None) -> list[i
 
 
 def _counted(head: Head, begin: Fraction, lengths: set[int], tick: Fraction) -> Fraction:
-    """The frame boundary within a tick of `begin`, if all frames since the first have the one length in `lengths`.
+    """The frame boundary at most a tick from `begin`, if all frames since the first have the one length in `lengths`.
 
     Otherwise `begin`.
     """
@@ -188,4 +188,4 @@ def _counted(head: Head, begin: Fraction, lengths: set[int], tick: Fraction) -> 
     (length,) = lengths
     second = head.pts * tick + head.samples
     exact = second + round((begin - second) / length) * length
-    return exact if abs(exact - begin) < tick else begin
+    return exact if abs(exact - begin) <= tick else begin  # both are rounded, by half a tick at most

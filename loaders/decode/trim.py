@@ -27,7 +27,7 @@ import io
 import itertools
 import sys
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import BinaryIO, TypeAlias, TypeVar, cast
 
@@ -136,18 +136,23 @@ class ViewFile(io.RawIOBase):
 
 @contextmanager
 def open_media(
-    data: Media, *, trusting: bool = False, ext: str = "", info: VideoInfo | None = None
+    data: Media,
+    *,
+    trusting: bool = False,
+    ext: str = "",
+    info: VideoInfo | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> Iterator[av.container.InputContainer]:
     """Open the container of `data`, which must be complete and of a kind that cannot name other files.
 
     libav's errors become Headrace errors. With `trusting`, the container's description of its streams is used
     unchanged, and `ext` selects the demuxer. Otherwise libav decodes the first frames to probe the streams, and tries
-    every demuxer. `info` is the video whose size limits the frames.
+    every demuxer. `info` is the video whose size limits the frames. `more` are further options for libav.
     """
     file = ViewFile(data)
     check_complete(cast(BinaryIO, file), len(data))
     decoding = _DECODING if info is None else _pixels(info)
-    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **decoding}
+    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **decoding, **(more or {})}
     if trusting:
         options["codec_whitelist"] = "none"  # affects only the decoders that probe, not those that decode clips
     try:

@@ -343,6 +343,10 @@ def _matroska() -> Iterator[Kind]:
         yield replace(one, name=f"mkv {codec} with pictures", picture=True)
         if codec != "vorbis":
             yield replace(one, name=f"mkv {codec} with a gap", gap=True)
+        # of the second one, libav's probing reaches the first packet with a time stamp, and libav counts back from it
+        early = replace(one, late=Fraction(-8, 5), muxed={"avoid_negative_ts": "disabled"})
+        yield replace(early, name=f"mkv {codec} early", picture=True, quick=codec in ("aac", "flac", "vorbis"))
+        yield replace(early, name=f"mkv {codec} a little early", late=Fraction(-1, 20), quick=codec == "flac")
     yield Kind("mkv wavpack", "mkv", "matroska", "wavpack")
     yield Kind("mkv tta", "mkv", "matroska", "tta")
     yield Kind("mka two tracks", "mka", "matroska", "flac", tracks=2)

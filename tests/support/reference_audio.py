@@ -1,12 +1,13 @@
 """All the sound of a file, by a decoder that shares no code with the loaders: PyAV reads it once, from its beginning.
 
 A frame follows the one before, unless its time stamp says that it lies more than 1.5 ms, or a tick and a half of the stream's
-clock, away.
+clock, away. Frames of Matroska whose blocks begin before time zero are left out; this module reads the blocks' times itself.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -71,15 +72,47 @@ def whole(data: bytes, stream: int) -> Whole | None:
 
 def _frames(data: bytes, number: int) -> tuple[list[tuple[int | None, F32, int, Fraction]], int]:
     found, errors = list[tuple[int | None, F32, int, Fraction]](), 0
+    early = {at for at, time in block_times(data) if time < 0}
     with av.open(io.BytesIO(data), "r", metadata_errors="replace") as container:
         stream: Any = container.streams[number]
         for packet in container.demux(stream):
             try:
                 for frame in packet.decode():
+                    if packet.pos in early:
+                        continue
                     found.append((frame.pts, _as_float(frame), frame.sample_rate, Fraction(stream.time_base)))
             except av.FFmpegError:
                 errors += 1
     return found, errors
+
+
+_SEGMENT, _CLUSTER, _GROUP, _BLOCK, _SIMPLE, _TIME = 0x18538067, 0x1F43B675, 0xA0, 0xA1, 0xA3, 0xE7
+
+
+def block_times(data: bytes) -> Iterator[tuple[int, int]]:
+    """Where each block of a Matroska file begins, and its time in the file's ticks. Other files have none."""
+    return _block_times(data, 0, len(data), [0]) if data[:4] == b"\x1a\x45\xdf\xa3" else iter(())
+
+
+def _block_times(data: bytes, at: int, end: int, cluster: list[int]) -> Iterator[tuple[int, int]]:
+    while at < end:
+        kind, at = _number(data, at, marked=True)
+        size, at = _number(data, at)
+        if kind in (_SEGMENT, _CLUSTER, _GROUP):
+            yield from _block_times(data, at, min(end, at + size), cluster)
+        elif kind == _TIME:
+            cluster[0] = int.from_bytes(data[at : at + size], "big")
+        elif kind in (_BLOCK, _SIMPLE):
+            _, behind = _number(data, at)
+            yield at, cluster[0] + int.from_bytes(data[behind : behind + 2], "big", signed=True)
+        at += size
+
+
+def _number(data: bytes, at: int, *, marked: bool = False) -> tuple[int, int]:
+    """EBML's number, and where it ends."""
+    length = 9 - data[at].bit_length()
+    value = int.from_bytes(data[at : at + length], "big")
+    return value if marked else value & ((1 << 7 * length) - 1), at + length
 
 
 def _as_float(frame: Any) -> F32:

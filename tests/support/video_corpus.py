@@ -68,15 +68,15 @@ def picture(number: int, width: int, height: int) -> np.ndarray:
     return np.stack(planes, axis=-1).astype(np.uint8)
 
 
-def make(what: Made) -> bytes:
-    """The file's bytes."""
+def make(what: Made, *, sound_late: Fraction = Fraction(0)) -> bytes:
+    """The file's bytes. Its sound begins at `sound_late`, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "made")
-        _encode(what, str(target))
+        _encode(what, str(target), sound_late)
         return target.read_bytes()
 
 
-def _encode(what: Made, target: str) -> None:
+def _encode(what: Made, target: str, sound_late: Fraction) -> None:
     keep = {} if what.container in ("mpeg", "flv") else {"avoid_negative_ts": "disabled"}  # which cannot say them
     with av.open(target, "w", format=what.container, container_options=keep | what.muxed) as output:
         small = _video(output, what, what.width // 2, what.height // 2) if what.second_video else None
@@ -88,7 +88,7 @@ def _encode(what: Made, target: str) -> None:
         if small is not None:
             _write(output, what, small)
         if sound is not None:
-            _write_sound(output, sound, (_stamps(what)[-1] + 4) / 100)
+            _write_sound(output, sound, (_stamps(what)[-1] + 4) / 100, sound_late)
 
 
 def _video(output: Any, what: Made, width: int, height: int) -> Any:
@@ -113,12 +113,12 @@ def _write(output: Any, what: Made, stream: Any) -> None:
     output.mux(stream.encode(None))
 
 
-def _write_sound(output: Any, stream: Any, seconds: float) -> None:
+def _write_sound(output: Any, stream: Any, seconds: float, late: Fraction) -> None:
     """A tone that rises, so that every moment sounds different."""
     time = np.arange(round(seconds * RATE)) / RATE
     samples = (0.4 * np.sin(2 * np.pi * (200 + 300 * time) * time) * 32767).astype(np.int16)
     for at in range(0, len(samples), 960):
         frame = AudioFrame.from_ndarray(samples[None, at : at + 960], format="s16", layout="mono")
-        frame.sample_rate, frame.pts, frame.time_base = RATE, at, Fraction(1, RATE)
+        frame.sample_rate, frame.pts, frame.time_base = RATE, at + round(late * RATE), Fraction(1, RATE)
         output.mux(stream.encode(frame))
     output.mux(stream.encode(None))

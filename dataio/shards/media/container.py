@@ -98,8 +98,13 @@ _UNREAD_IMAGES = frozenset(["avif", "bmp", "heic", "heif", "jp2", "jxl", "tif", 
 KNOWN_EXTENSIONS = SAMPLE_EXTENSIONS | CONVERTED_EXTENSIONS | _UNREAD_VIDEO | _UNREAD_AUDIO | _UNREAD_IMAGES
 """The extensions of all media files, including those that are not read."""
 
+STORED_STAMPS = {"fflags": "nofillin"}
+"""With this option, packets have only the time stamps that the container stores."""
+EBML = b"\x1a\x45\xdf\xa3"
+"""The first bytes of a Matroska file."""
+
 _MAX_ELEMENTS = 100_000
-_EBML = b"\x1a\x45\xdf\xa3"
+_NO_OFFSET = (1 << 63) - 1
 _FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp", b"moof"}
 
 
@@ -161,13 +166,42 @@ def demuxed(container: InputContainer, *streams: _Stream) -> AbstractContextMana
     return closing(cast("Generator[Packet[_Stream], None, None]", container.demux(*streams)))
 
 
+def first_stamped(container: InputContainer, stream: AudioStream) -> int:
+    """Return the offset of the stream's first packet that does not lie before time zero.
+
+    `container` must be a Matroska file that was opened with `STORED_STAMPS`. It has no time stamps for packets before
+    zero. Without that option libav counts them from zero.
+    """
+    with demuxed(container, stream) as packets:
+        for packet in packets:
+            if packet.pts is not None or packet.dts is not None:
+                return packet.pos or 0
+    return _NO_OFFSET
+
+
+def lies_before(packet: Packet[AudioStream], offset: int) -> bool:
+    """Return whether the packet lies before this offset of the file."""
+    return packet.pos is not None and 0 <= packet.pos < offset
+
+
+def block_time(data: bytes) -> int:
+    """Return the time of a Matroska block, relative to its cluster, or -1 if this is no block.
+
+    `data` are the block's first bytes, at most 12.
+    """
+    if not any(data[:1]):
+        return -1
+    at = _vint_length(data, 0)
+    return int.from_bytes(data[at : at + 2], "big", signed=True)
+
+
 def check_complete(file: BinaryIO, size: int) -> None:
     """Raise `CorruptionError` if the container in `file` declares more than its `size` bytes."""
     file.seek(0)
     head = file.read(12)
     if head[4:8] in _FIRST_BOXES:
         _walk_boxes(file, size)
-    elif head.startswith(_EBML):
+    elif head.startswith(EBML):
         _walk_ebml(file, size)
     file.seek(0, io.SEEK_SET)
 

@@ -7,7 +7,8 @@ Invariants:
 * Frames keep their timestamps. A missing timestamp, or one that does not increase, is replaced.
 * There is a key frame every `gop` frames. With `split`, the first frame of each clip is also a key frame. No other
   frame is.
-* Audio is copied if the container can hold it. Otherwise it is encoded as AAC.
+* Audio is copied if the container can hold it. Otherwise it is encoded as AAC. Audio packets of Matroska that begin
+  before time zero are left out, as in the index.
 * The same file, recipe and library versions give the same bytes: one thread, no dates, no random identifiers.
 
 Failure behaviour: a packet that cannot be decoded raises `CorruptionError`, since re-encoding would hide the damage.
@@ -29,7 +30,7 @@ from av.video.frame import PictureType
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.shards.media import probe
-from headrace.dataio.shards.media.container import demuxed, needs_conversion
+from headrace.dataio.shards.media.container import demuxed, lies_before, needs_conversion
 from headrace.dataio.shards.media.messages import Recipe
 
 FORMATS = {"mp4": "mp4", "m4v": "mp4", "mov": "mov", "mkv": "matroska", "webm": "webm"}
@@ -82,6 +83,7 @@ def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
             CODECS[recipe.codec or "h264"], rate=frames.rate, options=_X264_OPTIONS | frames.params
         )
         audio_writer = None if audio is None else _audio_writer(out, audio)
+        zero = probe.zero_offset(f"file:{source}", container, audio)
         start_time = start_of(container) if needs_conversion(source) else Fraction(0)
         held: list[Any] = []  # audio before the first frame: the header needs the frame's size
         with demuxed(container, *(s for s in (video, audio) if s is not None)) as packets:
@@ -92,7 +94,7 @@ def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
                 if packet.stream.index == video.index:
                     for frame in frames.frames_of(packet, picture):
                         out.mux(picture.encode(frame))
-                elif audio_writer is not None:
+                elif audio_writer is not None and not lies_before(packet, zero):
                     held += audio_writer.feed(packet)
                 if frames.count:
                     out.mux(held)

@@ -55,6 +55,7 @@ from headrace.dataio.shards.media.container import (
     MEDIA_EXTENSIONS,
     VIDEO_EXTENSIONS,
     demuxed,
+    lies_before,
     needs_conversion,
 )
 from headrace.dataio.shards.media.encode import FORMATS, encode, open_output, seconds, start_of
@@ -239,7 +240,8 @@ def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | N
         with probe.open_container(f"file:{source}") as container:
             cuts = _find_cuts(container, split, to_zero=other)
         with probe.open_container(f"file:{source}") as container:
-            clip_files = _StreamCopier(container, cuts=cuts, stem=stem, ext=ext, faststart=faststart).run()
+            zero = probe.zero_offset(f"file:{source}", container, probe.pick_audio(container))
+            clip_files = _StreamCopier(container, cuts=cuts, stem=stem, ext=ext, faststart=faststart, zero=zero).run()
         if other:
             _check_same_pictures(source, clip_files)
     except av.error.FFmpegError as error:
@@ -336,10 +338,12 @@ def _choose_cuts(times: list[int], keys: list[bool], least: Fraction | None) -> 
 class _StreamCopier:
     """Copies each packet to its clip in one pass over the file.
 
-    It closes a clip as soon as both streams have reached a later clip.
+    It closes a clip as soon as both streams have reached a later clip. Audio packets before the offset `zero` are left
+    out.
     """
 
-    def __init__(self, container: Any, *, cuts: _Cuts, stem: str, ext: str, faststart: bool) -> None:
+    def __init__(self, container: Any, *, cuts: _Cuts, stem: str, ext: str, faststart: bool, zero: int) -> None:
+        self._zero = zero
         self._container, self._cuts, self._stem, self._ext, self._faststart = container, cuts, stem, ext, faststart
         self._video, self._audio = probe.pick_video(container), probe.pick_audio(container)
         self._open: dict[int, tuple[Any, dict[int, Any]]] = {}
@@ -356,6 +360,8 @@ class _StreamCopier:
                         continue
                     _check_packet(packet)
                     index = packet.stream_index
+                    if index != self._video.index and lies_before(packet, self._zero):
+                        continue
                     clip = self._clip_number(packet, number)
                     number += index == self._video.index
                     reached[index] = max(reached[index], clip)

@@ -20,7 +20,8 @@ Invariants:
 * In files that may be read in part (`headrace.dataio.shards.pieces`), a key frame's offset is the offset of its packet
   as libav gives it.
 * The index has the time of the first audio sample and the offsets of some audio packets. Both are as libav gives them
-  when it reads the file from the beginning. If audio does not decode without an error, no packets are marked, and
+  when it reads the file from the beginning. Audio packets of Matroska that begin before time zero are left out, because
+  Matroska stores no usable time for them. If audio does not decode without an error, no packets are marked, and
   loaders let libav find the packets.
 * At least one frame was decoded. A file that cannot be decoded at all is rejected. `probe` does not look for damage
   further inside the video. Such a file passes, and the loader that finds the damage quarantines the sample.
@@ -59,8 +60,11 @@ from headrace.dataio.shards.media.bitstream import is_random_access, is_shown, l
 from headrace.dataio.shards.media.container import (
     CONVERTED_DEMUXERS,
     DEMUXERS,
+    STORED_STAMPS,
     check_complete,
     demuxed,
+    first_stamped,
+    lies_before,
     needs_conversion,
 )
 from headrace.dataio.shards.media.images import color_of
@@ -70,8 +74,6 @@ from headrace.dataio.shards.sample import AudioInfo, AudioMark, KeyFrame, VideoI
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _DECODE_OPTIONS = {"max_pixels": str(limits.FRAME_PIXELS)}
-_GOES_BACK = "the time stamps of its audio go back, because a part of it lies before time zero"
-_REMUX = "write the file again with all time stamps at zero or later"
 AUDIO_DECODE_OPTIONS = {"err_detect": "crccheck+explode"}
 """With these options, audio decoders raise an error for the damage that they detect.
 
@@ -152,14 +154,15 @@ def check_file(file: Any, size: int) -> Any:
     return file
 
 
-def open_container(source: Any) -> Any:
+def open_container(source: Any, options: dict[str, str] | None = None) -> Any:
     """Open a PyAV container from a file URL (`file:/path`) or a file. It cannot open other files."""
     if hasattr(source, "seek"):
         source.seek(0)
     demuxers = CONVERTED_DEMUXERS if isinstance(source, str) and needs_conversion(source) else DEMUXERS
     try:
-        options = {"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODE_OPTIONS}
-        return av.open(source, metadata_errors="replace", options=options)  # titles are not always UTF-8
+        safe = {"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODE_OPTIONS}
+        # titles are not always UTF-8
+        return av.open(source, metadata_errors="replace", options=safe | (options or {}))
     except av.error.ArgumentError as error:
         raise UnsupportedError(f"not one of the containers {_CONTAINERS}") from error
     except av.error.FFmpegError as error:
@@ -174,7 +177,7 @@ def _probe_open(source: Any, ext: str) -> Probe:
         if video is not None:
             check_video(video)
         try:
-            packets, first, audio_counter = _demux(container, video, audio)
+            packets, first, audio_counter = _demux(container, video, audio, zero_offset(source, container, audio))
         except av.error.FFmpegError as error:
             raise CorruptionError(f"cannot be demuxed to its end: {error.strerror}") from error
         video_info = None if video is None else _video_info(source, ext, container, video, packets, first)
@@ -201,26 +204,26 @@ def check_frame_count(count: int) -> None:
 def _result(
     container: Any, video: VideoInfo | None, audio: AudioInfo | None, counter: _AudioCounter, unclean: int
 ) -> Probe:
-    notes = []
+    notes, audio_errors = [], counter.errors
+    if counter.early:
+        notes.append(f"{counter.early} audio packets begin before time zero and are left out")
     if unclean:
         notes.append(
             f"decoding cannot begin at {unclean} of its key frames (for example with intra refresh), so it begins "
             "at earlier key frames, which is slower; --transcode h264 helps"
         )
-    if counter.goes_back:
-        if video is None:
-            raise UnsupportedError(_GOES_BACK, hint=_REMUX)
-        notes.append(f"{_GOES_BACK}, so it is left out; {_REMUX}")
-    elif audio is None and counter.errors:
+    if audio is None and audio_errors:
         if video is None:
             raise CorruptionError("no audio can be decoded")
         notes.append("the audio stream cannot be decoded and is left out")
-    elif counter.errors:
-        notes.append(f"{counter.errors} audio packets cannot be decoded")
+    elif audio_errors:
+        notes.append(f"{audio_errors} audio packets cannot be decoded")
     if video is not None:
         seconds = float(video.duration_pts * video.time_base)
     elif audio is not None:
         seconds = audio.samples / audio.sample_rate
+    elif counter.early:
+        raise UnsupportedError("all of its audio begins before time zero; shift it, for example with ffmpeg -c copy")
     else:
         raise CorruptionError("the file has no frames")
     return Probe(container.format.name, seconds, video, audio, tuple(notes))
@@ -247,43 +250,48 @@ def pick_audio(container: Any) -> Any:
     return max((s for s in container.streams.audio if s.codec_context), key=rank, default=None)
 
 
+def zero_offset(source: Any, container: Any, audio: Any) -> int:
+    """Return the offset of the first audio packet that does not begin before time zero.
+
+    `container` is the opened `source`. In containers other than Matroska, no packet is left out, and this is 0.
+    """
+    if audio is None or "matroska" not in container.format.name:
+        return 0
+    again = source if isinstance(source, str) else io.BytesIO(source.getvalue())
+    with open_container(again, STORED_STAMPS) as stored:
+        return first_stamped(stored, stored.streams[audio.index])
+
+
 class _AudioCounter:
     """Counts the samples that the audio decoder outputs.
 
     It also takes the sample rate and the channels from the output, because headers may give wrong values (HE-AAC). It
     marks some packets of a file of `size` bytes: the first, about one in each `MARK_BYTES` (in large files fewer), and
-    the last.
-
-    `goes_back`: whether time stamps in Matroska go back. Matroska stores no time stamps before zero. If many packets lie
-    before zero, libav counts their time stamps from zero, and the first packet with a stored time stamp goes back. Loaders
-    would deliver such audio at wrong times. In other containers, time stamps may go back: in chained Ogg, for example,
-    this is correct.
+    the last. Packets before the offset `zero` are decoded, since the decoder's state depends on them, but they do not
+    count.
     """
 
-    def __init__(self, container: Any) -> None:
-        size = container.size
-        self.samples = self.errors = self.rate = self.channels = 0
-        self._start = 0
-        self._has_one_time_line = "matroska" in container.format.name
-        self._last_pts: int | None = None
-        self.goes_back = False
+    def __init__(self, size: int, zero: int) -> None:
+        self.samples = self.errors = self.early = self.rate = self.channels = 0
+        self._start, self._zero = 0, zero
         self._marks, self._last = list[AudioMark](), AudioMark(-1, 0)
         self._mark_distance, self._size = max(MARK_BYTES, size // MAX_MARKS), size
 
     def feed(self, packet: Any) -> None:
+        early = lies_before(packet, self._zero)
+        self.early += early
         try:
             for frame in packet.decode():
-                self._add(frame)
+                if not early:
+                    self._add(frame)
         except av.error.FFmpegError:
             self.errors += 1
-        self._mark(packet)
+        if not early:
+            self._mark(packet)
 
     def _add(self, frame: AudioFrame) -> None:
         if not self.samples:
             self._start = frame.pts or 0  # some frames have no timestamps
-        if frame.pts is not None and self._has_one_time_line:
-            self.goes_back |= self._last_pts is not None and frame.pts < self._last_pts
-            self._last_pts = frame.pts
         self.samples += frame.samples
         self.rate, self.channels = self.rate or frame.sample_rate, self.channels or len(frame.layout.channels)
         if self.samples * self.channels > limits.AUDIO_VALUES:
@@ -301,7 +309,7 @@ class _AudioCounter:
             self._marks.append(self._last)
 
     def info(self, ext: str, stream: Any) -> AudioInfo | None:
-        if not self.samples or self.goes_back:
+        if not self.samples:
             return None
         codec = stream.codec_context.codec.canonical_name
         ends = (self._last,) if self._marks and self._marks[-1] != self._last else ()
@@ -313,11 +321,11 @@ class _AudioCounter:
         )
 
 
-def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], VideoFrame | None, _AudioCounter]:
+def _demux(container: Any, video: Any, audio: Any, zero: int) -> tuple[list[_Packet], VideoFrame | None, _AudioCounter]:
     """Read the file once: collect all video packets, decode the first frame, and decode and count all audio."""
     packets: list[_Packet] = []
     first: VideoFrame | None = None
-    audio_counter = _AudioCounter(container)
+    audio_counter = _AudioCounter(container.size, zero)
     for stream in (video, audio):
         if stream is not None:
             configure_decoder(stream)

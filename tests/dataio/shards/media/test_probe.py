@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from av.audio.frame import AudioFrame
 from av.audio.stream import AudioStream
 from av.video.stream import VideoStream
 
@@ -30,7 +28,6 @@ CLIPS = (
 )
 LONG = "youtube_clip.mp4"
 """Two minutes in 1080p: to decode all of it takes longer than all the others."""
-RATE = 48_000
 SOUNDS = ("action.wav", "nasa_speech_44100.mp3", "sine_mono_s16.wav", "pancake_h264.mkv", "youtube_clip.mp4")
 
 
@@ -398,46 +395,3 @@ def test_a_title_that_is_not_utf8_is_no_reason_to_refuse_a_file(tmp_path: Path, 
     assert probe(titled) == expected
     with open_media(str(titled)) as container:
         assert container.streams.video
-
-
-def sound_in_matroska(codec: str, first: float, *, with_video: bool = False) -> bytes:
-    """Three seconds of sound, whose time stamps begin at `first` seconds. With `with_video`, also a video that begins at 0."""
-    file = io.BytesIO()
-    with av.open(file, "w", format="matroska", container_options={"avoid_negative_ts": "disabled"}) as output:
-        video: Any = output.add_stream("mpeg4", rate=25) if with_video else None
-        if video is not None:
-            video.width, video.height, video.pix_fmt = 64, 48, "yuv420p"
-        sound: Any = output.add_stream(codec, rate=RATE, layout="mono")
-        for number in range(25) if video is not None else ():
-            image = np.full((48, 64, 3), 10 * number, np.uint8)
-            output.mux(video.encode(av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format="yuv420p")))
-        for at in range(0, 3 * RATE, 960):
-            frame = AudioFrame.from_ndarray(np.full((1, 960), at // 960, np.int16), format="s16", layout="mono")
-            frame.sample_rate, frame.pts, frame.time_base = RATE, round(first * RATE) + at, Fraction(1, RATE)
-            output.mux(sound.encode(frame))
-        output.mux([*(video.encode(None) if video is not None else ()), *sound.encode(None)])
-    return file.getvalue()
-
-
-@pytest.mark.parametrize("codec", ["pcm_s16le", "aac"])
-def test_sound_of_matroska_from_before_time_zero_is_not_taken(codec: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"a part of it lies before time zero .*at zero or later"):
-        probe(sound_in_matroska(codec, -1.5), ext="mkv")
-
-
-def test_a_video_is_taken_without_sound_that_has_wrong_time_stamps() -> None:
-    found = probe(sound_in_matroska("pcm_s16le", -1.5, with_video=True), ext="mkv")
-    assert found.audio is None
-    assert found.video is not None
-    (note,) = found.notes
-    assert "its audio go back" in note
-    assert "it is left out" in note
-
-
-@pytest.mark.parametrize(("codec", "first"), [("pcm_s16le", 0.0), ("pcm_s16le", 0.7), ("flac", -1.5)])
-def test_sound_of_matroska_whose_time_stamps_are_right_is_taken(codec: str, first: float) -> None:
-    """FLAC has correct time stamps before zero, because each FLAC frame stores its position."""
-    found = probe(sound_in_matroska(codec, first), ext="mkv")
-    assert found.audio is not None
-    assert (found.audio.samples, found.audio.start_pts) == (3 * RATE, round(1000 * first))
-    assert found.notes == ()
