@@ -46,7 +46,8 @@ bench: $(READY)
 	$(BIN)/headrace bench all --output bench-out
 
 soak: $(FRAMEWORKS)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not gpu' --hypothesis-profile explore -o faulthandler_timeout=3700
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not gpu and not alone' --hypothesis-profile explore -o faulthandler_timeout=3700
+	$(BIN)/python -m pytest -m alone --hypothesis-profile explore
 
 # What each extra weighs, in MB of site-packages: the table of README.md.
 extras: $(READY)

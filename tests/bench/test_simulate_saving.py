@@ -136,6 +136,7 @@ def test_real_saves_and_restores_move_the_bytes_that_the_model_says(s3_server: S
 
 @pytest.mark.s3
 @pytest.mark.soak
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_real_saves_and_restores_take_as_long_as_the_model_says(s3_server: S3Server) -> None:
     """With three numbers measured on one rank: what a first save, any save and a restore take in addition to bytes."""
