@@ -170,6 +170,26 @@ class Store(abc.ABC):
         `prefix` may be any string, not only a folder.
         """
 
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        """Stream the names of the folders directly below a folder: "a" for keys such as `{prefix}a/b/c`.
+
+        The cost depends on the number of folders, not on the number of objects in them, where the back end supports it.
+
+        Args:
+            prefix: The folder: "" for the root, otherwise a string that ends with "/".
+            after: The name of a folder. Only folders after it are listed. Default: "", all folders.
+
+        Returns:
+            Iterator[str]: Names without slashes, each once. Their order is that of the keys: by name + "/". A folder
+            may be listed for a short time although its objects were deleted.
+        """
+        last = ""
+        for info in self.list(prefix) if check_folder(prefix) else ():
+            name, slash, _ = info.key[len(prefix) :].partition("/")
+            if slash and name != last and is_after(name, after):
+                last = name
+                yield name
+
     @abc.abstractmethod
     def stat(self, key: str) -> ObjectInfo:
         """Return the object's size and the time of its last change. Raises `NotFoundError` if it does not exist."""
@@ -252,6 +272,18 @@ def check_prefix(prefix: str) -> bool:
     """Whether a well-formed key can start with `prefix`."""
     folders = prefix.split("/")[:-1]
     return not any(s in ("", ".", "..") for s in folders) and not any(c < " " or c in "\x7f\\" for c in prefix)
+
+
+def check_folder(prefix: str) -> bool:
+    """Whether objects can exist in the folder `prefix`. Raises `UsageError` if it is not empty and has no "/" at its end."""
+    if prefix and not prefix.endswith("/"):
+        raise UsageError(f"{prefix!r:.200} does not name a folder", hint='end it with "/"')
+    return check_prefix(prefix)
+
+
+def is_after(folder: str, after: str) -> bool:
+    """Whether the keys in `folder` come after those in the folder `after`. "" is before all folders."""
+    return not after or folder + "/" > after + "/"
 
 
 def check_range(name: str, offset: int, length: int, size: int | None = None) -> None:
