@@ -94,6 +94,12 @@ class Timeline(Document, frozen=True, kw_only=True):
     writer: str = ""
 
 
+class Newest(Document, frozen=True, kw_only=True):
+    """A recent step of a timeline, where a search for the latest step begins. The object may be old or missing."""
+
+    step: int
+
+
 class Lease(Document, frozen=True, kw_only=True):
     """A lease on an attempt. `until`: when it expires, in seconds since the epoch. `life`: its lifetime in seconds.
 

@@ -31,6 +31,8 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _STEP_KEY = re.compile(r"runs/([^/]+)/(\d{6})/(\d{12})/(.+)")
 _ATTEMPT_KEY = re.compile(r"([0-9A-Z]{26})/(?:rank-(\d{5})\.manifest|(fate)|group-(\d{3}))")
 _TIMELINE_KEY = re.compile(r"runs/([^/]+)/timelines/(\d{6})\.json")
+_STEP_FOLDER = re.compile(r"\d{12}", re.ASCII)
+_TIMELINE_FOLDER = re.compile(r"\d{6}", re.ASCII)
 _PACK_NAME = re.compile(r"\d{1,6}-[0-9a-f]{8}-\d{1,6}")
 _PACK_KEY = re.compile(rf"packs/([0-9A-Z]{{26}})/({_PACK_NAME.pattern})\.pack")
 
@@ -45,6 +47,11 @@ def check_run(run: str, what: str = "run") -> str:
             f"{run!r:.200} cannot name a {what}", hint="use letters, digits, '.', '-' and '_', at most 128 of them"
         )
     return run
+
+
+def is_run(name: str) -> bool:
+    """Whether `name` can be the name of a run."""
+    return _RUN.fullmatch(name) is not None
 
 
 def check_step(step: object) -> int:
@@ -64,6 +71,26 @@ def timeline(run: str, number: int) -> str:
 
 def timeline_steps(run: str, number: int) -> str:
     return f"runs/{run}/{number:06d}/"
+
+
+def newest(run: str, number: int) -> str:
+    """The key of the object that names a recent step of the timeline (`Newest`)."""
+    return f"runs/{run}/{number:06d}/newest.json"
+
+
+def step_of_folder(folder: str) -> int | None:
+    """The step whose objects are in this folder of a timeline, or None."""
+    return int(folder) if _STEP_FOLDER.fullmatch(folder) else None
+
+
+def timeline_of_folder(folder: str) -> int | None:
+    """The timeline whose steps are in this folder of a run, or None."""
+    return int(folder) if _TIMELINE_FOLDER.fullmatch(folder) else None
+
+
+def step_folder(at: int) -> str:
+    """The inverse of `step_of_folder`."""
+    return f"{at:012d}"
 
 
 def step(run: str, number: int, at: int) -> str:

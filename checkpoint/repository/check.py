@@ -29,7 +29,6 @@ from headrace.checkpoint.repository.fetch import Step, open_step
 from headrace.checkpoint.repository.inventory import SeenLease
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE
 from headrace.checkpoint.repository.retention import is_over
-from headrace.checkpoint.repository.steps import ListedStep
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import (
     AccessDeniedError,
@@ -170,15 +169,14 @@ def _survey_run(store: Store, run: str, report: Report, now: Callable[[], float]
     except (CorruptionError, UnsupportedError) as error:
         report.problems.append(Problem(names.timelines(run), error.message, (f"run {run}",)))
     for number in timeline.lost(store, run):
-        hits = tuple(
-            f"{run}/{number}/{at}" for at, seen in repository.scan(store, run, number).items() if seen.committed
-        )
+        steps = timeline.steps(store, run, number)
+        hits = tuple(f"{run}/{number}/{at}" for at in steps if store.exists(names.commit(run, number, at)))
         report.problems.append(
             Problem(names.timeline(run, number), "it is missing, although the timeline has objects", hits)
         )
     for number in timeline.numbers(store, run):
-        for at, seen in sorted(repository.scan(store, run, number).items()):
-            step = _survey_step(store, run, number, at, seen, report, current, now)
+        for at in timeline.steps(store, run, number):
+            step = _survey_step(store, run, number, at, report, current, now)
             if step is not None:
                 yield step
 
@@ -188,16 +186,17 @@ def _survey_step(
     run: str,
     number: int,
     at: int,
-    seen: ListedStep,
     report: Report,
     current: set[Base],
     now: Callable[[], float],
 ) -> Step | None:
     label = f"step {at} of run {run}, timeline {number}"
     try:
-        base = repository.settle(store, run, number, at, seen)
-        for attempt_id in sorted({*seen.ranks, *seen.decided} - {base.attempt if base else ""}):
-            state = _state(store, Attempt(run, number, at, attempt_id, 0), base, seen, now)
+        base = repository.settle(store, run, number, at)
+        for attempt_id in timeline.attempts(store, run, number, at):
+            if base is not None and attempt_id == base.attempt:
+                continue
+            state = _state(store, Attempt(run, number, at, attempt_id, 0), base, now)
             report.unfinished.append(Unfinished(run, number, at, attempt_id, state))
         if base is None:
             return None
@@ -235,10 +234,12 @@ def _line(step: Step, current: bool, committed: float) -> StepLine:
     )
 
 
-def _state(store: Store, attempt: Attempt, base: Base | None, seen: ListedStep, now: Callable[[], float]) -> str:
-    if base is not None or seen.committed:
-        return "removed" if base is None else "lost"
-    if attempt.id in seen.decided:
+def _state(store: Store, attempt: Attempt, base: Base | None, now: Callable[[], float]) -> str:
+    if base is not None:
+        return "lost"
+    if store.exists(attempt.commit_key):
+        return "removed"
+    if store.exists(attempt.decision_key):
         return "aborted"
     for info in store.list(names.leases_of(attempt.id)):
         with suppress(NotFoundError):

@@ -265,8 +265,10 @@ def abort_without(store: Store, attempt: Attempt, failed_ranks: FailedRanks) -> 
 def write_commit(store: Store, attempt: Attempt, clock: Clock = SYSTEM_CLOCK) -> None:
     """Make the step visible. If another process wrote COMMIT first, that one counts."""
     document = Commit(step=attempt.step, attempt=attempt.id, committed=clock.time())
-    store.put_if_absent(attempt.commit_key, encode(document))
+    is_first = store.put_if_absent(attempt.commit_key, encode(document))
     _commit_written()
+    if is_first:
+        timeline.record_newest(store, attempt.run, attempt.timeline, attempt.step)
 
 
 def find_commit(store: Store, key: str) -> Commit | None:

@@ -9,12 +9,11 @@ access, it logs this once, and finds only steps that have a COMMIT.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import islice
+from types import MappingProxyType
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import (
@@ -47,18 +46,6 @@ _LOOKS = 20
 """The maximum number of searches for the latest step while new steps are committed."""
 
 _repo_created = declare("ckpt.repo-created", "an empty repository")
-
-
-@dataclass(slots=True)
-class ListedStep:
-    """The objects of one step as listed.
-
-    `ranks[attempt]`: ranks with a manifest; `decided`: attempts with a decision.
-    """
-
-    committed: bool = False
-    ranks: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    decided: list[str] = field(default_factory=list)
 
 
 class MissingStepError(NotFoundError, FileNotFoundError):
@@ -102,40 +89,23 @@ def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
 
 
 def runs(store: Store, limit: int | None = None) -> list[str]:
-    """Names of all runs that have a timeline. With `limit`, only this many objects are listed."""
-    parsed = (names.parse_timeline_key(info.key) for info in islice(store.list(names.RUNS), limit))
-    return sorted({name_and_number[0] for name_and_number in parsed if name_and_number})
+    """Names of all runs that have a timeline. With `limit`, only this many names are listed."""
+    folders = islice(store.list_folders(names.RUNS), limit)
+    return [run for run in folders if names.is_run(run) and timeline.numbers(store, run)]
 
 
-def scan(store: Store, run: str, number: int) -> dict[int, ListedStep]:
-    """The listed objects of every step of a timeline, by step."""
-    found: dict[int, ListedStep] = defaultdict(ListedStep)
-    for info in store.list(names.timeline_steps(run, number)):
-        key = names.parse_step_key(info.key)
-        if key is None:
-            continue
-        seen = found[key.step]
-        if key.kind == "commit":
-            seen.committed = True
-        elif key.kind == "fate":
-            seen.decided.append(key.attempt)
-        elif key.kind == "manifest":
-            seen.ranks[key.attempt].add(key.rank)
-    return dict(found)
-
-
-def settle(store: Store, run: str, number: int, at: int, seen: ListedStep) -> Base | None:
+def settle(store: Store, run: str, number: int, at: int) -> Base | None:
     """The attempt that is this step, or None.
 
     If the step has only a complete attempt, its COMMIT is written first.
     """
-    if seen.committed:
-        return _base_of(commit.find_commit(store, names.commit(run, number, at)), number)
-    for attempt_id in sorted(seen.decided):
-        found = _recognise(store, Attempt(run, number, at, attempt_id, 0))
-        if found is not None:
-            return found
-    return None
+    found = commit.find_commit(store, names.commit(run, number, at))
+    if found is not None:
+        return _base_of(found, number)
+    recognised = (
+        _recognise(store, Attempt(run, number, at, attempt, 0)) for attempt in timeline.attempts(store, run, number, at)
+    )
+    return next((base for base in recognised if base is not None), None)
 
 
 def _recognise(store: Store, attempt: Attempt) -> Base | None:
@@ -155,22 +125,24 @@ def _base_of(found: Commit | None, number: int) -> Base | None:
 
 
 def visible(
-    store: Store, run: str, removed: Container[StepName] = (), branch: Iterable[Segment] | None = None
+    store: Store,
+    run: str,
+    removed: Container[StepName] = (),
+    branch: Iterable[Segment] | None = None,
+    known: Mapping[StepName, Base] = MappingProxyType({}),
 ) -> Iterator[Base]:
     """Steps of the run's newest branch, newest first.
 
     `removed`: steps that are known to be tombstones and are skipped. `branch`: the branch, if the caller has read it
-    already.
+    already. `known`: committed steps that the caller has read already.
     """
     seen: set[int] = set()
     for segment in timeline.branch(store, run) if branch is None else branch:
-        listed = scan(store, run, segment.timeline)
-        for at in sorted(listed, reverse=True):
-            if at in seen or (segment.upto is not None and at > segment.upto):
+        for at in timeline.steps_newest_first(store, run, segment.timeline, segment.upto):
+            name = StepName(segment.timeline, at)
+            if at in seen or name in removed:
                 continue
-            if StepName(segment.timeline, at) in removed:
-                continue
-            base = settle(store, run, segment.timeline, at, listed[at])
+            base = known.get(name) or settle(store, run, segment.timeline, at)
             if base is not None:
                 seen.add(at)
                 yield base
@@ -205,8 +177,7 @@ def find(store: Store, run: str, step: int | str | Base) -> Base | None:
     step = names.check_step(step)
     for segment in timeline.branch(store, run):
         if segment.upto is None or step <= segment.upto:
-            seen = scan_one(store, run, segment.timeline, step)
-            base = settle(store, run, segment.timeline, step, seen) if seen else None
+            base = settle(store, run, segment.timeline, step)
             if base is not None:
                 return base
     if repo is None:
@@ -266,8 +237,8 @@ def missing(store: Store, run: str, step: int | None = None) -> MissingStepError
         return MissingStepError(f"{what}: {_no_such_run(store, run)}", hint="check the run's name")
     if step is None:
         return MissingStepError(f"{what} yet", hint="`headrace ckpt ls` lists runs and steps")
-    other_runs = [n for n in numbers if scan_one(store, run, n, step)]
-    where = f"; it is in the abandoned timeline {other_runs[-1]}" if other_runs else ""
+    others = [n for n in numbers if timeline.is_decided(store, run, n, step)]
+    where = f"; it is in the abandoned timeline {others[-1]}" if others else ""
     return MissingStepError(f"{what}{where}", hint="`headrace ckpt ls` lists the steps")
 
 
@@ -306,14 +277,19 @@ def _other_files(store: Store) -> str:
 def _latest(store: Store, run: str) -> Base | None:
     """The newest step of the newest branch, at one point in time.
 
-    The search takes many requests. A collection may remove the newest listed step before it is read, while newer steps
-    are committed. The search would then return an older step, or none. So it is repeated until no newer step has
-    appeared.
+    If the newest step that has objects is committed, it is the latest: it was when its folder was listed, or it became
+    so since. Otherwise the search takes many requests. A collection may remove the newest listed step before it is
+    read, while newer steps are committed. The search would then return an older step, or none. So it is repeated until
+    no newer step has appeared.
     """
-    before = _newest_listed(store, run)
+    number = timeline.followed(store, run)
+    first = next(timeline.steps_newest_first(store, run, number), None) if number else None
+    if first is not None and (found := settle(store, run, number, first)) is not None:
+        return found
+    before = _newest_decided(store, run)
     for _ in range(_LOOKS):
         found = next(visible(store, run), None)
-        after = _newest_listed(store, run)
+        after = _newest_decided(store, run)
         if before == after:
             break
         before = after
@@ -322,17 +298,17 @@ def _latest(store: Store, run: str) -> Base | None:
     return found
 
 
-def _newest_listed(store: Store, run: str) -> tuple[int, int]:
-    """(timeline, step) of the newest listed step that has a COMMIT, a tombstone or a decision."""
+def _newest_decided(store: Store, run: str) -> tuple[int, int]:
+    """(timeline, step) of the newest step that has a COMMIT, a tombstone or a decision; step -1 if there is none."""
     number = timeline.followed(store, run)
-    listed = scan(store, run, number) if number else {}
-    return number, max((at for at, seen in listed.items() if seen.committed or seen.decided), default=-1)
+    steps = timeline.steps_newest_first(store, run, number) if number else ()
+    return number, next((at for at in steps if timeline.is_decided(store, run, number, at)), -1)
 
 
 def _warn_of_hidden_steps(store: Store, run: str) -> None:
     """Warn if the run has no latest step although older timelines have steps, which the caller may want."""
     numbers = timeline.numbers(store, run)
-    with_steps = [n for n in numbers[:-1] if any(seen.committed for seen in scan(store, run, n).values())]
+    with_steps = [n for n in numbers[:-1] if _has_commit(store, run, n)]
     if with_steps:
         _log.warning(
             "run %s starts without a step: its newest timeline, %s, has no step and no parent; timelines %s have steps. To"
@@ -343,23 +319,14 @@ def _warn_of_hidden_steps(store: Store, run: str) -> None:
         )
 
 
+def _has_commit(store: Store, run: str, number: int) -> bool:
+    return any(store.exists(names.commit(run, number, at)) for at in timeline.steps(store, run, number))
+
+
 def settled(store: Store, run: str, attempt: Base) -> bool:
     """Whether this attempt is the step. If it is complete, its COMMIT is written first."""
-    seen = scan_one(store, run, attempt.timeline, attempt.step)
-    found = settle(store, run, attempt.timeline, attempt.step, seen) if seen else None
+    found = settle(store, run, attempt.timeline, names.check_step(attempt.step))
     return found is not None and found.attempt == attempt.attempt
-
-
-def scan_one(store: Store, run: str, number: int, step: int) -> ListedStep | None:
-    """The listed objects of one step, without manifests; None if it has neither COMMIT nor a decision."""
-    seen = ListedStep()
-    for info in store.list(names.step(run, number, names.check_step(step))):
-        key = names.parse_step_key(info.key)
-        if key is not None and key.kind == "commit":
-            seen.committed = True
-        elif key is not None and key.kind == "fate":
-            seen.decided.append(key.attempt)
-    return seen if seen.committed or seen.decided else None
 
 
 def require_exists(store: Store, run: str, base: Base) -> None:

@@ -15,16 +15,24 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import StepName, Timeline, encode, read, this_process
+from headrace.checkpoint.format.documents import Newest, StepName, Timeline, encode, read, this_process
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
-from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError
+from headrace.dataio.core.errors import (
+    ConflictError,
+    CorruptionError,
+    HeadraceError,
+    NotFoundError,
+    UnsupportedError,
+)
+from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
+_log = get_logger(__name__)
 _TRIES = 100
 
 _opened = declare("ckpt.timeline-opened", "an empty timeline: the latest step is that of its parent")
@@ -130,8 +138,66 @@ def followed(store: Store, run: str) -> int:
 
 
 def _has_step(store: Store, run: str, number: int) -> bool:
-    keys = (names.parse_step_key(info.key) for info in store.list(names.timeline_steps(run, number)))
-    return any(key is not None and key.kind in ("commit", "fate") for key in keys)
+    if newest_step(store, run, number) is not None:
+        return True
+    return any(is_decided(store, run, number, at) for at in steps(store, run, number))
+
+
+def steps(store: Store, run: str, number: int, since: int = 0) -> Iterator[int]:
+    """Numbers of the timeline's steps that have objects, from `since` on, in ascending order.
+
+    Not all of them are committed. The listing has no objects, so its cost does not depend on the number of ranks.
+    """
+    after = names.step_folder(since - 1) if since else ""
+    for folder in store.list_folders(names.timeline_steps(run, number), after=after):
+        at = names.step_of_folder(folder)
+        if at is not None:
+            yield at
+
+
+def steps_newest_first(store: Store, run: str, number: int, upto: int | None = None) -> Iterator[int]:
+    """Numbers of the timeline's steps that have objects, at most `upto`, in descending order.
+
+    The first one takes a short listing, because the object `newest.json` says where to begin.
+    """
+    since = newest_step(store, run, number)
+    if since is None or (upto is not None and since > upto):
+        since = names.STEP_LIMIT
+    else:
+        yield from (at for at in reversed(list(steps(store, run, number, since))) if upto is None or at <= upto)
+    older = (at for at in steps(store, run, number) if at < since and (upto is None or at <= upto))
+    yield from reversed(list(older))
+
+
+def attempts(store: Store, run: str, number: int, at: int) -> list[str]:
+    """The ids of all attempts to save this step that have objects, oldest first."""
+    return [name for name in store.list_folders(names.step(run, number, at)) if names.is_id(name)]
+
+
+def is_decided(store: Store, run: str, number: int, at: int) -> bool:
+    """Whether the step has a COMMIT, a tombstone, or an attempt with a decision."""
+    if store.exists(names.commit(run, number, at)):
+        return True
+    return any(store.exists(names.decision(run, number, at, each)) for each in attempts(store, run, number, at))
+
+
+def newest_step(store: Store, run: str, number: int) -> int | None:
+    """A recent step of the timeline, as its last writer of a COMMIT has recorded it; None if no step is recorded.
+
+    It need not be the newest step, and it may have been removed. So callers only begin their search there.
+    """
+    try:
+        return read(store, names.newest(run, number), Newest).step
+    except (NotFoundError, CorruptionError, UnsupportedError):
+        return None
+
+
+def record_newest(store: Store, run: str, number: int, at: int) -> None:
+    """Record that `at` was committed just now. An error is only logged, because no reader depends on the object."""
+    try:
+        store.put(names.newest(run, number), encode(Newest(step=at)))
+    except HeadraceError as error:
+        _log.debug("step %d of run %s is committed, but newest.json was not written: %s", at, run, error)
 
 
 def history(store: Store, run: str) -> list[Timeline]:

@@ -185,7 +185,7 @@ def _find_place(store: Store, run: str, step: int, state: WriterState) -> _Found
     if step > latest.step:
         return _Found(head.timeline if is_own else 0, following, latest, latest)
     if is_own and restored is None:
-        if repository.scan_one(store, run, head.timeline, step) is None:
+        if not timeline.is_decided(store, run, head.timeline, step):
             return _Found(head.timeline, following, None, latest, latest)
         if not state.again:
             raise _saved(run, head.timeline, step)
