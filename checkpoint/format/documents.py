@@ -30,6 +30,8 @@ FORMAT_SUFFIX = "-checkpoint"
 
 The text before it is the name that the software had when it created the repository. Readers accept any name.
 """
+MOST_ATTEMPTS = 4096
+"""The maximum number of attempts in `Totals`. It bounds the size of a decision."""
 FORMAT = f"headrace{FORMAT_SUFFIX}"
 
 
@@ -118,11 +120,29 @@ class Lease(Document, frozen=True, kw_only=True):
     process: ProcessName = msgspec.field(name="who")
 
 
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """What the manifests of a complete attempt hold together. So listings and collections need not read manifests.
+
+    `tensors`: number of shards of tensors. `packs`: number of packs of the attempt itself that its manifests name.
+    `attempts`: the other attempts whose packs they name. Sizes are in bytes.
+    """
+
+    ranks: int
+    tensors: int
+    packs: int
+    attempts: tuple[str, ...]
+    bytes_state: int
+    bytes_written: int
+    bytes_deduplicated: int
+
+
 class Decision(Document, frozen=True, kw_only=True):
     """`outcome`: "commit" or "abort". `manifests`: the hexadecimal BLAKE3 digests of the ranks' manifests, by rank.
 
     The decision of a job of more than `names.GROUP_RANKS` ranks has version 2. It names the digests of the groups
     (`headrace.checkpoint.format.group`) instead, the world size, and the number of ranks in a group.
+
+    `totals` is None in documents of older versions, and if the attempt names packs of more than `MOST_ATTEMPTS` others.
     """
 
     newest: ClassVar[int] = 2
@@ -133,6 +153,7 @@ class Decision(Document, frozen=True, kw_only=True):
     groups: tuple[str, ...] = ()
     world_size: int = 0
     group_ranks: int = 0
+    totals: Totals | None = None
 
 
 class Commit(Document, frozen=True, kw_only=True):

@@ -16,12 +16,13 @@ Failure behaviour: `UnsupportedError` for a newer version; `CorruptionError` for
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import DIGEST_BYTES, TensorSpec, digest
-from headrace.checkpoint.format.documents import VERSION, Base, newer
+from headrace.checkpoint.format.documents import MOST_ATTEMPTS, VERSION, Base, Totals, newer
 from headrace.checkpoint.format.manifest import Manifest, PackName
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
@@ -41,7 +42,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks of one group, in ascending order, from rank `first` on.
 
     `plan`: the plan digest. `packs`, `bases`: all packs and bases that the manifests name. Sizes are the sums over the
-    ranks, in bytes.
+    ranks, in bytes. `tensors`: number of shards of tensors; None in groups of older versions.
     """
 
     version: int = VERSION
@@ -56,6 +57,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     bytes_state: int
     bytes_written: int
     bytes_deduplicated: int
+    tensors: int | None = None
 
     @property
     def ranks(self) -> range:
@@ -70,6 +72,7 @@ class Summary(msgspec.Struct, frozen=True, gc=False):
     packs: tuple[PackName, ...]
     bases: tuple[Base, ...]
     sizes: tuple[int, int, int]
+    tensors: int
 
 
 class _Head(msgspec.Struct):
@@ -96,7 +99,7 @@ def summarize(manifest: Manifest, data: bytes) -> Summary:
     specs = (TensorSpec(t.name, t.dtype, t.box, t.replicated) for t in manifest.tensors)
     sizes = manifest.bytes_state, manifest.bytes_written, manifest.bytes_deduplicated
     member = Member(digest(data), share_digest(specs))
-    return Summary(member, manifest.replicas, manifest.packs, manifest.bases, sizes)
+    return Summary(member, manifest.replicas, manifest.packs, manifest.bases, sizes, len(manifest.tensors))
 
 
 def join(attempt: str, index: int, world_size: int, summaries: Sequence[Summary]) -> Group:
@@ -114,7 +117,47 @@ def join(attempt: str, index: int, world_size: int, summaries: Sequence[Summary]
         bytes_state=state,
         bytes_written=written,
         bytes_deduplicated=deduplicated,
+        tensors=sum(each.tensors for each in summaries),
     )
+
+
+@dataclass(slots=True)
+class Tally:
+    """Adds up the manifests, or the groups, of one attempt."""
+
+    attempt: str
+    ranks: int
+    packs: set[PackName] = field(default_factory=set)
+    tensors: int = 0
+    bytes_state: int = 0
+    bytes_written: int = 0
+    bytes_deduplicated: int = 0
+    is_complete: bool = True
+
+    def add(self, each: Group | Manifest) -> None:
+        """Add one manifest or group. A group of an older version does not know its number of tensors."""
+        self.packs.update(each.packs)
+        tensors = len(each.tensors) if isinstance(each, Manifest) else each.tensors
+        self.tensors += tensors or 0
+        self.is_complete &= tensors is not None
+        self.bytes_state += each.bytes_state
+        self.bytes_written += each.bytes_written
+        self.bytes_deduplicated += each.bytes_deduplicated
+
+    def totals(self) -> Totals | None:
+        """The totals; None if a group did not know its part, or if the packs belong to too many attempts."""
+        attempts = sorted({pack.attempt for pack in self.packs} - {self.attempt})
+        if not self.is_complete or len(attempts) > MOST_ATTEMPTS:
+            return None
+        return Totals(
+            ranks=self.ranks,
+            tensors=self.tensors,
+            packs=sum(pack.attempt == self.attempt for pack in self.packs),
+            attempts=tuple(attempts),
+            bytes_state=self.bytes_state,
+            bytes_written=self.bytes_written,
+            bytes_deduplicated=self.bytes_deduplicated,
+        )
 
 
 def encode(group: Group) -> bytes:

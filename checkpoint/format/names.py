@@ -61,6 +61,11 @@ def check_step(step: object) -> int:
     return step
 
 
+def run(name: str) -> str:
+    """The common prefix of the keys of all objects of a run."""
+    return f"{RUNS}{name}/"
+
+
 def timelines(run: str) -> str:
     return f"runs/{run}/timelines/"
 
@@ -152,6 +157,11 @@ def lease(attempt_id: str, holder: str = "") -> str:
 def leases_of(attempt_id: str) -> str:
     """The common prefix of the keys of all leases on an attempt."""
     return f"{LEASES}{attempt_id}"
+
+
+def packs(attempt_id: str) -> str:
+    """The common prefix of the keys of an attempt's packs."""
+    return f"{PACKS}{attempt_id}/"
 
 
 def pack(attempt_id: str, name: str) -> str:

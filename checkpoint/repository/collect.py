@@ -24,15 +24,25 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import Commit, Decision, PendingDelete, Policy, StepName, StepOfRun, encode
+from headrace.checkpoint.format.documents import (
+    Base,
+    Commit,
+    Decision,
+    PendingDelete,
+    Policy,
+    StepName,
+    StepOfRun,
+    encode,
+)
 from headrace.checkpoint.repository import commit, tag_records
 from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.inventory import Inventory, Reader
+from headrace.checkpoint.repository.pack_users import PackUsers
 from headrace.checkpoint.repository.retention import Keep, Plan, steps_to_delete
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
@@ -50,21 +60,44 @@ _deleted = declare("gc.deleted", "only the record is left")
 _TRIES = 10
 """The maximum number of times that a record is written while other collections delete it."""
 _BATCH = 256
+_AT_ONCE = 64
+"""The maximum number of live attempts whose own packs a collection after a commit lists."""
 _BURIAL_SECONDS = plans.RECORD_SECONDS / 24
 """The maximum time in seconds from a collector's record to its last tombstone."""
 
 
-def to_delete(store: Store, run: str, keep: Keep, known_removed: Iterable[StepOfRun] = ()) -> set[StepOfRun]:
-    """The steps of the run that the policy removes. `known_removed`: steps that are known to be tombstones.
+class Collector:
+    """What a process that collects more than once keeps of one repository, so that it reads only what changed.
 
-    The function lists all steps before it reads the branch. A step that is committed in between is then seen only in
-    the branch, as its newest step. In the opposite order, the function would treat that step as abandoned and remove
-    it.
+    Args:
+        store: The repository.
+        at_once: See `PackUsers`. Default: None, no limit.
     """
-    known = {StepName(step.timeline, step.step) for step in known_removed if step.run == run}
-    everything = _committed(store, run) - known
-    branch = [StepName(base.timeline, base.step) for base in repository.visible(store, run, known)]
-    others = everything - set(branch)
+
+    def __init__(self, store: Store, at_once: int | None = None) -> None:
+        self.reader = Reader(store)
+        self.users = PackUsers(store, at_once)
+
+
+def to_delete(store: Store, run: str, keep: Keep, seen: Inventory | None = None) -> set[StepOfRun]:
+    """Steps of the run that the policy does not keep.
+
+    The inventory `seen` lists all steps before this function reads the branch. A step that is committed in between is
+    then seen only in the branch, as its newest step. In the opposite order, the function would treat that step as
+    abandoned and remove it.
+    """
+    seen = seen or Reader(store).look()
+    removed = {
+        StepName(at.timeline, at.step) for at, commit in seen.commits.items() if at.run == run and commit.tombstone
+    }
+    known = {
+        StepName(at.timeline, at.step): Base(at.timeline, at.step, commit.attempt)
+        for at, commit in seen.commits.items()
+        if at.run == run and not commit.tombstone
+    }
+    visible = repository.visible(store, run, removed, known=known)
+    branch = [StepName(base.timeline, base.step) for base in visible]
+    others = known.keys() - set(branch)
     named: dict[StepName, set[str]] = {}
     # read tags last; a collection that applies the policy again has read the leases before (see `repository.tags`)
     for tag in (tag for records in tag_records.current_records(store).values() for tag in records):
@@ -73,63 +106,69 @@ def to_delete(store: Store, run: str, keep: Keep, known_removed: Iterable[StepOf
     return {StepOfRun(run, name.timeline, name.step) for name in steps_to_delete(keep, branch, others, named)}
 
 
-def _committed(store: Store, run: str) -> set[StepName]:
-    """All steps with a COMMIT or tombstone, of every timeline of the run."""
-    found: set[StepName] = set()
-    for info in store.list(f"{names.RUNS}{run}/"):
-        key = names.parse_step_key(info.key)
-        if key is not None and key.kind == "commit":
-            found.add(StepName(key.timeline, key.step))
-    return found
-
-
-def preview(store: Store, pending_deletes: Iterable[StepOfRun], clock: Clock = SYSTEM_CLOCK) -> Plan:
+def preview(store: Store, pending_deletes: Collection[StepOfRun], clock: Clock = SYSTEM_CLOCK) -> Plan:
     """Return what `collect` would do, without changing anything."""
     _require_repo(store)
-    reader = Reader(store)
-    return plans.preview(reader.look(), pending_deletes, reader.packs_of, clock.time())
+    collector, now = Collector(store), clock.time()
+    first = collector.reader.look()  # no tombstone that this look sees is new at the next one
+    collector.reader.changed(plans.existing_steps(first, pending_deletes))  # their objects are part of the plan
+    seen = collector.reader.look(now - plans.TOMBSTONE_SECONDS)
+    return plans.preview(seen, pending_deletes, collector.users, now)
 
 
 def retain(
-    store: Store, run: str, keep: Keep, clock: Clock = SYSTEM_CLOCK, reader: Reader | None = None
+    store: Store, run: str, keep: Keep, clock: Clock = SYSTEM_CLOCK, collector: Collector | None = None
 ) -> Plan | None:
     """Remove the steps that the policy does not keep. Returns what was done; None if there is nothing to remove."""
     _require_repo(store)
-    reader = reader or Reader(store)
-    removed = to_delete(store, run, keep, reader.removed)
-    return collect(store, removed, clock, reader, keep) if removed else None
+    collector = collector or Collector(store)
+    removed = to_delete(store, run, keep, collector.reader.look())
+    return collect(store, removed, clock, collector, keep) if removed else None
 
 
 def collect(
     store: Store,
     pending_deletes: Iterable[StepOfRun],
     clock: Clock = SYSTEM_CLOCK,
-    reader: Reader | None = None,
+    collector: Collector | None = None,
     keep: Keep | None = None,
 ) -> Plan:
     """Remove the given steps and the leftovers of dead attempts; return what was done.
 
     `keep` is the policy that selected the steps. A step that the policy keeps at the time of the removal stays. With
-    None the collection removes all given steps that no live lease references.
+    None the collection removes all given steps that no live lease references. With a `collector` that has collected
+    before, only leftovers that it has not looked at are removed.
     """
     _require_repo(store)
-    reader = reader or Reader(store)
+    collector = collector or Collector(store)
+    reader, users = collector.reader, collector.users
     first = reader.look()
     _finish_complete(store, first, clock)
     records = _records(first, set(pending_deletes), keep, clock)
     to_remove = {step for record in records.values() for step in record.steps}
     until = clock.monotonic() + _BURIAL_SECONDS
     now = _write(store, records)
-    aborted, spared = _fence(store, reader.look(), to_remove, now)
-    spared |= to_remove - _still_pending(store, records.values(), reader.removed)
+    second = reader.look()
+    aborted, spared = _fence(store, second, to_remove, now)
+    spared |= to_remove - _still_pending(store, records.values(), second)
+    reader.changed(to_remove)
     removed = tuple(_write_tombstones(store, to_remove - spared, clock, until))
+    reader.removed(removed)
     _tombstones()
-    last = reader.look()
-    objects, kept = plans.garbage(last, reader.packs_of, now)
+    last = reader.look(now - plans.TOMBSTONE_SECONDS)
+    objects, kept = plans.garbage(last, users, now)
     _delete(store, [name for name, _ in objects])
     _deleted()
+    users.done()
+    reader.changed(_steps_of(name for name, _ in objects))
     store.delete_many([*records, *_settled_records(last, removed, now), *_outdated_tags(store, now)])
     return Plan(removed, tuple(sorted(spared, key=plans.order)), aborted, tuple(objects), kept)
+
+
+def _steps_of(keys: Iterable[str]) -> set[StepOfRun]:
+    """The steps that these objects belong to."""
+    parsed = map(names.parse_step_key, keys)
+    return {StepOfRun(key.run, key.timeline, key.step) for key in parsed if key is not None}
 
 
 def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clock) -> dict[str, PendingDelete]:
@@ -161,9 +200,7 @@ def _write(store: Store, records: dict[str, PendingDelete]) -> float:
     raise TransientError("other collections keep deleting the records of this one", hint="collect again later")
 
 
-def _still_pending(
-    store: Store, records: Iterable[PendingDelete], known_removed: Iterable[StepOfRun]
-) -> set[StepOfRun]:
+def _still_pending(store: Store, records: Iterable[PendingDelete], seen: Inventory) -> set[StepOfRun]:
     """The recorded steps that a policy still selects, and the steps that were recorded without a policy."""
     found: set[StepOfRun] = set()
     for record in records:
@@ -172,7 +209,7 @@ def _still_pending(
             found |= steps
             continue
         for run in {step.run for step in steps}:
-            found |= steps & to_delete(store, run, Keep.of(record.policy), known_removed)
+            found |= steps & to_delete(store, run, Keep.of(record.policy), seen)
     return found
 
 
@@ -254,7 +291,7 @@ class Retention:
 
     def __init__(self, store: Store, run: str, keep: Keep) -> None:
         self._store, self._run, self._keep = store, run, keep
-        self._reader = Reader(store)
+        self._collector = Collector(store, _AT_ONCE)
         self._lock = threading.Lock()
         self._pending = False
         self._thread: threading.Thread | None = None
@@ -290,7 +327,7 @@ class Retention:
 
     def _apply(self) -> None:
         try:
-            done = retain(self._store, self._run, self._keep, reader=self._reader)
+            done = retain(self._store, self._run, self._keep, collector=self._collector)
             if done is not None:
                 steps = ", ".join(str(step.step) for step in done.tombstones)
                 _log.info("removed steps %s, %s", steps or "none", format_bytes(done.bytes_freed))

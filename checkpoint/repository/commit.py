@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import digest
-from headrace.checkpoint.format.documents import Commit, Decision, Timeline, encode, read
+from headrace.checkpoint.format.documents import Commit, Decision, Timeline, Totals, encode, read
+from headrace.checkpoint.format.group import Tally
 from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository import lease as leases
 from headrace.checkpoint.repository import timeline
@@ -236,9 +237,10 @@ def _sleep(clock: Clock, pause: float, until: float) -> float:
 
 def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
     """Check every rank's manifest and write the decision. If another rank wrote it first, that decision counts."""
-    digests = _checked_manifests(store, attempt)
+    digests, totals = _checked_manifests(store, attempt)
     manifests_named = tuple(each.hex() for each in digests)
-    put_decision(store, attempt, lease, Decision(attempt=attempt.id, outcome="commit", manifests=manifests_named))
+    document = Decision(attempt=attempt.id, outcome="commit", manifests=manifests_named, totals=totals)
+    put_decision(store, attempt, lease, document)
 
 
 def put_decision(store: Store, attempt: Attempt, lease: LeaseKeeper, document: Decision) -> None:
@@ -306,8 +308,8 @@ def recognise(store: Store, attempt: Attempt) -> Commit | None:
     return commit
 
 
-def _checked_manifests(store: Store, attempt: Attempt) -> list[bytes]:
-    digests: list[bytes] = []
+def _checked_manifests(store: Store, attempt: Attempt) -> tuple[list[bytes], Totals | None]:
+    digests, tally = list[bytes](), Tally(attempt.id, attempt.world_size)
 
     def checked() -> Iterator[Manifest]:
         first = None
@@ -318,12 +320,13 @@ def _checked_manifests(store: Store, attempt: Attempt) -> list[bytes]:
             first = first or found
             _check_agrees(attempt, first, found)
             digests.append(digest(data))
+            tally.add(found)
             yield found
 
     what = manifests.check_shards(checked())
     if what is not None:
         raise MismatchError(f"{attempt}: {what}", hint="every rank that holds a part of a tensor must save it, once")
-    return digests
+    return digests, tally.totals()
 
 
 def _check_agrees(attempt: Attempt, first: Manifest, other: Manifest) -> None:

@@ -231,6 +231,9 @@ def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
     _require_bases(store, attempt, {base for _, group in found for base in group.bases})
     if isinstance(stop := commit.decide(attempt, commit.newer_timeline(store, attempt)), Stop):
         raise _aborted(store, attempt, stop.error)
+    tally = groups.Tally(attempt.id, attempt.world_size)
+    for _, group in found:
+        tally.add(group)
     document = Decision(
         version=Decision.newest,
         attempt=attempt.id,
@@ -238,6 +241,7 @@ def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
         groups=tuple(each.hex() for each, _ in found),
         world_size=attempt.world_size,
         group_ranks=names.GROUP_RANKS,
+        totals=tally.totals(),
     )
     commit.put_decision(store, attempt, lease, document)
 

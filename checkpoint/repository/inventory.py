@@ -1,11 +1,15 @@
-"""Reads the whole repository for a collection: attempts and decisions, COMMITs, leases, records of collectors, packs.
+"""Reads the repository for a collection: steps with their attempts and decisions, leases, and records of collectors.
 
-Order: tombstones first, then attempts and decisions, then packs. A step becomes a tombstone only when no process can
-start to reference it. So attempts that reference the step are seen if attempts are listed *after* tombstones. A listing
-is not a snapshot. It may miss a change that happens during the listing, but not an older one. A listing of tmpfs may
-miss a file that is being replaced. A lease that was seen before and is not listed is therefore looked up by name.
-Invariant: a `Reader` reads each document that never changes only once. It drops the document when the object is
-deleted.
+Order: tombstones first, then attempts and decisions, then packs (`pack_users`). A step becomes a tombstone only when no
+process can start to reference it. So attempts that reference the step are seen if attempts are listed *after* the tombstone was
+written. Therefore a tombstone is new at the first look that sees it, unless the caller wrote it before. The objects of
+the step stay until the next look. A listing is not a snapshot. It may miss a change that happens
+during the listing, but not an older one. A listing of tmpfs may miss a file that is being replaced. A lease that was
+seen before and is not listed is therefore looked up by name.
+Cost: a `Reader` lists the folders of all steps. It reads a step's objects again only while the step is not settled. A
+settled step has a COMMIT or a tombstone, and no attempt that may still change. A later attempt of such a step can never
+become the step, so no object that it needs must be kept. A new `Reader` finds its objects.
+Invariant: an attempt of a step that is not settled is seen at every look.
 Failure behaviour: errors of the store are raised; an unreadable document raises `CorruptionError`. The collection then
 removes nothing.
 """
@@ -18,15 +22,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from headrace.checkpoint.format import group, names, own_digest
-from headrace.checkpoint.format import manifest as manifests
+import msgspec
+
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Commit, Decision, Lease, PendingDelete, StepOfRun, read
-from headrace.checkpoint.format.names import StepKey
 from headrace.checkpoint.repository import commit as commits
+from headrace.checkpoint.repository import timeline
 from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.store.base import ObjectInfo, Store
 
-_THREADS, _FEW = 8, 8
+THREADS, _FEW = 16, 8
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -60,13 +65,25 @@ class SeenRecord:
 
 @dataclass(slots=True)
 class SeenAttempt:
-    """One attempt: its step, the ranks and groups whose objects were listed, and its decision if it has one."""
+    """One attempt: its step, the ranks and groups whose objects were listed, and its decision if it has one.
+
+    `documents`: number of groups (`grouped`) or manifests that the decision names. The decision itself is kept without
+    their digests.
+    """
 
     step: StepOfRun
     attempt: str
     ranks: set[int] = field(default_factory=set)
     groups: set[int] = field(default_factory=set)
     decision: Decision | None = None
+    documents: int = 0
+    grouped: bool = False
+
+    def decided(self, decision: Decision) -> None:
+        """Set the decision."""
+        self.grouped = bool(decision.groups)
+        self.documents = len(decision.groups) or len(decision.manifests)
+        self.decision = msgspec.structs.replace(decision, manifests=(), groups=())
 
     def keys_naming_packs(self) -> list[str]:
         """Keys of the objects that name the attempt's packs.
@@ -74,10 +91,9 @@ class SeenAttempt:
         They are the groups that the decision names. If it names none, they are the manifests that it names or that were
         listed.
         """
-        named = self.decision or Decision(attempt=self.attempt, outcome="")
-        if named.groups:
-            return [self._group_key(index) for index in range(len(named.groups))]
-        return [self._manifest_key(rank) for rank in sorted({*self.ranks, *range(len(named.manifests))})]
+        if self.grouped:
+            return [self._group_key(index) for index in range(self.documents)]
+        return [self._manifest_key(rank) for rank in sorted({*self.ranks, *range(self.documents)})]
 
     def listed_keys(self) -> list[str]:
         """Keys of the manifests and groups that were listed."""
@@ -96,108 +112,156 @@ class SeenAttempt:
 
 
 @dataclass(slots=True)
+class SeenStep:
+    """One step: its attempts, and its COMMIT or tombstone with the store's time of its last write."""
+
+    step: StepOfRun
+    attempts: list[SeenAttempt]
+    commit: Commit | None = None
+    modified: float = 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the step has an outcome, and no attempt or object that can still change what must be kept."""
+        if self.commit is None:
+            return False
+        if self.commit.tombstone:
+            return all(each.decision and not each.ranks and not each.groups for each in self.attempts)
+        (each, *others) = self.attempts or (None,)
+        is_whole = each is not None and each.decision is not None and each.decision.outcome == "commit"
+        return is_whole and not others and each is not None and each.attempt == self.commit.attempt
+
+    def forget_objects(self) -> SeenStep:
+        """This step without the ranks and groups of its attempts."""
+        return SeenStep(self.step, [_without_objects(each) for each in self.attempts], self.commit, self.modified)
+
+
+def _without_objects(each: SeenAttempt) -> SeenAttempt:
+    return SeenAttempt(each.step, each.attempt, decision=each.decision, documents=each.documents, grouped=each.grouped)
+
+
+@dataclass(slots=True)
 class Inventory:
     """The contents of a repository.
 
-    `packs`: the listed packs, by attempt. `leases`: by attempt, because several processes may hold a lease on one
-    attempt. `records`: collectors' records, by key. `tombstones`: the time when each was written.
+    `leases`: by attempt, because several processes may hold a lease on one attempt. `records`: collectors' records, by
+    key. `tombstones`: the time when each was written, if it is not new. `new_tombstones`: steps with a tombstone that
+    was perhaps written after some attempts were listed.
     """
 
     attempts: dict[str, SeenAttempt] = field(default_factory=dict)
     commits: dict[StepOfRun, Commit] = field(default_factory=dict)
     leases: dict[str, list[SeenLease]] = field(default_factory=lambda: defaultdict(list))
     tombstones: dict[StepOfRun, float] = field(default_factory=dict)
+    new_tombstones: set[StepOfRun] = field(default_factory=set)
     records: dict[str, SeenRecord] = field(default_factory=dict)
-    packs: dict[str, list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
 
     def pending_deletes(self) -> set[StepOfRun]:
         """Steps that unfinished collections name."""
         return {step for record in self.records.values() for step in record.pending_deletes.steps}
 
+    def add(self, seen: SeenStep, *, is_new: bool) -> None:
+        """Add a step. `is_new`: whether its tombstone, if it has one, is new."""
+        for attempt in seen.attempts:
+            self.attempts[attempt.attempt] = attempt
+        if seen.commit is not None:
+            self.commits[seen.step] = seen.commit
+        if seen.commit is not None and seen.commit.tombstone:
+            if is_new:
+                self.new_tombstones.add(seen.step)
+            else:
+                self.tombstones[seen.step] = seen.modified
+
 
 class Reader:
-    """Reads inventories of one repository, and caches the documents that cannot change."""
+    """Reads inventories of one repository. Steps that are settled are read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._decisions: dict[str, Decision] = {}
-        self._tombstones: dict[str, Commit] = {}
-        self._packs: dict[str, frozenset[str]] = {}
+        self._settled: dict[StepOfRun, SeenStep] = {}
+        self._tombstones: set[StepOfRun] = set()
         self._leases: set[str] = set()
 
-    def look(self) -> Inventory:
-        """Read the whole repository, in the order that the module's docstring gives."""
-        seen = Inventory()
-        self._read_commits(seen)
-        decided = self._list_attempts(seen)
-        for held in self._many(self._lease, self._listed_leases()):
+    def look(self, oldest_tombstone: float = 0.0) -> Inventory:
+        """Read the repository, in the order that the module's docstring gives, but without packs.
+
+        Steps whose tombstone was written before `oldest_tombstone`, in seconds since the epoch, are read again.
+        """
+        seen, known = Inventory(), frozenset(self._tombstones)
+        steps = list(self._listed_steps())
+        settled = {step: self._settled[step] for step in steps if step in self._settled}
+        self._settled = {
+            step: each
+            for step, each in settled.items()
+            if each.commit is None or not each.commit.tombstone or each.modified >= oldest_tombstone
+        }
+        for each in self._settled.values():
+            seen.add(each, is_new=False)
+        for each in many(self._read_step, [step for step in steps if step not in self._settled]):
+            self._remember(each, known)
+            seen.add(each, is_new=each.step not in known)
+        self._tombstones &= set(steps)
+        for held in many(self._lease, self._listed_leases()):
             seen.leases[held.lease.attempt].append(held)
-        self._read_decisions(seen, decided)
-        for key, record in self._many(self._record, list(self._store.list(names.GC))):
+        for key, record in many(self._record, list(self._store.list(names.GC))):
             seen.records[key] = record
-        for info in self._store.list(names.PACKS):
-            seen.packs[info.key.split("/")[1]].append(info)
         return seen
 
-    @property
-    def removed(self) -> list[StepOfRun]:
-        """Steps that were tombstones at this reader's last `look`."""
-        keys = map(names.parse_step_key, self._tombstones)
-        return [StepOfRun(key.run, key.timeline, key.step) for key in keys if key is not None]
+    def changed(self, steps: Iterable[StepOfRun]) -> None:
+        """Read these steps again at the next look, because their objects were changed or deleted."""
+        for step in steps:
+            self._settled.pop(step, None)
 
-    def packs_of(self, attempts: Iterable[SeenAttempt]) -> set[str] | None:
-        """Keys of all packs that these attempts name; None if one of their manifests or groups is missing."""
-        keys = {key for attempt in attempts for key in attempt.keys_naming_packs()}
-        unread = [key for key in keys if key not in self._packs]
-        self._packs |= dict(self._many(self._packs_in, unread))
-        self._packs = {key: packs for key, packs in self._packs.items() if key in keys}
-        if len(self._packs) < len(keys):
-            return None
-        return {pack for packs in self._packs.values() for pack in packs}
+    def removed(self, steps: Iterable[StepOfRun]) -> None:
+        """Report that the caller has written the tombstones of these steps. They are not new at the next look."""
+        self._tombstones.update(steps)
 
-    def _step_keys(self) -> Iterator[tuple[StepKey, ObjectInfo]]:
-        for info in self._store.list(names.RUNS):
-            key = names.parse_step_key(info.key)
-            if key is not None:
-                yield key, info
+    def _remember(self, seen: SeenStep, known: frozenset[StepOfRun]) -> None:
+        is_tombstone = seen.commit is not None and seen.commit.tombstone
+        if is_tombstone:
+            self._tombstones.add(seen.step)
+        if seen.is_settled and (not is_tombstone or seen.step in known):
+            self._settled[seen.step] = seen.forget_objects()
 
-    def _read_commits(self, seen: Inventory) -> None:
-        listed = [info for key, info in self._step_keys() if key.kind == "commit"]
-        kept = {}
-        for step, info, commit in self._many(self._commit, listed):
-            seen.commits[step] = commit
-            if commit.tombstone:  # it may have replaced the COMMIT after the listing: its own time counts then
-                seen.tombstones[step] = max(info.modified, commit.committed)
-                kept[info.key] = commit
-        self._tombstones = kept
-
-    def _list_attempts(self, seen: Inventory) -> list[SeenAttempt]:
-        decided = []
-        for key, _ in self._step_keys():
-            if key.kind == "commit":
+    def _listed_steps(self) -> Iterator[StepOfRun]:
+        for run in self._store.list_folders(names.RUNS):
+            if not names.is_run(run):
                 continue
-            step = StepOfRun(key.run, key.timeline, key.step)
-            attempt = seen.attempts.setdefault(key.attempt, SeenAttempt(step, key.attempt))
+            for folder in self._store.list_folders(names.run(run)):
+                number = names.timeline_of_folder(folder)
+                if number is not None:
+                    yield from (StepOfRun(run, number, at) for at in timeline.steps(self._store, run, number))
+
+    def _read_step(self, step: StepOfRun) -> SeenStep | None:
+        attempts: dict[str, SeenAttempt] = {}
+        decided, committed = list[str](), None
+        for info in self._store.list(names.step(step.run, step.timeline, step.step)):
+            key = names.parse_step_key(info.key)
+            if key is None:
+                continue
+            if key.kind == "commit":
+                committed = info
+                continue
+            attempt = attempts.setdefault(key.attempt, SeenAttempt(step, key.attempt))
             if key.kind == "fate":
-                decided.append(attempt)
+                decided.append(key.attempt)
             else:
                 (attempt.groups if key.kind == "group" else attempt.ranks).add(key.rank)
-        return decided
-
-    def _read_decisions(self, seen: Inventory, decided: list[SeenAttempt]) -> None:
-        for attempt in decided:  # if the decision was deleted since, another collector has removed the attempt
-            del seen.attempts[attempt.attempt]
-        kept = {}
-        for attempt, decision in self._many(self._decision, decided):
-            attempt.decision = decision
-            seen.attempts[attempt.attempt] = attempt
-            kept[attempt.decision_key] = decision
-        self._decisions = kept
+        commit = commits.find_commit(self._store, committed.key) if committed is not None else None
+        for each in decided:
+            decision = commits.find_decision(self._store, attempts[each].decision_key)
+            if decision is None:  # another collector has removed the attempt since
+                del attempts[each]
+            else:
+                attempts[each].decided(decision)
+        # a tombstone may have replaced the COMMIT after the listing: its own time counts then
+        modified = max(committed.modified, commit.committed) if committed is not None and commit is not None else 0.0
+        return SeenStep(step, list(attempts.values()), commit, modified)
 
     def _listed_leases(self) -> list[ObjectInfo]:
         listed = list(self._store.list(names.LEASES))
         lost = self._leases - {info.key for info in listed}
-        listed += self._many(self._stat_or_none, sorted(lost))
+        listed += many(self._stat_or_none, sorted(lost))
         self._leases = {info.key for info in listed}
         return listed
 
@@ -207,35 +271,9 @@ class Reader:
         except NotFoundError:
             return None
 
-    def _many(self, work: Callable[[T], R | None], items: list[T]) -> Iterator[R]:
-        """Call `work` on every item, with a few threads if there are many items.
-
-        Results that are None are dropped: their objects were deleted.
-        """
-        if len(items) <= _FEW:
-            yield from (found for found in map(work, items) if found is not None)
-            return
-        with ThreadPoolExecutor(min(_THREADS, len(items)), thread_name_prefix="headrace-look") as pool:
-            yield from (found for found in pool.map(work, items) if found is not None)
-
     def _lease(self, info: ObjectInfo) -> SeenLease | None:
         try:
             return SeenLease(info.key, read(self._store, info.key, Lease), info.modified)
-        except NotFoundError:
-            return None
-
-    def _commit(self, info: ObjectInfo) -> tuple[StepOfRun, ObjectInfo, Commit] | None:
-        key = names.parse_step_key(info.key)
-        assert key is not None
-        commit = self._tombstones.get(info.key) or commits.find_commit(self._store, info.key)
-        if commit is None:  # another collector deleted this old tombstone
-            return None
-        return StepOfRun(key.run, key.timeline, key.step), info, commit
-
-    def _decision(self, seen: SeenAttempt) -> tuple[SeenAttempt, Decision] | None:
-        key = seen.decision_key
-        try:
-            return seen, self._decisions.get(key) or read(self._store, key, Decision)
         except NotFoundError:
             return None
 
@@ -245,17 +283,14 @@ class Reader:
         except NotFoundError:  # its collector has finished and deleted it
             return None
 
-    def _packs_in(self, key: str) -> tuple[str, frozenset[str]] | None:
-        at = names.parse_step_key(key)
-        try:
-            data = own_digest.fetch(self._store, key, max_bytes=manifests.MAX_BYTES)
-        except NotFoundError:  # another collector is removing the attempt
-            return None
-        is_group = at is not None and at.kind == "group"
-        packs = group.decode(data, key).packs if is_group else manifests.decode(data, key).packs
-        return key, frozenset(pack.key for pack in packs)
 
+def many(work: Callable[[T], R | None], items: list[T]) -> Iterator[R]:
+    """Call `work` on every item, with a few threads if there are many items.
 
-def born(attempt: str) -> float:
-    """The time in the attempt's id: seconds since the epoch, by the clock of its process. 0 for an invalid id."""
-    return int.from_bytes(names.id_to_bytes(attempt)[:6], "big") / 1000 if names.is_id(attempt) else 0.0
+    Results that are None are dropped: their objects were deleted.
+    """
+    if len(items) <= _FEW:
+        yield from (found for found in map(work, items) if found is not None)
+        return
+    with ThreadPoolExecutor(min(THREADS, len(items)), thread_name_prefix="headrace-look") as pool:
+        yield from (found for found in pool.map(work, items) if found is not None)

@@ -14,12 +14,13 @@ Failure behaviour: `UsageError` for an impossible policy; nothing else fails.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Commit, Decision, Policy, StepName, StepOfRun
 from headrace.checkpoint.repository.inventory import Inventory, SeenAttempt, SeenLease
+from headrace.checkpoint.repository.pack_users import PackUsers
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.store.base import ObjectInfo
@@ -171,7 +172,9 @@ def is_dead(seen: Inventory, attempt: SeenAttempt) -> bool:
     commit = seen.commits.get(attempt.step)
     if attempt.decision.outcome != "commit" or commit is None:
         return attempt.decision.outcome != "commit"
-    return commit.tombstone or _lost(seen, attempt, commit)
+    if commit.tombstone:
+        return attempt.step not in seen.new_tombstones
+    return _lost(seen, attempt, commit)
 
 
 def _lost(seen: Inventory, attempt: SeenAttempt, commit: Commit) -> bool:
@@ -182,24 +185,37 @@ def _lost(seen: Inventory, attempt: SeenAttempt, commit: Commit) -> bool:
     return winner.decision is not None and winner.decision.outcome == "commit"
 
 
-def garbage(
-    seen: Inventory, packs_of: Callable[[Iterable[SeenAttempt]], set[str] | None], now: float
-) -> tuple[list[tuple[str, int]], int]:
-    """Return (key, bytes) of every object to delete, and the bytes of the packs that stay."""
+def garbage(seen: Inventory, users: PackUsers, now: float) -> tuple[list[tuple[str, int]], int]:
+    """Return (key, bytes) of every object to delete, and the bytes of the packs that were listed and stay.
+
+    Only the packs that `users` lists are among them.
+    """
     live = [attempt for attempt in seen.attempts.values() if not is_dead(seen, attempt)]
-    needed = packs_of(live)
     deleted_keys: list[tuple[str, int]] = []
-    kept = 0
-    for attempt, packs in seen.packs.items():
+    kept, emptied = 0, set[str]()
+    for attempt, packs in users.look(seen, live):
+        needed = None if _are_all_needed(seen, attempt, packs) else users.needed(attempt)
+        stay = 0
         for pack in packs:
             if needed is not None and pack.key not in needed and _is_deletable(seen, attempt, pack, now):
                 deleted_keys.append((pack.key, pack.size))
             else:
+                stay += 1
                 kept += pack.size
+        if not stay:
+            emptied.add(attempt)
     for dead in seen.attempts.values():
         if is_dead(seen, dead):
             deleted_keys += [(key, 0) for key in dead.listed_keys()]
-    return deleted_keys + _small(seen, {key for key, _ in deleted_keys}, now), kept
+    return deleted_keys + _small(seen, emptied, now), kept
+
+
+def _are_all_needed(seen: Inventory, attempt: str, packs: Sequence[ObjectInfo]) -> bool:
+    """Whether a live attempt has no more packs than it needs, by their number."""
+    known = seen.attempts.get(attempt)
+    if not packs or known is None or known.decision is None or is_dead(seen, known):
+        return not packs
+    return known.decision.totals is not None and len(packs) <= known.decision.totals.packs
 
 
 def _is_deletable(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool:
@@ -210,9 +226,9 @@ def _is_deletable(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -
     return attempt not in seen.leases and now - pack.modified > ORPHAN_SECONDS
 
 
-def _small(seen: Inventory, deleted_keys: set[str], now: float) -> list[tuple[str, int]]:
-    """Leases, decisions and tombstones that no longer protect anything."""
-    return [(key, 0) for key in (*_leases(seen, now), *_decisions(seen, deleted_keys), *_tombstones(seen, now))]
+def _small(seen: Inventory, emptied: set[str], now: float) -> list[tuple[str, int]]:
+    """Leases, decisions and tombstones that no longer protect anything. `emptied`: attempts that keep no pack."""
+    return [(key, 0) for key in (*_leases(seen, now), *_decisions(seen, emptied), *_tombstones(seen, now))]
 
 
 def _leases(seen: Inventory, now: float) -> list[str]:
@@ -223,7 +239,7 @@ def _leases(seen: Inventory, now: float) -> list[str]:
     )
 
 
-def _decisions(seen: Inventory, deleted_keys: set[str]) -> list[str]:
+def _decisions(seen: Inventory, emptied: set[str]) -> list[str]:
     """Decisions of removed steps.
 
     A decision stays while other steps need a pack of its attempt. Later collections then know that the attempt has
@@ -232,9 +248,7 @@ def _decisions(seen: Inventory, deleted_keys: set[str]) -> list[str]:
     return [
         a.decision_key
         for a in seen.attempts.values()
-        if a.decision is not None
-        and a.step in seen.tombstones
-        and all(pack.key in deleted_keys for pack in seen.packs.get(a.attempt, ()))
+        if a.decision is not None and a.step in seen.tombstones and a.attempt in emptied
     ]
 
 
@@ -248,7 +262,7 @@ def _tombstones(seen: Inventory, now: float) -> list[str]:
 def preview(
     seen: Inventory,
     pending_deletes: Iterable[StepOfRun],
-    packs_of: Callable[[Iterable[SeenAttempt]], set[str] | None],
+    users: PackUsers,
     now: float,
 ) -> Plan:
     """The plan of a collection that starts now, if no other process changes the repository."""
@@ -261,7 +275,7 @@ def preview(
     for step in wanted - safe:
         after.commits[step] = Commit(step=step.step, tombstone=True)
         after.tombstones[step] = now
-    objects, kept = garbage(after, packs_of, now)
+    objects, kept = garbage(after, users, now)
     return Plan(
         tuple(sorted(wanted - safe, key=order)),
         tuple(sorted(safe, key=order)),

@@ -184,14 +184,14 @@ class History:
             self._target = None
 
     def _collector(self) -> None:
-        reader = inventory.Reader(self.store)
+        collector = collect.Collector(self.store)
         while not self.over:
             self.simulation.sleep(self.draw.uniform(0, LEASE_SECONDS / 3))
             try:
                 if self.draw.random() < 0.4:
-                    done: Plan | None = collect.collect(self.store, [], self.clock, reader)
+                    done: Plan | None = collect.collect(self.store, [], self.clock, collector)
                 else:
-                    done = collect.retain(self.store, RUN, self.keep, self.clock, reader)
+                    done = collect.retain(self.store, RUN, self.keep, self.clock, collector)
             except HeadraceError:
                 continue
             self.journal.removed += len(done.tombstones) if done else 0

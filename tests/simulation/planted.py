@@ -93,12 +93,12 @@ def commit_deleted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def some_manifests() -> Iterator[None]:
-    def sound(store: Any, attempt: commit.Attempt) -> list[bytes]:
+    def sound(store: Any, attempt: commit.Attempt) -> tuple[list[bytes], None]:
         found = []
         for rank in range(attempt.world_size):
             with contextlib.suppress(HeadraceError):
                 found.append(digest(store.get(attempt.manifest_key(rank), max_bytes=manifests.MAX_BYTES)))
-        return found
+        return found, None
 
     real = commit.decide
 

@@ -114,7 +114,7 @@ def schedules(seed: int, count: int) -> list[list[int]]:
     chance, found = random.Random(seed), []
     for _ in range(count):
         moves: list[int] = []
-        while len(moves) < 130:
+        while len(moves) < 200:
             actor = chance.choices(range(8), [6, 1, 5, 5, 4, 1.5, 0.05, 0.1])[0]
             moves += [actor] * (chance.randint(1, 25) if actor < TIME else 1)
         found.append(moves)
@@ -122,7 +122,7 @@ def schedules(seed: int, count: int) -> list[list[int]]:
 
 
 def test_bursts_of_moves_lose_nothing_either() -> None:
-    errors = [play(moves).actors[SAVER].error for moves in schedules(1, 80)]
+    errors = [play(moves).actors[SAVER].error for moves in schedules(1, 120)]
     assert None in errors  # savers that commit
     assert any(isinstance(error, TransientError) for error in errors)  # and savers that wake up fenced
 

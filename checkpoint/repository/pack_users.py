@@ -1,0 +1,142 @@
+"""Lists packs for a collection, and finds the packs that live attempts need.
+
+An attempt needs packs of its own and of earlier attempts, whose chunks it references. Its decision names those other
+attempts (`Totals`). Its manifests, or their groups, name the packs. They are read only to decide which packs of another
+attempt stay. They never change, so each is read once while its attempt is live.
+Cost: a `PackUsers` lists the packs of an attempt again only if one of the attempts that needed them has ended. Packs
+that appear later, such as those of a request that was applied late, are found by a new `PackUsers`.
+Invariant: the packs that any live attempt names are never among those that may be deleted.
+Failure behaviour: errors of the store are raised. If a document of a live attempt is missing, every pack is needed. An
+unreadable document raises `CorruptionError`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from headrace.checkpoint.format import group, names, own_digest
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format.manifest import PackName
+from headrace.checkpoint.repository.inventory import Inventory, SeenAttempt, many
+from headrace.dataio.core.errors import NotFoundError
+from headrace.dataio.store.base import ObjectInfo, Store
+
+Packs = dict[str, frozenset[str]]
+"""Keys of packs, by the id of the attempt that wrote them."""
+
+
+class PackUsers:
+    """Lists packs of one repository, and finds those that live attempts need.
+
+    Args:
+        store: The repository.
+        at_once: The maximum number of live attempts whose own packs are listed in one call. Leftovers of a replaced
+            worker are among them. None: no limit.
+    """
+
+    def __init__(self, store: Store, at_once: int | None = None) -> None:
+        self._store = store
+        self._at_once = at_once
+        self._named: dict[str, Packs] = {}
+        self._same: dict[frozenset[str], frozenset[str]] = {}
+        self._done: dict[str, frozenset[str]] = {}
+        self._live: dict[str, SeenAttempt] = {}
+        self._users: dict[str, list[SeenAttempt]] = {}
+        self._looked: list[str] = []
+        self._known = True
+        self._decided: set[str] = set()
+
+    def look(self, seen: Inventory, live: Iterable[SeenAttempt]) -> Iterator[tuple[str, list[ObjectInfo]]]:
+        """Yield attempts and their packs. Attempts whose packs need no second look are left out."""
+        self._live = by_id = {attempt.attempt: attempt for attempt in live}
+        # an attempt without a decision may have stored more of its manifests since
+        decided = {each for each, attempt in by_id.items() if attempt.decision is not None}
+        self._named = {each: packs for each, packs in self._named.items() if each in decided & self._decided}
+        self._decided = decided
+        self._same = {packs: packs for each in self._named.values() for packs in each.values()}
+        self._find_users(list(by_id.values()))
+        folders = [name for name in self._store.list_folders(names.PACKS) if names.is_id(name)]
+        self._looked = to_list = self._to_list(folders, seen)
+        yield from ((each, []) for each in sorted(seen.attempts.keys() - set(folders)))
+        yield from many(self._list, to_list)
+
+    def done(self) -> None:
+        """Report that those packs of the last look that may be deleted were deleted."""
+        for attempt in self._looked if self._known else ():
+            own = self._live.get(attempt)
+            if own is None or own.decision is not None:
+                users = [*self._users.get(attempt, ()), *([own] if own is not None else [])]
+                self._done[attempt] = frozenset(each.attempt for each in users)
+
+    def _find_users(self, live: list[SeenAttempt]) -> None:
+        """Find which live attempts need packs of which other attempts."""
+        self._known = all(self._others(each) is not None for each in live)
+        self._users = defaultdict(list)
+        for each in live:
+            for other in self._others(each) or ():
+                self._users[other].append(each)
+
+    def _others(self, attempt: SeenAttempt) -> Iterable[str] | None:
+        """The other attempts whose packs this one names; None if one of its documents is missing."""
+        totals = attempt.decision.totals if attempt.decision is not None else None
+        return totals.attempts if totals is not None else self._of_others(attempt)
+
+    def _to_list(self, folders: list[str], seen: Inventory) -> list[str]:
+        own, others = list[str](), list[str]()
+        for name in folders:
+            if name in self._live:
+                if name not in self._done:
+                    own.append(name)
+            elif name not in seen.attempts or not self._is_done(name):
+                others.append(name)
+        return others + own[: self._at_once]
+
+    def _is_done(self, ended: str) -> bool:
+        """Whether all attempts that needed packs of this one at the last look are still live."""
+        users = self._done.get(ended)
+        return users is not None and users <= self._live.keys()
+
+    def _list(self, attempt: str) -> tuple[str, list[ObjectInfo]]:
+        return attempt, list(self._store.list(names.packs(attempt)))
+
+    def needed(self, attempt: str) -> frozenset[str] | None:
+        """Keys of the attempt's packs that live attempts need; None if this is unknown, so that all must stay."""
+        if not self._known:
+            return None
+        parts = [(self._of_others(each) or {}).get(attempt) for each in self._users.get(attempt, ())]
+        if attempt in self._live:
+            parts.append((self._packs_of(self._live[attempt]) or {}).get(attempt))
+        return None if None in parts else frozenset[str]().union(*(part for part in parts if part is not None))
+
+    def _of_others(self, attempt: SeenAttempt) -> Packs | None:
+        """The packs of other attempts that this one names."""
+        known = self._named.get(attempt.attempt)
+        if known is None:
+            packs = self._packs_of(attempt)
+            if packs is None:
+                return None
+            known = {each: self._same.setdefault(kept, kept) for each, kept in packs.items() if each != attempt.attempt}
+            self._named[attempt.attempt] = known
+        return known
+
+    def _packs_of(self, attempt: SeenAttempt) -> Packs | None:
+        """All packs that the attempt names; None if one of its documents is missing."""
+        keys = attempt.keys_naming_packs()
+        documents = list(many(self._read, keys))
+        if len(documents) < len(keys):
+            return None
+        by_attempt: dict[str, set[str]] = {attempt.attempt: set()}
+        for each in documents:
+            for pack in each:
+                by_attempt.setdefault(pack.attempt, set()).add(pack.key)
+        return {each: frozenset(found) for each, found in by_attempt.items()}
+
+    def _read(self, key: str) -> tuple[PackName, ...] | None:
+        at = names.parse_step_key(key)
+        try:
+            data = own_digest.fetch(self._store, key, max_bytes=manifests.MAX_BYTES)
+        except NotFoundError:  # another collector is removing the attempt
+            return None
+        is_group = at is not None and at.kind == "group"
+        return group.decode(data, key).packs if is_group else manifests.decode(data, key).packs
