@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.checkpoint.repository import check, collect, tags
+from headrace.checkpoint.repository import check, collect, survey, tags
 from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.dataio.core.cli import apply_option, command, json_option, one_line
 from headrace.dataio.core.errors import CorruptionError, UsageError
@@ -87,7 +87,7 @@ def ckpt(options: argparse.Namespace) -> int:
         if options.action in COMMANDS:
             return run(store, options)
         if options.action == "ls":
-            report, _ = check.survey(store, options.run)
+            report = survey.survey(store, options.run)
         else:
             report = check.check(store, options.run, data=not options.quick)
     if options.json:
@@ -99,7 +99,7 @@ def ckpt(options: argparse.Namespace) -> int:
     return 0 if report.clean else CorruptionError.exit_code
 
 
-def _print_steps(report: check.Report) -> None:
+def _print_steps(report: survey.Report) -> None:
     if not report.steps:
         print("no committed steps")
     for line in report.steps:
@@ -116,7 +116,7 @@ def _print_steps(report: check.Report) -> None:
     _print_problems(report)
 
 
-def _print_check(report: check.Report, *, quick: bool) -> None:
+def _print_check(report: survey.Report, *, quick: bool) -> None:
     _print_problems(report)
     read = "data not read" if quick else f"{report.chunks} chunks, {format_bytes(report.bytes_read)} read"
     print(f"{len(report.steps)} steps, {report.packs} packs, {read}")
@@ -125,7 +125,7 @@ def _print_check(report: check.Report, *, quick: bool) -> None:
     print("clean" if report.clean else f"{len(report.problems)} problems")
 
 
-def _print_problems(report: check.Report) -> None:
+def _print_problems(report: survey.Report) -> None:
     for problem in report.problems:
         print(one_line(f"damaged: {problem.object}: {problem.what}"))
         for hit in problem.hits[:_MAX_HITS]:

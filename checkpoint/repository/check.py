@@ -1,100 +1,34 @@
-"""Reports about a repository: `check` reads everything, `survey` lists steps, `describe` shows one step.
+"""Reports about a repository: `check` reads everything, `describe` shows one step.
 
 Invariant: if the report lists no problem of a step, every byte of that step was read and compared with its digest. With
 `data=False`, `check` reads only documents, manifests and pack tables. Each problem names the steps and tensors that it
-affects. A check writes the missing COMMIT of a complete attempt and changes nothing else. To see whether a lease has
-expired, it writes a lease of its own and deletes it, since only that shows the time by the store's clock. A step that a
-collection removes during the check does not count as damaged.
-Failure behaviour: `check` and `survey` put damage into the report. `describe` raises `NotFoundError` or
-`CorruptionError`. Transient errors and refused access are raised. Without write access, leases are compared with this
-machine's clock.
+affects. A check writes what `survey` writes, and nothing else. A step that a collection removes during the check does
+not count as damaged.
+Failure behaviour: `check` puts damage into the report. `describe` raises `NotFoundError` or `CorruptionError`.
+Transient errors and refused access are raised.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
 
 from headrace.checkpoint.format import codec, names, pack
-from headrace.checkpoint.format.documents import VERSION, Base, Lease, encode, read, this_process
 from headrace.checkpoint.format.manifest import Chunk, Manifest
-from headrace.checkpoint.repository import commit, fetch, timeline
+from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.fetch import Step, open_step
-from headrace.checkpoint.repository.inventory import SeenLease
-from headrace.checkpoint.repository.lease import DEFAULT_LIFE
-from headrace.checkpoint.repository.retention import is_over
+from headrace.checkpoint.repository.survey import Problem, Report, survey, was_removed
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import (
-    AccessDeniedError,
     CorruptionError,
-    HeadraceError,
     NotFoundError,
     UnsupportedError,
 )
 from headrace.dataio.core.limits import counted, format_bytes
 from headrace.dataio.store.base import Store
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A damaged or missing object.
-
-    `what` is one sentence; `hits` names the steps and tensors that need the object.
-    """
-
-    object: str
-    what: str
-    hits: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StepLine:
-    """One committed step. Byte counts are sums over all ranks."""
-
-    run: str
-    timeline: int
-    step: int
-    attempt: str
-    current: bool
-    committed: float
-    world_size: int
-    tensors: int
-    bytes_state: int
-    bytes_written: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """An attempt that is not a step. `state` is "in progress", "abandoned", "aborted", "lost" or "removed"."""
-
-    run: str
-    timeline: int
-    step: int
-    attempt: str
-    state: str
-
-
-@dataclass(slots=True)
-class Report:
-    """The result of a check. `clean`: every committed step can be restored bit for bit."""
-
-    steps: list[StepLine] = field(default_factory=list)
-    unfinished: list[Unfinished] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    packs: int = 0
-    chunks: int = 0
-    bytes_read: int = 0
-    unreferenced: list[str] = field(default_factory=list)
-
-    @property
-    def clean(self) -> bool:
-        return not self.problems
 
 
 @dataclass(slots=True)
@@ -112,27 +46,10 @@ class _Needs:
                 self.users[name.key].append((step, manifest))
 
 
-def survey(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) -> tuple[Report, list[Step]]:
-    """List all steps and attempts of the repository, or of one run.
-
-    Returns the report and the steps that could be read.
-    """
-    if repository.read_repo(store) is None:
-        raise NotFoundError(f"no checkpoint repository at {store.location.url}", hint="check the URL")
-    runs = repository.runs(store)
-    if run is not None and run not in runs:
-        raise NotFoundError(f"no run {run!r} at {store.location.url}", hint=f"there are: {', '.join(runs) or 'none'}")
-    report = Report()
-    steps: list[Step] = []
-    now = cache(partial(_store_time, store, runs[0] if runs else "", clock))
-    for name in runs if run is None else [run]:
-        steps += _survey_run(store, name, report, now)
-    return report, steps
-
-
 def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clock = SYSTEM_CLOCK) -> Report:
     """Check the repository, or one run. With `data=False` the chunks themselves are not read."""
-    report, steps = survey(store, run, clock)
+    report = survey(store, run, clock)
+    steps = list(_opened(store, report))
     needs = _Needs()
     for step in steps:
         needs.add(step)
@@ -145,6 +62,20 @@ def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clo
         stored = (info.key for info in store.list(names.PACKS))
         report.unreferenced = [key for key in stored if key not in needs.chunks]
     return report
+
+
+def _opened(store: Store, report: Report) -> Iterator[Step]:
+    """The listed steps with their manifests. A step whose manifests are damaged moves to the problems."""
+    lines, report.steps = report.steps, []
+    for line in lines:
+        try:
+            yield open_step(store, line.run, line.base)
+        except (CorruptionError, UnsupportedError, NotFoundError) as error:
+            if not was_removed(store, line.run, line.timeline, line.step):
+                what = f"step {line.step} of run {line.run}, timeline {line.timeline}"
+                report.problems.append(Problem(names.step(line.run, line.timeline, line.step), error.message, (what,)))
+        else:
+            report.steps.append(line)
 
 
 def _of_remaining_steps(store: Store, steps: list[Step], problems: list[Problem]) -> list[Problem]:
@@ -160,117 +91,6 @@ def _of_remaining_steps(store: Store, steps: list[Step], problems: list[Problem]
 
 def _label(step: Step) -> str:
     return f"{step.run}/{step.base.timeline}/{step.base.step}"
-
-
-def _survey_run(store: Store, run: str, report: Report, now: Callable[[], float]) -> Iterator[Step]:
-    current: set[Base] = set()
-    try:
-        current = set(repository.visible(store, run))
-    except (CorruptionError, UnsupportedError) as error:
-        report.problems.append(Problem(names.timelines(run), error.message, (f"run {run}",)))
-    for number in timeline.lost(store, run):
-        steps = timeline.steps(store, run, number)
-        hits = tuple(f"{run}/{number}/{at}" for at in steps if store.exists(names.commit(run, number, at)))
-        report.problems.append(
-            Problem(names.timeline(run, number), "it is missing, although the timeline has objects", hits)
-        )
-    for number in timeline.numbers(store, run):
-        for at in timeline.steps(store, run, number):
-            step = _survey_step(store, run, number, at, report, current, now)
-            if step is not None:
-                yield step
-
-
-def _survey_step(
-    store: Store,
-    run: str,
-    number: int,
-    at: int,
-    report: Report,
-    current: set[Base],
-    now: Callable[[], float],
-) -> Step | None:
-    label = f"step {at} of run {run}, timeline {number}"
-    try:
-        base = repository.settle(store, run, number, at)
-        for attempt_id in timeline.attempts(store, run, number, at):
-            if base is not None and attempt_id == base.attempt:
-                continue
-            state = _state(store, Attempt(run, number, at, attempt_id, 0), base, now)
-            report.unfinished.append(Unfinished(run, number, at, attempt_id, state))
-        if base is None:
-            return None
-        step = open_step(store, run, base)
-    except (CorruptionError, UnsupportedError, NotFoundError) as error:
-        if not _was_removed(store, run, number, at):
-            report.problems.append(Problem(names.step(run, number, at), error.message, (label,)))
-        return None
-    found = commit.find_commit(store, names.commit(run, number, at))
-    report.steps.append(_line(step, base in current, found.committed if found else 0.0))
-    return step
-
-
-def _was_removed(store: Store, run: str, number: int, at: int) -> bool:
-    """Whether a collection removed the step during the check."""
-    try:
-        found = commit.find_commit(store, names.commit(run, number, at))
-    except (CorruptionError, UnsupportedError):
-        return False
-    return found is not None and found.tombstone
-
-
-def _line(step: Step, current: bool, committed: float) -> StepLine:
-    return StepLine(
-        step.run,
-        step.base.timeline,
-        step.base.step,
-        step.base.attempt,
-        current,
-        committed,
-        len(step.manifests),
-        sum(len(m.tensors) for m in step.manifests),
-        sum(m.bytes_state for m in step.manifests),
-        sum(m.bytes_written for m in step.manifests),
-    )
-
-
-def _state(store: Store, attempt: Attempt, base: Base | None, now: Callable[[], float]) -> str:
-    if base is not None:
-        return "lost"
-    if store.exists(attempt.commit_key):
-        return "removed"
-    if store.exists(attempt.decision_key):
-        return "aborted"
-    for info in store.list(names.leases_of(attempt.id)):
-        with suppress(NotFoundError):
-            if not is_over(SeenLease(info.key, read(store, info.key, Lease), info.modified), now()):
-                return "in progress"
-    return "abandoned"
-
-
-def _store_time(store: Store, run: str, clock: Clock) -> float:
-    """The time by the store's clock, which also dates the leases."""
-    attempt = names.new_id(clock)
-    key, life = names.lease(attempt), DEFAULT_LIFE
-    own = Lease(
-        version=VERSION,
-        attempt=attempt,
-        run=run,
-        timeline=0,
-        step=0,
-        bases=(),
-        until=clock.time() + life,
-        life=life,
-        process=this_process(),
-    )
-    try:
-        store.put(key, encode(own))
-        return store.stat(key).modified
-    except (AccessDeniedError, UnsupportedError):
-        return clock.time()
-    finally:
-        with suppress(HeadraceError):  # a lease that is not deleted expires
-            store.delete_many([key])
 
 
 def _check_table(store: Store, key: str, needs: _Needs, report: Report) -> bool:

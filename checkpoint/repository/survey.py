@@ -1,0 +1,279 @@
+"""Lists the steps and the unfinished attempts of a repository, from COMMITs and decisions.
+
+Invariant: manifests and packs are not read, so the cost depends on the number of steps and not on the number of ranks.
+Decisions of older versions lack totals; the manifests of those steps are read. A survey writes the missing COMMIT of a
+complete attempt and changes nothing else. To see whether a lease has expired, it writes a lease of its own and deletes
+it, since only that shows the time by the store's clock.
+Failure behaviour: damage is put into the report. Transient errors and refused access are raised. Without write access,
+leases are compared with this machine's clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import (
+    VERSION,
+    Base,
+    Commit,
+    Decision,
+    Lease,
+    StepName,
+    Totals,
+    encode,
+    read,
+    this_process,
+)
+from headrace.checkpoint.format.group import Tally
+from headrace.checkpoint.repository import commit, timeline
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.fetch import open_step
+from headrace.checkpoint.repository.inventory import SeenLease, many
+from headrace.checkpoint.repository.lease import DEFAULT_LIFE
+from headrace.checkpoint.repository.retention import is_over
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import (
+    AccessDeniedError,
+    CorruptionError,
+    HeadraceError,
+    NotFoundError,
+    UnsupportedError,
+)
+from headrace.dataio.store.base import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A damaged or missing object.
+
+    `what` is one sentence; `hits` names the steps and tensors that need the object.
+    """
+
+    object: str
+    what: str
+    hits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """One committed step. Byte counts are sums over all ranks."""
+
+    run: str
+    timeline: int
+    step: int
+    attempt: str
+    current: bool
+    committed: float
+    world_size: int
+    tensors: int
+    bytes_state: int
+    bytes_written: int
+
+    @property
+    def base(self) -> Base:
+        """The step as other documents name it."""
+        return Base(self.timeline, self.step, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An attempt that is not a step. `state` is "in progress", "abandoned", "aborted", "lost" or "removed"."""
+
+    run: str
+    timeline: int
+    step: int
+    attempt: str
+    state: str
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of a check. `clean`: every committed step can be restored bit for bit."""
+
+    steps: list[StepLine] = field(default_factory=list)
+    unfinished: list[Unfinished] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    packs: int = 0
+    chunks: int = 0
+    bytes_read: int = 0
+    unreferenced: list[str] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        return not self.problems
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is known of one step. `base` is None if no attempt is the step."""
+
+    step: StepName
+    base: Base | None = None
+    commit: Commit | None = None
+    totals: Totals | None = None
+    unfinished: list[Unfinished] = field(default_factory=list)
+    problem: Problem | None = None
+
+
+def survey(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) -> Report:
+    """List all steps and attempts of the repository, or of one run."""
+    if repository.read_repo(store) is None:
+        raise NotFoundError(f"no checkpoint repository at {store.location.url}", hint="check the URL")
+    runs = repository.runs(store)
+    if run is not None and run not in runs:
+        raise NotFoundError(f"no run {run!r} at {store.location.url}", hint=f"there are: {', '.join(runs) or 'none'}")
+    report = Report()
+    now = _StoreTime(store, runs[0] if runs else "", clock)
+    for name in runs if run is None else [run]:
+        _survey_run(store, name, report, now)
+    return report
+
+
+def was_removed(store: Store, run: str, number: int, at: int) -> bool:
+    """Whether a collection removed the step, perhaps while it was being read."""
+    try:
+        found = commit.find_commit(store, names.commit(run, number, at))
+    except (CorruptionError, UnsupportedError):
+        return False
+    return found is not None and found.tombstone
+
+
+def _survey_run(store: Store, run: str, report: Report, now: Callable[[], float]) -> None:
+    for number in timeline.lost(store, run):
+        steps = timeline.steps(store, run, number)
+        hits = tuple(f"{run}/{number}/{at}" for at in steps if store.exists(names.commit(run, number, at)))
+        what = "it is missing, although the timeline has objects"
+        report.problems.append(Problem(names.timeline(run, number), what, hits))
+    listed = [
+        StepName(number, at) for number in timeline.numbers(store, run) for at in timeline.steps(store, run, number)
+    ]
+    found = list(many(partial(_survey_step, store, run, now), listed))
+    current = _current(store, run, found, report)
+    for each in found:
+        report.unfinished += each.unfinished
+        if each.problem is not None:
+            report.problems.append(each.problem)
+        elif each.base is not None and each.totals is not None:
+            report.steps.append(_line(run, each.base, each.totals, each.commit, each.base in current))
+
+
+def _current(store: Store, run: str, found: list[_Found], report: Report) -> set[Base]:
+    """The steps of the newest branch."""
+    known = {each.step: each.base for each in found if each.base is not None}
+    removed = {each.step for each in found if each.commit is not None and each.commit.tombstone}
+    try:
+        return set(repository.visible(store, run, removed, known=known))
+    except (CorruptionError, UnsupportedError) as error:
+        report.problems.append(Problem(names.timelines(run), error.message, (f"run {run}",)))
+        return set()
+
+
+def _survey_step(store: Store, run: str, now: Callable[[], float], step: StepName) -> _Found:
+    number, at, found = step.timeline, step.step, _Found(step)
+    try:
+        found.base = repository.settle(store, run, number, at)
+        found.commit = commit.find_commit(store, names.commit(run, number, at))
+        for attempt_id in timeline.attempts(store, run, number, at):
+            if found.base is None or attempt_id != found.base.attempt:
+                state = _state(store, Attempt(run, number, at, attempt_id, 0), found, now)
+                found.unfinished.append(Unfinished(run, number, at, attempt_id, state))
+        if found.base is not None:
+            found.totals = _totals(store, run, found.base)
+    except (CorruptionError, UnsupportedError, NotFoundError) as error:
+        if not was_removed(store, run, number, at):
+            label = f"step {at} of run {run}, timeline {number}"
+            found.problem = Problem(names.step(run, number, at), error.message, (label,))
+    return found
+
+
+def _totals(store: Store, run: str, base: Base) -> Totals:
+    """The step's totals. If its decision has none, its manifests are read."""
+    decision = read(store, names.decision(run, base.timeline, base.step, base.attempt), Decision)
+    if decision.totals is not None:
+        return decision.totals
+    manifests = open_step(store, run, base).manifests
+    tally = Tally(base.attempt, len(manifests))
+    for manifest in manifests:
+        tally.add(manifest)
+    return Totals(
+        ranks=tally.ranks,
+        tensors=tally.tensors,
+        packs=0,
+        attempts=(),
+        bytes_state=tally.bytes_state,
+        bytes_written=tally.bytes_written,
+        bytes_deduplicated=tally.bytes_deduplicated,
+    )
+
+
+def _line(run: str, base: Base, totals: Totals, committed: Commit | None, current: bool) -> StepLine:
+    return StepLine(
+        run,
+        base.timeline,
+        base.step,
+        base.attempt,
+        current,
+        committed.committed if committed is not None else 0.0,
+        totals.ranks,
+        totals.tensors,
+        totals.bytes_state,
+        totals.bytes_written,
+    )
+
+
+def _state(store: Store, attempt: Attempt, found: _Found, now: Callable[[], float]) -> str:
+    if found.base is not None:
+        return "lost"
+    if found.commit is not None:
+        return "removed"
+    if store.exists(attempt.decision_key):
+        return "aborted"
+    for info in store.list(names.leases_of(attempt.id)):
+        with suppress(NotFoundError):
+            if not is_over(SeenLease(info.key, read(store, info.key, Lease), info.modified), now()):
+                return "in progress"
+    return "abandoned"
+
+
+class _StoreTime:
+    """The time by the store's clock, which also dates the leases. It is read once, when it is first needed."""
+
+    def __init__(self, store: Store, run: str, clock: Clock) -> None:
+        self._store, self._run, self._clock = store, run, clock
+        self._lock = threading.Lock()
+        self._now: float | None = None
+
+    def __call__(self) -> float:
+        with self._lock:
+            if self._now is None:
+                self._now = self._read()
+            return self._now
+
+    def _read(self) -> float:
+        attempt = names.new_id(self._clock)
+        key, life = names.lease(attempt), DEFAULT_LIFE
+        own = Lease(
+            version=VERSION,
+            attempt=attempt,
+            run=self._run,
+            timeline=0,
+            step=0,
+            bases=(),
+            until=self._clock.time() + life,
+            life=life,
+            process=this_process(),
+        )
+        try:
+            self._store.put(key, encode(own))
+            return self._store.stat(key).modified
+        except (AccessDeniedError, UnsupportedError):
+            return self._clock.time()
+        finally:
+            with suppress(HeadraceError):  # a lease that is not deleted expires
+                self._store.delete_many([key])
