@@ -329,6 +329,27 @@ def settled(store: Store, run: str, attempt: Base) -> bool:
     return found is not None and found.attempt == attempt.attempt
 
 
+def step_of_attempt(store: Store, run: str, attempt: str) -> StepName | None:
+    """The step that an attempt of this run saved; None if it is not found.
+
+    The ids of attempts and the numbers of steps both grow with time, so a few listings find the step in a timeline. An
+    attempt of a process whose clock was wrong may not be found.
+    """
+    for number in reversed(timeline.numbers(store, run)):
+        steps = list(timeline.steps(store, run, number))
+        low, high = 0, len(steps)
+        while low < high:
+            middle = (low + high) // 2
+            attempts = timeline.attempts(store, run, number, steps[middle])
+            if attempt in attempts:
+                return StepName(number, steps[middle])
+            if attempts and attempts[0] > attempt:
+                high = middle
+            else:
+                low = middle + 1
+    return None
+
+
 def require_exists(store: Store, run: str, base: Base) -> None:
     """Raise `NotFoundError` if the step is removed or being removed.
 

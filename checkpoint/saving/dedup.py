@@ -22,7 +22,7 @@ logged. The exception is the base of a job that commits in groups, as the second
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.checkpoint.format import codec, names
@@ -142,10 +142,9 @@ def _drop_sparse_packs(store: Store, run: str, known: KnownChunks) -> None:
     sparse = {pack for pack in sparse if is_sparse(needed[pack], _size(store, pack.key))}
     if not sparse:
         return
-    live_attempts = {
-        attempt for each in {run, *(base.run or run for base in known.bases)} for attempt in _attempts(store, each)
-    }
-    pending = {pack for pack in sparse if pack.attempt not in live_attempts}
+    runs = {run, *(base.run or run for base in known.bases)}
+    removed = {attempt for attempt in {pack.attempt for pack in sparse} if _is_of_removed_step(store, runs, attempt)}
+    pending = {pack for pack in sparse if pack.attempt in removed}
     known.chunks = {
         name: stored
         for name, stored in known.chunks.items()
@@ -170,10 +169,13 @@ def _size(store: Store, key: str) -> int:
         return 0
 
 
-def _attempts(store: Store, run: str) -> set[str]:
-    """Attempts of the run that have manifests. Attempts of removed steps have none."""
-    keys = (names.parse_step_key(info.key) for info in store.list(f"{names.RUNS}{run}/"))
-    return {key.attempt for key in keys if key is not None and key.kind == "manifest"}
+def _is_of_removed_step(store: Store, runs: Iterable[str], attempt: str) -> bool:
+    """Whether the attempt's step was removed. A step that is not found counts as not removed."""
+    for run in sorted(runs):
+        at = repository.step_of_attempt(store, run, attempt)
+        if at is not None:
+            return not _is_committed(store, run, Base(at.timeline, at.step, attempt))
+    return False
 
 
 def _is_committed(store: Store, run: str, base: Base) -> bool:
