@@ -52,9 +52,12 @@ from headrace.dataio.store.base import (
     ObjectInfo,
     Store,
     check_conditional_size,
+    check_folder,
     check_key,
     check_prefix,
     check_range,
+    is_after,
+    is_key,
     path_of_url,
     too_large,
     writable_bytes,
@@ -157,6 +160,16 @@ class PosixStore(Store):
             with translate_os_errors(f"listing {self._root}"):
                 folder = prefix.rpartition("/")[0]
                 yield from self._walk(folder, prefix)
+
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        if check_folder(prefix):
+            with translate_os_errors(f"listing {self._root}"):
+                path = os.path.join(self._root, prefix[:-1]) if prefix else self._root
+                entries = _sorted_names(path) if self._is_plain(path) else ()
+            for name, is_folder in entries:
+                key = prefix + name
+                if is_folder and key != TEMPORARY and is_key(key) and is_after(name, after):
+                    yield name
 
     def stat(self, key: str) -> ObjectInfo:
         with self._reading(key) as file:
