@@ -14,9 +14,10 @@ import pytest
 from headrace.dataio.core.errors import AccessDeniedError, CapacityError, TransientError
 from headrace.dataio.store import s3
 from headrace.dataio.store.base import ObjectInfo, Store
+from headrace.dataio.store.hidden_files import TEMPORARY
 from headrace.dataio.store.mounts import Mounts
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.posix import TEMPORARY, PosixStore
+from headrace.dataio.store.posix import PosixStore
 from headrace.dataio.store.retry import Retry
 from headrace.dataio.store.s3 import S3Store
 from headrace.dataio.store.s3_config import parse
