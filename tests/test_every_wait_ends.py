@@ -124,6 +124,7 @@ def of_a_store(store: Store) -> dict[str, Call]:
         "get_ranges_into": lambda: store.get_ranges_into("raw/0.wav", [(0, buffers[0]), (7000, buffers[1])]),
         "get_pieces": lambda: store.get_pieces("raw/0.wav", 0, big[:600], lambda at, piece: None),
         "list": lambda: list(store.list("raw/")),
+        "list_folders": lambda: list(store.list_folders()),
         "stat": lambda: store.stat("raw/0.wav"),
         "exists": lambda: store.exists("raw/0.wav"),
         "put": lambda: store.put("new/put", b"x"),

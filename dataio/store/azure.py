@@ -31,7 +31,17 @@ from headrace.dataio.core.errors import (
     UsageError,
 )
 from headrace.dataio.core.redact import has_secrets, redact, without_secrets
-from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store, check_key, check_prefix
+from headrace.dataio.store.base import (
+    Buffer,
+    Location,
+    ObjectInfo,
+    Store,
+    check_folder,
+    check_key,
+    check_prefix,
+    is_after,
+    is_key,
+)
 from headrace.dataio.store.bucket import BucketStore, listed_object
 from headrace.dataio.store.bucket_client import Head
 from headrace.dataio.store.bucket_errors import UnreachableError, translated_obstore
@@ -44,6 +54,8 @@ T = TypeVar("T")
 WRITE_BYTES = 256 * limits.MIB
 LISTED = 1_000_000
 _PAGE_BYTES = 1 * limits.MIB
+_FOLDERS_BYTES = 64 * limits.MIB
+"""The responses of a listing of folders. obstore sends all requests of one in one call, which has one time limit."""
 _DELETES = 16
 
 
@@ -97,10 +109,7 @@ class AzureClient(ObstoreRequests):
                         page = await anext(pages)
                     found.extend((one["path"], Head(one["size"], one["last_modified"])) for one in page)
                     if len(found) > LISTED:
-                        raise CapacityError(
-                            f"{doing}: more than {LISTED:,} keys are not sorted in memory",
-                            hint="list by a longer prefix",
-                        )
+                        raise _too_many(doing)
 
         await self._send(doing, request, None)
         markers, suspects = set[str](), possible_markers(found)
@@ -109,6 +118,18 @@ class AzureClient(ObstoreRequests):
             exist = await asyncio.gather(*(self._exists(doing, name) for name in batch))
             markers |= {name for name, there in zip(batch, exist, strict=True) if not there}
         return [(name, head) for name, head in found if name not in markers]
+
+    async def list_folders(self, doing: str, folder: str) -> list[str]:
+        """The paths of the folders directly below `folder`, without a final slash, in any order; at most `LISTED`."""
+
+        async def request(container: Any) -> list[str]:
+            found = await obstore.list_with_delimiter_async(container, folder or None)
+            return list(found["common_prefixes"])
+
+        paths = await self._send(doing, request, self._seconds(_FOLDERS_BYTES))
+        if len(paths) > LISTED:
+            raise _too_many(doing)
+        return paths
 
     async def _exists(self, doing: str, key: str) -> bool:
         async def request(container: Any) -> bool:
@@ -139,6 +160,10 @@ class AzureClient(ObstoreRequests):
         except HeadraceError as error:
             hint = _AZURE_HINTS.get(type(error))
             raise type(error)(error.message, hint=hint) if hint else error from None
+
+
+def _too_many(doing: str) -> CapacityError:
+    return CapacityError(f"{doing}: more than {LISTED:,} keys are not sorted in memory", hint="list by a longer prefix")
 
 
 _AZURE_HINTS: dict[type[HeadraceError], str] = {
@@ -204,7 +229,7 @@ class AzureStore(BucketStore):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if not check_prefix(prefix):
             return
-        base = self._config.prefix + "/" if self._config.prefix else ""
+        base = self._base
         folder = (base + prefix).rpartition("/")[0]
         found = self._client.run(self._client.list_all(f"listing {self._config.url}", folder))
         for key, head in sorted(found, key=lambda entry: entry[0]):
@@ -212,10 +237,23 @@ class AzureStore(BucketStore):
             if info is not None and info.key.startswith(prefix):
                 yield info
 
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        if not check_folder(prefix):
+            return
+        full = self._base + prefix
+        paths = self._client.run(self._client.list_folders(f"listing {self._config.url}", full.rstrip("/")))
+        names = (path[len(full) :] for path in paths)
+        known = (name for name in names if is_key(prefix + name) and is_after(name, after))
+        yield from sorted(known, key=lambda name: name + "/")
+
     def delete_many(self, keys: Iterable[str]) -> None:
         rest = iter([self._config.full_key(key) for key in keys])
         while batch := list(itertools.islice(rest, _DELETES)):
             self._client.run(self._delete(batch))
+
+    @property
+    def _base(self) -> str:
+        return self._config.prefix + "/" if self._config.prefix else ""
 
     async def _delete(self, keys: Iterable[str]) -> None:
         await asyncio.gather(*(self._client.delete(f"deleting in {self._config.url}", key) for key in keys))

@@ -181,7 +181,7 @@ class Store(abc.ABC):
 
         Returns:
             Iterator[str]: Names without slashes, each once. Their order is that of the keys: by name + "/". A folder
-            may be listed for a short time although its objects were deleted.
+            may be listed although it has no objects, for example after they were deleted.
         """
         last = ""
         for info in self.list(prefix) if check_folder(prefix) else ():

@@ -29,8 +29,8 @@ from pathlib import Path
 from headrace.dataio.core.cli import argument, command, json_option, positive_int, print_json
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.hidden_files import TEMPORARY
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.posix import TEMPORARY
 from headrace.dataio.store.probe import certify, probe_preconditions
 
 _COPIES = "headrace.checkpoint.saving.copy_threads"

@@ -53,9 +53,11 @@ from headrace.dataio.store.base import (
     ObjectInfo,
     Store,
     check_conditional_size,
+    check_folder,
     check_key,
     check_prefix,
     check_range,
+    is_after,
     too_large,
     writable_bytes,
 )
@@ -136,12 +138,34 @@ class FsspecStore(Store):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if not check_prefix(prefix):
             return
-        folder = f"{self._root}/{prefix.rpartition('/')[0]}".rstrip("/")
         with self._translated(prefix):
-            found = self._found(folder + "/" if self._protocol in _HTTP else folder)
+            found = self._found(self._folder(prefix))
         named = {self._key(path): entry for path, entry in found.items()}
         for key in sorted(key for key in named if key is not None and key.startswith(prefix)):
             yield _info(key, named[key]) if named[key].get("size") is not None else self.stat(key)
+
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        if not check_folder(prefix):
+            return
+        entries: list[Mapping[str, Any]] = []
+        with self._translated(prefix), contextlib.suppress(FileNotFoundError):
+            entries = self._call("ls", self._folder(prefix), seconds=_LISTING_SECONDS, detail=True)
+        names = {name for entry in entries if (name := self._folder_of(entry, prefix)) and is_after(name, after)}
+        yield from sorted(names, key=lambda name: name + "/")
+
+    def _folder_of(self, entry: Mapping[str, Any], prefix: str) -> str | None:
+        """The name of the listed folder directly below `prefix`; None if the entry is an object, or is elsewhere."""
+        key = self._key(entry["name"].rstrip("/"))
+        if key is None or not key.startswith(prefix):
+            return None
+        name, deeper, _ = key[len(prefix) :].partition("/")  # an index page may have a link to an object below a folder
+        return name if deeper or entry["type"] == "directory" else None
+
+    def _folder(self, prefix: str) -> str:
+        """The path of the last folder that `prefix` names."""
+        name = prefix.rpartition("/")[0]
+        path = f"{self._root}/{name}".rstrip("/")
+        return path + "/" if self._protocol in _HTTP else path
 
     def _found(self, top: str) -> dict[str, Mapping[str, Any]]:
         """Return the entries below the folder `top`, by path.

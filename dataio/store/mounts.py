@@ -21,9 +21,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError, UnsupportedError, UsageError
-from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store, check_key
+from headrace.dataio.store.base import (
+    Buffer,
+    Location,
+    ObjectInfo,
+    Store,
+    check_folder,
+    check_key,
+    is_after,
+)
 
-PREFIX = "mounts/"
+_FOLDER = "mounts"
+PREFIX = _FOLDER + "/"
 OPTION = "mounts"
 MAX_MOUNTS = 64
 _NAME = re.compile(r"[0-9a-z]{1,32}")
@@ -83,6 +92,24 @@ class Mounts(Store):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         own = (info for info in self.base.list(prefix) if not info.key.startswith(PREFIX))
         return heapq.merge(own, *self._list_mounted(prefix), key=lambda info: info.key)
+
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        """List folders. `mounts` and the name of every mount are listed even if the mounted store is empty."""
+        if not check_folder(prefix):
+            return iter(())
+        if prefix.startswith(PREFIX):
+            return self._mounted_folders(prefix[len(PREFIX) :], after)
+        own = self.base.list_folders(prefix, after=after)
+        if prefix:
+            return own
+        mounts = [_FOLDER] if self.mounted and is_after(OPTION, after) else []
+        return heapq.merge((name for name in own if name != _FOLDER), mounts, key=lambda name: name + "/")
+
+    def _mounted_folders(self, below: str, after: str) -> Iterator[str]:
+        name, _, prefix = below.partition("/")
+        if not below:
+            return (name for name in sorted(self.mounted) if is_after(name, after))
+        return self.mounted[name].list_folders(prefix, after=after) if name in self.mounted else iter(())
 
     def stat(self, key: str) -> ObjectInfo:
         store, inner = self._route(key)

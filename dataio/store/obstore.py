@@ -1,8 +1,8 @@
 """Requests through obstore, and the fast S3 client that uses them.
 
 Purpose: obstore needs a fraction of the CPU of a Python client for a GET, a HEAD or a PUT. It gives no access to the
-single parts of an upload, so multipart uploads to S3 go through s3fs. So do deletes, PUTs above `_LARGEST_PUT`, and
-listings of more than one page (see `ObstoreS3Client.list_page`).
+single parts of an upload, so multipart uploads to S3 go through s3fs. So do deletes, PUTs above `_LARGEST_PUT`,
+listings of more than one page (see `ObstoreS3Client.list_page`), and listings of folders.
 
 Invariants: obstore's retries are off. Every request has one time limit, body included, and is cancelled at its end.
 S3 gets every setting and the credentials as values, never from obstore's own variables. Payloads are not hashed for

@@ -2,31 +2,25 @@
 
 Invariants:
 
-* Bytes are first written to a hidden file in `<root>/.headrace-tmp` and fsynced. Then `rename` (`put`,
-  `put_multipart`) or `link` (`put_if_absent`) gives the file its name. Last, all directories from the file's own up to
-  the root are fsynced. So a killed writer leaves at most a hidden file.
-* The writer holds a lock (flock) on the hidden file until the file has its name. A later writer removes hidden files
-  that are more than a day old by the file system's clock and that no process has locked.
+* Bytes are first written to a hidden file (`hidden_files`) and fsynced. Then `rename` (`put`, `put_multipart`) or
+  `link` (`put_if_absent`) gives the file its name. Last, all directories from the file's own up to the root are
+  fsynced. So a killed writer leaves at most a hidden file.
 * Below the root, no symbolic link is followed for reading, writing or listing.
 
 Failure behaviour: an errno becomes a Headrace error (`core.errors`). If `link` fails with EEXIST, or with an error that
 leaves the outcome unknown (a lost NFS reply), the store reads the object back, as the contract requires. A failed fsync
-is final (`_sync`): the kernel reports a lost write only once, so a second fsync would succeed although the data is
-lost. A delete is not fsynced: after a crash of the machine, a deleted object may reappear.
+is final. A delete is not fsynced: after a crash of the machine, a deleted object may reappear.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import itertools
 import os
-import secrets
 import stat as st
-import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import msgspec
 
@@ -36,12 +30,10 @@ from headrace.dataio.core.errors import (
     AMBIGUOUS,
     AmbiguousWriteError,
     CapacityError,
-    HeadraceError,
     NotFoundError,
     TransientError,
     UnsupportedError,
     UsageError,
-    from_os_error,
     translate_os_errors,
 )
 from headrace.dataio.core.files import is_local
@@ -52,25 +44,25 @@ from headrace.dataio.store.base import (
     ObjectInfo,
     Store,
     check_conditional_size,
+    check_folder,
     check_key,
     check_prefix,
     check_range,
+    is_after,
+    is_key,
     path_of_url,
     too_large,
     writable_bytes,
 )
 from headrace.dataio.store.direct_io import FileWriter, fill_directly, fill_together
+from headrace.dataio.store.hidden_files import TEMPORARY, HiddenFile, HiddenFiles, make_folders, sync_folder
 
-TEMPORARY = ".headrace-tmp"
-_STALE_SECONDS = 24 * 3600.0
-_STALE_SCAN = 1024
 _PUBLISH_TRIES = 16
 _ADVICE = 16
 """How many prefixes `read_once` remembers; further ones are ignored."""
 _KERNEL = ("/proc/", "/sys/")
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK}
 
-_written = declare("store.posix.written", "the bytes are durable under a hidden name; the object is as it was before")
 _named = declare("store.posix.named", "the object has its new content; its directory entry may not be durable yet")
 
 
@@ -85,7 +77,7 @@ class PosixStore(Store):
         self._root, self._direct = os.path.realpath(os.fspath(root)), direct
         self._once: frozenset[str] = frozenset()
         self._local: bool | None = None
-        self._swept = False
+        self._hidden = HiddenFiles(self._root)
 
     @property
     def location(self) -> Location:
@@ -157,6 +149,16 @@ class PosixStore(Store):
             with translate_os_errors(f"listing {self._root}"):
                 folder = prefix.rpartition("/")[0]
                 yield from self._walk(folder, prefix)
+
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        if check_folder(prefix):
+            with translate_os_errors(f"listing {self._root}"):
+                path = os.path.join(self._root, prefix[:-1]) if prefix else self._root
+                entries = _sorted_names(path) if self._is_plain(path) else ()
+            for name, is_folder in entries:
+                key = prefix + name
+                if is_folder and key != TEMPORARY and is_key(key) and is_after(name, after):
+                    yield name
 
     def stat(self, key: str) -> ObjectInfo:
         with self._reading(key) as file:
@@ -237,41 +239,8 @@ class PosixStore(Store):
 
     # writing
 
-    @contextlib.contextmanager
-    def _written_aside(self, parts: Iterable[Buffer]) -> Iterator[_Aside]:
-        """Write `parts` to a hidden, locked file and fsync it. The hidden name is always removed at the end."""
-        path, fd = self._new_file()
-        try:
-            size = self._write(path, fd, parts)
-            _sync(fd, path)
-            _written()
-            yield _Aside(path, size)
-        finally:
-            os.close(fd)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-
-    def _new_file(self) -> tuple[str, int]:
-        """Create, open and lock a hidden file. `headrace doctor` may remove its empty folder, so try a few times."""
-        for _ in range(_PUBLISH_TRIES):
-            with contextlib.suppress(FileNotFoundError):
-                folder = self._temporary_folder()
-                path = os.path.join(folder, f"{int(time.time())}-{os.getpid()}-{secrets.token_hex(8)}")
-                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                try:
-                    if _locked(fd, path):
-                        self._sweep(folder, path, fd)
-                        return path, fd
-                except BaseException:
-                    os.close(fd)
-                    with contextlib.suppress(OSError):
-                        os.unlink(path)
-                    raise
-                os.close(fd)
-        raise TransientError(
-            f"{self._root!r}: {_PUBLISH_TRIES} times there was no folder for unfinished files, though it was made",
-            hint="see whether another program deletes below it, and whether that file system takes files at all",
-        )
+    def _written_aside(self, parts: Iterable[Buffer]) -> AbstractContextManager[HiddenFile]:
+        return self._hidden.written(lambda path, fd: self._write(path, fd, parts))
 
     def _write(self, path: str, fd: int, parts: Iterable[Buffer]) -> int:
         """Write `parts` to the hidden file, open as `fd`; return its size."""
@@ -280,28 +249,13 @@ class PosixStore(Store):
                 file.write(part)
             return file.finish()
 
-    def _temporary_folder(self) -> str:
-        folder = os.path.join(self._root, TEMPORARY)
-        if not os.path.isdir(folder):
-            _make_folders(folder)
-        return folder
-
-    def _sweep(self, folder: str, path: str, fd: int) -> None:
-        """Remove files of killed writers from `folder`, once per store.
-
-        `path`, open as `fd`, is the file that this writer has just made there.
-        """
-        if not self._swept:
-            self._swept = True
-            _remove_stale(folder, path, os.fstat(fd).st_mtime - _STALE_SECONDS)
-
     def _publish(self, path: str, name_it: Callable[[], None]) -> None:
         """Give the new content its name. A concurrent delete may remove the empty folder, so try a few times."""
         folder = os.path.dirname(path)
         for _ in range(_PUBLISH_TRIES):
             self._refuse_links(path)
             try:
-                _make_folders(folder)
+                make_folders(folder)
                 name_it()
             except FileNotFoundError:
                 continue
@@ -313,7 +267,7 @@ class PosixStore(Store):
     def _sync_up(self, folder: str) -> None:
         """fsync `folder` and its parents up to the root, since another process may have just made them."""
         while True:
-            _sync_folder(folder)
+            sync_folder(folder)
             if folder == self._root:
                 return
             folder = os.path.dirname(folder)
@@ -365,11 +319,6 @@ def _check_root(root: str) -> None:
         )
 
 
-class _Aside(msgspec.Struct, frozen=True):
-    path: str
-    size: int
-
-
 class _OpenFile(msgspec.Struct, frozen=True):
     path: str
     fd: int
@@ -410,88 +359,6 @@ def _sorted_names(path: str) -> list[tuple[str, bool]]:
         return []
     found = [(name, is_folder) for name, is_folder, is_file in kinds if is_folder or is_file]
     return sorted(found, key=lambda entry: entry[0] + "/" * entry[1])
-
-
-def _sync_folder(folder: str) -> None:
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:  # another process deleted its last object after this write took effect
-        return
-    try:
-        _sync(fd, folder)
-    finally:
-        os.close(fd)
-
-
-def _sync(fd: int, path: str) -> None:
-    """Call fsync once. The kernel reports a lost write to one fsync only, so a retry proves nothing."""
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        found = from_os_error(error, f"writing: fsync of {path!r}")
-        if not isinstance(found, TransientError):
-            raise
-        raise HeadraceError(
-            f"{found.message}: the last writes may be lost",
-            hint="check the disk or mount, then write it again; older objects are unchanged",
-        ) from error
-
-
-def _make_folders(folder: str) -> None:
-    """Create `folder` and its parents. The parent of every created folder is fsynced."""
-    missing = list(itertools.takewhile(lambda f: not os.path.isdir(f), _ancestors(folder)))
-    for new in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(new)
-            _sync_folder(os.path.dirname(new))
-
-
-def _ancestors(folder: str) -> Iterator[str]:
-    while True:
-        yield folder
-        folder = os.path.dirname(folder)
-
-
-def _locked(fd: int, path: str) -> bool:
-    """Lock the new file at `path` while `fd` is open.
-
-    Returns False if another writer removed the file first, because it was not locked yet.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: no writer removes files there
-        return True
-    return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
-
-
-def _remove_stale(folder: str, but: str, before: float) -> None:
-    """Remove hidden files of killed writers that were last changed before the time `before`.
-
-    One call examines at most `_STALE_SCAN` files. The age selects files, because earlier releases wrote without a lock.
-    The lock tells whether the writer is dead.
-    """
-    with os.scandir(folder) as entries:
-        for entry in itertools.islice((entry for entry in entries if entry.path != but), _STALE_SCAN):
-            with contextlib.suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_mtime < before:
-                    _remove_if_dead(entry.path)
-
-
-def _remove_if_dead(path: str) -> None:
-    """Remove the hidden file unless its writer is alive.
-
-    Raises `OSError` if the writer is alive, or if the file system cannot tell.
-    """
-    fd = os.open(
-        path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # for writing: NFS requires that for a lock
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
-    finally:
-        os.close(fd)
 
 
 def _no_hard_links(root: str) -> UnsupportedError:

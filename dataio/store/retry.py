@@ -141,3 +141,19 @@ class Retry(Wrapper):
         while (info := call(advance, self._policy, self._clock)) is not None:
             last = info.key
             yield info
+
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        """List folders. If a page fails, continue after the last folder that was delivered."""
+        names = self.inner.list_folders(prefix, after=after)
+
+        def advance() -> str | None:
+            nonlocal names
+            try:
+                return next(names, None)
+            except TransientError:
+                names = self.inner.list_folders(prefix, after=after)  # a generator that raised is finished
+                raise
+
+        while (name := call(advance, self._policy, self._clock)) is not None:
+            after = name
+            yield name

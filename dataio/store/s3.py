@@ -23,9 +23,9 @@ import io
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.crashpoints import declare
@@ -43,7 +43,10 @@ from headrace.dataio.store.base import (
     Location,
     ObjectInfo,
     UploadLog,
+    check_folder,
     check_prefix,
+    is_after,
+    is_key,
 )
 from headrace.dataio.store.bucket import BucketStore, listed_object
 from headrace.dataio.store.bucket_client import Head
@@ -52,6 +55,7 @@ from headrace.dataio.store.retry import Policy, call_async
 from headrace.dataio.store.s3_client import S3Client, connect
 from headrace.dataio.store.s3_config import S3Config, parse
 
+T = TypeVar("T")
 PART_BYTES = 8 * limits.MIB
 _PARTS_PER_SIZE, _SIZES = 2500, 4
 """2,500 parts each of 8, 16, 32 and 64 MiB. S3 allows 10,000 parts.
@@ -114,7 +118,7 @@ class S3Store(BucketStore):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if not check_prefix(prefix):
             return
-        base = self._config.prefix + "/" if self._config.prefix else ""
+        base = self._base
         doing = f"listing {self._config.url}"
         page = self._client.run(self._client.list_page(doing, (base + prefix).rpartition("/")[0]))
         if page is not None:
@@ -124,7 +128,34 @@ class S3Store(BucketStore):
         pages = self._pages(base + prefix)
         first = next(pages)
         found = itertools.chain.from_iterable(map(self._infos, itertools.chain([first], pages)))
-        yield from _by_key(found, self._config.url) if _lists_by_folder(first) else found
+        yield from _sorted(found, lambda info: info.key, self._config.url) if _lists_by_folder(first) else found
+
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        """List folders through s3fs, 1,000 in each request.
+
+        obstore is not used: it collects all pages in one call, cannot begin after a folder, and hides errors.
+        """
+        if not check_folder(prefix):
+            return
+        full = self._base + prefix
+        first, pages = self._folder_pages(full, after)
+        prefixes = (entry["Prefix"] for page in pages for entry in page.get("CommonPrefixes", ()))
+        names = (name for name, _ in itertools.groupby(path[len(full) :].rstrip("/") for path in prefixes))
+        known = (name for name in names if is_key(prefix + name) and is_after(name, after))
+        yield from _sorted(known, lambda name: name + "/", self._config.url) if _lists_by_folder(first) else known
+
+    def _folder_pages(self, full: str, after: str) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+        """Return the first page and all pages of the folders of `full`. They have every folder after `after`.
+
+        They may have that folder too, because a listing that starts at the first key after its keys, `after` + "0", would
+        make SeaweedFS skip a folder of that name. SeaweedFS sorts by name, so it also skips "a" for `after` "a-b".
+        """
+        pages = self._pages(full, Delimiter="/", **({"StartAfter": f"{full}{after}/"} if after else {}))
+        first = next(pages)
+        if _lists_by_folder(first) and any(character < "/" for character in after):
+            pages = self._pages(full, Delimiter="/")
+            first = next(pages)
+        return first, itertools.chain([first], pages)
 
     def delete_many(self, keys: Iterable[str]) -> None:
         rest = iter(keys)
@@ -133,11 +164,15 @@ class S3Store(BucketStore):
 
     # listing
 
-    def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
-        """Yield s3fs's responses, one for each page."""
+    @property
+    def _base(self) -> str:
+        return self._config.prefix + "/" if self._config.prefix else ""
+
+    def _pages(self, prefix: str, **options: str) -> Iterator[dict[str, Any]]:
+        """Yield s3fs's responses, one for each page. `options` are further parameters of `list_objects_v2`."""
         more: dict[str, object] = {}
         while True:
-            doing, wanted = f"listing {self._config.url}", {"Prefix": prefix, **more}
+            doing, wanted = f"listing {self._config.url}", {"Prefix": prefix, **options, **more}
             page = self._client.run(self._client.call("list_objects_v2", doing, **wanted))
             yield page
             if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
@@ -146,7 +181,7 @@ class S3Store(BucketStore):
 
     def _infos(self, page: dict[str, Any]) -> Iterator[ObjectInfo]:
         """Yield the objects of a page. Names that are not valid keys, such as `folder/`, are skipped."""
-        cut = len(self._config.prefix) + 1 if self._config.prefix else 0
+        cut = len(self._base)
         for entry in page.get("Contents", ()):
             info = listed_object(entry["Key"][cut:], Head(entry["Size"], entry["LastModified"]))
             if info is not None:
@@ -162,19 +197,19 @@ class S3Store(BucketStore):
 
 
 def _lists_by_folder(page: dict[str, Any]) -> bool:
-    """Whether the server sorts folder by folder. SeaweedFS lists `a/b` before `a-b`. S3 compares whole keys."""
+    """Whether the server sorts the names in each folder. SeaweedFS lists `a/b` before `a-b`. S3 compares whole keys."""
     headers = page.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     return str(headers.get("server", "")).startswith("SeaweedFS")
 
 
-def _by_key(found: Iterator[ObjectInfo], url: str) -> list[ObjectInfo]:
+def _sorted(found: Iterator[T], key: Callable[[T], str], url: str) -> list[T]:
     some = list(itertools.islice(found, _SORTED_LISTING + 1))
     if len(some) > _SORTED_LISTING:
         raise CapacityError(
             f"{url}: this server does not list by key, and more than {_SORTED_LISTING:,} keys are not sorted in memory",
             hint="list by a longer prefix",
         )
-    return sorted(some, key=lambda info: info.key)
+    return sorted(some, key=key)
 
 
 def open_url(url: str, options: Mapping[str, object]) -> S3Store:

@@ -8,7 +8,7 @@ Invariants:
 * A wrapper that overrides nothing is transparent.
 * `_through` is called once per operation. It gets the operation's name in the contract, the key (a listing's prefix;
   "" for `delete_many`) and the bytes that the operation may hold in memory. A listing passes through it only for its
-  first object. The other objects are streamed.
+  first object or folder. The others are streamed. The name of both listings is `list`.
 * Metric labels are from small fixed sets: the back end's name, the operation, and `ok`, an error's code or `raised`.
 * The admitted requests never exceed a `Budget`. They are admitted in the order of arrival. A small request waits behind
   a large one, so that the large one is not starved.
@@ -95,6 +95,11 @@ class Wrapper(Store):
         yield from self._through("list", prefix, 0, lambda: [*itertools.islice(found, 1)])
         yield from found
 
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        found = self.inner.list_folders(prefix, after=after)
+        yield from self._through("list", prefix, 0, lambda: [*itertools.islice(found, 1)])
+        yield from found
+
     def stat(self, key: str) -> ObjectInfo:
         return self._through("stat", key, 0, lambda: self.inner.stat(key))
 
@@ -167,12 +172,18 @@ class MetricsStore(Wrapper):
         return size
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return self._listed(lambda: self.inner.list(prefix))
+
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        return self._listed(lambda: self.inner.list_folders(prefix, after=after))
+
+    def _listed(self, work: Callable[[], Iterator[T]]) -> Iterator[T]:
         self._requests(
             "list", "ok"
         )  # looked up now: the garbage collector may close this generator in a thread that holds the look-up's lock
         self._seconds("list")
         with self._counted("list"):
-            yield from self.inner.list(prefix)
+            yield from work()
 
     @contextlib.contextmanager
     def _counted(self, operation: str) -> Iterator[None]:

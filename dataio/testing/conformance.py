@@ -25,8 +25,9 @@ import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UsageError
-from headrace.dataio.store.base import CONDITIONAL_BYTES, Store
+from headrace.dataio.store.base import CONDITIONAL_BYTES, Store, is_after
 from headrace.dataio.store.open import open_location
+from headrace.dataio.testing.folder_conformance import FolderConformance
 
 MIB = 1 << 20
 BAD_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a\nb", "a\0", "a\\b", "\ud800", "x" * 1025]
@@ -53,8 +54,8 @@ def some_bytes(n: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(n)
 
 
-class StoreConformance:
-    """One test for each sentence of the contract.
+class StoreConformance(FolderConformance):
+    """One test for each sentence of the contract. Those about `list_folders` are in `folder_conformance`.
 
     `many` is the number of keys that the paging test writes. `racers` is the number of threads that race for a key.
     """
@@ -431,6 +432,15 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(prefix=st.sampled_from(["a", "a/", "a-", "b/a", "ä", "0.x"]))
     def list_some(self, prefix: str) -> None:
         assert [i.key for i in self.store.list(prefix)] == sorted(k for k in self.model if k.startswith(prefix))
+
+    @rule(prefix=st.sampled_from(["", "a/", "b/", "a/a-b/"]), after=st.sampled_from(["", "0", "a", "a-b", "b"]))
+    def list_folders(self, prefix: str, after: str) -> None:
+        found = list(self.store.list_folders(prefix, after=after))
+        full = [key for key in self.model if key.startswith(prefix)]
+        holding = {key[len(prefix) :].partition("/")[0] for key in full if "/" in key[len(prefix) :]}
+        assert found == sorted({*found}, key=lambda name: name + "/")
+        assert all(is_after(name, after) for name in found)
+        assert {*found} >= {name for name in holding if is_after(name, after)}
 
     @invariant()
     def holds_what_the_model_holds(self) -> None:

@@ -179,6 +179,9 @@ class Wrapped(Store):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self.inner.list(prefix)
 
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        return self.inner.list_folders(prefix, after=after)
+
     def stat(self, key: str) -> ObjectInfo:
         return self.inner.stat(key)
 

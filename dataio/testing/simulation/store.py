@@ -34,6 +34,7 @@ from headrace.dataio.store.base import (
     ObjectInfo,
     Store,
     check_conditional_size,
+    check_folder,
     check_key,
     check_range,
     too_large,
@@ -42,7 +43,7 @@ from headrace.dataio.store.base import (
 from headrace.dataio.testing.simulation.scheduler import Simulation
 
 PAGE = 1000
-"""The maximum number of keys in one response to a listing."""
+"""The maximum number of keys or folders in one response to a listing."""
 _TRIES = 3
 _DIGEST_BYTES = 90
 """An upper limit on the bytes of the digest at the end of a document."""
@@ -116,6 +117,17 @@ class Bucket:
         page = self._keys[at : at + PAGE]
         return [key for key in page if key.startswith(prefix)]
 
+    def folders(self, prefix: str, after: str = "") -> list[str]:
+        """Return at most `PAGE` names of folders directly below the folder `prefix`, after the folder `after`."""
+        at = bisect.bisect_left(self._keys, _behind(prefix + after) if after else prefix)
+        found = list[str]()
+        while len(found) < PAGE and at < len(self._keys) and self._keys[at].startswith(prefix):
+            name, slash, _ = self._keys[at][len(prefix) :].partition("/")
+            if slash:
+                found.append(name)
+            at = bisect.bisect_left(self._keys, _behind(prefix + name), at) if slash else at + 1
+        return found
+
     def send(self, operation: str, key: str, apply: Callable[[], T], *, writes: bool = False) -> T:
         """Send one request: wait, apply it, and wait for the response."""
         simulation, faults = self.simulation, self.faults
@@ -171,6 +183,11 @@ class Bucket:
             return 0.0
         self._free = max(self._free, self.simulation.now) + 1 / self.rate
         return self._free - self.simulation.now
+
+
+def _behind(folder: str) -> str:
+    """The first string after all keys of the folder: "0" is the character after "/"."""
+    return folder + "0"
 
 
 class SimulatedStore(Store):
@@ -230,6 +247,17 @@ class SimulatedStore(Store):
             if len(page) < PAGE:
                 return
             after = page[-1].key
+
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        if not check_folder(prefix):
+            return
+        while True:
+            last = after
+            page = self.bucket.send("LIST", prefix, lambda: self.bucket.folders(prefix, last))  # noqa: B023 - called at once
+            yield from page
+            if len(page) < PAGE:
+                return
+            after = page[-1]
 
     def stat(self, key: str) -> ObjectInfo:
         found = self.bucket.send("HEAD", check_key(key), lambda: self.bucket.objects.get(key))

@@ -164,6 +164,9 @@ class _Direct(SimulatedStore):
     def list(self, prefix: str = "") -> Any:
         return self._page(prefix, "")
 
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Any:
+        return self.bucket.folders(prefix, after)
+
 
 def committed(job: Job, base: Base) -> bool:
     return names.commit(RUN, base.timeline, base.step) in job.bucket.objects

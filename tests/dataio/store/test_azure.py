@@ -116,6 +116,19 @@ def test_a_name_that_ends_in_a_slash_is_not_listed(monkeypatch: pytest.MonkeyPat
     assert sorted(asked) == ["empty", "folder", "full"]
 
 
+def test_folders_of_a_container_that_are_sorted_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def paths(*_: object) -> list[str]:
+        return ["x/a", "x/b"]
+
+    monkeypatch.setattr(azure, "LISTED", 1)
+    with azure.AzureStore(azure.AzureConfig("c", "x", {})) as store:
+        monkeypatch.setattr(store._client, "_send", paths)
+        with pytest.raises(CapacityError, match="longer prefix"):
+            list(store.list_folders())
+        monkeypatch.setattr(azure, "LISTED", 2)
+        assert list(store.list_folders()) == ["a", "b"]
+
+
 @pytest.mark.parametrize("url", ["az://", "az://user@container/x", "az://container/x?sig=1"])
 def test_a_url_names_a_container_and_a_prefix(url: str) -> None:
     with pytest.raises(UsageError, match="az://container/prefix"):
@@ -142,6 +155,7 @@ def test_a_silent_server_is_given_up_after_the_time_limit(monkeypatch: pytest.Mo
                 lambda: store.get("k"),
                 lambda: store.put("k", b"1"),
                 lambda: list(store.list()),
+                lambda: list(store.list_folders()),
                 lambda: store.delete_many(["k"]),
             ):
                 with pytest.raises(TransientError):

@@ -31,8 +31,9 @@ from headrace.dataio.store.direct_io import (
     mostly_cached,
     pieces,
 )
+from headrace.dataio.store.hidden_files import TEMPORARY
 from headrace.dataio.store.open import open_location, open_store
-from headrace.dataio.store.posix import TEMPORARY, PosixStore
+from headrace.dataio.store.posix import PosixStore
 from headrace.dataio.testing.conformance import some_bytes
 
 MIB = 1 << 20

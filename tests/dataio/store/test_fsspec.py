@@ -120,6 +120,9 @@ def _reads(store: Store) -> None:
     assert [(info.key, info.size) for info in store.list()] == [("empty.json", 0), (key, 20_000)]
     assert [info.key for info in store.list("shards/a")] == [key]
     assert list(store.list("none/")) == []
+    assert list(store.list_folders()) == ["shards"]
+    assert list(store.list_folders(after="shards")) == list(store.list_folders("shards/")) == []
+    assert list(store.list_folders("none/")) == []
 
 
 def test_a_local_file_system_through_fsspec_is_read_only(folder: Path) -> None:
@@ -222,7 +225,11 @@ def test_an_http_server_that_drips_is_passing_trouble(http_url: str, monkeypatch
 
 def test_an_http_server_that_is_away_is_passing_trouble() -> None:
     with FsspecStore("http://127.0.0.1:9", {}) as store:
-        for ask in (lambda: store.get("k"), lambda: list(store.list("versions/"))):  # and not an empty listing
+        for ask in (
+            lambda: store.get("k"),
+            lambda: list(store.list("versions/")),  # and not an empty listing
+            lambda: list(store.list_folders("versions/")),
+        ):
             with pytest.raises(TransientError):
                 ask()
 
@@ -274,8 +281,10 @@ def test_a_folder_that_cannot_be_listed_is_not_left_out(folder: Path, monkeypatc
         return LocalFileSystem.ls(self, path, detail, **options)
 
     monkeypatch.setattr(_Hosted, "ls", ls)
-    with open_store(f"hosted://there{folder}") as store, pytest.raises(AccessDeniedError):
-        list(store.list())
+    with open_store(f"hosted://there{folder}") as store:
+        for listed in (lambda: store.list(), lambda: store.list_folders("shards/")):
+            with pytest.raises(AccessDeniedError):
+                list(listed())
 
 
 @pytest.mark.usefixtures("hosted")

@@ -101,7 +101,12 @@ def test_the_store_agrees_with_a_model(s3_url: str, client: str) -> None:
 
 def test_a_missing_bucket_is_named(client: str, s3_url: str) -> None:
     with open_store("s3://no-such-bucket/x") as store:
-        for operation in (lambda: store.get("k"), lambda: store.put("k", b""), lambda: list(store.list())):
+        for operation in (
+            lambda: store.get("k"),
+            lambda: store.put("k", b""),
+            lambda: list(store.list()),
+            lambda: list(store.list_folders()),
+        ):
             with pytest.raises(NotFoundError, match="bucket 'no-such-bucket'"):
                 operation()
 
@@ -114,6 +119,7 @@ def test_wrong_credentials_are_access_denied_and_never_shown(client: str, s3_url
             lambda: store.get("k"),
             lambda: store.put("k", b""),
             lambda: list(store.list()),
+            lambda: list(store.list_folders()),
             lambda: store.put_if_absent("k", b""),
             lambda: store.stat("k"),
             lambda: store.put_multipart("k", [bytes(9 * MIB)]),
@@ -296,6 +302,7 @@ def test_a_silent_server_is_given_up_after_the_time_out(
             lambda: store.put("k", b"1"),
             lambda: store.put("k", bytes(9 * MIB)),
             lambda: list(store.list()),
+            lambda: list(store.list_folders()),
         ):
             with pytest.raises(TransientError, match=r"(?i)timed? ?out"):
                 operation()

@@ -11,10 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from types import ModuleType
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from headrace.dataio.core.errors import AmbiguousWriteError, NotFoundError, TransientError
-from headrace.dataio.store.base import ObjectInfo
+from headrace.dataio.store.base import ObjectInfo, Store
+from headrace.dataio.testing.folder_conformance import NAMES
 from headrace.dataio.testing.simulation.collectives import Group, SimulatedRanks
 from headrace.dataio.testing.simulation.scheduler import Process, Signal, Simulation, StuckError
 from headrace.dataio.testing.simulation.store import PAGE, Bucket, Faults, SimulatedStore
@@ -273,6 +276,43 @@ def test_a_listing_takes_one_request_a_page() -> None:
     bucket.apply_put("other", b"")
     assert in_a_task(simulation, lambda: sum(1 for _ in SimulatedStore(bucket).list("keys/"))) == 2 * PAGE + 1
     assert bucket.requests["LIST"] == 3
+
+
+def test_a_listing_of_folders_takes_one_request_for_each_page_of_folders_whatever_they_hold() -> None:
+    simulation = Simulation()
+    bucket = Bucket(simulation, latency=0.5)
+    folders = [f"{number:05}" for number in range(2 * PAGE + 500)]
+    for key in ("object", *(f"runs/{name}/{n}" for name in folders for n in range(3)), "runs/object", "z/x"):
+        bucket.apply_put(key, b"")
+    store = SimulatedStore(bucket)
+    assert in_a_task(simulation, lambda: list(store.list_folders("runs/"))) == folders
+    assert in_a_task(simulation, lambda: list(store.list_folders("runs/", after=folders[1499]))) == folders[1500:]
+    assert bucket.requests == {"LIST": 3 + 2}
+    assert simulation.now == 0.5 * (3 + 2)
+
+
+def test_a_listing_of_folders_has_the_faults_of_a_listing() -> None:
+    simulation = Simulation()
+    bucket = Bucket(simulation, faults=Faults(refused=1.0))
+    with pytest.raises(TransientError, match="refused"):
+        in_a_task(simulation, lambda: list(SimulatedStore(bucket).list_folders()))
+    assert bucket.fired == {"refused": 1}
+
+
+@given(keys=st.lists(st.lists(st.sampled_from(NAMES), max_size=3).map("/".join)), after=st.sampled_from(["", *NAMES]))
+def test_the_folders_of_a_simulated_store_are_those_of_its_keys(keys: list[str], after: str) -> None:
+    simulation = Simulation()
+    bucket = Bucket(simulation)
+    for key in keys:
+        bucket.apply_put(f"{key}.x", b"")
+
+    def work() -> None:
+        store = SimulatedStore(bucket)
+        for prefix in ("", "a/", "a-b/"):
+            expected = list(Store.list_folders(store, prefix, after=after))
+            assert list(store.list_folders(prefix, after=after)) == expected
+
+    in_a_task(simulation, work)
 
 
 def test_a_limit_of_requests_makes_them_wait_for_each_other() -> None:
