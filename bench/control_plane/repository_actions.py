@@ -4,7 +4,8 @@ Every function returns seconds of the action (without the start of the process),
 requests to the store in all and by operation, and a list of errors.
 
 Invariant: requests are counted where the back end gets them. A listing counts one request for each 1,000 names, and a
-deletion one for each 1,000 keys, as S3 does. Attempts that are repeated count, too.
+deletion one for each 1,000 keys, as S3 does. Attempts that are repeated count, too. Only names that the caller reads
+count. With SeaweedFS the client sends more requests: it reads every listing to its end, to sort it.
 Failure behaviour: an action with wrong results or an exit code other than 0 returns an error. Other errors are raised.
 """
 
