@@ -6,11 +6,12 @@ Only names, shapes and manifests are made. No tensor is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from headrace.checkpoint.format import chunking, group, manifest, names
 from headrace.checkpoint.format.chunking import Box, digest, whole
 from headrace.checkpoint.format.documents import Commit, Decision, encode
+from headrace.checkpoint.format.group import Summary
 from headrace.checkpoint.format.manifest import Chunk, Manifest, PackName, Span, Tensor
 from headrace.checkpoint.state import tree
 from headrace.dataio.core.limits import KIB, MIB
@@ -139,24 +140,45 @@ def save(bucket: Bucket, ranks: int) -> None:
         data = manifest.encode(found)
         bucket.objects[names.manifest(RUN, 1, 1, ATTEMPT, rank)] = data, 0.0
         summaries.append(group.summarize(found, data))
-    document = Decision(attempt=ATTEMPT, outcome="commit", manifests=tuple(s.member.manifest.hex() for s in summaries))
+    for key, data in closing_objects(RUN, 1, ATTEMPT, summaries):
+        bucket.apply_put(key, data)
+
+
+def closing_objects(
+    run: str, step: int, attempt: str, summaries: Sequence[Summary], committed: float = 0.0
+) -> Iterator[tuple[str, bytes]]:
+    """The objects that a commit in timeline 1 writes after the manifests: groups, decision, COMMIT.
+
+    Args:
+        run (str): The run.
+        step (int): The step.
+        attempt (str): The id of the attempt.
+        summaries (Sequence[Summary]): The summaries of all manifests, by rank.
+        committed (float): The time of the commit, in seconds since the epoch. Default: 0.
+
+    Returns:
+        Iterator[tuple[str, bytes]]: Key and content of each object, in the order in which they are written.
+    """
+    ranks = len(summaries)
+    digests = tuple(summary.member.manifest.hex() for summary in summaries)
+    decision = Decision(attempt=attempt, outcome="commit", manifests=digests)
     if names.is_grouped(ranks):
-        digests = []
+        digests = ()
         for index in range(names.group_count(ranks)):
             members = [summaries[rank] for rank in names.ranks_of_group(index, ranks)]
-            data = group.encode(group.join(ATTEMPT, index, ranks, members))
-            bucket.objects[names.group(RUN, 1, 1, ATTEMPT, index)] = data, 0.0
-            digests.append(digest(data).hex())
-        document = Decision(
+            data = group.encode(group.join(attempt, index, ranks, members))
+            yield names.group(run, 1, step, attempt, index), data
+            digests += (digest(data).hex(),)
+        decision = Decision(
             version=2,
-            attempt=ATTEMPT,
+            attempt=attempt,
             outcome="commit",
-            groups=tuple(digests),
+            groups=digests,
             world_size=ranks,
             group_ranks=names.GROUP_RANKS,
         )
-    bucket.apply_put(names.decision(RUN, 1, 1, ATTEMPT), encode(document))
-    bucket.apply_put(names.commit(RUN, 1, 1), encode(Commit(step=1, attempt=ATTEMPT)))
+    yield names.decision(run, 1, step, attempt), encode(decision)
+    yield names.commit(run, 1, step), encode(Commit(step=step, attempt=attempt, committed=committed))
 
 
 def boxes_of(rank: int, ranks: int) -> Iterator[tuple[str, Box]]:

@@ -18,7 +18,7 @@ def run_part(capsys: pytest.CaptureFixture[str], *arguments: str) -> Part:
     """Run `headrace bench ARGUMENTS --json`, which must succeed, and return the part that it measured."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "run_process", _fork)
+        patch.setattr(measure, "run_process", fork)
         code = bench([*arguments, "--json"])
     (part,) = decode(capsys.readouterr().out.encode(), "stdout").parts
     assert code == 0, part
@@ -26,7 +26,7 @@ def run_part(capsys: pytest.CaptureFixture[str], *arguments: str) -> Part:
     return part
 
 
-def _fork(command: list[str], environ: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess[str]:
+def fork(command: list[str], environ: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess[str]:
     """Run a candidate in a process that has torch already. Importing it takes longer than what the tests measure."""
     assert command[:3] == [sys.executable, "-m", measure.__name__], "a candidate of another interpreter"
     child = nursery.nursery().start("tests.support.candidate", *command[3:], env=environ)
