@@ -154,21 +154,20 @@ def restore(url: str, step: int, ranks: int) -> dict[str, Any]:
 
 
 def retention(url: str, steps: int, ranks: int) -> dict[str, Any]:
-    """Remove the oldest of `steps` steps, commit another step, and remove the next one with the same `Reader`.
+    """Remove the oldest of `steps` steps, commit another step, and remove the next one with the same `Collector`.
 
     The names of the figures of the second removal begin with "again_".
     """
     from headrace.bench.control_plane.repository_filling import RUN, add_step
     from headrace.checkpoint.repository import collect
-    from headrace.checkpoint.repository.inventory import Reader
     from headrace.checkpoint.repository.retention import Keep
 
     meter = Meter(url)
     with open_store(url) as store:
-        reader = Reader(store)
+        collector = collect.Collector(store, collect.AT_ONCE)
 
         def remove(step: int) -> list[str]:
-            done = collect.retain(store, RUN, Keep(last=steps - 1), reader=reader)
+            done = collect.retain(store, RUN, Keep(last=steps - 1), collector=collector)
             removed = [each.step for each in done.tombstones] if done is not None else []
             return [] if removed == [step] else [f"removed {removed[:5]}, not step {step}"]
 

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import (
-    Base,
     Commit,
     Decision,
     PendingDelete,
@@ -37,7 +37,7 @@ from headrace.checkpoint.format.documents import (
     StepOfRun,
     encode,
 )
-from headrace.checkpoint.repository import commit, tag_records
+from headrace.checkpoint.repository import commit, tag_records, timeline
 from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
@@ -59,8 +59,8 @@ _deleting = declare("gc.deleting", "some objects of removed steps are deleted")
 _deleted = declare("gc.deleted", "only the record is left")
 _TRIES = 10
 """The maximum number of times that a record is written while other collections delete it."""
-_BATCH = 256
-_AT_ONCE = 64
+_BATCH = 1000
+AT_ONCE = 32
 """The maximum number of live attempts whose own packs a collection after a commit lists."""
 _BURIAL_SECONDS = plans.RECORD_SECONDS / 24
 """The maximum time in seconds from a collector's record to its last tombstone."""
@@ -87,23 +87,42 @@ def to_delete(store: Store, run: str, keep: Keep, seen: Inventory | None = None)
     abandoned and remove it.
     """
     seen = seen or Reader(store).look()
-    removed = {
-        StepName(at.timeline, at.step) for at, commit in seen.commits.items() if at.run == run and commit.tombstone
+    committed = {
+        StepName(at.timeline, at.step) for at, found in seen.commits.items() if at.run == run and not found.tombstone
     }
-    known = {
-        StepName(at.timeline, at.step): Base(at.timeline, at.step, commit.attempt)
-        for at, commit in seen.commits.items()
-        if at.run == run and not commit.tombstone
-    }
-    visible = repository.visible(store, run, removed, known=known)
-    branch = [StepName(base.timeline, base.step) for base in visible]
-    others = known.keys() - set(branch)
+    branch = list(_branch(store, run, seen))
+    others = committed - set(branch)
     named: dict[StepName, set[str]] = {}
     # read tags last; a collection that applies the policy again has read the leases before (see `repository.tags`)
     for tag in (tag for records in tag_records.current_records(store).values() for tag in records):
         if tag.run == run:
             named.setdefault(StepName(tag.timeline, tag.step), set()).add(tag.name)
-    return {StepOfRun(run, name.timeline, name.step) for name in steps_to_delete(keep, branch, others, named)}
+    selected = steps_to_delete(keep, branch, others, named)
+    return {StepOfRun(run, name.timeline, name.step) for name in selected}
+
+
+def _branch(store: Store, run: str, seen: Inventory) -> Iterator[StepName]:
+    """Steps of the run's newest branch, newest first: those that were seen, and newer ones."""
+    listed: dict[int, set[int]] = defaultdict(set)
+    for step in (*seen.commits, *(attempt.step for attempt in seen.attempts.values())):
+        if step.run == run:
+            listed[step.timeline].add(step.step)
+    yielded: set[int] = set()
+    for segment in timeline.branch(store, run):
+        numbers = listed[segment.timeline]
+        numbers |= set(timeline.steps(store, run, segment.timeline, max(numbers, default=-1) + 1))
+        for at in sorted(numbers - yielded, reverse=True):
+            is_in_segment = segment.upto is None or at <= segment.upto
+            if is_in_segment and _is_committed(store, StepOfRun(run, segment.timeline, at), seen):
+                yielded.add(at)
+                yield StepName(segment.timeline, at)
+
+
+def _is_committed(store: Store, at: StepOfRun, seen: Inventory) -> bool:
+    found = seen.commits.get(at)
+    if found is not None:
+        return not found.tombstone
+    return repository.settle(store, at.run, at.timeline, at.step) is not None
 
 
 def preview(store: Store, pending_deletes: Collection[StepOfRun], clock: Clock = SYSTEM_CLOCK) -> Plan:
@@ -122,8 +141,9 @@ def retain(
     """Remove the steps that the policy does not keep. Returns what was done; None if there is nothing to remove."""
     _require_repo(store)
     collector = collector or Collector(store)
-    removed = to_delete(store, run, keep, collector.reader.look())
-    return collect(store, removed, clock, collector, keep) if removed else None
+    seen = collector.reader.look()
+    removed = to_delete(store, run, keep, seen)
+    return _collect(store, seen, removed, keep, clock, collector) if removed else None
 
 
 def collect(
@@ -141,8 +161,18 @@ def collect(
     """
     _require_repo(store)
     collector = collector or Collector(store)
+    return _collect(store, collector.reader.look(), pending_deletes, keep, clock, collector)
+
+
+def _collect(
+    store: Store,
+    first: Inventory,
+    pending_deletes: Iterable[StepOfRun],
+    keep: Keep | None,
+    clock: Clock,
+    collector: Collector,
+) -> Plan:
     reader, users = collector.reader, collector.users
-    first = reader.look()
     _finish_complete(store, first, clock)
     records = _records(first, set(pending_deletes), keep, clock)
     to_remove = {step for record in records.values() for step in record.steps}
@@ -291,7 +321,7 @@ class Retention:
 
     def __init__(self, store: Store, run: str, keep: Keep) -> None:
         self._store, self._run, self._keep = store, run, keep
-        self._collector = Collector(store, _AT_ONCE)
+        self._collector = Collector(store, AT_ONCE)
         self._lock = threading.Lock()
         self._pending = False
         self._thread: threading.Thread | None = None

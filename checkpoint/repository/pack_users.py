@@ -100,14 +100,28 @@ class PackUsers:
     def _list(self, attempt: str) -> tuple[str, list[ObjectInfo]]:
         return attempt, list(self._store.list(names.packs(attempt)))
 
-    def needed(self, attempt: str) -> frozenset[str] | None:
-        """Keys of the attempt's packs that live attempts need; None if this is unknown, so that all must stay."""
-        if not self._known:
-            return None
-        parts = [(self._of_others(each) or {}).get(attempt) for each in self._users.get(attempt, ())]
+    def needed(self, attempt: str, packs: Iterable[str]) -> set[str]:
+        """Those of the attempt's packs that live attempts need. If this is unknown, all are needed.
+
+        The newest attempts are asked first, and older ones only while it is unknown whether a pack is needed.
+        """
+        unused = set(packs)
+        found = set[str]()
+        for part in self._parts(attempt) if self._known else (None,):
+            found |= unused if part is None else unused & part
+            unused -= found
+            if not unused:
+                break
+        return found
+
+    def _parts(self, attempt: str) -> Iterator[frozenset[str] | None]:
+        """The packs of `attempt` that each live attempt names; None if one of the documents is missing."""
         if attempt in self._live:
-            parts.append((self._packs_of(self._live[attempt]) or {}).get(attempt))
-        return None if None in parts else frozenset[str]().union(*(part for part in parts if part is not None))
+            own = self._packs_of(self._live[attempt])
+            yield None if own is None else own[attempt]
+        for each in sorted(self._users.get(attempt, ()), key=lambda each: each.attempt, reverse=True):
+            packs = self._of_others(each)
+            yield None if packs is None else packs.get(attempt, frozenset())
 
     def _of_others(self, attempt: SeenAttempt) -> Packs | None:
         """The packs of other attempts that this one names."""

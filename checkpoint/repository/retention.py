@@ -194,10 +194,11 @@ def garbage(seen: Inventory, users: PackUsers, now: float) -> tuple[list[tuple[s
     deleted_keys: list[tuple[str, int]] = []
     kept, emptied = 0, set[str]()
     for attempt, packs in users.look(seen, live):
-        needed = None if _are_all_needed(seen, attempt, packs) else users.needed(attempt)
+        keys = {pack.key for pack in packs}
+        needed = keys if _are_all_needed(seen, attempt, packs) else users.needed(attempt, keys)
         stay = 0
         for pack in packs:
-            if needed is not None and pack.key not in needed and _is_deletable(seen, attempt, pack, now):
+            if pack.key not in needed and _is_deletable(seen, attempt, pack, now):
                 deleted_keys.append((pack.key, pack.size))
             else:
                 stay += 1

@@ -1,0 +1,139 @@
+"""Measures a repository of many steps: the search for the latest step, and retention after a commit, in virtual time.
+
+Each step has its COMMIT, its decision and one pack. Only the steps that retention removes have the manifests and packs
+of all ranks, because no other step's objects are listed. CPU time passes as virtual time.
+
+    python -m headrace.bench.control_plane.steps STEPS RANKS [LATENCY]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.bench.control_plane.state import RUN
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Commit, Decision, Newest, Repo, Timeline, Totals, encode, this_process
+from headrace.checkpoint.repository import collect, group_commit, inventory, steps
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.retention import Keep
+from headrace.dataio.testing.simulation.scheduler import Process, Simulation
+from headrace.dataio.testing.simulation.store import Bucket, SimulatedStore
+from headrace.dataio.testing.simulation.threads import patched
+
+_STEP = 100
+"""A step is saved after this many steps of training."""
+_DIGEST = "0" * 64
+
+
+@dataclass
+class Cost:
+    """What an operation took: seconds, and requests."""
+
+    seconds: float
+    requests: int
+
+
+class Repository:
+    """A run with `count` steps of `ranks` ranks, on a store that answers after `latency` seconds."""
+
+    def __init__(self, count: int, ranks: int, latency: float) -> None:
+        self.ranks = ranks
+        self.simulation = Simulation(1, charge_cpu=True)
+        self.bucket = Bucket(self.simulation, latency=latency)
+        self.store, self.clock = SimulatedStore(self.bucket), self.simulation.clock
+        self._steps = 0
+        self._put(names.REPO, encode(Repo(id=names.new_id(self.clock), created=0.0)))
+        opened = Timeline(run=RUN, timeline=1, parent=None, created=0.0, process=this_process())
+        self._put(names.timeline(RUN, 1), encode(opened))
+        for _ in range(count):
+            self.add()
+
+    def add(self) -> None:
+        """Add one committed step. The first three have the objects of all ranks."""
+        self._steps += 1
+        attempt = Attempt(RUN, 1, self._steps * _STEP, names.new_id(self.clock), self.ranks)
+        for rank in range(self.ranks if self._steps <= 3 else 1):
+            self._put(names.pack(attempt.id, names.pack_name(rank, "0" * 8, 0)), b"-")
+            if self._steps <= 3:
+                self._put(attempt.manifest_key(rank), b"-")
+        self._put(attempt.decision_key, encode(self._decision(attempt)))
+        self._put(attempt.commit_key, encode(Commit(step=attempt.step, attempt=attempt.id, committed=0.0)))
+        self._put(names.newest(RUN, 1), encode(Newest(step=attempt.step)))
+
+    def _decision(self, attempt: Attempt) -> Decision:
+        totals = Totals(
+            ranks=self.ranks,
+            tensors=self.ranks,
+            packs=self.ranks,
+            attempts=(),
+            bytes_state=self.ranks,
+            bytes_written=self.ranks,
+            bytes_deduplicated=0,
+        )
+        grouped, base = names.is_grouped(self.ranks), Decision(attempt=attempt.id, outcome="commit")
+        return Decision(
+            version=Decision.newest if grouped else base.version,
+            attempt=attempt.id,
+            outcome="commit",
+            manifests=() if grouped else (_DIGEST,) * self.ranks,
+            groups=(_DIGEST,) * names.group_count(self.ranks) if grouped else (),
+            world_size=self.ranks if grouped else 0,
+            group_ranks=names.GROUP_RANKS if grouped else 0,
+            totals=totals,
+        )
+
+    def _put(self, key: str, body: bytes) -> None:
+        self.bucket.apply_put(key, body)
+
+    def cost(self, work: Callable[[], object]) -> Cost:
+        """Run `work` in a process of its own."""
+        before, requests = self.simulation.now, sum(self.bucket.requests.values())
+        task = self.simulation.start(work, process=Process("measured"))
+        with patched(self.simulation, inventory, group_commit):
+            self.simulation.run()
+        if task.error is not None:
+            raise task.error
+        return Cost(self.simulation.now - before, sum(self.bucket.requests.values()) - requests)
+
+    def latest(self) -> None:
+        """Find the latest step."""
+        found = steps.find(self.store, RUN, "latest")
+        if found is None or found.step != self._steps * _STEP:
+            raise AssertionError(f"{found} was found, and not step {self._steps * _STEP}")
+
+    def retain(self, collector: collect.Collector, last: int) -> None:
+        """Remove the one step that the policy does not keep."""
+        done = collect.retain(self.store, RUN, Keep(last=last), self.clock, collector)
+        if done is None or len(done.tombstones) != 1 or len(done.objects) < 2 * self.ranks:
+            raise AssertionError(f"retention did not remove one step: {done}")
+
+
+def measure(count: int, ranks: int, latency: float) -> dict[str, float]:
+    """The figures of a repository of `count` steps."""
+    repository = Repository(count, ranks, latency)
+    latest = repository.cost(repository.latest)
+    collector = collect.Collector(repository.store, collect.AT_ONCE)
+    first = repository.cost(lambda: repository.retain(collector, count - 1))
+    repository.add()
+    after_commit = repository.cost(lambda: repository.retain(collector, count - 1))
+    return {
+        "latest_s": round(latest.seconds, 3),
+        "latest_requests": latest.requests,
+        "first_retention_s": round(first.seconds, 3),
+        "first_retention_requests": first.requests,
+        "retention_s": round(after_commit.seconds, 3),
+        "retention_requests": after_commit.requests,
+    }
+
+
+def main(words: Sequence[str]) -> None:
+    """Print the figures as JSON."""
+    count, ranks, *rest = words
+    print(json.dumps(measure(int(count), int(ranks), float(rest[0]) if rest else 0.02)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
