@@ -1,7 +1,7 @@
 """`headrace bench simulate --control-plane`: what a large job spends on plans, commits and restores.
 
 The figures come from the real code of all ranks in virtual time (`plan`, `commit`, `restore`), or, for CPU and memory of a
-restore, from the real code of one rank of a job of that size (`one_rank`). A job that is too large for one process is
+restore, from the real code of one rank of a job of that size (`one_rank`). `steps` measures a repository of many steps. A job that is too large for one process is
 extrapolated: three smaller jobs are measured, and a line is fitted to them. Each job runs in a process of its own, so that
 its peak memory is known.
 
@@ -31,7 +31,13 @@ METRICS = {
     "reshard_requests": Metric("requests of a restore onto three quarters of the ranks", "", "lower"),
     "restore_cpu_s": Metric("restore, CPU of a rank", "s", "lower"),
     "restore_peak_mib": Metric("restore, memory of a rank", "MiB", "lower"),
+    "latest_s": Metric("search for the latest of 10,000 steps", "s", "lower"),
+    "latest_requests": Metric("requests of that search", "", "lower"),
+    "retention_s": Metric("retention after a commit, with 10,000 steps", "s", "lower"),
+    "retention_requests": Metric("requests of that retention", "", "lower"),
 }
+STEPS = 10_000
+"""Number of steps of the repository in which the latest step is searched, and from which retention removes one."""
 LARGEST = {"plan": 1024, "commit": 1024, "restore": 128}
 """The largest jobs whose ranks are all run in one process."""
 
@@ -56,11 +62,13 @@ def figures(ranks: int, latency: float, progress: Progress, largest: Mapping[str
         sizes = [ranks] if ranks <= largest[name] else [largest[name] // 4, largest[name] // 2, largest[name]]
         results = []
         for size in sizes:
-            progress(f"{name}, {size} ranks", number / 4)
+            progress(f"{name}, {size} ranks", number / 5)
             results.append(measure(size))
         for quantity in results[0]:
             _add(found, quantity, ranks, sizes, [each[quantity] for each in results])
-    progress(f"restore, one of {ranks} ranks", 3 / 4)
+    progress(f"{STEPS:,} steps", 3 / 5)
+    found.values |= {name: value for name, value in _run("steps", STEPS, ranks, latency).items() if name in METRICS}
+    progress(f"restore, one of {ranks} ranks", 4 / 5)
     one = _run("one_rank", ranks)
     found.values |= {"restore_cpu_s": one["cpu_seconds"], "restore_peak_mib": one["mib"]}
     return found

@@ -19,6 +19,11 @@ MEASURED = {
     "one_rank": {"cpu_seconds": 0.3, "mib": 30.0},
 }
 
+MEASURED_AT_ONCE = {
+    *("restore_cpu_s", "restore_peak_mib"),
+    *("latest_s", "latest_requests", "retention_s", "retention_requests"),
+}
+
 
 def measured(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[Figures, list[tuple[Any, ...]]]:
     """The figures of a job in which every rank sends five requests, and what was run for them."""
@@ -40,14 +45,15 @@ def test_a_small_job_is_measured_and_not_extrapolated(monkeypatch: pytest.Monkey
     assert found.values["save_requests"] == 7 + 5 * 64
     assert ran == [
         *(("plan", 64), ("commit", 64, 0.01)),
-        *(("restore", 64, 64, 0.01), ("restore", 64, 48, 0.01), ("one_rank", 64)),
+        *(("restore", 64, 64, 0.01), ("restore", 64, 48, 0.01)),
+        *(("steps", 10_000, 64, 0.01), ("one_rank", 64)),
     ]
 
 
 def test_a_large_job_is_extrapolated_by_a_line_that_the_results_name(monkeypatch: pytest.MonkeyPatch) -> None:
     found, ran = measured(monkeypatch, 16_384)
     assert found.values.keys() == METRICS.keys()
-    assert found.laws.keys() == METRICS.keys() - {"restore_cpu_s", "restore_peak_mib"}
+    assert found.laws.keys() == METRICS.keys() - MEASURED_AT_ONCE
     assert found.values["save_requests"] == pytest.approx(7 + 5 * 16_384, rel=1e-6)
     law = found.laws["save_requests"]
     assert law == {
@@ -57,7 +63,7 @@ def test_a_large_job_is_extrapolated_by_a_line_that_the_results_name(monkeypatch
         "measured": [7 + 5 * size for size in (256, 512, 1024)],
     }
     assert ("one_rank", 16_384) in ran
-    assert max(arguments[1] for arguments in ran if arguments[0] != "one_rank") == 1024
+    assert max(arguments[1] for arguments in ran if arguments[0] not in ("one_rank", "steps")) == 1024
 
 
 def test_the_state_has_the_size_of_the_model() -> None:

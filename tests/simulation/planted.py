@@ -17,7 +17,7 @@ from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Decision, Document, encode
-from headrace.checkpoint.repository import collect, commit, inventory, retention, timeline
+from headrace.checkpoint.repository import collect, commit, inventory, pack_users, retention, timeline
 from headrace.checkpoint.repository import lease as leases
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import LeaseKeeper
@@ -131,7 +131,23 @@ def unchecked() -> Iterator[None]:
         yield
 
 
-def replaced(where: object, name: str, by: Callable[..., object]) -> Plant:
+@contextlib.contextmanager
+def kept_while_undecided() -> Iterator[None]:
+    real = pack_users.PackUsers.look
+
+    def look(users: pack_users.PackUsers, seen: inventory.Inventory, live: Any) -> Any:
+        users._decided = {attempt.attempt for attempt in live}
+        return real(users, seen, live)
+
+    with mock.patch.object(pack_users.PackUsers, "look", look):
+        yield
+
+
+def settled_at_once(step: inventory.SeenStep) -> bool:
+    return step.commit is not None or bool(step.attempts)
+
+
+def replaced(where: object, name: str, by: object) -> Plant:
     return lambda: mock.patch.object(where, name, by)
 
 
@@ -152,4 +168,11 @@ PLANTED: dict[str, Plant] = {
     "COMMIT is written before the decision": commit_first,
     "leases name no bases": lease_without_bases,
     "the own digest of a manifest is not compared": unchecked,
+    "the packs of an attempt without a decision are read once": kept_while_undecided,
+    "collectors read a step once, although it has no outcome": replaced(
+        inventory.SeenStep, "is_settled", property(settled_at_once)
+    ),
+    "collectors do not read the packs of attempts that reference others": replaced(
+        pack_users.PackUsers, "_others", lambda *_: ()
+    ),
 }
