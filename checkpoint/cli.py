@@ -1,6 +1,6 @@
-"""`headrace ckpt`: list, check, show, tag and remove the steps of a checkpoint repository.
+"""`headrace ckpt`: list, measure, check, show, tag and remove the steps of a checkpoint repository.
 
-Invariant: the command runs without torch. `ls`, `check` and `show` change nothing, except that they write the missing
+Invariant: the command runs without torch. `ls`, `du`, `check` and `show` change nothing, except that they write the missing
 COMMIT of a complete attempt, as every reader does. `retain` and `gc` print a plan and change nothing without `--apply`.
 Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error. The next collection finishes one
 that stopped.
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.checkpoint.repository import check, collect, survey, tags
+from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.dataio.core.cli import apply_option, command, json_option, one_line
 from headrace.dataio.core.errors import CorruptionError, UsageError
-from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.core.limits import counted, format_bytes
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
@@ -32,6 +32,7 @@ _MAX_HITS = 5
 
 
 _HELP = {
+    "du": "add up the stored bytes of each run",
     "show": "describe one step: its ranks, tensors, bytes and codecs",
     "retain": "remove old steps: prints a plan; --apply executes it",
     "gc": "delete objects that no step needs: prints a plan; --apply executes it",
@@ -197,6 +198,23 @@ def _print_plan(plan: Plan, *, applied: bool) -> None:
         print("nothing was changed; --apply executes the plan")
 
 
+def _du(store: Store, options: argparse.Namespace) -> int:
+    found = usage.usage(store, options.run)
+    if options.json:
+        print(json.dumps(asdict(found), indent=1))
+        return 0
+    for each in found.runs:
+        steps = (
+            f"{counted(each.steps, 'step')}  {format_bytes(each.state)} of state  {format_bytes(each.stored)} stored"
+        )
+        rest = f"  {format_bytes(each.other_stored)} of attempts that are no step" if each.other_packs else ""
+        print(f"{each.run}  {steps} in {counted(each.packs, 'pack')}{rest}")
+    if found.unknown_packs:
+        print(f"{format_bytes(found.unknown_stored)} in {counted(found.unknown_packs, 'pack')} that belong to no run")
+    print(f"{format_bytes(found.stored)} in {counted(found.packs, 'pack')}")
+    return 0
+
+
 def _tag(store: Store, options: argparse.Namespace) -> int:
     if not options.run:
         raise UsageError("tag needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
@@ -234,6 +252,7 @@ def _line(tag: tags.Tag) -> str:
 
 
 COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
+    "du": _du,
     "show": _show,
     "retain": _retain,
     "gc": _gc,

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, Commit, Decision, encode, read
-from headrace.checkpoint.repository import collect, commit, pack_users, retention, timeline
+from headrace.checkpoint.repository import collect, pack_users, retention, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.collect import Collector
 from headrace.checkpoint.repository.inventory import Inventory, Reader, SeenAttempt
@@ -178,7 +178,7 @@ def test_a_run_of_many_steps_is_searched_for_its_latest_step_with_few_requests(c
         assert sum(counting.seen.values()) <= 8
 
 
-@pytest.mark.parametrize("stored", [b"", b"{}", encode(commit.Commit(step=7, attempt="x", committed=0.0)), None])
+@pytest.mark.parametrize("stored", [b"", b"{}", encode(Commit(step=7, attempt="x", committed=0.0)), None])
 def test_the_latest_step_is_found_whatever_newest_json_holds(counting: Counting, stored: bytes | None) -> None:
     steps = saved(counting, 3)
     if stored is None:

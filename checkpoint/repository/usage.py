@@ -1,0 +1,91 @@
+"""Adds up what a repository stores: for each run, the packs of its steps and what else lies in `packs/`.
+
+Invariant: every pack is counted once, under the run whose step it belongs to. Packs of removed steps that other steps
+still need are counted there, too. Nothing is changed, except that the missing COMMIT of a complete attempt is written.
+Cost: COMMITs, decisions, and a listing of all packs. Memory holds a few values for each attempt, not for each pack.
+Failure behaviour: `NotFoundError` if there is no repository or no such run. Damaged steps are left out; `survey` reports
+them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from headrace.checkpoint.format import names
+from headrace.checkpoint.repository.inventory import many
+from headrace.checkpoint.repository.survey import Report, survey
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.store.base import Store
+
+
+@dataclass(slots=True)
+class RunUsage:
+    """What one run stores. Sizes are in bytes.
+
+    `state`: the state of its newest step. `packs`, `stored`: number and size of the packs of its steps. `other_packs`,
+    `other_stored`: those of its attempts that are no step, or whose step was removed.
+    """
+
+    run: str
+    steps: int = 0
+    state: int = 0
+    packs: int = 0
+    stored: int = 0
+    other_packs: int = 0
+    other_stored: int = 0
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a repository stores. `unknown_packs`, `unknown_stored`: packs of attempts that no run has."""
+
+    runs: list[RunUsage]
+    packs: int = 0
+    stored: int = 0
+    unknown_packs: int = 0
+    unknown_stored: int = 0
+
+
+def usage(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) -> Usage:
+    """Add up what the repository, or one run of it, stores."""
+    report = survey(store, run, clock)
+    found = Usage([])
+    by_run = _by_run(report)
+    of_steps = {line.attempt: line.run for line in report.steps}
+    others = {each.attempt: each.run for each in report.unfinished}
+    attempts = [each for each in store.list_folders(names.PACKS) if run is None or each in of_steps or each in others]
+    for attempt, packs, stored in many(lambda each: _size(store, each), attempts):
+        found.packs += packs
+        found.stored += stored
+        if attempt in of_steps:
+            by_run[of_steps[attempt]].packs += packs
+            by_run[of_steps[attempt]].stored += stored
+        elif attempt in others:
+            by_run[others[attempt]].other_packs += packs
+            by_run[others[attempt]].other_stored += stored
+        else:
+            found.unknown_packs += packs
+            found.unknown_stored += stored
+    found.runs = [by_run[name] for name in sorted(by_run)]
+    return found
+
+
+def _by_run(report: Report) -> dict[str, RunUsage]:
+    newest: dict[str, tuple[int, int]] = defaultdict(lambda: (-1, -1))
+    found: dict[str, RunUsage] = {}
+    for line in report.steps:
+        each = found.setdefault(line.run, RunUsage(line.run))
+        each.steps += 1
+        if line.current and (line.timeline, line.step) > newest[line.run]:
+            newest[line.run], each.state = (line.timeline, line.step), line.bytes_state
+    for attempt in report.unfinished:
+        found.setdefault(attempt.run, RunUsage(attempt.run))
+    return found
+
+
+def _size(store: Store, attempt: str) -> tuple[str, int, int]:
+    packs = stored = 0
+    for info in store.list(names.packs(attempt)):
+        packs, stored = packs + 1, stored + info.size
+    return attempt, packs, stored
